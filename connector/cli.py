@@ -1,0 +1,181 @@
+"""``kvtiers …``: the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from tiers.config import DeploymentConfig, ExternalTierConfig, FsTierConfig, TierConfig, json_schema, load_config
+from tiers.errors import KVTiersError
+from tiers.registry import SecondaryTierFactory
+
+EXIT_FINDING = 1  # the command ran and found something wrong
+EXIT_BAD_INPUT = 2
+
+app = typer.Typer(help="KV-cache tiers for LLM servers.", no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+@app.command()
+def check(
+    config: Annotated[Path | None, typer.Argument(help="The YAML file to check.")] = None,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of the YAML, for editors.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Validate a configuration and say in words what would run."""
+    if schema:
+        print(json.dumps(json_schema(), indent=2))
+        return
+    if config is None:
+        raise typer.BadParameter("name a YAML file, or ask for --schema")
+    try:
+        deployment = load_config(config, SecondaryTierFactory.tier_types())
+    except KVTiersError as e:
+        if as_json:
+            print(json.dumps({"ok": False, "errors": str(e).splitlines()}))
+        else:
+            _console().print(f"[red]{config} is not accepted:[/red]")
+            for line in str(e).splitlines():
+                _console().print(f"  {line}", markup=False, highlight=False)
+        raise typer.Exit(EXIT_BAD_INPUT) from e
+    findings = find_problems(deployment)
+    if as_json:
+        print(json.dumps({"ok": not findings, "config": deployment.model_dump(), "findings": findings}))
+    else:
+        _describe(config, deployment, findings)
+    if findings:
+        raise typer.Exit(EXIT_FINDING)
+
+
+@app.command()
+def demo(
+    model: Annotated[str | None, typer.Option(help="Path or hub id of a causal language model.")] = None,
+    prompt: Annotated[Path | None, typer.Option(help="Text file to ask about.")] = None,
+    question: Annotated[str | None, typer.Option(help="The question asked about the text.")] = None,
+    config: Annotated[Path | None, typer.Option(help="Deployment YAML; its tiers are used.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, max=4096, help="Length of the answer.")] = 24,
+    root: Annotated[Path | None, typer.Option(help="Keep the stored blocks in this folder.")] = None,
+) -> None:
+    """Answer a long prompt twice, in two processes: cold, and from its KV cache on storage."""
+    from connector.demo.run import DemoOptions, run_demo
+
+    options = DemoOptions(
+        model=model,
+        prompt_file=prompt,
+        question=question,
+        config_file=config,
+        json_file=json_file,
+        max_new_tokens=max_new_tokens,
+        root_dir=root,
+    )
+    try:
+        code = run_demo(options)
+    except KVTiersError as e:
+        Console(stderr=True).print(f"kvtiers demo: {e}", markup=False, highlight=False)
+        raise typer.Exit(EXIT_BAD_INPUT) from e
+    raise typer.Exit(code)
+
+
+def find_problems(deployment: DeploymentConfig) -> list[str]:
+    """What a valid configuration would run into on this machine, each with the way out."""
+    findings = []
+    size = deployment.region.size_bytes
+    try:
+        free = shutil.disk_usage("/dev/shm").free
+    except OSError:
+        findings.append("region.size: /dev/shm is not there; the region shared by several processes needs it")
+    else:
+        if size > free:
+            findings.append(
+                f"region.size: {_human(size)} is more than /dev/shm has free ({_human(free)}); "
+                "lower it, or give /dev/shm more (in a container: --shm-size)"
+            )
+    if not deployment.tiers:
+        findings.append("tiers: the list is empty, so blocks live in the region only and are gone at exit")
+    for index, tier in enumerate(deployment.tiers):
+        if isinstance(tier, FsTierConfig):
+            findings += [f"tiers[{index}].{problem}" for problem in _folder_problems(tier)]
+    return findings
+
+
+def _folder_problems(tier: FsTierConfig) -> list[str]:
+    root = Path(tier.root_dir).absolute()
+    if root.exists() and not root.is_dir():
+        return [f"root_dir: {root} is not a folder"]
+    parent = root
+    while not parent.exists():
+        parent = parent.parent
+    if not os.access(parent, os.W_OK | os.X_OK):
+        return [f"root_dir: {parent} is not writable for uid {os.getuid()}"]
+    free = shutil.disk_usage(parent).free
+    if free < tier.min_free:
+        return [f"min_free: {_human(tier.min_free)} are to stay free, but only {_human(free)} are: nothing is stored"]
+    return []
+
+
+def _describe(path: Path, deployment: DeploymentConfig, findings: list[str]) -> None:
+    console = _console()
+    region = deployment.region
+    console.print(f"[bold]{path}[/bold] is good. With it:\n")
+    console.print(
+        f"KV blocks pass through a CPU region of [bold]{_human(region.size_bytes)}[/bold]; "
+        f"when it is full, blocks leave by {region.eviction_policy.upper()}. "
+        f"{deployment.blocks_per_chunk} engine block(s) make one stored block."
+    )
+    console.print(
+        f"A block found in a tier waits up to {region.promotion_wait_s} s for room before it counts as a miss.\n"
+    )
+    if deployment.tiers:
+        console.print("Every stored block goes to all of these; loads come from the first that has it:")
+        table = Table("", "tier", "where", "how")
+        for index, tier in enumerate(deployment.tiers):
+            table.add_row(f"tiers[{index}]", tier.type, *_where_and_how(tier))
+        console.print(table)
+    for finding in findings:
+        console.print("[yellow]problem[/yellow] ", end="")
+        console.print(finding, markup=False, highlight=False)
+
+
+def _where_and_how(tier: TierConfig | ExternalTierConfig) -> tuple[str, str]:
+    if isinstance(tier, ExternalTierConfig):
+        return f"{tier.module_path or 'entry point'}", "a tier of yours; its options are not checked here"
+    own: dict[str, Any] = {
+        name: value for name, value in tier.model_dump().items() if name not in TierConfig.model_fields
+    }
+    where = next((str(own.pop(name)) for name in ("root_dir", "url", "bucket") if name in own), "this process's memory")
+    sizes = {name: _human(value) if isinstance(value, int) and value >= 4096 else value for name, value in own.items()}
+    options = ", ".join(f"{name} {value}" for name, value in sizes.items() if value is not None)
+    how = (
+        f"{tier.n_read_threads} load + {tier.n_write_threads} store threads, {_human(tier.task_bytes)} a task, "
+        f"lookups answered within {tier.lookup_deadline_s} s, sealed with {tier.checksum}"
+    )
+    return where, f"{how}; {options}" if options else how
+
+
+def _human(size: int) -> str:
+    value = float(size)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:g} {unit}" if value == int(value) else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def _console() -> Console:
+    return Console(soft_wrap=not os.isatty(1))
+
+
+def main() -> None:
+    """Entry point of the ``kvtiers`` command."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,354 @@
+"""local-fs through the whole tier (sealed and verified) next to the raw-file ceiling and memcpy.
+
+    python -m tests.benchmarks.bench_fs [--quick] [--json FILE] [--where FOLDER ...]
+
+Ratios are what counts: each round measures the raw files and ours one after the other, and the median of the rounds'
+ratios is reported, so that a machine whose speed drifts does not decide. The raw ceiling is the same number of files
+of the same payload at the same paths, made and read in batches by the same number of threads with plain open,
+pwritev / preadv and close: no seal, no check, no publish protocol.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from tests.identity import FakeSpec, block_key
+from tiers.base import JobMetadata
+from tiers.builtin import FileSystemTierManager
+from tiers.config import default_threads
+from tiers.keys import OffloadKey
+
+KIB, MIB = 1 << 10, 1 << 20
+SIZES = (128 * KIB, 512 * KIB, MIB, 4 * MIB, 16 * MIB)
+TASK_BYTES = 4 * MIB
+STORE_GOAL, LOAD_GOAL, STALL_GOAL_MS = 0.85, 0.75, 5.0
+LOOKUP_GOAL, CALL_GOAL_US = 50_000, 100.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One block size on one file system. Speeds in MB/s, stalls in ms."""
+
+    where: str
+    block_bytes: int
+    raw_store: float
+    store: float
+    store_ratio: float
+    raw_load: float
+    load: float
+    load_ratio: float
+    memcpy: float
+    stall_p50: float
+    stall_p99: float
+    stall_raw_p99: float
+    call_p99_us: float
+
+
+class Setup:
+    """A region of ``count`` blocks and the keys for them."""
+
+    def __init__(self, block_bytes: int, total_bytes: int, threads: int) -> None:
+        self.count = max(4, total_bytes // block_bytes)
+        self.block_bytes = block_bytes
+        self.threads = threads
+        # Filled, so that no page is touched for the first time inside a measurement.
+        self.region = np.random.default_rng(1).integers(0, 256, (self.count, block_bytes), np.uint8).view(np.int8)
+        self.blocks = np.arange(self.count, dtype=np.int32)
+        self.keys = [block_key(n) for n in range(self.count)]
+        self.job_id = 0
+
+    def tier(self, root: Path) -> FileSystemTierManager:
+        return FileSystemTierManager(
+            FakeSpec(), self.region.data, "fs", str(root), self.threads, self.threads,
+            task_bytes=TASK_BYTES, min_free=0, bytes_in_flight_max=1 << 40,
+        )  # fmt: skip
+
+    def job(self) -> JobMetadata:
+        self.job_id += 1
+        return JobMetadata(self.job_id, self.keys, self.blocks)
+
+
+def in_batches(setup: Setup, do: Callable[[int], None]) -> None:
+    """Run ``do`` for every block, in batches of TASK_BYTES, on the setup's threads."""
+    size = max(1, TASK_BYTES // setup.block_bytes)
+    batches = iter([range(start, min(start + size, setup.count)) for start in range(0, setup.count, size)])
+    lock = threading.Lock()
+
+    def work() -> None:
+        while True:
+            with lock:
+                batch = next(batches, None)
+            if batch is None:
+                return
+            for index in batch:
+                do(index)
+
+    threads = [threading.Thread(target=work) for _ in range(setup.threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def raw_store(setup: Setup, paths: Sequence[str]) -> None:
+    def write(index: int) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            fd = os.open(paths[index], flags, 0o600)
+        except FileNotFoundError:
+            os.makedirs(os.path.dirname(paths[index]), exist_ok=True)
+            fd = os.open(paths[index], flags, 0o600)
+        assert os.pwritev(fd, [setup.region[index]], 0) == setup.block_bytes
+        os.close(fd)
+
+    in_batches(setup, write)
+
+
+def raw_load(setup: Setup, paths: Sequence[str]) -> None:
+    def read(index: int) -> None:
+        fd = os.open(paths[index], os.O_RDONLY | os.O_CLOEXEC)
+        assert os.preadv(fd, [setup.region[index]], 0) == setup.block_bytes
+        os.close(fd)
+
+    in_batches(setup, read)
+
+
+def run_job(setup: Setup, tier: FileSystemTierManager, *, is_load: bool) -> None:
+    (tier.submit_load if is_load else tier.submit_store)(setup.job())
+    tier.drain_jobs()
+    (result,) = tier.get_finished()
+    assert result.success
+
+
+def load_thrice(setup: Setup, tier: FileSystemTierManager) -> None:
+    for _ in range(3):
+        run_job(setup, tier, is_load=True)
+
+
+def raw_load_thrice(setup: Setup, paths: Sequence[str]) -> None:
+    for _ in range(3):
+        raw_load(setup, paths)
+
+
+def speed(setup: Setup, run: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    run()
+    return setup.count * setup.block_bytes / (time.perf_counter() - start) / 1e6
+
+
+def memcpy_speed(setup: Setup) -> float:
+    into = np.empty((min(64 * MIB, setup.region.nbytes) // setup.block_bytes, setup.block_bytes), np.int8)
+    into[:] = 0
+    rounds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        into[:] = setup.region[: len(into)]
+        rounds.append(into.nbytes / (time.perf_counter() - start) / 1e6)
+    return statistics.median(rounds)
+
+
+@contextmanager
+def fresh(where: Path) -> Iterator[Path]:
+    root = Path(tempfile.mkdtemp(prefix="kvtiers-bench-", dir=where))
+    try:
+        yield root
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def stall_while(busy: Callable[[], None]) -> tuple[float, float]:
+    """How late a thread with a period of 1 ms wakes up while ``busy`` runs on others: p50 and p99 in ms."""
+    late: list[float] = []
+    worker = threading.Thread(target=busy)
+    worker.start()
+    while worker.is_alive():
+        start = time.perf_counter()
+        time.sleep(0.001)
+        late.append((time.perf_counter() - start) * 1e3 - 1)
+    worker.join()
+    return percentile(late, 50), percentile(late, 99)
+
+
+def percentile(values: Sequence[float], p: float) -> float:
+    return float(np.percentile(values, p)) if values else float("nan")
+
+
+def call_times_us(setup: Setup, tier: FileSystemTierManager, seconds: float) -> list[float]:
+    """Times of scheduler-thread calls while loads keep the tier busy."""
+    times: list[float] = []
+    pending = 0
+    end = time.perf_counter() + seconds
+    few = slice(0, min(setup.count, 32))
+
+    def timed(call: Callable[..., Any], *args: Any) -> Any:
+        start = time.perf_counter()
+        value = call(*args)
+        times.append((time.perf_counter() - start) * 1e6)
+        return value
+
+    while time.perf_counter() < end:
+        if pending < 4:
+            setup.job_id += 1
+            timed(tier.submit_load, JobMetadata(setup.job_id, setup.keys[few], setup.blocks[few]))
+            pending += 1
+        for key in setup.keys[:16]:
+            timed(tier.lookup, key)
+        timed(tier.on_schedule_end)
+        pending -= len(timed(tier.get_finished))
+        time.sleep(0.001)
+    tier.drain_jobs()
+    tier.get_finished()
+    return times
+
+
+def measure(where: Path, label: str, block_bytes: int, total_bytes: int, rounds: int, threads: int) -> Row:
+    setup = Setup(block_bytes, total_bytes, threads)
+    results: dict[str, list[float]] = {name: [] for name in ("raw_store", "store", "raw_load", "load")}
+    for round_number in range(rounds + 1):  # the first one warms up
+        with fresh(where) as raw_root, fresh(where) as our_root:
+            tier = setup.tier(our_root)
+            paths = [f"{raw_root}/{tier.mapper.relative_name(key)}" for key in setup.keys]
+            runs: list[tuple[str, Callable[[], None]]] = [
+                ("raw_store", partial(raw_store, setup, paths)),
+                ("store", partial(run_job, setup, tier, is_load=False)),
+                ("raw_load", partial(raw_load, setup, paths)),
+                ("load", partial(run_job, setup, tier, is_load=True)),
+            ]
+            # Who goes first changes from round to round, so that neither profits from a warmer machine.
+            for pair in (runs[:2], runs[2:]):
+                for name, run in pair if round_number % 2 else reversed(pair):
+                    value = speed(setup, run)
+                    if round_number:
+                        results[name].append(value)
+            if round_number < rounds:
+                tier.shutdown()
+                continue
+            stall_50, stall_99 = stall_while(partial(load_thrice, setup, tier))
+            _, raw_99 = stall_while(partial(raw_load_thrice, setup, paths))
+            calls = call_times_us(setup, tier, 1.0)
+            tier.shutdown()
+    median = {name: statistics.median(values) for name, values in results.items()}
+    return Row(
+        where=label,
+        block_bytes=block_bytes,
+        raw_store=median["raw_store"],
+        store=median["store"],
+        store_ratio=statistics.median(a / b for a, b in zip(results["store"], results["raw_store"], strict=True)),
+        raw_load=median["raw_load"],
+        load=median["load"],
+        load_ratio=statistics.median(a / b for a, b in zip(results["load"], results["raw_load"], strict=True)),
+        memcpy=memcpy_speed(setup),
+        stall_p50=stall_50,
+        stall_p99=stall_99,
+        stall_raw_p99=raw_99,
+        call_p99_us=percentile(calls, 99),
+    )
+
+
+def lookup_speeds(where: Path, threads: int) -> tuple[float, float]:
+    """Keys per second: probed on the file system (half of them present), and answered from the cache."""
+    setup = Setup(4 * KIB, 20_000 * 4 * KIB, threads)
+    with fresh(where) as root:
+        tier = setup.tier(root)
+        setup.keys, setup.blocks = setup.keys[::2], setup.blocks[::2]
+        run_job(setup, tier, is_load=False)
+        tier.shutdown()
+        tier = setup.tier(root)
+        keys = [block_key(n) for n in range(20_000)]
+
+        def ask() -> list[OffloadKey]:
+            return [key for key in keys if tier.lookup(key) is None]
+
+        start = time.perf_counter()
+        while ask():
+            tier.on_schedule_end()
+            time.sleep(0.001)
+        probed = len(keys) / (time.perf_counter() - start)
+        cached_rounds = []
+        for _ in range(5):
+            start = time.perf_counter()
+            for key in setup.keys:
+                tier.lookup(key)
+            cached_rounds.append(len(setup.keys) / (time.perf_counter() - start))
+        tier.shutdown()
+    return probed, statistics.median(cached_rounds)
+
+
+def show(rows: Sequence[Row], lookups: dict[str, tuple[float, float]], threads: int) -> None:
+    console = Console(width=None if os.isatty(1) else 150)
+    table = Table(title=f"local-fs, sealed and verified, {threads} + {threads} threads, MB/s (median of rounds)")
+    for column in ("", "block", "store", "raw", "ratio", "load", "raw", "ratio", "memcpy", "stall ms p50 / p99 (raw)",
+                   "call p99"):  # fmt: skip
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(
+            row.where,
+            f"{row.block_bytes // KIB} KiB" if row.block_bytes < MIB else f"{row.block_bytes // MIB} MiB",
+            f"{row.store:.0f}",
+            f"{row.raw_store:.0f}",
+            _judged(row.store_ratio, row.store_ratio >= STORE_GOAL),
+            f"{row.load:.0f}",
+            f"{row.raw_load:.0f}",
+            _judged(row.load_ratio, row.load_ratio >= LOAD_GOAL),
+            f"{row.memcpy:.0f}",
+            f"{row.stall_p50:.2f} / {_judged(row.stall_p99, row.stall_p99 <= STALL_GOAL_MS)} ({row.stall_raw_p99:.2f})",
+            f"{_judged(row.call_p99_us, row.call_p99_us <= CALL_GOAL_US, 0)} µs",
+        )
+    console.print(table)
+    for label, (probed, cached) in lookups.items():
+        console.print(
+            f"lookups on {label}: {probed:,.0f} keys/s asked of the file system, "
+            f"{_judged(cached, cached >= LOOKUP_GOAL, 0)} keys/s once warm"
+        )
+    console.print(
+        f"goals: store >= {STORE_GOAL}, load >= {LOAD_GOAL} of raw; stall p99 <= {STALL_GOAL_MS} ms; "
+        f">= {LOOKUP_GOAL:,} lookups/s; calls p99 <= {CALL_GOAL_US:.0f} µs. Missed goals are red."
+    )
+
+
+def _judged(value: float, reached: bool, digits: int = 2) -> str:
+    text = f"{value:,.{digits}f}"
+    return text if reached else f"[red]{text}[/red]"
+
+
+def main() -> None:
+    """Parse arguments, measure, print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="less data and fewer rounds")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.add_argument("--threads", type=int, default=default_threads())
+    parser.add_argument("--where", nargs="*", help="folders to measure on; default: tmpfs and the disk")
+    args = parser.parse_args()
+    total, rounds = (128 * MIB, 3) if args.quick else (512 * MIB, 7)
+    places = (
+        {name: Path(name) for name in args.where} if args.where else {"tmpfs": Path("/dev/shm"), "disk": Path.cwd()}
+    )
+    rows, lookups = [], {}
+    for label, where in places.items():
+        for size in SIZES:
+            rows.append(measure(where, label, size, total, rounds, args.threads))
+        lookups[label] = lookup_speeds(where, args.threads)
+    show(rows, lookups, args.threads)
+    if args.json:
+        args.json.write_text(json.dumps({"rows": [asdict(row) for row in rows], "lookups": lookups}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

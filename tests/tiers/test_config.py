@@ -1,0 +1,236 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.identity import FakeSpec
+from tiers.builtin import FileSystemTierManager, MemoryTierManager, _tier_options
+from tiers.config import (
+    ExternalTierConfig,
+    FsTierConfig,
+    MemoryTierConfig,
+    TierConfig,
+    json_schema,
+    load_config,
+    parse_config,
+    parse_size,
+    parse_tier,
+)
+from tiers.errors import ConfigError, StoreFullError
+from tiers.seal import Checksum
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+REGION = {"size": "64MiB"}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_every_shipped_config_loads(path: Path) -> None:
+    config = load_config(path)
+    assert config.tiers
+    assert config.region.size_bytes >= 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("10GiB", 10 << 30),
+        ("10 GiB", 10 << 30),
+        ("1.5MiB", 3 << 19),
+        ("2K", 2048),
+        ("2KB", 2000),
+        ("4096", 4096),
+        (4096, 4096),
+        ("7B", 7),
+        (0, 0),
+        ("1024PiB", 1 << 60),
+    ],
+)
+def test_sizes(text: object, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    "text", ["10 Gigs", "", "-1", "1e3", "GiB", None, True, 1.5, [], -1, "2000PiB", "10gib", 1 << 61]
+)
+def test_what_is_no_size(text: object) -> None:
+    with pytest.raises(ValueError, match="is not a size; write|out of range"):
+        parse_size(text)
+
+
+def test_the_mistake_names_path_value_and_cure() -> None:
+    tiers = [{"type": "fs", "root_dir": "/kv"}, {"type": "memory", "max_bytes": "10 Gigs"}]
+    with pytest.raises(ConfigError) as caught:
+        parse_config({"region": REGION, "tiers": tiers})
+    assert str(caught.value) == "tiers[1].max_bytes: '10 Gigs' is not a size; write 10GiB"
+
+
+FS = {"type": "fs", "root_dir": "/kv"}
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (None, "a mapping with the keys blocks_per_chunk, region, tiers is accepted"),
+        ([], "a mapping with the keys"),
+        ({}, "region: is required"),
+        ({"region": 3}, "region: 3 is not accepted"),
+        ({"region": {}}, "region.size: is required"),
+        ({"region": REGION, "teirs": []}, "teirs: is no key; accepted: blocks_per_chunk, region, tiers"),
+        ({"region": REGION | {"sise": 1}}, "region.sise: is no key; accepted: eviction_policy"),
+        ({"region": REGION | {"eviction_policy": "fifo"}}, "region.eviction_policy: 'fifo' is not accepted"),
+        ({"region": REGION | {"promotion_wait_s": -1}}, "region.promotion_wait_s: -1 is not accepted"),
+        ({"region": REGION | {"instance_id": "a/b"}}, "region.instance_id: 'a/b' is not accepted"),
+        ({"region": REGION, "blocks_per_chunk": 0}, "blocks_per_chunk: 0 is not accepted"),
+        ({"region": REGION, "tiers": {}}, "tiers: {} is not a list"),
+        ({"region": REGION, "tiers": [3]}, "tiers[0]: 3 is not a mapping"),
+        ({"region": REGION, "tiers": [{}]}, "tiers[0].type: None is no tier type; accepted: fs, memory"),
+        ({"region": REGION, "tiers": [{"type": "nvme"}]}, "tiers[0].type: 'nvme' is no tier type; accepted: fs"),
+        ({"region": REGION, "tiers": [{"type": "fs"}]}, "tiers[0].root_dir: is required"),
+        ({"region": REGION, "tiers": [FS | {"root_dir": 3}]}, "tiers[0].root_dir: 3 is not accepted"),
+        ({"region": REGION, "tiers": [FS | {"root_dir": ""}]}, "tiers[0].root_dir: '' is not accepted"),
+        ({"region": REGION, "tiers": [FS | {"n_read_threads": 0}]}, "tiers[0].n_read_threads: 0 is not accepted"),
+        ({"region": REGION, "tiers": [FS | {"n_write_threads": 10**6}]}, "tiers[0].n_write_threads: 1000000 is not"),
+        ({"region": REGION, "tiers": [FS | {"durability": "yes"}]}, "tiers[0].durability: 'yes' is not accepted"),
+        ({"region": REGION, "tiers": [FS, FS | {"n_threads": 1}]}, "tiers[1].n_threads: is no key; accepted: absent_"),
+        ({"region": REGION, "tiers": [FS | {"name": "a"}, FS | {"name": "a"}]}, "'a' is the name of 2 tiers"),
+    ],
+)
+def test_each_mistake_names_its_field(data: object, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(data)
+    assert expected in str(caught.value)
+
+
+def test_all_mistakes_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config({"region": {"size": "x"}, "tiers": [{"type": "zzz"}, FS | {"min_free": "lots"}]})
+    assert [line.split(":")[0] for line in str(caught.value).splitlines()] == [
+        "region.size",
+        "tiers[0].type",
+        "tiers[1].min_free",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"region: [", "is no YAML"),
+        (b"\xff\xfe\x00", "is no YAML"),
+        (b"!!python/object/apply:os.system ['true']", "is no YAML"),
+        (b"# " + b"x" * (1 << 20), "is larger than"),
+        (b"", "a mapping with the keys"),
+    ],
+)
+def test_files_that_are_no_config(tmp_path: Path, content: bytes, expected: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=expected):
+        load_config(path)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere.yaml: cannot be read"):
+        load_config(tmp_path / "nowhere.yaml")
+
+
+def test_paths_are_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/x")
+    monkeypatch.setenv("KV_ROOT", "/mnt/kv")
+    for given, expected in (("~/kv", "/home/x/kv"), ("$KV_ROOT/a", "/mnt/kv/a")):
+        tier = parse_tier(FS | {"root_dir": given})
+        assert isinstance(tier, FsTierConfig)
+        assert tier.root_dir == expected
+
+
+def test_tiers_of_one_type_get_their_own_names() -> None:
+    config = parse_config({"region": REGION, "tiers": [FS, {"type": "memory"}, FS, FS | {"name": "far"}]})
+    assert [getattr(tier, "name", None) for tier in config.tiers] == ["fs0", None, "fs2", "far"]
+
+
+def test_tiers_of_others_keep_their_options() -> None:
+    tier = parse_tier({"type": "MyTier", "module_path": "my.module", "anything": [1]})
+    assert isinstance(tier, ExternalTierConfig)
+    assert tier.model_dump() == {"type": "MyTier", "module_path": "my.module", "anything": [1]}
+    assert parse_tier({"type": "mine", "x": 1}, registered=["mine"]).model_dump()["x"] == 1
+
+
+def test_models_are_frozen() -> None:
+    config = parse_config({"region": REGION})
+    with pytest.raises(Exception, match="frozen"):
+        config.region.size = 1  # type: ignore[misc]
+
+
+def test_json_schema_describes_the_shipped_configs() -> None:
+    import jsonschema
+
+    schema = json_schema()
+    json.dumps(schema)
+    for path in CONFIGS:
+        jsonschema.validate(yaml.safe_load(path.read_text()), schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"region": {"size": []}}, schema)
+
+
+#: Every key that all tiers share, with a value that is not its default, and where it must arrive.
+SHARED_KEYS: dict[str, tuple[Any, str, Any]] = {
+    "name": ("far", "name", "far"),
+    "n_read_threads": (7, "n_read_threads", 7),
+    "n_write_threads": (9, "n_write_threads", 9),
+    "task_bytes": ("1MiB", "task_bytes", 1 << 20),
+    "jobs_max": (5, "jobs_max", 5),
+    "bytes_in_flight_max": ("1GiB", "bytes_in_flight_max", 1 << 30),
+    "lookup_threads": (3, "lookup.threads", 3),
+    "lookup_deadline_s": (0.7, "lookup.deadline_s", 0.7),
+    "present_ttl_s": (3.0, "lookup.present_ttl_s", 3.0),
+    "absent_ttl_s": (4.0, "lookup.absent_ttl_s", 4.0),
+    "lookup_cache_keys": (99, "lookup.keys_max", 99),
+    "checksum": ("xxh3_128", "checksum", Checksum.XXH3_128),
+    "shutdown_s": (1.5, "shutdown_s", 1.5),
+}
+
+
+@pytest.mark.parametrize("key", sorted(SHARED_KEYS))
+def test_every_shared_key_arrives(key: str) -> None:
+    value, place, expected = SHARED_KEYS[key]
+    tier = parse_tier({"type": "memory", key: value})
+    assert isinstance(tier, TierConfig)
+    arrived: Any = _tier_options(tier)
+    default: Any = _tier_options(MemoryTierConfig())
+    for part in place.split("."):
+        arrived, default = getattr(arrived, part), getattr(default, part)
+    assert arrived == expected
+    assert arrived != default
+
+
+def test_no_shared_key_is_forgotten() -> None:
+    elsewhere = {"type", "parallel_agnostic"}  # chooses the model; test_parallel_agnostic_key below
+    assert set(TierConfig.model_fields) == set(SHARED_KEYS) | elsewhere
+
+
+def test_parallel_agnostic_key() -> None:
+    spec = FakeSpec().changed("parallel", tp_size=2, is_parallelism_agnostic=True)
+    view = memoryview(bytearray(4096)).cast("b", (1, 4096))
+    sizes = []
+    for agnostic in (False, True):
+        tier = MemoryTierManager(spec, view, "memory", parallel_agnostic=agnostic)
+        sizes.append(tier.mapper.get_run_config()["tp_size"])
+        tier.shutdown()
+    assert sizes == [2, 1]
+
+
+def test_fs_keys_arrive(tmp_path: Path) -> None:
+    view = memoryview(bytearray(4096)).cast("b", (1, 4096))
+    full = FileSystemTierManager(FakeSpec(), view, "fs", str(tmp_path / "full"), min_free=1 << 59)
+    with pytest.raises(StoreFullError):
+        full.store.put("a/b", [memoryview(b"x")])
+    full.shutdown()
+    tier = FileSystemTierManager(FakeSpec(), view, "fs", str(tmp_path / "kv"), durability="data", min_free=0)
+    tier.store.put("a/b", [memoryview(b"x")])
+    tier.shutdown()
+    assert (tmp_path / "kv" / "a" / "b").read_bytes() == b"x"
+    with pytest.raises(ConfigError, match="n_read_threads"):
+        FileSystemTierManager(FakeSpec(), view, "fs", str(tmp_path), n_read_threads=0)

@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from tests.identity import block_key
+from tests.waiting import wait_for
+from tiers.keys import OffloadKey
+from tiers.lookup import AsyncLookup, LookupOptions, Probe
+
+KEYS = [block_key(n) for n in range(100)]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Storage:
+    """A probe over a set of keys that records its batches and can be held up."""
+
+    def __init__(self, present: Sequence[OffloadKey] = ()) -> None:
+        self.present = set(present)
+        self.batches: list[list[OffloadKey]] = []
+        self.open = threading.Event()
+        self.open.set()
+        self.error: BaseException | None = None
+
+    def __call__(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
+        self.batches.append(list(keys))
+        found: list[bool | None] = [key in self.present for key in keys]
+        assert self.open.wait(20)
+        if self.error:
+            raise self.error
+        return found
+
+
+Make = Callable[..., AsyncLookup]
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def make(clock: Clock) -> Iterator[Make]:
+    made: list[AsyncLookup] = []
+
+    def build(probe: Probe, **options: float) -> AsyncLookup:
+        made.append(AsyncLookup(probe, name="test", options=LookupOptions(**options), clock=clock))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield build
+    for lookup in made:
+        assert lookup.shutdown(20)
+
+
+def answer(lookup: AsyncLookup, key: OffloadKey) -> bool:
+    wait_for(lambda: lookup.lookup(key) is not None)
+    found = lookup.lookup(key)
+    assert found is not None
+    return found
+
+
+def test_asked_then_answered(make: Make) -> None:
+    storage = Storage(KEYS[:50])
+    lookup = make(storage)
+    assert [lookup.lookup(key) for key in KEYS] == [None] * 100
+    assert storage.batches == []  # nothing leaves before the step's end
+    lookup.flush()
+    assert [answer(lookup, key) for key in KEYS] == [True] * 50 + [False] * 50
+    assert storage.batches == [KEYS]  # one batch for the step
+    counts = lookup.take_counts()
+    assert (counts.hits, counts.misses, counts.errors, counts.expired) == (50, 50, 0, 0)
+
+
+def test_a_large_step_is_split(make: Make) -> None:
+    storage = Storage(KEYS)
+    lookup = make(storage, batch_keys_max=30)
+    for key in KEYS:
+        lookup.lookup(key)
+    lookup.flush()
+    assert all(answer(lookup, key) for key in KEYS)
+    assert sorted(map(len, storage.batches)) == [10, 30, 30, 30]
+
+
+def test_unanswered_is_absent_after_the_deadline(make: Make, clock: Clock) -> None:
+    """L2; and the late answer is not believed, because a load may have failed meanwhile."""
+    storage = Storage(KEYS)
+    storage.open.clear()
+    lookup = make(storage, deadline_s=0.2, absent_ttl_s=5)
+    lookup.lookup(KEYS[0])
+    lookup.flush()
+    clock.now += 0.19
+    assert lookup.lookup(KEYS[0]) is None
+    clock.now += 0.02
+    assert lookup.lookup(KEYS[0]) is False
+    storage.open.set()
+    wait_for(lambda: len(storage.batches) == 1)
+    assert lookup.shutdown(20)
+    lookup.flush()
+    assert lookup.lookup(KEYS[0]) is False
+    assert lookup.take_counts().expired == 1
+
+
+def test_a_question_never_flushed_is_answered_too(make: Make, clock: Clock) -> None:
+    lookup = make(Storage())
+    lookup.lookup(KEYS[0])
+    clock.now += 1
+    assert lookup.lookup(KEYS[0]) is False
+
+
+@pytest.mark.parametrize("error", [OSError("io"), SystemExit()])
+def test_an_error_is_a_miss_and_the_thread_lives_on(make: Make, error: BaseException, clock: Clock) -> None:
+    storage = Storage(KEYS)
+    storage.error = error
+    lookup = make(storage, threads=1, absent_ttl_s=1)
+    lookup.lookup(KEYS[0])
+    lookup.flush()
+    assert answer(lookup, KEYS[0]) is False
+    assert lookup.take_counts().errors == 1
+    storage.error = None
+    clock.now += 2
+    lookup.lookup(KEYS[0])
+    lookup.flush()
+    assert answer(lookup, KEYS[0]) is True
+
+
+def test_one_stuck_probe_does_not_stop_the_next(make: Make) -> None:
+    stuck = threading.Event()
+
+    def probe(keys: Sequence[OffloadKey]) -> list[bool | None]:
+        if KEYS[0] in keys:
+            assert stuck.wait(20)
+        return [True] * len(keys)
+
+    lookup = make(probe, threads=2)
+    lookup.lookup(KEYS[0])
+    lookup.flush()
+    lookup.lookup(KEYS[1])
+    lookup.flush()
+    assert answer(lookup, KEYS[1]) is True
+    assert lookup.lookup(KEYS[0]) is None
+    assert not lookup.shutdown(0)
+    stuck.set()
+
+
+def test_answers_age(make: Make, clock: Clock) -> None:
+    storage = Storage(KEYS[:1])
+    lookup = make(storage, present_ttl_s=10, absent_ttl_s=1)
+    for key in KEYS[:2]:
+        lookup.lookup(key)
+    lookup.flush()
+    assert [answer(lookup, key) for key in KEYS[:2]] == [True, False]
+    clock.now += 2
+    assert lookup.lookup(KEYS[0]) is True
+    assert lookup.lookup(KEYS[1]) is None
+    clock.now += 9
+    assert lookup.lookup(KEYS[0]) is None
+
+
+def test_marks_overrule_answers_on_their_way(make: Make) -> None:
+    """After a failed load a "present" that is still on its way must not bring the loop back (vllm#49176)."""
+    storage = Storage(KEYS)
+    storage.open.clear()
+    lookup = make(storage, absent_ttl_s=50)
+    lookup.lookup(KEYS[0])
+    lookup.flush()
+    lookup.mark([KEYS[0]], present=False)
+    storage.open.set()
+    assert lookup.shutdown(20)
+    lookup.flush()
+    assert lookup.lookup(KEYS[0]) is False
+    lookup.mark([KEYS[0]], present=True)
+    assert lookup.lookup(KEYS[0]) is True
+    lookup.forget()
+    assert lookup.lookup(KEYS[0]) is None
+
+
+def test_the_cache_is_bounded_and_forgets_the_oldest(make: Make) -> None:
+    lookup = make(Storage(), keys_max=10)
+    lookup.mark(KEYS, present=True)
+    assert [lookup.lookup(key) for key in KEYS] == [None] * 90 + [True] * 10
+
+
+def test_wrong_number_of_answers_is_an_error(make: Make) -> None:
+    lookup = make(lambda _: [True])
+    for key in KEYS[:2]:
+        lookup.lookup(key)
+    lookup.flush()
+    assert [answer(lookup, key) for key in KEYS[:2]] == [False, False]

@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.waiting import wait_for
+from tiers.errors import QueueFullError
+from tiers.pool import Cancelled, DualQueueThreadPool, FinishedJob
+
+Pool = DualQueueThreadPool[object]
+
+
+class Gate:
+    """A task that says when it runs and waits until it is let go."""
+
+    def __init__(self, result: object = "gated") -> None:
+        self.entered = threading.Event()
+        self.go = threading.Event()
+        self.result = result
+
+    def __call__(self) -> object:
+        self.entered.set()
+        assert self.go.wait(20)
+        return self.result
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Pool]]:
+    pools: list[Pool] = []
+
+    def build(reads: int = 1, writes: int = 1, jobs_max: int = 1000, cost_max: int = 1 << 40) -> Pool:
+        pools.append(Pool(reads, writes, name="test", jobs_max=jobs_max, cost_max=cost_max))
+        return pools[-1]
+
+    yield build
+    for pool in pools:
+        assert pool.shutdown(20)
+
+
+def finish(pool: Pool) -> dict[int, FinishedJob[object]]:
+    assert pool.wait_idle(20)
+    return {job.job_id: job for job in pool.get_finished()}
+
+
+def test_outcomes_are_parallel_to_tasks(make: Callable[..., Pool]) -> None:
+    pool = make(3, 3)
+    for job_id in range(50):
+        pool.submit(job_id, [lambda n=n: n * n for n in range(20)], is_read=job_id % 2 == 0)  # type: ignore[misc]
+    done = finish(pool)
+    assert sorted(done) == list(range(50))
+    for job in done.values():
+        assert job.outcomes == tuple(n * n for n in range(20))
+        assert job.duration_s >= 0
+    assert pool.get_finished() == []
+
+
+def test_each_kind_of_thread_takes_its_own_queue_first(make: Callable[..., Pool]) -> None:
+    pool = make(1, 1)
+    gates = [Gate(), Gate()]
+    pool.submit(0, gates, is_read=True)
+    for gate in gates:
+        assert gate.entered.wait(20)
+    order: list[tuple[str, str]] = []
+
+    def note(kind: str) -> object:
+        order.append((threading.current_thread().name.removeprefix("test-"), kind))
+        return True
+
+    for n in range(1, 6):
+        pool.submit(n, [lambda: note("store")], is_read=False)
+    for n in range(6, 11):
+        pool.submit(n, [lambda: note("load")], is_read=True)
+    # One thread only goes on; whichever it is, it does all of its own kind before any of the other's.
+    gates[0].go.set()
+    wait_for(lambda: len(order) == 10)
+    gates[1].go.set()
+    finish(pool)
+    own = "load" if order[0][0] == "read0" else "store"
+    assert len({thread for thread, _ in order}) == 1
+    assert [kind for _, kind in order[:5]] == [own] * 5
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_either_kind_of_thread_drains_the_others_queue(make: Callable[..., Pool], is_read: bool) -> None:
+    pool = make(1, 1)
+    gates = [Gate(), Gate()]
+    pool.submit(1, gates, is_read=is_read)
+    for gate in gates:  # both run at once, so the thread of the other kind took one
+        assert gate.entered.wait(20)
+        gate.go.set()
+    assert set(finish(pool)) == {1}
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
+def test_any_exception_fails_its_task_only(make: Callable[..., Pool], error: BaseException) -> None:
+    """S3: BaseException included; the thread lives on and the job is reported."""
+
+    def fail() -> object:
+        raise error
+
+    pool = make(1, 1)
+    pool.submit(1, [fail, lambda: "fine", fail], is_read=True)
+    pool.submit(2, [lambda: "after"], is_read=False)
+    done = finish(pool)
+    assert done[1].outcomes == (error, "fine", error)
+    assert done[2].outcomes == ("after",)
+    assert error.__traceback__ is None
+
+
+def test_limits_refuse_and_queue_nothing(make: Callable[..., Pool]) -> None:
+    pool = make(1, 1, jobs_max=2, cost_max=100)
+    gates = [Gate(), Gate()]
+    pool.submit(1, [gates[0]], is_read=True, cost=60)
+    with pytest.raises(QueueFullError, match="60 of 100"):
+        pool.submit(2, [lambda: 1], is_read=True, cost=50)
+    pool.submit(2, [gates[1]], is_read=True, cost=40)
+    with pytest.raises(QueueFullError, match="2 jobs"):
+        pool.submit(3, [lambda: 1], is_read=True)
+    with pytest.raises(ValueError, match="job 2 is already"):
+        pool.submit(2, [lambda: 1], is_read=True)
+    for gate in gates:
+        gate.go.set()
+    assert set(finish(pool)) == {1, 2}
+    pool.submit(3, [lambda: 1], is_read=True, cost=1000)  # alone, any size: or it could never run
+    assert set(finish(pool)) == {3}
+
+
+def test_empty_job_is_finished_at_once(make: Callable[..., Pool]) -> None:
+    pool = make()
+    pool.submit(1, [], is_read=True)
+    assert [job.outcomes for job in pool.get_finished()] == [()]
+
+
+def test_shutdown_cancels_what_waits_and_reports_everything_once(make: Callable[..., Pool]) -> None:
+    pool = make(1, 1)
+    gates = [Gate(), Gate()]
+    pool.submit(1, [*gates, lambda: "never"], is_read=True)
+    for gate in gates:
+        assert gate.entered.wait(20)
+    pool.submit(2, [lambda: "never"], is_read=False)
+    assert not pool.shutdown(0.0)  # both threads are stuck
+    assert {job.job_id for job in pool.get_finished()} == {2}  # job 1 may still touch its slots
+    with pytest.raises(QueueFullError, match="shut down"):
+        pool.submit(3, [lambda: 1], is_read=True)
+    for gate in gates:
+        gate.go.set()
+    assert pool.shutdown(20)
+    (job,) = pool.get_finished()
+    assert job.job_id == 1
+    assert job.outcomes[:2] == ("gated", "gated")
+    assert isinstance(job.outcomes[2], Cancelled)
+    assert pool.shutdown(0.0)
+    assert pool.get_finished() == []
+
+
+def test_wait_idle_gives_up(make: Callable[..., Pool]) -> None:
+    pool = make()
+    gate = Gate()
+    pool.submit(1, [gate], is_read=True)
+    assert not pool.wait_idle(0.01)
+    gate.go.set()
+    assert pool.wait_idle(20)
+    assert pool.jobs_in_flight == 0
+
+
+def test_every_job_is_reported_exactly_once_under_load(make: Callable[..., Pool]) -> None:
+    dice = random.Random(4)
+    pool = make(3, 2, jobs_max=3000)
+    reported: list[int] = []
+
+    def task() -> object:
+        if dice.random() < 0.1:
+            raise OSError("injected")
+        return True
+
+    for job_id in range(3000):
+        pool.submit(job_id, [task] * dice.randrange(4), is_read=dice.random() < 0.5)
+        reported += [job.job_id for job in pool.get_finished()]
+    pool.shutdown(20)
+    reported += [job.job_id for job in pool.get_finished()]
+    assert sorted(reported) == list(range(3000))
+
+
+@pytest.mark.parametrize("bad", [(0, 1, 1, 1), (1, 0, 1, 1), (1, 1, 0, 1), (1, 1, 1, 0)])
+def test_limits_below_one_are_refused(bad: tuple[int, int, int, int]) -> None:
+    with pytest.raises(ValueError, match="1 or more"):
+        Pool(bad[0], bad[1], name="x", jobs_max=bad[2], cost_max=bad[3])

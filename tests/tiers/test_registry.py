@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.identity import FakeSpec
+from tiers import registry
+from tiers.base import JobMetadata, JobResult, ReqContext, SecondaryTierManager
+from tiers.builtin import FileSystemTierManager
+from tiers.errors import ConfigError
+from tiers.keys import OffloadKey
+from tiers.registry import SecondaryTierFactory
+
+
+class NullTier(SecondaryTierManager):
+    """A tier that keeps nothing."""
+
+    def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, color: str = "red") -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type)
+        self.color = color
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext | None = None) -> bool | None:
+        return False
+
+    def submit_store(self, job_metadata: JobMetadata) -> None:
+        raise NotImplementedError
+
+    def submit_load(self, job_metadata: JobMetadata) -> None:
+        raise NotImplementedError
+
+    def get_finished(self) -> list[JobResult]:
+        return []
+
+
+@pytest.fixture
+def view() -> memoryview:
+    return memoryview(bytearray(8192)).cast("b", (2, 4096))
+
+
+@pytest.fixture
+def plugin(monkeypatch: pytest.MonkeyPatch) -> str:
+    module = ModuleType("my_tiers")
+    module.NullTier = NullTier  # type: ignore[attr-defined]
+    module.not_a_class = 3  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "my_tiers", module)
+    monkeypatch.setattr(SecondaryTierFactory, "_registered", {})
+    return "my_tiers"
+
+
+def create(view: memoryview, **config: Any) -> SecondaryTierManager:
+    return SecondaryTierFactory.create_secondary_tier(config, view, FakeSpec())
+
+
+def test_built_in_by_name(view: memoryview, tmp_path: Path) -> None:
+    tier = create(view, type="fs", root_dir=str(tmp_path))
+    assert isinstance(tier, FileSystemTierManager)
+    assert tier.tier_type == "fs"
+    tier.shutdown()
+
+
+def test_the_table_is_sorted_and_every_row_exists() -> None:
+    table = registry._BUILT_IN
+    assert list(table) == sorted(table)
+    for tier_type in table:
+        assert issubclass(SecondaryTierFactory._load(tier_type, None), SecondaryTierManager)
+
+
+def test_registered(view: memoryview, plugin: str) -> None:
+    SecondaryTierFactory.register_tier("null", plugin, "NullTier")
+    SecondaryTierFactory.register_tier("null", plugin, "NullTier")  # the same again is fine
+    assert "null" in SecondaryTierFactory.tier_types()
+    tier = create(view, type="null", color="blue")
+    assert isinstance(tier, NullTier)
+    assert (tier.tier_type, tier.color) == ("null", "blue")
+    with pytest.raises(ConfigError, match="is registered as"):
+        SecondaryTierFactory.register_tier("null", plugin, "Other")
+    with pytest.raises(ConfigError, match="is registered as"):
+        SecondaryTierFactory.register_tier("fs", plugin, "NullTier")
+
+
+def test_by_module_path(view: memoryview, plugin: str) -> None:
+    assert isinstance(create(view, type="NullTier", module_path=plugin), NullTier)
+
+
+def test_by_entry_point(view: memoryview, plugin: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from importlib.metadata import EntryPoint, EntryPoints
+
+    entries = EntryPoints([EntryPoint("void", "my_tiers:NullTier", "kvtiers.tiers")])
+    monkeypatch.setattr(registry, "_entry_points", lambda: entries)
+    assert isinstance(create(view, type="void"), NullTier)
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({}, "None is no tier type; accepted: fs, memory"),
+        ({"type": 3}, "3 is no tier type"),
+        ({"type": "nope"}, "'nope' is no tier type; accepted: fs"),
+        ({"type": "X", "module_path": "no.such.module"}, "cannot be imported"),
+        ({"type": "Missing", "module_path": "my_tiers"}, "has no class 'Missing'"),
+        ({"type": "not_a_class", "module_path": "my_tiers"}, "not a class"),
+        ({"type": "NullTier", "module_path": "my_tiers", "flavour": 1}, "options do not fit: .*flavour"),
+        ({"type": "fs"}, "root_dir"),
+        ({"type": "fs", "root_dir": "/x", "bogus": 1}, "bogus: is no key"),
+        ({"type": "ModuleType", "module_path": "types"}, "options do not fit|is no SecondaryTierManager"),
+    ],
+)
+def test_mistakes_are_told(view: memoryview, plugin: str, config: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        create(view, **config)
+
+
+def test_a_base_class_takes_no_stray_options(view: memoryview) -> None:
+    with pytest.raises(ConfigError, match="colour: unknown option"):
+        SecondaryTierManager.__init__(NullTier.__new__(NullTier), None, view, "x", colour=1)

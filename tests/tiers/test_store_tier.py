@@ -1,0 +1,481 @@
+"""StoreTierManager over the memory and the local store: what it promises, with the store corrupted behind its back."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiers.stores.local import LocalStore
+
+from tests.identity import FakeSpec, block_key
+from tests.waiting import wait_for
+from tiers.base import JobMetadata, JobResult
+from tiers.errors import (
+    BlobCorruptError,
+    ConfigError,
+    StoreError,
+    StoreFullError,
+    StorePermissionError,
+    StoreUnavailableError,
+)
+from tiers.file_mapper import FileMapper, strict_fields
+from tiers.keys import OffloadKey
+from tiers.lookup import LookupOptions
+from tiers.seal import TRAILER_BYTES
+from tiers.store import Capabilities, Store
+from tiers.store_tier import StoreTierManager, TierOptions
+from tiers.stores.memory import MemoryStore
+
+ROWS, ROW_BYTES = 32, 8192
+BLOB_BYTES = ROW_BYTES + TRAILER_BYTES
+KEYS = [block_key(n) for n in range(ROWS)]
+
+
+class Bench:
+    """A region, and tiers over one store."""
+
+    def __init__(self, make_store: Callable[[], Store]) -> None:
+        self.make_store = make_store
+        self.region = np.zeros((ROWS, ROW_BYTES), np.int8)
+        self.tiers: list[StoreTierManager] = []
+        self.job_id = 0
+
+    def tier(self, spec: FakeSpec | None = None, store: Store | None = None, **options: Any) -> StoreTierManager:
+        spec = spec or FakeSpec()
+        mapper = FileMapper.from_offloading_spec("", spec, extra_fields=strict_fields(spec))
+        lookup = LookupOptions(deadline_s=20, absent_ttl_s=0)  # tests wait for answers; deadlines have their own test
+        made = StoreTierManager(
+            spec,
+            self.region.data,
+            "test",
+            store=store or self.make_store(),
+            mapper=mapper,
+            options=TierOptions(**{"lookup": lookup, "task_bytes": 3 * ROW_BYTES, **options}),
+        )
+        self.tiers.append(made)
+        return made
+
+    def fill(self, seed: int) -> np.ndarray[Any, Any]:
+        self.region[:] = np.random.default_rng(seed).integers(-128, 128, self.region.shape, np.int8)
+        return self.region.copy()
+
+    def job(self, keys: Sequence[OffloadKey], blocks: Sequence[int] | None = None) -> JobMetadata:
+        self.job_id += 1
+        return JobMetadata(
+            self.job_id, list(keys), np.asarray(range(len(keys)) if blocks is None else blocks, np.int32)
+        )
+
+    def store(
+        self, tier: StoreTierManager, keys: Sequence[OffloadKey], blocks: Sequence[int] | None = None
+    ) -> JobResult:
+        tier.submit_store(job := self.job(keys, blocks))
+        return self.result(tier, job)
+
+    def load(
+        self, tier: StoreTierManager, keys: Sequence[OffloadKey], blocks: Sequence[int] | None = None
+    ) -> JobResult:
+        tier.submit_load(job := self.job(keys, blocks))
+        return self.result(tier, job)
+
+    @staticmethod
+    def result(tier: StoreTierManager, job: JobMetadata) -> JobResult:
+        tier.drain_jobs()
+        (result,) = tier.get_finished()
+        assert result.job_id == job.job_id
+        return result
+
+    @staticmethod
+    def present(tier: StoreTierManager, key: OffloadKey) -> bool:
+        def ask() -> list[bool]:
+            answer = tier.lookup(key)
+            tier.on_schedule_end()
+            return [] if answer is None else [answer]
+
+        return wait_for(ask)[0]
+
+
+@pytest.fixture(params=["memory", "local"])
+def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
+    memory = MemoryStore()
+    made = Bench((lambda: memory) if request.param == "memory" else (lambda: LocalStore(str(tmp_path / "kv"))))
+    yield made
+    for tier in made.tiers:
+        tier.shutdown()
+
+
+def read(store: Store, name: str) -> bytes:
+    size = store.size(name)
+    assert size is not None
+    data = bytearray(size)
+    store.get_into(name, [memoryview(data)])
+    return bytes(data)
+
+
+def write(store: Store, name: str, data: bytes) -> None:
+    store.delete(name)
+    store.put(name, [memoryview(data)])
+
+
+def test_blocks_come_back_in_another_tier_object(bench: Bench) -> None:
+    writer, reader = bench.tier(), bench.tier()
+    original = bench.fill(1)
+    stored = bench.store(writer, KEYS)
+    assert stored.success
+    assert stored.transfer_bytes == ROWS * ROW_BYTES
+    assert set(stored.successful_keys) == set(KEYS)
+    assert all(bench.present(reader, key) for key in KEYS)
+    bench.fill(2)
+    order = random.Random(3).sample(range(ROWS), ROWS)
+    loaded = bench.load(reader, [KEYS[i] for i in order], order)
+    assert loaded.success
+    assert loaded.transfer_bytes == ROWS * ROW_BYTES
+    assert (bench.region == original).all()
+
+
+def test_a_key_never_stored_is_a_miss_of_exactly_that_key(bench: Bench) -> None:
+    tier = bench.tier()
+    bench.fill(1)
+    bench.store(tier, KEYS[:4])
+    assert not bench.present(tier, KEYS[9])
+    result = bench.load(tier, [KEYS[0], KEYS[9], KEYS[3]])
+    assert not result.success
+    assert set(result.successful_keys) == {KEYS[0], KEYS[3]}
+    assert not bench.present(tier, KEYS[9])
+
+
+def test_what_is_stored_is_not_written_again(bench: Bench) -> None:
+    tier = bench.tier()
+    bench.fill(1)
+    bench.store(tier, KEYS[:3])
+    blobs = [read(tier.store, tier.mapper.relative_name(key)) for key in KEYS[:3]]
+    again = bench.store(tier, KEYS[:4])
+    assert again.success
+    assert again.transfer_bytes == ROW_BYTES
+    assert [read(tier.store, tier.mapper.relative_name(key)) for key in KEYS[:3]] == blobs
+    assert tier.metrics.value("kvtiers_blocks_total", "test", "store", "already_stored") == 3
+
+
+@pytest.mark.parametrize("cut", [-1, TRAILER_BYTES, BLOB_BYTES])
+def test_a_store_replaces_a_blob_of_wrong_size_or_bad_trailer(bench: Bench, cut: int) -> None:
+    tier = bench.tier()
+    original = bench.fill(1)
+    bench.store(tier, KEYS[:1])
+    name = tier.mapper.relative_name(KEYS[0])
+    blob = read(tier.store, name)
+    bad = blob[:cut] if cut < BLOB_BYTES else blob[:-200] + b"\1" + blob[-199:]
+    write(tier.store, name, bad)
+    assert bench.store(tier, KEYS[:1]).transfer_bytes == ROW_BYTES
+    assert tier.metrics.value("kvtiers_healed_blobs_total", "test") == 1
+    bench.fill(2)
+    assert bench.load(tier, KEYS[:1]).success
+    assert (bench.region[0] == original[0]).all()
+
+
+def test_a_bad_payload_is_a_miss_then_quarantined_then_healed(bench: Bench) -> None:
+    tier = bench.tier()
+    original = bench.fill(1)
+    bench.store(tier, KEYS[:2])
+    name = tier.mapper.relative_name(KEYS[0])
+    blob = bytearray(read(tier.store, name))
+    blob[5] ^= 1
+    write(tier.store, name, bytes(blob))
+    assert bench.present(tier, KEYS[0])  # its size and trailer are right
+    result = bench.load(tier, KEYS[:2])
+    assert result.successful_keys == (KEYS[1],)
+    assert tier.metrics.value("kvtiers_verify_failures_total", "test", "payload_checksum") == 1
+    assert tier.metrics.value("kvtiers_quarantined_blobs_total", "test") == 1
+    assert tier.store.size(name) is None
+    assert not bench.present(tier, KEYS[0])
+    bench.region[:] = original
+    assert bench.store(tier, KEYS[:1]).success
+    bench.fill(2)
+    assert bench.load(tier, KEYS[:1]).success
+    assert (bench.region[0] == original[0]).all()
+
+
+def test_a_newer_writers_block_is_a_miss_and_is_left_alone(bench: Bench) -> None:
+    tier = bench.tier()
+    bench.fill(1)
+    bench.store(tier, KEYS[:1])
+    name = tier.mapper.relative_name(KEYS[0])
+    blob = bytearray(read(tier.store, name))
+    blob[ROW_BYTES + 8] = 2  # version
+    write(tier.store, name, bytes(blob))
+    assert not bench.load(tier, KEYS[:1]).success
+    assert not bench.store(tier, KEYS[:1]).success
+    assert read(tier.store, name) == bytes(blob)
+    assert tier.metrics.value("kvtiers_quarantined_blobs_total", "test") == 0
+
+
+def test_ten_thousand_corruptions_are_ten_thousand_misses(bench: Bench) -> None:
+    """W1: flip, truncate, extend, swap, zero page, stale version, other group, rank and model."""
+    dice = random.Random(5)
+    tier = bench.tier()
+    others = [
+        bench.tier(FakeSpec().changed("model", revision="other")),
+        bench.tier(FakeSpec().changed("parallel", rank=1)),
+    ]
+    bench.fill(1)
+    group_keys = [block_key(n, group=1) for n in range(ROWS)]
+    for one, keys in ((tier, KEYS), (tier, group_keys), (others[0], KEYS), (others[1], KEYS)):
+        assert bench.store(one, keys).success
+
+    def name(index: int) -> str:
+        return tier.mapper.relative_name(KEYS[index])
+
+    good = [read(tier.store, name(i)) for i in range(ROWS)]
+    foreign = [[read(t.store, t.mapper.relative_name(k[i])) for i in range(ROWS)]
+               for t, k in ((tier, group_keys), (others[0], KEYS), (others[1], KEYS))]  # fmt: skip
+
+    def corrupt(i: int) -> bytes:
+        blob = bytearray(good[i])
+        kind = dice.randrange(8)
+        if kind == 0:
+            at = dice.randrange(BLOB_BYTES)
+            blob[at] ^= 1 << dice.randrange(8)
+        elif kind == 1:
+            del blob[dice.choice((0, 1, 4095, BLOB_BYTES - 1, dice.randrange(BLOB_BYTES))) :]
+        elif kind == 2:
+            blob += bytes(dice.choice((1, 4095, 4096)))
+        elif kind == 3:
+            return good[(i + 1 + dice.randrange(ROWS - 1)) % ROWS]
+        elif kind == 4:
+            page = dice.randrange(BLOB_BYTES // 4096) * 4096
+            blob[page : page + 4096] = bytes(4096)
+        elif kind == 5:
+            blob[ROW_BYTES + 8] = dice.randrange(2, 256)
+        elif kind == 6:
+            return dice.choice(foreign)[i]
+        else:
+            start = dice.randrange(ROW_BYTES - 64)
+            blob[start : start + 64] = dice.randbytes(64)
+        return bytes(blob)
+
+    wrong = 0
+    for _ in range(-(-10_000 // ROWS)):
+        for i in range(ROWS):
+            write(tier.store, name(i), corrupt(i))
+        result = bench.load(tier, KEYS)
+        wrong += len(result.successful_keys)
+        assert not result.success
+    assert wrong == 0
+    for i in range(ROWS):
+        write(tier.store, name(i), good[i])
+    assert bench.load(tier, KEYS).success
+
+
+def test_a_key_given_twice_is_stored_once_and_loaded_into_both_slots(bench: Bench) -> None:
+    tier = bench.tier()
+    original = bench.fill(1)
+    stored = bench.store(tier, [KEYS[0], KEYS[0]], [4, 4])
+    assert stored.success
+    assert stored.transfer_bytes == ROW_BYTES
+    bench.fill(2)
+    assert bench.load(tier, [KEYS[0], KEYS[0]], [1, 2]).success
+    assert (bench.region[1] == original[4]).all()
+    assert (bench.region[2] == original[4]).all()
+
+
+def test_an_empty_job_succeeds(bench: Bench) -> None:
+    tier = bench.tier()
+    assert bench.store(tier, []).success
+    assert bench.load(tier, []).success
+
+
+@pytest.mark.parametrize(("keys", "blocks"), [(KEYS[:2], [0]), (KEYS[:1], [ROWS]), (KEYS[:1], [-1])])
+def test_bad_jobs_are_refused_before_anything_moves(bench: Bench, keys: list[OffloadKey], blocks: list[int]) -> None:
+    tier = bench.tier()
+    for submit in (tier.submit_load, tier.submit_store):
+        with pytest.raises(ValueError, match="block"):
+            submit(bench.job(keys, blocks))
+    assert list(tier.get_finished()) == []
+
+
+def test_events_tell_what_was_stored(bench: Bench) -> None:
+    tier = bench.tier()
+    bench.fill(1)
+    bench.store(tier, KEYS[:2])
+    (event,) = tier.take_events()
+    assert set(event.keys) == set(KEYS[:2])
+    assert (event.medium, event.removed) == ("test", False)
+    assert list(tier.take_events()) == []
+
+
+def test_own_stores_are_found_without_asking(bench: Bench) -> None:
+    tier = bench.tier()
+    bench.fill(1)
+    bench.store(tier, KEYS[:1])
+    assert tier.lookup(KEYS[0]) is True
+
+
+def test_jobs_beyond_the_limit_fail_at_once_and_are_counted(bench: Bench) -> None:
+    """D4."""
+    gated = GatedStore()
+    tier = bench.tier(store=gated, jobs_max=1)
+    gated.gate.clear()
+    bench.fill(1)
+    tier.submit_store(first := bench.job(KEYS[:1]))
+    tier.submit_store(second := bench.job(KEYS[1:3]))
+    assert list(tier.get_finished()) == [JobResult(second.job_id, success=False)]
+    assert tier.metrics.value("kvtiers_stores_dropped_total", "test", "queue_full") == 2
+    gated.gate.set()
+    assert bench.result(tier, first).success
+
+
+def test_shutdown_reports_every_job_once(bench: Bench) -> None:
+    gated = GatedStore()
+    tier = bench.tier(store=gated, n_read_threads=1, n_write_threads=1, shutdown_s=0.05)
+    bench.fill(1)
+    gated.gate.clear()
+    jobs = [bench.job(KEYS) for _ in range(3)]
+    for job in jobs:
+        tier.submit_store(job)
+    wait_for(lambda: gated.entered == 2)
+    tier.shutdown()
+    assert not gated.closed  # threads are in it
+    early = list(tier.get_finished())
+    assert jobs[0].job_id not in {result.job_id for result in early}
+    gated.gate.set()
+    late = wait_for(lambda: list(tier.get_finished()))
+    results = early + late
+    assert sorted(result.job_id for result in results) == [job.job_id for job in jobs]
+    assert not any(result.success for result in results)
+    tier.submit_store(bench.job(KEYS[:1]))
+    assert [result.success for result in tier.get_finished()] == [False]
+
+
+@pytest.mark.parametrize("error", [StoreFullError("full"), StoreUnavailableError("io"), SystemExit(1), MemoryError()])
+def test_errors_of_the_store_fail_the_job_and_nothing_else(bench: Bench, error: BaseException) -> None:
+    broken = GatedStore()
+    tier = bench.tier(store=broken)
+    bench.fill(1)
+    broken.error = error
+    assert not bench.store(tier, KEYS).success
+    assert not bench.load(tier, KEYS).success
+    assert not bench.present(tier, KEYS[0])
+    broken.error = None
+    assert bench.store(tier, KEYS).success
+    assert bench.load(tier, KEYS).success
+
+
+def test_a_tail_that_is_no_blob_is_replaced(bench: Bench) -> None:
+    odd = GatedStore()
+    tier = bench.tier(store=odd)
+    bench.fill(1)
+    odd.tail_error = BlobCorruptError("a folder")
+    assert bench.store(tier, KEYS[:1]).success
+    assert tier.metrics.value("kvtiers_healed_blobs_total", "test") == 1
+
+
+def test_rows_that_are_no_page_multiple_are_refused(bench: Bench) -> None:
+    bench.region = np.zeros((2, 5000), np.int8)
+    with pytest.raises(ConfigError, match="rows of 5000 bytes; accepted is a multiple of 4096"):
+        bench.tier()
+
+
+def test_a_readonly_or_flat_view_is_refused() -> None:
+    spec = FakeSpec()
+    mapper = FileMapper.from_offloading_spec("", spec)
+    for view in (memoryview(bytes(8192)).cast("b", (2, 4096)), memoryview(bytearray(8192))):
+        with pytest.raises(ConfigError, match="primary_kv_view"):
+            StoreTierManager(spec, view, "test", store=MemoryStore(), mapper=mapper)
+
+
+class GatedStore(Store):
+    """A memory store that can be held up or made to fail."""
+
+    capabilities = Capabilities(exclusive_create=True, shared=False, latency_bound=False)
+
+    def __init__(self) -> None:
+        self.inner = MemoryStore()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.entered = 0
+        self.error: BaseException | None = None
+        self.tail_error: StoreError | None = None
+        self.closed = False
+
+    def _pass(self) -> None:
+        self.entered += 1
+        assert self.gate.wait(20)
+        if self.error:
+            raise self.error
+
+    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> None:
+        self._pass()
+        self.inner.put(key, parts, overwrite=overwrite)
+
+    def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
+        self._pass()
+        self.inner.get_into(key, parts)
+
+    def size(self, key: str) -> int | None:
+        self._pass()
+        return self.inner.size(key)
+
+    def get_tail(self, key: str, length: int) -> tuple[int, bytes] | None:
+        if self.tail_error:
+            raise self.tail_error
+        return self.inner.get_tail(key, length)
+
+    def delete(self, key: str) -> None:
+        self._pass()
+        self.inner.delete(key)
+
+    def keys(self, prefix: str = "") -> Iterator[Any]:
+        return self.inner.keys(prefix)
+
+    def close(self) -> None:
+        self.closed = True
+        self.inner.close()
+
+
+class TestNamespace:
+    """``config.json``: written once, compared ever after."""
+
+    def test_it_is_written_and_accepted_again(self, bench: Bench) -> None:
+        tier = bench.tier()
+        assert b'"model_revision": "abc123"' in read(tier.store, tier.mapper.relative_config_name)
+        bench.tier()
+
+    @pytest.mark.parametrize(
+        ("content", "error", "text"),
+        [
+            (b"{", ConfigError, "torn or foreign"),
+            (b"", ConfigError, "0 bytes"),
+            (b"[]", ConfigError, "foreign"),
+            (b"\xff\xfe", ConfigError, "torn or foreign"),
+            (bytes((1 << 20) + 1), ConfigError, "1048577 bytes"),
+        ],
+    )
+    def test_what_is_no_config_json(self, bench: Bench, content: bytes, error: type[Exception], text: str) -> None:
+        tier = bench.tier()
+        write(tier.store, tier.mapper.relative_config_name, content)
+        with pytest.raises(error, match=text):
+            bench.tier()
+        assert read(tier.store, tier.mapper.relative_config_name) == content
+
+    def test_a_mismatch_names_the_field(self, bench: Bench) -> None:
+        tier = bench.tier()
+        name = tier.mapper.relative_config_name
+        write(tier.store, name, read(tier.store, name).replace(b'"dtype": "float32"', b'"dtype": "float16"'))
+        with pytest.raises(ConfigError, match="'float16', this process would write 'float32'") as caught:
+            bench.tier()
+        assert caught.value.field == "dtype"
+
+    def test_a_storage_that_is_out_of_order_or_full_does_not_stop_the_engine(self, bench: Bench) -> None:
+        for error in (StoreUnavailableError("hung"), StoreFullError("full")):
+            broken = GatedStore()
+            broken.error = error
+            bench.tier(store=broken)
+
+    def test_a_storage_that_refuses_for_good_does(self, bench: Bench) -> None:
+        broken = GatedStore()
+        broken.error = StorePermissionError("no")
+        with pytest.raises(StorePermissionError):
+            bench.tier(store=broken)

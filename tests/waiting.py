@@ -1,0 +1,20 @@
+"""Waiting for conditions in tests: bounded, and never a fixed sleep."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def wait_for(get: Callable[[], T], *, within_s: float = 20.0) -> T:
+    """Call ``get`` until it returns something true; return that. Fails when the time is up."""
+    deadline = time.monotonic() + within_s
+    while True:
+        value = get()
+        if value:
+            return value
+        assert time.monotonic() < deadline, f"nothing within {within_s} s from {get}"
+        time.sleep(0.001)

@@ -1,0 +1,103 @@
+"""The built-in tiers: a config model, a store and the one StoreTierManager, joined.
+
+A tier that needs a client library imports its store in its constructor, so that a process pays only for what it uses.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tiers.config import FsTierConfig, MemoryTierConfig, TierConfig, parse_tier
+from tiers.file_mapper import FileMapper, strict_fields
+from tiers.lookup import LookupOptions
+from tiers.seal import Checksum
+from tiers.store import Store
+from tiers.store_tier import StoreTierManager, TierOptions
+
+
+class FileSystemTierManager(StoreTierManager):
+    """Blocks as files under ``root_dir`` on a local file system.
+
+    Made by ``SecondaryTierFactory`` with thread counts that fit the machine; the defaults here are upper bounds for
+    callers that construct it by hand. ``options`` are those of ``tiers.config.FsTierConfig``.
+    """
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        root_dir: str,
+        n_read_threads: int = 16,
+        n_write_threads: int = 16,
+        **options: Any,
+    ) -> None:
+        from tiers.stores.local import LocalStore
+
+        config = parse_tier(
+            {
+                "type": "fs",
+                "root_dir": root_dir,
+                "n_read_threads": n_read_threads,
+                "n_write_threads": n_write_threads,
+                **options,
+            }
+        )
+        assert isinstance(config, FsTierConfig)
+        store = LocalStore(config.root_dir, min_free_bytes=config.min_free, durability=config.durability)
+        _start(self, offloading_spec, primary_kv_view, tier_type, store, config, root=config.root_dir)
+
+
+class MemoryTierManager(StoreTierManager):
+    """Blocks in this process's memory. ``options`` are those of ``tiers.config.MemoryTierConfig``."""
+
+    def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **options: Any) -> None:
+        from tiers.stores.memory import MemoryStore
+
+        config = parse_tier({"type": "memory", **options})
+        assert isinstance(config, MemoryTierConfig)
+        store = MemoryStore(max_bytes=config.max_bytes)
+        _start(self, offloading_spec, primary_kv_view, tier_type, store, config, root="")
+
+
+def _start(
+    tier: StoreTierManager,
+    spec: Any,
+    view: memoryview,
+    tier_type: str,
+    store: Store,
+    config: TierConfig,
+    *,
+    root: str,
+) -> None:
+    """The rest of every built-in tier's constructor; closes the store if it fails."""
+    try:
+        mapper = FileMapper.from_offloading_spec(
+            root, spec, parallel_agnostic=config.parallel_agnostic, extra_fields=strict_fields(spec)
+        )
+        StoreTierManager.__init__(
+            tier, spec, view, tier_type, store=store, mapper=mapper, options=_tier_options(config)
+        )
+    except BaseException:
+        store.close()
+        raise
+
+
+def _tier_options(config: TierConfig) -> TierOptions:
+    return TierOptions(
+        name=config.name,
+        n_read_threads=config.n_read_threads,
+        n_write_threads=config.n_write_threads,
+        task_bytes=config.task_bytes,
+        jobs_max=config.jobs_max,
+        bytes_in_flight_max=config.bytes_in_flight_max,
+        checksum=Checksum[config.checksum.upper()],
+        shutdown_s=config.shutdown_s,
+        lookup=LookupOptions(
+            threads=config.lookup_threads,
+            deadline_s=config.lookup_deadline_s,
+            present_ttl_s=config.present_ttl_s,
+            absent_ttl_s=config.absent_ttl_s,
+            keys_max=config.lookup_cache_keys,
+        ),
+    )

@@ -1,0 +1,151 @@
+"""Every exception this package raises on purpose.
+
+::
+
+    KVTiersError
+    ├── ConfigError                 bad input; names the field, the value and what is accepted
+    │   └── NamespaceMismatchError  a root already holds another model's or layout's blocks
+    ├── SealError                   a blob is not the block it should be (`reason`)
+    ├── QueueFullError              a bounded queue is full: the work was not accepted
+    ├── RegionError                 the CPU region cannot be made, joined or used
+    └── StoreError                  what a Store raises, and nothing else
+        ├── BlobNotFoundError       no blob under the key
+        ├── BlobCorruptError        there is something under the key, but not a blob of the asked size
+        ├── InvalidKeyError         the key is not one a store may be asked for
+        ├── StoreClosedError        the store was closed
+        ├── StoreFullError          no space, no inodes, quota, or the configured reserve was reached
+        ├── StorePermissionError    credentials, modes, read-only: an operator has to act
+        ├── StoreConfigError        the store's place is wrong: no such bucket, root or region
+        ├── StoreUnavailableError   (retryable) I/O error, stale handle, connection refused or reset, 5xx
+        ├── StoreThrottledError     (retryable) asked to slow down
+        └── StoreTimeoutError       (retryable) the store's own deadline passed
+
+`retryable` is a fact of the class, so no caller ever matches on text: True means that the same call may succeed
+if it is made again shortly.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import ClassVar
+
+
+class KVTiersError(Exception):
+    """Base of everything this package raises on purpose."""
+
+
+class ConfigError(KVTiersError, ValueError):
+    """Bad input. The message names the field, shows the value and says what would be accepted.
+
+    Args:
+        message: what is wrong and what would be accepted.
+        field: dotted path of the field, such as ``tiers[1].max_bytes``; empty where no single field is at fault.
+    """
+
+    def __init__(self, message: str, *, field: str = "") -> None:
+        self.field = field
+        super().__init__(f"{field}: {message}" if field else message)
+
+
+class NamespaceMismatchError(ConfigError):
+    """The ``config.json`` of a namespace does not say what this process would write there."""
+
+
+class SealReason(StrEnum):
+    """Why a blob was refused; also the ``reason`` label of the ``verify_failures`` counter."""
+
+    SIZE = "size"
+    MAGIC = "magic"
+    VERSION = "version"
+    LENGTHS = "lengths"
+    TRAILER_CHECKSUM = "trailer_checksum"
+    FINGERPRINT = "fingerprint"
+    KEY = "key"
+    GROUP = "group"
+    RANK = "rank"
+    UNSUPPORTED = "unsupported"
+    PAYLOAD_CHECKSUM = "payload_checksum"
+    AUTHENTICATION = "authentication"
+
+
+class SealError(KVTiersError):
+    """A blob is not the block that was asked for.
+
+    Attributes:
+        reason: which check failed.
+        foreign: True when the blob may be perfectly good for a newer reader (unknown version, checksum or
+            authentication scheme). Such a blob is a miss and is never moved, replaced or deleted.
+    """
+
+    def __init__(self, reason: SealReason, message: str) -> None:
+        self.reason = reason
+        self.foreign = reason in (SealReason.VERSION, SealReason.UNSUPPORTED)
+        super().__init__(f"{reason}: {message}")
+
+
+class QueueFullError(KVTiersError):
+    """A bounded queue is full; nothing was queued."""
+
+
+class RegionError(KVTiersError):
+    """The shared CPU region cannot be created, joined or used."""
+
+
+class StoreError(KVTiersError):
+    """What a Store raises, and nothing else.
+
+    Attributes:
+        key: the store key the call was about, or "" where it was about the store itself.
+    """
+
+    retryable: ClassVar[bool] = False
+
+    def __init__(self, message: str, *, key: str = "") -> None:
+        self.key = key
+        super().__init__(f"{message} (key {key!r})" if key else message)
+
+
+class BlobNotFoundError(StoreError):
+    """No blob is stored under the key."""
+
+
+class BlobCorruptError(StoreError):
+    """Something is stored under the key, but it is not a blob of the size that was asked for."""
+
+
+class InvalidKeyError(StoreError, ValueError):
+    """The key is not one a store may be asked for (see ``tiers.store.check_key``)."""
+
+
+class StoreClosedError(StoreError):
+    """The store was closed."""
+
+
+class StoreFullError(StoreError):
+    """No space, no inodes, over quota, or the configured reserve was reached."""
+
+
+class StorePermissionError(StoreError):
+    """Refused by credentials, modes or a read-only medium: retrying does not help, an operator has to act."""
+
+
+class StoreConfigError(StoreError):
+    """The place itself is wrong: the bucket, root folder or region does not exist."""
+
+
+class StoreUnavailableError(StoreError):
+    """I/O error, stale handle, refused or reset connection, 5xx."""
+
+    retryable = True
+
+
+class StoreThrottledError(StoreError):
+    """The store asked us to slow down."""
+
+    retryable = True
+
+
+class StoreTimeoutError(StoreError):
+    """The store's own deadline for one operation passed."""
+
+    retryable = True

@@ -1,0 +1,194 @@
+"""AsyncLookup: presence questions answered off the scheduler's thread, in batches, with a deadline and a cache.
+
+``lookup`` never waits: the first question about a key is queued and answered None; ``flush``, at the end of each
+scheduler step, hands all questions of the step to a probe thread as one batch; a later ``lookup`` finds the answer.
+"Asked" is no state to stay in: a question that is not answered within the deadline is answered "absent".
+
+Who owns what: the scheduler's thread owns both tables and calls everything public. Probe threads see only the batch
+they were handed and put their answers into a SimpleQueue. There is no lock.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+
+from tiers.keys import OffloadKey
+
+logger = logging.getLogger(__name__)
+
+#: Answers parallel to the keys: True present, False absent, None could not be asked (counts as absent).
+Probe = Callable[[Sequence[OffloadKey]], Sequence[bool | None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookupOptions:
+    """Limits of an AsyncLookup.
+
+    Attributes:
+        threads: probe threads; more than one, so that a stuck probe does not stop all admissions.
+        deadline_s: a question older than this is answered "absent".
+        present_ttl_s: how long a positive answer is believed. Short enough to notice another host's collector.
+        absent_ttl_s: how long a negative answer is believed. Short, because another replica may store the block.
+        keys_max: cached answers of each kind.
+        batch_keys_max: keys in one probe; a larger step is split over the threads.
+    """
+
+    threads: int = 2
+    deadline_s: float = 0.2
+    present_ttl_s: float = 60.0
+    absent_ttl_s: float = 1.0
+    keys_max: int = 262_144
+    batch_keys_max: int = 1024
+
+
+@dataclass(slots=True)
+class LookupCounts:
+    """Definite answers since the last ``take_counts``; hits and misses count probed answers, not cache reads."""
+
+    hits: int = 0
+    misses: int = 0
+    errors: int = 0
+    expired: int = 0
+
+
+class AsyncLookup:
+    """Presence of keys in one tier.
+
+    Args:
+        probe: asks the storage; runs on a probe thread; may raise, which means None for the whole batch.
+        name: prefix of the threads' names.
+    """
+
+    def __init__(
+        self,
+        probe: Probe,
+        *,
+        name: str,
+        options: LookupOptions,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._probe = probe
+        self._options = options
+        self._clock = clock
+        self._answers: dict[OffloadKey, tuple[bool, float]] = {}  # key -> (present, believed until)
+        self._asked: dict[OffloadKey, float] = {}  # key -> asked at
+        self._batch: list[OffloadKey] = []
+        self._questions: SimpleQueue[tuple[list[OffloadKey], float] | None] = SimpleQueue()
+        self._replies: SimpleQueue[tuple[list[OffloadKey], float, Sequence[bool | None]]] = SimpleQueue()
+        self._counts = LookupCounts()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"{name}-lookup{i}", daemon=True) for i in range(options.threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def lookup(self, key: OffloadKey) -> bool | None:
+        """True present, False absent, None asked."""
+        now = self._clock()
+        answer = self._answers.get(key)
+        if answer is not None and now < answer[1]:
+            return answer[0]
+        if not self._replies.empty():
+            self._take_replies()
+            answer = self._answers.get(key)
+            if answer is not None and now < answer[1]:
+                return answer[0]
+        asked_at = self._asked.get(key)
+        if asked_at is None:
+            self._asked[key] = now
+            self._batch.append(key)
+            return None
+        if now - asked_at < self._options.deadline_s:
+            return None
+        # Forgotten here, so that the late reply is not believed: a load may have failed in between.
+        del self._asked[key]
+        self._counts.expired += 1
+        self._record(key, False, now)
+        return False
+
+    def flush(self) -> None:
+        """Hand this step's questions to the probe threads."""
+        self._take_replies()
+        if not self._batch:
+            return
+        now = self._clock()
+        # A key asked early in a long step has the step's end as its start: the probe cannot begin before.
+        keys = [key for key in self._batch if key in self._asked]
+        self._batch = []
+        for key in keys:
+            self._asked[key] = now
+        size = self._options.batch_keys_max
+        for start in range(0, len(keys), size):
+            self._questions.put((keys[start : start + size], now))
+
+    def mark(self, keys: Iterable[OffloadKey], *, present: bool) -> None:
+        """What a finished store or a failed load taught us; overrules any answer on its way."""
+        now = self._clock()
+        for key in keys:
+            self._asked.pop(key, None)
+            self._record(key, present, now)
+
+    def forget(self) -> None:
+        """Drop every cached answer."""
+        self._answers.clear()
+
+    def take_counts(self) -> LookupCounts:
+        """Counts since the last call."""
+        counts, self._counts = self._counts, LookupCounts()
+        return counts
+
+    def shutdown(self, timeout_s: float) -> bool:
+        """End the threads. False: some are stuck in a probe (they are daemons and touch no slots)."""
+        for _ in self._threads:
+            self._questions.put(None)
+        deadline = self._clock() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - self._clock()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _record(self, key: OffloadKey, present: bool, now: float) -> None:
+        options = self._options
+        answers = self._answers
+        answers.pop(key, None)  # to the young end, so that the oldest leave first
+        answers[key] = (present, now + (options.present_ttl_s if present else options.absent_ttl_s))
+        if len(answers) > options.keys_max:
+            del answers[next(iter(answers))]
+
+    def _take_replies(self) -> None:
+        while True:
+            try:
+                keys, asked_at, found = self._replies.get_nowait()
+            except Empty:
+                return
+            now = self._clock()
+            counts = self._counts
+            for key, present in zip(keys, found, strict=True):
+                # Only the question that this reply answers: an expired or overruled one was forgotten.
+                if self._asked.get(key) != asked_at:
+                    continue
+                del self._asked[key]
+                self._record(key, bool(present), now)
+                if present is None:
+                    counts.errors += 1
+                elif present:
+                    counts.hits += 1
+                else:
+                    counts.misses += 1
+
+    def _work(self) -> None:
+        while (question := self._questions.get()) is not None:
+            keys, asked_at = question
+            found: Sequence[bool | None]
+            try:
+                found = self._probe(keys)
+                if len(found) != len(keys):
+                    raise ValueError(f"{len(found)} answers to {len(keys)} keys")
+            except BaseException as e:  # noqa: BLE001 - a thread's edge: an unanswered question is a miss
+                logger.warning("lookup of %d keys failed: %s: %s", len(keys), type(e).__name__, e)
+                found = [None] * len(keys)
+            self._replies.put((keys, asked_at, found))

@@ -1,0 +1,138 @@
+"""Counters, gauges and histograms as data. Exporters live elsewhere.
+
+One literal table names every metric; a name or label that is not in it is a bug and raises KeyError. A ``Metrics``
+has one writer, the scheduler thread: worker threads hand their counts back with their results, so counting takes no
+lock. Any thread may call ``snapshot``.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class MetricKind(StrEnum):
+    """How a metric's samples combine."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True, slots=True)
+class MetricDef:
+    """What a metric is.
+
+    Attributes:
+        labels: label names, in the order in which values are given.
+        bounds: upper bounds of a histogram's buckets, ascending, without the infinite one.
+    """
+
+    kind: MetricKind
+    help: str
+    labels: tuple[str, ...]
+    bounds: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One value: of a counter or gauge, or the (count, sum, cumulative buckets) of a histogram."""
+
+    name: str
+    labels: dict[str, str]
+    value: float
+    buckets: tuple[int, ...] = ()
+    total: float = 0.0
+
+
+def _counter(text: str, *labels: str) -> MetricDef:
+    return MetricDef(MetricKind.COUNTER, text, labels)
+
+
+def _gauge(text: str, *labels: str) -> MetricDef:
+    return MetricDef(MetricKind.GAUGE, text, labels)
+
+
+_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+
+METRICS: Mapping[str, MetricDef] = {
+    "kvtiers_blocks_total": _counter(
+        "Blocks by outcome: moved, already_stored, failed, cancelled.", "tier", "op", "outcome"
+    ),
+    "kvtiers_bytes_total": _counter("Payload bytes moved.", "tier", "op"),
+    "kvtiers_contained_errors_total": _counter("Errors of a tier that were kept from the engine.", "tier", "where"),
+    "kvtiers_deadline_expired_total": _counter("Answers that came too late.", "tier", "what"),
+    "kvtiers_healed_blobs_total": _counter("Bad blobs that a store replaced.", "tier"),
+    "kvtiers_job_seconds": MetricDef(MetricKind.HISTOGRAM, "Time of a job from submission.", ("tier", "op"), _SECONDS),
+    "kvtiers_jobs_in_flight": _gauge("Jobs submitted and not yet reported.", "tier"),
+    "kvtiers_jobs_total": _counter("Jobs by outcome: ok, partial, failed.", "tier", "op", "outcome"),
+    "kvtiers_lookups_total": _counter("Definite lookup answers: hit, miss, error, deadline.", "tier", "result"),
+    "kvtiers_promotion_room_expired_total": _counter("Hits that became misses because no slot came free in time."),
+    "kvtiers_quarantined_blobs_total": _counter("Bad blobs that were moved aside.", "tier"),
+    "kvtiers_slots": _gauge("Region slots by state: free, ready, pinned, pending, quarantined.", "state"),
+    "kvtiers_store_errors_total": _counter("Errors a store raised, by class.", "tier", "op", "error"),
+    "kvtiers_stores_dropped_total": _counter("Blocks that were not stored, by reason.", "tier", "reason"),
+    "kvtiers_verify_failures_total": _counter("Blobs that were not the block asked for.", "tier", "reason"),
+}
+
+
+class _Histogram:
+    __slots__ = ("counts", "total")
+
+    def __init__(self, buckets: int) -> None:
+        self.counts = [0] * buckets
+        self.total = 0.0
+
+
+class Metrics:
+    """Values of the metrics in ``METRICS``. One writer thread, any readers."""
+
+    def __init__(self) -> None:
+        self._values: dict[tuple[str, tuple[str, ...]], float] = {}
+        self._histograms: dict[tuple[str, tuple[str, ...]], _Histogram] = {}
+
+    def inc(self, name: str, *labels: str, by: float = 1) -> None:
+        """Add to a counter."""
+        key = self._key(name, labels)
+        self._values[key] = self._values.get(key, 0) + by
+
+    def set(self, name: str, *labels: str, value: float) -> None:
+        """Set a gauge."""
+        self._values[self._key(name, labels)] = value
+
+    def observe(self, name: str, *labels: str, value: float) -> None:
+        """Add one observation to a histogram."""
+        key = self._key(name, labels)
+        bounds = METRICS[name].bounds
+        histogram = self._histograms.get(key)
+        if histogram is None:
+            histogram = self._histograms[key] = _Histogram(len(bounds) + 1)
+        histogram.counts[bisect_left(bounds, value)] += 1
+        histogram.total += value
+
+    def value(self, name: str, *labels: str) -> float:
+        """A counter's or gauge's value; 0 where nothing was counted."""
+        return self._values.get(self._key(name, labels), 0)
+
+    def snapshot(self) -> list[Sample]:
+        """All samples, by name and labels. Any thread."""
+        samples = [
+            Sample(name, dict(zip(METRICS[name].labels, labels, strict=True)), value)
+            for (name, labels), value in self._values.copy().items()
+        ]
+        for (name, labels), histogram in self._histograms.copy().items():
+            cumulative, count = [], 0
+            for in_bucket in tuple(histogram.counts):
+                count += in_bucket
+                cumulative.append(count)
+            named = dict(zip(METRICS[name].labels, labels, strict=True))
+            samples.append(Sample(name, named, count, tuple(cumulative), histogram.total))
+        return sorted(samples, key=lambda sample: (sample.name, sorted(sample.labels.items())))
+
+    @staticmethod
+    def _key(name: str, labels: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
+        if len(METRICS[name].labels) != len(labels):
+            raise KeyError(f"{name} takes the labels {METRICS[name].labels}, not {labels}")
+        return name, labels

@@ -1,0 +1,82 @@
+"""A namespace's ``config.json``: written once, compared by everyone who comes after."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+from tiers.errors import BlobCorruptError, ConfigError, NamespaceMismatchError, StoreError, StoreFullError
+from tiers.file_mapper import FileMapper
+from tiers.store import Store
+
+logger = logging.getLogger(__name__)
+
+CONFIG_BYTES_MAX = 1 << 20
+
+
+def open_namespace(store: Store, mapper: FileMapper) -> None:
+    """Write the namespace's fields, or compare them with those already there.
+
+    A storage that is full, or out of order for the moment (a retryable error), is no reason to keep an engine from
+    starting: it is logged, and the fingerprint in each block's seal still keeps foreign blocks out.
+
+    Raises:
+        NamespaceMismatchError: another set of fields is there; names the first field that differs.
+        ConfigError: what is there is no such file.
+        StoreError: permanent: no permission, no such bucket or root.
+    """
+    try:
+        _open(store, mapper)
+    except StoreError as e:
+        if not (e.retryable or isinstance(e, StoreFullError)):
+            raise
+        logger.warning("namespace %s has no verified config.json: %s", mapper.base_path, e)
+
+
+def _open(store: Store, mapper: FileMapper) -> None:
+    name = mapper.relative_config_name
+    fields = mapper.get_run_config()
+    wanted = (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode()
+    found = _read(store, mapper)
+    if found is None:
+        store.put(name, [memoryview(wanted)])  # publishes only if absent: of two first writers one wins
+        found = _read(store, mapper)
+    if found is None or found == wanted:
+        return
+    _compare(found, fields, mapper)
+
+
+def _read(store: Store, mapper: FileMapper) -> bytes | None:
+    name = mapper.relative_config_name
+    size = store.size(name)
+    if size is None:
+        return None
+    if not 0 < size <= CONFIG_BYTES_MAX:
+        raise ConfigError(f"{size} bytes, accepted are 1..{CONFIG_BYTES_MAX}", field=mapper.get_config_file_path())
+    data = bytearray(size)
+    try:
+        store.get_into(name, [memoryview(data)])
+    except BlobCorruptError as e:
+        raise ConfigError(f"cannot be read: {e}", field=mapper.get_config_file_path()) from e
+    return bytes(data)
+
+
+def _compare(found: bytes, fields: dict[str, Any], mapper: FileMapper) -> None:
+    path = mapper.get_config_file_path()
+    try:
+        there = json.loads(found)
+    except ValueError as e:
+        raise ConfigError(
+            f"is torn or foreign ({e}); if nothing else uses this folder, delete it and start again",
+            field=path,
+        ) from e
+    if not isinstance(there, dict):
+        raise ConfigError("is foreign: accepted is a JSON object of the namespace's fields", field=path)
+    for field in sorted(there.keys() | fields.keys()):
+        if there.get(field) != fields.get(field):
+            raise NamespaceMismatchError(
+                f"{path} says {there.get(field)!r}, this process would write {fields.get(field)!r}; use another root, "
+                "or delete that folder if it is yours",
+                field=field,
+            )

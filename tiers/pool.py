@@ -1,0 +1,226 @@
+"""DualQueueThreadPool: loads before stores, bounded, every job reported exactly once.
+
+A job is a list of tasks; a task is a batch of blocks, not one block: a task costs a queue hop and a GIL hand-over, and
+one block a task was measured at half the throughput and 70 ms stalls of the main thread (a GIL convoy).
+
+Some threads prefer reads, the others prefer writes; each takes from the other queue when its own is empty, so no
+thread idles while anything waits and stores can never starve loads, nor loads stores.
+
+Who owns what: one owner thread (the scheduler's) calls submit, get_finished, wait_idle and shutdown and owns the job
+table. Workers own only the task they hold. Between them are deques and SimpleQueues, whose operations are atomic in
+CPython; there is no lock that a worker could hold while the scheduler waits for it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Generic, TypeVar
+
+from tiers.errors import QueueFullError
+
+T = TypeVar("T")
+
+
+class Cancelled(Exception):
+    """Outcome of a task that was never started because the pool shut down."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedJob(Generic[T]):
+    """A job all of whose tasks ended.
+
+    Attributes:
+        outcomes: parallel to the submitted tasks: what the task returned, what it raised, or Cancelled.
+        duration_s: from submission to the end of the last task.
+    """
+
+    job_id: int
+    outcomes: tuple[T | BaseException, ...]
+    duration_s: float
+
+
+@dataclass(slots=True)
+class _Job(Generic[T]):
+    job_id: int
+    cost: int
+    submitted_at: float
+    outcomes: list[T | BaseException | None]
+    remaining: int
+
+
+@dataclass(slots=True)
+class _Task(Generic[T]):
+    job: _Job[T]
+    index: int
+    run: Callable[[], T]
+
+
+class DualQueueThreadPool(Generic[T]):
+    """Runs jobs on read-preferring and write-preferring threads.
+
+    Args:
+        n_read_threads: threads that prefer reads, at least 1.
+        n_write_threads: threads that prefer writes, at least 1.
+        name: prefix of the threads' names.
+        jobs_max: jobs submitted and not yet returned by get_finished.
+        cost_max: sum of their costs (the caller's unit, such as bytes).
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        n_read_threads: int,
+        n_write_threads: int,
+        *,
+        name: str,
+        jobs_max: int,
+        cost_max: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if min(n_read_threads, n_write_threads, jobs_max, cost_max) < 1:
+            raise ValueError("n_read_threads, n_write_threads, jobs_max and cost_max are 1 or more")
+        self._jobs_max = jobs_max
+        self._cost_max = cost_max
+        self._clock = clock
+        self._jobs: dict[int, _Job[T]] = {}
+        self._cost = 0
+        self._reads: deque[_Task[T]] = deque()
+        self._writes: deque[_Task[T]] = deque()
+        # One token a task, or a thread's marching orders at shutdown. Blocks in C, so idle threads cost nothing.
+        self._tokens: SimpleQueue[None] = SimpleQueue()
+        self._ended: SimpleQueue[tuple[_Task[T], T | BaseException, float]] = SimpleQueue()
+        self._finished: list[FinishedJob[T]] = []
+        self._closing = False
+        self._threads = [
+            threading.Thread(target=self._work, args=queues, name=f"{name}-{kind}{i}", daemon=True)
+            for kind, count, queues in (
+                ("read", n_read_threads, (self._reads, self._writes)),
+                ("write", n_write_threads, (self._writes, self._reads)),
+            )
+            for i in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, job_id: int, tasks: Sequence[Callable[[], T]], *, is_read: bool, cost: int = 0) -> None:
+        """Queue a job. A job without tasks is finished at once.
+
+        Raises:
+            QueueFullError: a limit is reached or the pool is closed; nothing was queued.
+            ValueError: a job of this id is not yet reported.
+        """
+        if job_id in self._jobs:
+            raise ValueError(f"job {job_id} is already in flight")
+        if self._closing:
+            raise QueueFullError("the pool is shut down")
+        if len(self._jobs) >= self._jobs_max:
+            raise QueueFullError(f"{self._jobs_max} jobs in flight")
+        if self._cost + cost > self._cost_max and self._jobs:
+            raise QueueFullError(f"{self._cost} of {self._cost_max} bytes in flight, the job has {cost}")
+        job = _Job[T](job_id, cost, self._clock(), [None] * len(tasks), len(tasks))
+        self._jobs[job_id] = job
+        self._cost += cost
+        if not tasks:
+            self._finish(job, job.submitted_at)
+            return
+        queue = self._reads if is_read else self._writes
+        for index, run in enumerate(tasks):
+            queue.append(_Task(job, index, run))
+            self._tokens.put(None)
+
+    def get_finished(self) -> list[FinishedJob[T]]:
+        """Jobs that finished since the last call. Does not wait."""
+        while True:
+            try:
+                ended = self._ended.get_nowait()
+            except Empty:
+                break
+            self._account(*ended)
+        finished, self._finished = self._finished, []
+        return finished
+
+    @property
+    def jobs_in_flight(self) -> int:
+        """Jobs not yet finished, as far as the owner has looked."""
+        return len(self._jobs)
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Wait until every job finished; the results stay for get_finished. False: the time was up before."""
+        deadline = self._clock() + timeout_s
+        while self._jobs:
+            left_s = deadline - self._clock()
+            if left_s <= 0:
+                return False
+            try:
+                self._account(*self._ended.get(timeout=left_s))
+            except Empty:
+                return False
+        return True
+
+    def shutdown(self, timeout_s: float) -> bool:
+        """Cancel what waits, wait for what runs, end the threads. Idempotent.
+
+        Returns:
+            True when no thread runs any more. Otherwise some are stuck in a task; their jobs are not finished, because
+            a stuck task may still touch its slots, and are reported if it ever ends.
+        """
+        self._closing = True
+        for queue in (self._reads, self._writes):
+            while queue:
+                try:
+                    task = queue.popleft()
+                except IndexError:  # a worker was faster
+                    break
+                self._account(task, Cancelled(), self._clock())
+        for _ in self._threads:
+            self._tokens.put(None)
+        deadline = self._clock() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - self._clock()))
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        while not self._ended.empty():
+            self._account(*self._ended.get_nowait())
+        return not self._threads
+
+    def _account(self, task: _Task[T], outcome: T | BaseException, ended_at: float) -> None:
+        job = task.job
+        job.outcomes[task.index] = outcome
+        job.remaining -= 1
+        if not job.remaining:
+            self._finish(job, ended_at)
+
+    def _finish(self, job: _Job[T], ended_at: float) -> None:
+        del self._jobs[job.job_id]
+        self._cost -= job.cost
+        outcomes = tuple(outcome for outcome in job.outcomes if outcome is not None)
+        assert len(outcomes) == len(job.outcomes), "a task must return a value"
+        self._finished.append(FinishedJob(job.job_id, outcomes, ended_at - job.submitted_at))
+
+    def _work(self, own: deque[_Task[T]], other: deque[_Task[T]]) -> None:
+        while True:
+            self._tokens.get()
+            task = _take(own) or _take(other)
+            if task is None:
+                if self._closing:
+                    return
+                continue  # a token whose task was cancelled
+            outcome: T | BaseException
+            try:
+                outcome = task.run()
+            except BaseException as e:  # noqa: BLE001 - a thread's edge: whatever it was, the job must be reported
+                # Without its traceback, whose frames would keep the region's memoryviews alive.
+                outcome = e.with_traceback(None)
+            self._ended.put((task, outcome, self._clock()))
+            del task, outcome
+
+
+def _take(queue: deque[_Task[T]]) -> _Task[T] | None:
+    try:
+        return queue.popleft()
+    except IndexError:
+        return None

@@ -1,0 +1,434 @@
+"""What stores on a file system share: a root folder that nothing leads out of, vectored I/O, errno -> errors.
+
+Everything below a root is reached from the root's own descriptor, and no symbolic link is followed on the way, so
+whoever may write inside the root (a tenant, another pod) cannot make us read or write anywhere else.
+
+Reading a blob is four system calls::
+
+    openat2(root, key, O_RDONLY|O_NOFOLLOW|O_NONBLOCK|O_CLOEXEC, BENEATH|NO_SYMLINKS|NO_MAGICLINKS)
+    fstat       a regular file of exactly the asked size, or the parts are not touched
+    preadv      straight into the parts, until they are full
+    close
+
+O_NONBLOCK because opening a FIFO would wait for its writer. Writing is in ``tiers.publish``.
+
+This module and ``tiers.publish`` make every system call of these stores, all through their module-level names ``os``
+and ``openat2``: ``tiers.testing.faults.SyscallFaults`` replaces these two to make the n-th call fail. Functions here
+raise OSError, unless they say otherwise; the store turns it into a StoreError with ``store_error``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import functools
+import os
+import stat
+import struct
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from tiers.errors import (
+    BlobCorruptError,
+    BlobNotFoundError,
+    InvalidKeyError,
+    StoreConfigError,
+    StoreError,
+    StoreFullError,
+    StorePermissionError,
+    StoreUnavailableError,
+)
+from tiers.store import KeyInfo, check_key, parts_size
+
+FOLDER_MODE = 0o700
+FILE_MODE = 0o600
+
+# O_PATH: a folder we may search but not read will do, and a device is not opened by asking for its size.
+OPEN_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+OPEN_LISTING = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+OPEN_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+OPEN_STAT = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+
+IOV_COUNT_MAX = 1024  # Linux' UIO_MAXIOV: more buffers in one vectored call are EINVAL
+
+ERRORS: dict[int, type[StoreError]] = {
+    errno.ENOENT: BlobNotFoundError,
+    errno.ENOTDIR: BlobCorruptError,  # a file, or (stepwise) a symbolic link, where a folder should be
+    errno.ELOOP: BlobCorruptError,  # a symbolic link
+    errno.EISDIR: BlobCorruptError,
+    errno.ENXIO: BlobCorruptError,  # a socket
+    errno.ENODEV: BlobCorruptError,  # a device without a driver
+    errno.ENAMETOOLONG: InvalidKeyError,  # a file system with a limit below check_key's
+    errno.ENOSPC: StoreFullError,
+    errno.EDQUOT: StoreFullError,
+    errno.EFBIG: StoreFullError,  # RLIMIT_FSIZE
+    errno.EMLINK: StoreFullError,  # a folder's limit of subfolders
+    errno.EACCES: StorePermissionError,
+    errno.EPERM: StorePermissionError,
+    errno.EROFS: StorePermissionError,
+    errno.EXDEV: StoreConfigError,  # another file system is mounted below the root
+    errno.EOPNOTSUPP: StoreConfigError,  # a file system without hard links
+    errno.ENOSYS: StoreConfigError,
+}
+"""errno -> error. What is not here (EIO, ESTALE, EMFILE, ENOMEM, …) may pass: StoreUnavailableError."""
+
+
+def store_error(e: OSError, key: str) -> StoreError:
+    """The StoreError for an OSError that was met while working on ``key``."""
+    kind = ERRORS.get(e.errno or 0, StoreUnavailableError)
+    return kind(f"{e.strerror or e} ({errno.errorcode.get(e.errno or 0, 'no errno')})", key=key)
+
+
+# ---- a folder that nothing leads out of ------------------------------------------------------------------------------
+
+_OPENAT2 = 437  # the number is the same on every architecture Linux added it to in 5.6
+_RESOLVE_NO_MAGICLINKS, _RESOLVE_NO_SYMLINKS, _RESOLVE_BENEATH = 0x02, 0x04, 0x08
+_HOW = struct.Struct("=QQQ")  # struct open_how: flags, mode, resolve
+
+
+@functools.cache
+def _how(flags: int) -> bytes:
+    return _HOW.pack(flags, 0, _RESOLVE_BENEATH | _RESOLVE_NO_SYMLINKS | _RESOLVE_NO_MAGICLINKS)
+
+
+@functools.cache
+def _syscall() -> Callable[..., int]:
+    """libc's syscall(2); ctypes lets other threads run during the call. There is no wrapper for openat2 in libc."""
+    call = ctypes.CDLL(None, use_errno=True).syscall
+    call.restype = ctypes.c_long
+    call.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t]
+    return call
+
+
+def openat2(dir_fd: int, path: str, flags: int) -> int:
+    """Open ``path`` below ``dir_fd``, following no symbolic link. Returns a descriptor."""
+    while True:
+        fd = _syscall()(_OPENAT2, dir_fd, os.fsencode(path), _how(flags), _HOW.size)
+        if fd >= 0:
+            return fd
+        code = ctypes.get_errno()
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code), path)
+
+
+def open_stepwise(dir_fd: int, path: str, flags: int) -> int:
+    """As ``openat2``, one component after the other: for kernels before 5.6 and sandboxes that refuse the call."""
+    *folders, name = path.split("/")
+    fd = dir_fd
+    try:
+        for folder in folders:
+            outer, fd = fd, os.open(folder, OPEN_FOLDER, dir_fd=fd)
+            if outer != dir_fd:
+                os.close(outer)
+        return os.open(name, flags, dir_fd=fd)
+    finally:
+        if fd != dir_fd:
+            os.close(fd)
+
+
+def openat2_works(dir_fd: int) -> bool:
+    """Whether this kernel and sandbox have openat2."""
+    try:
+        os.close(openat2(dir_fd, ".", OPEN_FOLDER))
+    except OSError:
+        return False
+    return True
+
+
+class RootFolder:
+    """A store's root, opened once. Immutable, so any thread may use it; descriptors it returns are the caller's.
+
+    Its descriptor lives as long as somebody holds the object: a store that forgets its root on ``close`` leaves
+    calls that are still under way on an open descriptor, never on a number that means another file by now. The
+    descriptor works in forked children.
+
+    Args:
+        path: the folder. May have symbolic links above it, but is none itself.
+        make: make it where it is missing, with mode 0700, and its parents.
+
+    Raises:
+        OSError: it is missing, no folder, or cannot be made.
+    """
+
+    def __init__(self, path: str, *, make: bool) -> None:
+        self.fd = -1
+        try:
+            self.fd = os.open(path, OPEN_FOLDER)
+        except FileNotFoundError:
+            if not make:
+                raise
+            _make_folders(path)
+            self.fd = os.open(path, OPEN_FOLDER)
+        self._openat2 = openat2_works(self.fd)
+
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+
+    def open(self, path: str, flags: int) -> int:
+        """Open what is there; ``path`` is a checked key or one of the store's own names."""
+        return openat2(self.fd, path, flags) if self._openat2 else open_stepwise(self.fd, path, flags)
+
+    def make_folder(self, path: str) -> int:
+        """Open a folder for use as ``dir_fd``; it and its parents are made where they are missing. "" is the root.
+
+        Raises:
+            FileNotFoundError: somebody removed one meanwhile, or the root itself is gone.
+        """
+        try:
+            return self.open(path or ".", OPEN_FOLDER)
+        except FileNotFoundError:
+            if not path:
+                raise
+        parent, _, name = path.rpartition("/")
+        parent_fd = self.make_folder(parent)
+        try:
+            try:
+                os.mkdir(name, FOLDER_MODE, dir_fd=parent_fd)
+            except FileExistsError:
+                pass
+            return os.open(name, OPEN_FOLDER, dir_fd=parent_fd)
+        finally:
+            os.close(parent_fd)
+
+    def is_removed(self) -> bool:
+        """Whether the folder was removed since it was opened; what its path leads to now is another one, if any."""
+        return os.fstat(self.fd).st_nlink == 0
+
+
+def _make_folders(path: str) -> None:
+    with contextlib.suppress(FileExistsError):
+        try:
+            os.mkdir(path, FOLDER_MODE)
+        except FileNotFoundError:
+            _make_folders(os.path.dirname(path))
+            os.mkdir(path, FOLDER_MODE)
+
+
+# ---- vectored I/O ----------------------------------------------------------------------------------------------------
+
+
+def transfer(
+    call: Callable[[int, Sequence[memoryview], int], int], fd: int, parts: Sequence[memoryview], offset: int = 0
+) -> int:
+    """Move all parts with ``os.preadv`` or ``os.pwritev``, however often a call stops short.
+
+    Returns:
+        Bytes moved: fewer than the parts have only where a call moved none, which is the end of a file.
+    """
+    size = parts_size(parts)
+    done = 0
+    while done < size:
+        moved = call(fd, parts[:IOV_COUNT_MAX], offset + done)
+        if moved == 0:
+            break
+        done += moved
+        if done < size:
+            parts = _rest(parts, moved)
+    return done
+
+
+def _rest(parts: Sequence[memoryview], done: int) -> list[memoryview]:
+    """What is left of the parts behind their first ``done`` bytes."""
+    for i, part in enumerate(parts):
+        if done < part.nbytes:
+            return [part.cast("B")[done:], *parts[i + 1 :]]
+        done -= part.nbytes
+    return []
+
+
+def write_all(fd: int, parts: Sequence[memoryview]) -> None:
+    """Write the parts to the start of an empty file."""
+    if transfer(os.pwritev, fd, parts) != parts_size(parts):
+        raise OSError(errno.EIO, "a write call wrote nothing")
+
+
+def read_blob(root: RootFolder, key: str, parts: Sequence[memoryview]) -> None:
+    """Fill the parts with a file of exactly their size.
+
+    Raises:
+        OSError: ENOENT where nothing is there.
+        BlobCorruptError: another size (the parts are untouched, unless it shrank meanwhile), or no regular file.
+    """
+    fd = root.open(key, OPEN_READ)
+    try:
+        stored = _regular_size(fd, key)
+        size = parts_size(parts)
+        if stored != size:
+            raise BlobCorruptError(f"{stored} bytes are stored, {size} were asked for", key=key)
+        if transfer(os.preadv, fd, parts) != size:
+            raise BlobCorruptError("it was cut while it was read", key=key)
+    finally:
+        os.close(fd)
+
+
+def read_tail(root: RootFolder, key: str, length: int) -> tuple[int, bytes]:
+    """Size of a file and its last ``min(length, size)`` bytes. Raises as ``read_blob``."""
+    fd = root.open(key, OPEN_READ)
+    try:
+        size = _regular_size(fd, key)
+        tail = bytearray(min(length, size))
+        if transfer(os.preadv, fd, [memoryview(tail)], size - len(tail)) != len(tail):
+            raise BlobCorruptError("it was cut while it was read", key=key)
+        return size, bytes(tail)
+    finally:
+        os.close(fd)
+
+
+def blob_size(root: RootFolder, key: str) -> int | None:
+    """Size of a file in bytes; None for what is no regular file."""
+    fd = root.open(key, OPEN_STAT)
+    try:
+        status = os.fstat(fd)
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
+    finally:
+        os.close(fd)
+
+
+def _regular_size(fd: int, key: str) -> int:
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        raise BlobCorruptError("what is there is no regular file", key=key)
+    return status.st_size
+
+
+def remove_blob(root: RootFolder, key: str) -> None:
+    """Unlink whatever is under ``key``, never what it leads to. A folder holds other keys and stays."""
+    folder, _, name = key.rpartition("/")
+    dir_fd = root.open(folder or ".", OPEN_FOLDER)
+    try:
+        os.unlink(name, dir_fd=dir_fd)
+    except IsADirectoryError:
+        pass
+    finally:
+        os.close(dir_fd)
+
+
+# ---- listing ---------------------------------------------------------------------------------------------------------
+
+
+def walk(root: RootFolder, prefix: str) -> Iterator[KeyInfo]:
+    """Yield the regular files below the root whose key starts with ``prefix``, in the order of the folders.
+
+    Dot names, symbolic links and names that are no keys are passed over. Holds one listing (two descriptors) per
+    level of folders and nothing else, however many files there are.
+    """
+    start, slash, name_prefix = prefix.rpartition("/")
+    if slash:
+        try:
+            check_key(start)
+        except InvalidKeyError:
+            return
+    try:
+        stack = [_Listing(root.open(start or ".", OPEN_LISTING), prefix[: len(start) + len(slash)])]
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as e:
+        if e.errno == errno.ELOOP:
+            return
+        raise
+    try:
+        while stack:
+            listing = stack[-1]
+            entry = next(listing.entries, None)
+            if entry is None:
+                stack.pop().close()
+            elif entry.name.startswith(".") or (len(stack) == 1 and not entry.name.startswith(name_prefix)):
+                continue
+            elif entry.is_dir(follow_symlinks=False):
+                inner = listing.enter(entry.name)
+                if inner is not None:
+                    stack.append(inner)
+            elif entry.is_file(follow_symlinks=False):
+                info = listing.info(entry.name)
+                if info is not None:
+                    yield info
+    finally:
+        for listing in stack:
+            listing.close()
+
+
+class _Listing:
+    """A folder being listed; owns ``fd``."""
+
+    def __init__(self, fd: int, prefix: str) -> None:
+        self.fd = fd
+        self.prefix = prefix
+        try:
+            self.entries: Any = os.scandir(fd)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def enter(self, name: str) -> _Listing | None:
+        """A folder in this one; None where it was removed or replaced since it was listed."""
+        try:
+            return _Listing(os.open(name, OPEN_LISTING, dir_fd=self.fd), f"{self.prefix}{name}/")
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def info(self, name: str) -> KeyInfo | None:
+        """A file in this folder; None where it was removed since it was listed, or its name is no key."""
+        try:
+            status = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
+            key = check_key(self.prefix + name)
+        except (FileNotFoundError, InvalidKeyError):
+            return None
+        return KeyInfo(key, status.st_size, status.st_mtime) if stat.S_ISREG(status.st_mode) else None
+
+    def close(self) -> None:
+        self.entries.close()
+        os.close(self.fd)
+
+
+# ---- free space ------------------------------------------------------------------------------------------------------
+
+
+class FreeSpace:
+    """Keeps writers out of a reserve of free space.
+
+    Asking the file system is a system call, so an answer is used for ``PERIOD_S``, less what was written since, as
+    long as it is ``NEAR_BYTES`` above the reserve. Nearer than that every put asks. So what other processes write
+    unseen (PERIOD_S long, at less than NEAR_BYTES per PERIOD_S) does not reach the reserve either.
+
+    Any thread may call; ``_lock`` owns the fields.
+    """
+
+    PERIOD_S = 0.25
+    NEAR_BYTES = 1 << 30
+
+    def __init__(self, min_free_bytes: int, clock: Callable[[], float]) -> None:
+        self._min_free_bytes = min_free_bytes
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._room_bytes = 0
+        self._asked_at = float("-inf")
+        self._in_flight_bytes = 0
+
+    def take(self, root: RootFolder, size: int, key: str) -> None:
+        """Reserve room for a blob about to be written; ``give_back`` when it is, or is not.
+
+        Raises:
+            StoreFullError: it would reach into the reserve.
+        """
+        with self._lock:
+            now = self._clock()
+            if now - self._asked_at > self.PERIOD_S or self._room_bytes - size < self.NEAR_BYTES:
+                status = os.fstatvfs(root.fd)
+                free_bytes = status.f_bavail * status.f_frsize
+                # A blob under way may be counted twice, as reserved and as written: it errs towards a larger reserve.
+                self._room_bytes = free_bytes - self._min_free_bytes - self._in_flight_bytes
+                self._asked_at = now
+            if self._room_bytes < size:
+                raise StoreFullError(
+                    f"{size} bytes would leave less than min_free_bytes = {self._min_free_bytes} free", key=key
+                )
+            self._room_bytes -= size
+            self._in_flight_bytes += size
+
+    def give_back(self, size: int) -> None:
+        """The blob is on the file system, which counts it from now on, or it was given up."""
+        with self._lock:
+            self._in_flight_bytes -= size

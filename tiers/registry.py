@@ -1,0 +1,105 @@
+"""SecondaryTierFactory: from a tier's name and options to a running tier.
+
+The table is sorted and lazy: a tier's module is imported when the tier is made, so nobody pays for a client library
+that no config names. Tiers of other people come by ``register_tier``, by an entry point of the group
+``kvtiers.tiers`` (name = tier type, value = ``module:Class``), or by ``module_path`` in the config.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from collections.abc import Mapping
+from typing import Any
+
+from tiers.base import SecondaryTierManager
+from tiers.config import ENTRY_POINT_GROUP
+from tiers.errors import ConfigError
+
+#: Tier type -> (module, class).
+_BUILT_IN: Mapping[str, tuple[str, str]] = {
+    "fs": ("tiers.builtin", "FileSystemTierManager"),
+    "memory": ("tiers.builtin", "MemoryTierManager"),
+}
+
+
+class SecondaryTierFactory:
+    """Makes tiers by name."""
+
+    _registered: dict[str, tuple[str, str]] = {}  # noqa: RUF012 - the registry is process-wide on purpose
+
+    @classmethod
+    def register_tier(cls, tier_type: str, module_path: str, class_name: str) -> None:
+        """Make a tier available as ``tier_type``.
+
+        Raises:
+            ConfigError: the name is taken by another class.
+        """
+        place = (module_path, class_name)
+        taken = _BUILT_IN.get(tier_type) or cls._registered.get(tier_type)
+        if taken not in (None, place):
+            raise ConfigError(f"{tier_type!r} is registered as {taken}; choose another name", field="tier_type")
+        cls._registered[tier_type] = place
+
+    @classmethod
+    def tier_types(cls) -> list[str]:
+        """Every tier type that can be named without a ``module_path``."""
+        return sorted({*_BUILT_IN, *cls._registered, *(entry.name for entry in _entry_points())})
+
+    @classmethod
+    def create_secondary_tier(
+        cls, tier_config: dict[str, Any], primary_kv_view: memoryview, offloading_spec: Any
+    ) -> SecondaryTierManager:
+        """Make a tier.
+
+        Args:
+            tier_config: ``type`` and the tier's options; with ``module_path``, ``type`` is a class of that module.
+            primary_kv_view: (num_chunks, row_bytes), the region.
+            offloading_spec: the engine's identity.
+
+        Raises:
+            ConfigError: unknown type, bad option, missing dependency.
+            StoreError: the tier's storage refused for good.
+        """
+        options = dict(tier_config)
+        tier_type = options.pop("type", None)
+        module_path = options.pop("module_path", None)
+        if not isinstance(tier_type, str) or not tier_type:
+            raise ConfigError(f"{tier_type!r} is no tier type; accepted: {', '.join(cls.tier_types())}", field="type")
+        tier_class = cls._load(tier_type, module_path)
+        try:
+            tier = tier_class(offloading_spec, primary_kv_view, tier_type, **options)
+        except TypeError as e:
+            raise ConfigError(f"options do not fit: {e}", field=f"tier {tier_type!r}") from e
+        if not isinstance(tier, SecondaryTierManager):
+            raise ConfigError(f"{tier_class} is no SecondaryTierManager", field="type")
+        return tier
+
+    @classmethod
+    def _load(cls, tier_type: str, module_path: str | None) -> type[SecondaryTierManager]:
+        place = (module_path, tier_type) if module_path else _BUILT_IN.get(tier_type) or cls._registered.get(tier_type)
+        try:
+            if place is None:
+                for entry in _entry_points():
+                    if entry.name == tier_type:
+                        return _as_class(entry.load(), tier_type)
+                raise ConfigError(
+                    f"{tier_type!r} is no tier type; accepted: {', '.join(cls.tier_types())}, or any class with a "
+                    "module_path",
+                    field="type",
+                )
+            return _as_class(getattr(importlib.import_module(place[0]), place[1]), tier_type)
+        except ImportError as e:
+            raise ConfigError(f"tier {tier_type!r} cannot be imported: {e}", field="module_path") from e
+        except AttributeError as e:
+            raise ConfigError(f"module {place and place[0]!r} has no class {tier_type!r}", field="type") from e
+
+
+def _entry_points() -> importlib.metadata.EntryPoints:
+    return importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+
+
+def _as_class(loaded: object, tier_type: str) -> type[SecondaryTierManager]:
+    if not isinstance(loaded, type):
+        raise ConfigError(f"tier {tier_type!r} is {loaded!r}, not a class", field="type")
+    return loaded

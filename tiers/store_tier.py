@@ -1,0 +1,414 @@
+"""StoreTierManager: the one SecondaryTierManager for every Store.
+
+It joins five parts that know nothing of each other: FileMapper names a block, Seal proves it, a Store keeps it,
+DualQueueThreadPool moves it and AsyncLookup says whether it is there.
+
+Bytes go straight between the region's slots and the store: nothing here copies, joins or keeps a block.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from tiers.base import JobMetadata, JobResult, OffloadingEvent, ReqContext, SecondaryTierManager
+from tiers.errors import (
+    BlobCorruptError,
+    BlobNotFoundError,
+    ConfigError,
+    QueueFullError,
+    SealError,
+    SealReason,
+    StoreError,
+)
+from tiers.file_mapper import FileMapper
+from tiers.keys import OffloadKey
+from tiers.lookup import AsyncLookup, LookupOptions
+from tiers.metrics import Metrics
+from tiers.namespace import open_namespace
+from tiers.pool import Cancelled, DualQueueThreadPool, FinishedJob
+from tiers.seal import PAYLOAD_MULTIPLE_BYTES, TRAILER_BYTES, Checksum, Seal
+from tiers.store import Store, SupportsQuarantine, SupportsSizeMany, SupportsTail
+
+logger = logging.getLogger(__name__)
+
+EVENTS_MAX = 65_536
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierOptions:
+    """Limits of a StoreTierManager.
+
+    Attributes:
+        name: label in metrics and logs; None: the tier's type.
+        n_read_threads, n_write_threads: threads that prefer loads, and stores.
+        task_bytes: payload bytes of one pool task; a store that is latency bound gets one block a task instead.
+        jobs_max, bytes_in_flight_max: a job beyond them fails at once (D4).
+        checksum: of new blocks.
+        shutdown_s: how long shutdown waits for running tasks.
+        lookup: limits of presence lookups.
+    """
+
+    name: str | None = None
+    n_read_threads: int = 2
+    n_write_threads: int = 2
+    task_bytes: int = 4 << 20
+    jobs_max: int = 1024
+    bytes_in_flight_max: int = 8 << 30
+    checksum: Checksum = Checksum.XXH3_64
+    shutdown_s: float = 4.0
+    lookup: LookupOptions = field(default_factory=LookupOptions)
+
+
+@dataclass(slots=True)
+class _Batch:
+    """What a task did, counted by the worker, booked by the scheduler's thread."""
+
+    succeeded: list[OffloadKey] = field(default_factory=list)
+    bytes_moved: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter)
+    errors: Counter[str] = field(default_factory=Counter)
+    verify_failures: Counter[str] = field(default_factory=Counter)
+    healed: int = 0
+    quarantined: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    keys: tuple[OffloadKey, ...]
+    is_load: bool
+
+
+class StoreTierManager(SecondaryTierManager):
+    """A tier that keeps sealed blocks in a Store.
+
+    All methods are for the scheduler's thread. It owns every field; pool and probe threads see ``_store``, ``_mapper``,
+    ``_seal`` and ``_rows``, which do not change, and the slots of the job they work on.
+
+    Args:
+        store: where the blobs are; closed at shutdown.
+        mapper: names the blocks and carries the namespace's identity.
+
+    Raises:
+        ConfigError: the region's rows are no multiple of 4,096 bytes, or the namespace is another one's.
+        StoreError: the storage refused for good at the start.
+    """
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        *,
+        store: Store,
+        mapper: FileMapper,
+        options: TierOptions | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type)
+        options = options or TierOptions()
+        self.name = options.name or tier_type
+        self._rows = _Rows(primary_kv_view)
+        open_namespace(store, mapper)
+        self.store = store
+        self.mapper = mapper
+        self.metrics: Metrics = getattr(offloading_spec, "metrics", None) or Metrics()
+        self._options = options
+        self._seal = Seal(mapper.fingerprint, mapper.rank, checksum=options.checksum)
+        latency_bound = store.capabilities.latency_bound
+        self._blocks_per_task = 1 if latency_bound else max(1, options.task_bytes // self._rows.row_bytes)
+        self._pool = DualQueueThreadPool[_Batch](
+            options.n_read_threads,
+            options.n_write_threads,
+            name=f"kvtiers-{self.name}",
+            jobs_max=options.jobs_max,
+            cost_max=options.bytes_in_flight_max,
+            clock=clock,
+        )
+        self._lookup = AsyncLookup(self._probe, name=f"kvtiers-{self.name}", options=options.lookup, clock=clock)
+        self._in_flight: dict[int, _InFlight] = {}
+        self._results: list[JobResult] = []
+        self._events: deque[OffloadingEvent] = deque(maxlen=EVENTS_MAX)
+        self._closed = False
+
+    # -- lookups ---------------------------------------------------------------------------------------------------
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext | None = None) -> bool | None:  # noqa: ARG002
+        return self._lookup.lookup(key)
+
+    def on_schedule_end(self) -> None:
+        self._lookup.flush()
+        counts = self._lookup.take_counts()
+        for result, count in (("hit", counts.hits), ("miss", counts.misses), ("error", counts.errors)):
+            if count:
+                self.metrics.inc("kvtiers_lookups_total", self.name, result, by=count)
+        if counts.expired:
+            self.metrics.inc("kvtiers_lookups_total", self.name, "deadline", by=counts.expired)
+            self.metrics.inc("kvtiers_deadline_expired_total", self.name, "lookup", by=counts.expired)
+
+    def forget_lookups(self) -> None:
+        """Drop cached lookup answers, so that the next lookup asks the storage."""
+        self._lookup.forget()
+
+    # -- jobs ------------------------------------------------------------------------------------------------------
+
+    def submit_store(self, job_metadata: JobMetadata) -> None:
+        self._submit(job_metadata, is_load=False)
+
+    def submit_load(self, job_metadata: JobMetadata) -> None:
+        self._submit(job_metadata, is_load=True)
+
+    def get_finished(self) -> Iterable[JobResult]:
+        for finished in self._pool.get_finished():
+            self._book(finished)
+        self.metrics.set("kvtiers_jobs_in_flight", self.name, value=len(self._in_flight))
+        results, self._results = self._results, []
+        return results
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        events = tuple(self._events)
+        self._events.clear()
+        return events
+
+    def drain_jobs(self) -> None:
+        while not self._pool.wait_idle(timeout_s=60.0):
+            logger.warning("tier %s: still %d jobs in flight", self.name, self._pool.jobs_in_flight)
+
+    def shutdown(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        idle = self._pool.shutdown(self._options.shutdown_s)
+        idle = self._lookup.shutdown(timeout_s=0.5 if idle else 0.0) and idle
+        if idle:
+            self.store.close()
+        else:
+            # A stuck thread may still use the store's descriptors; closing them would let a number be reused under it.
+            logger.error("tier %s: threads are stuck in I/O; its store is left open", self.name)
+
+    def _submit(self, job: JobMetadata, *, is_load: bool) -> None:
+        blocks = self._rows.check_ids(job.block_ids)
+        if len(blocks) != len(job.keys):
+            raise ValueError(f"job {job.job_id} has {len(job.keys)} keys for {len(blocks)} block_ids")
+        # A key given twice is moved once: for a store any copy will do, a load must fill both slots.
+        pairs = list(zip(job.keys, blocks, strict=True))
+        if not is_load:
+            pairs = list(dict(pairs).items())
+        run = self._load_batch if is_load else self._store_batch
+        size = self._blocks_per_task
+        tasks = [partial(run, pairs[start : start + size]) for start in range(0, len(pairs), size)]
+        keys = tuple(job.keys)
+        try:
+            self._pool.submit(job.job_id, tasks, is_read=is_load, cost=len(pairs) * self._rows.row_bytes)
+        except QueueFullError as e:
+            logger.debug("tier %s: job %d refused: %s", self.name, job.job_id, e)
+            if not is_load:
+                self.metrics.inc("kvtiers_stores_dropped_total", self.name, "queue_full", by=len(keys))
+            self.metrics.inc("kvtiers_jobs_total", self.name, _op(is_load), "failed")
+            self._results.append(JobResult(job.job_id, success=not keys))
+            return
+        self._in_flight[job.job_id] = _InFlight(keys, is_load)
+
+    def _book(self, finished: FinishedJob[_Batch]) -> None:
+        job = self._in_flight.pop(finished.job_id)
+        op, tier, metrics = _op(job.is_load), self.name, self.metrics
+        succeeded: list[OffloadKey] = []
+        bytes_moved = 0
+        for batch in finished.outcomes:
+            if isinstance(batch, Cancelled):
+                metrics.inc("kvtiers_store_errors_total", tier, op, "Cancelled")
+                continue
+            if isinstance(batch, BaseException):
+                logger.error("tier %s: %s of job %d failed: %r", tier, op, finished.job_id, batch)
+                metrics.inc("kvtiers_store_errors_total", tier, op, type(batch).__name__)
+                continue
+            succeeded += batch.succeeded
+            bytes_moved += batch.bytes_moved
+            self._book_batch(batch, op)
+        done = set(succeeded)
+        if job.is_load:
+            # Whatever the reason, a key that did not come is absent now: believing "present" would loop (vllm#49176).
+            self._lookup.mark((key for key in job.keys if key not in done), present=False)
+        elif done:
+            self._lookup.mark(done, present=True)
+            self._events.append(OffloadingEvent(tuple(succeeded), tier, removed=False))
+        ok = len(done) == len(set(job.keys))
+        metrics.inc("kvtiers_jobs_total", tier, op, "ok" if ok else "partial" if done else "failed")
+        metrics.inc("kvtiers_bytes_total", tier, op, by=bytes_moved)
+        metrics.observe("kvtiers_job_seconds", tier, op, value=finished.duration_s)
+        self._results.append(JobResult(finished.job_id, ok, tuple(succeeded), finished.duration_s, bytes_moved))
+
+    def _book_batch(self, batch: _Batch, op: str) -> None:
+        tier, metrics = self.name, self.metrics
+        for outcome, count in batch.outcomes.items():
+            metrics.inc("kvtiers_blocks_total", tier, op, outcome, by=count)
+        for error, count in batch.errors.items():
+            metrics.inc("kvtiers_store_errors_total", tier, op, error, by=count)
+            if op == "store":
+                metrics.inc("kvtiers_stores_dropped_total", tier, error, by=count)
+        for reason, count in batch.verify_failures.items():
+            metrics.inc("kvtiers_verify_failures_total", tier, reason, by=count)
+        if batch.healed:
+            metrics.inc("kvtiers_healed_blobs_total", tier, by=batch.healed)
+        if batch.quarantined:
+            metrics.inc("kvtiers_quarantined_blobs_total", tier, by=batch.quarantined)
+
+    # -- on pool and probe threads -----------------------------------------------------------------------------------
+
+    def _store_batch(self, pairs: Sequence[tuple[OffloadKey, int]]) -> _Batch:
+        batch = _Batch()
+        for key, block in pairs:
+            try:
+                outcome = self._store_one(key, self._rows[block], batch)
+            except StoreError as e:
+                _log_error(self.name, "store", e)
+                batch.errors[type(e).__name__] += 1
+                outcome = "failed"
+            batch.outcomes[outcome] += 1
+            if outcome != "failed":
+                batch.succeeded.append(key)
+            if outcome == "moved":
+                batch.bytes_moved += self._rows.row_bytes
+        return batch
+
+    def _store_one(self, key: OffloadKey, row: memoryview, batch: _Batch) -> str:
+        """Store one block if it is not there in good order; returns the outcome."""
+        name = self.mapper.relative_name(key)
+        overwrite = False
+        if isinstance(self.store, SupportsTail):
+            try:
+                self._check_stored(self.store, key, name)
+                return "already_stored"
+            except BlobNotFoundError:
+                pass
+            except BlobCorruptError:
+                batch.verify_failures[SealReason.SIZE] += 1
+                overwrite = True
+            except SealError as e:
+                batch.verify_failures[e.reason] += 1
+                if e.foreign:  # perhaps a newer writer's good block: never replaced
+                    batch.errors["ForeignBlock"] += 1
+                    return "failed"
+                overwrite = True
+        trailer = self._seal.trailer(key, row)
+        self.store.put(name, (row, memoryview(trailer)), overwrite=overwrite)
+        batch.healed += overwrite
+        return "moved"
+
+    def _check_stored(self, store: SupportsTail, key: OffloadKey, name: str) -> None:
+        found = store.get_tail(name, TRAILER_BYTES)
+        if found is None:
+            raise BlobNotFoundError("not stored", key=name)
+        size, tail = found
+        if size != self._rows.row_bytes + TRAILER_BYTES:
+            raise BlobCorruptError(f"{size} bytes, a block here has {self._rows.row_bytes + TRAILER_BYTES}", key=name)
+        self._seal.check_trailer(key, tail, self._rows.row_bytes)
+
+    def _load_batch(self, pairs: Sequence[tuple[OffloadKey, int]]) -> _Batch:
+        batch = _Batch()
+        trailer = bytearray(TRAILER_BYTES)
+        for key, block in pairs:
+            if self._load_one(key, self._rows[block], trailer, batch):
+                batch.succeeded.append(key)
+                batch.bytes_moved += self._rows.row_bytes
+                batch.outcomes["moved"] += 1
+            else:
+                batch.outcomes["failed"] += 1
+        return batch
+
+    def _load_one(self, key: OffloadKey, row: memoryview, trailer: bytearray, batch: _Batch) -> bool:
+        name = self.mapper.relative_name(key)
+        failure: SealError | BlobCorruptError | None = None
+        for _ in range(2):  # twice: a torn page cache and a blob replaced under the reader happen once
+            try:
+                self.store.get_into(name, (row, memoryview(trailer)))
+                self._seal.verify(key, row, trailer)
+                return True
+            except (SealError, BlobCorruptError) as e:
+                failure = e
+            except BlobNotFoundError:
+                return False
+            except StoreError as e:
+                _log_error(self.name, "load", e)
+                batch.errors[type(e).__name__] += 1
+                return False
+        assert failure is not None
+        reason = failure.reason if isinstance(failure, SealError) else SealReason.SIZE
+        batch.verify_failures[reason] += 1
+        logger.warning("tier %s: %s is not the block it should be (%s)", self.name, name, failure)
+        if not (isinstance(failure, SealError) and failure.foreign):
+            self._quarantine(name, batch)
+        return False
+
+    def _quarantine(self, name: str, batch: _Batch) -> None:
+        try:
+            if isinstance(self.store, SupportsQuarantine):
+                self.store.quarantine(name)
+            else:
+                self.store.delete(name)
+            batch.quarantined += 1
+        except StoreError as e:  # it stays a miss; the next load tries again
+            _log_error(self.name, "quarantine", e)
+            batch.errors[type(e).__name__] += 1
+
+    def _probe(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
+        expected = self._rows.row_bytes + TRAILER_BYTES
+        names = [self.mapper.relative_name(key) for key in keys]
+        return [None if isinstance(size, Exception) else size == expected for size in self._sizes(names)]
+
+    def _sizes(self, names: Sequence[str]) -> Iterable[int | Exception | None]:
+        if isinstance(self.store, SupportsSizeMany):
+            return self.store.size_many(names)
+        return self._sizes_one_by_one(names)
+
+    def _sizes_one_by_one(self, names: Sequence[str]) -> Iterator[int | Exception | None]:
+        for name in names:
+            try:
+                yield self.store.size(name)
+            except StoreError as e:
+                yield e
+
+
+class _Rows:
+    """The region's rows as flat memoryviews. (Python's memoryview cannot take ``view[b]`` of a 2-D view.)"""
+
+    def __init__(self, view: memoryview) -> None:
+        if view.ndim != 2 or not view.c_contiguous or view.readonly:
+            raise ConfigError(
+                "accepted is a writable, C-contiguous view of shape (num_chunks, row_bytes)",
+                field="primary_kv_view",
+            )
+        assert view.shape is not None
+        self.num_rows = view.shape[0]
+        self.row_bytes = view.shape[1] * view.itemsize
+        if self.row_bytes % PAYLOAD_MULTIPLE_BYTES or not self.row_bytes:
+            raise ConfigError(
+                f"rows of {self.row_bytes} bytes; accepted is a multiple of {PAYLOAD_MULTIPLE_BYTES}",
+                field="primary_kv_view",
+            )
+        self._flat = view.cast("B")
+
+    def __getitem__(self, block: int) -> memoryview:
+        start = block * self.row_bytes
+        return self._flat[start : start + self.row_bytes]
+
+    def check_ids(self, block_ids: Any) -> list[int]:
+        blocks: list[int] = [int(block) for block in block_ids]
+        for block in blocks:
+            if not 0 <= block < self.num_rows:
+                raise ValueError(f"block id {block} is outside the region's 0..{self.num_rows - 1}")
+        return blocks
+
+
+def _op(is_load: bool) -> str:
+    return "load" if is_load else "store"
+
+
+def _log_error(tier: str, what: str, error: StoreError) -> None:
+    # Debug: one line a block would be a flood when a disk is full; the counters and the state changes tell the rest.
+    logger.debug("tier %s: %s failed: %s", tier, what, error)

@@ -1,0 +1,5 @@
+"""What a store's author tests with, here and in other projects. Needs pytest, so nothing else imports it.
+
+- ``contract``: every rule of ``tiers.store``; subclass ``StoreContract``.
+- ``faults``: a store layer and a system-call seam that fail on purpose.
+"""
