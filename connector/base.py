@@ -267,6 +267,9 @@ class OffloadingManager(ABC):
     def on_schedule_end(self) -> None:  # noqa: B027 - optional hook
         """A scheduler step ended."""
 
+    def drain(self) -> None:  # noqa: B027 - optional hook
+        """Wait until what was stored is in every tier. May block, within the tiers' limits."""
+
     def reset_cache(self) -> None:  # noqa: B027 - optional hook
         """Forget every block that is not in use. May block until running transfers end."""
 

@@ -12,9 +12,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tiers.config import DeploymentConfig, ExternalTierConfig, FsTierConfig, TierConfig, json_schema, load_config
+from tiers.config import DeploymentConfig, json_schema, load_config
 from tiers.errors import KVTiersError
 from tiers.registry import SecondaryTierFactory
+from tiers.tier_config import ExternalTierConfig, FsTierConfig, TierConfig
 
 EXIT_FINDING = 1  # the command ran and found something wrong
 EXIT_BAD_INPUT = 2
@@ -154,7 +155,7 @@ def _where_and_how(tier: TierConfig | ExternalTierConfig) -> tuple[str, str]:
     options = ", ".join(f"{name} {value}" for name, value in sizes.items() if value is not None)
     how = (
         f"{tier.n_read_threads} load + {tier.n_write_threads} store threads, {_human(tier.task_bytes)} a task, "
-        f"lookups answered within {tier.lookup_deadline_s} s, sealed with {tier.checksum}"
+        f"lookups answered within {tier.lookup_deadline_s} s, sealed with {tier.seal_checksum}"
     )
     return where, f"{how}; {options}" if options else how
 

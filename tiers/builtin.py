@@ -5,21 +5,26 @@ A tier that needs a client library imports its store in its constructor, so that
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
-from tiers.config import FsTierConfig, MemoryTierConfig, TierConfig, parse_tier
+from tiers.config import parse_tier
+from tiers.errors import StoreError
 from tiers.file_mapper import FileMapper, strict_fields
 from tiers.lookup import LookupOptions
 from tiers.seal import Checksum
 from tiers.store import Store
 from tiers.store_tier import StoreTierManager, TierOptions
+from tiers.tier_config import FsspecTierConfig, FsTierConfig, MemoryTierConfig, S3TierConfig, TierConfig
+
+logger = logging.getLogger(__name__)
 
 
 class FileSystemTierManager(StoreTierManager):
     """Blocks as files under ``root_dir`` on a local file system.
 
     Made by ``SecondaryTierFactory`` with thread counts that fit the machine; the defaults here are upper bounds for
-    callers that construct it by hand. ``options`` are those of ``tiers.config.FsTierConfig``.
+    callers that construct it by hand. ``options`` are those of ``tiers.tier_config.FsTierConfig``.
     """
 
     def __init__(
@@ -49,7 +54,7 @@ class FileSystemTierManager(StoreTierManager):
 
 
 class MemoryTierManager(StoreTierManager):
-    """Blocks in this process's memory. ``options`` are those of ``tiers.config.MemoryTierConfig``."""
+    """Blocks in this process's memory. ``options`` are those of ``tiers.tier_config.MemoryTierConfig``."""
 
     def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **options: Any) -> None:
         from tiers.stores.memory import MemoryStore
@@ -57,6 +62,42 @@ class MemoryTierManager(StoreTierManager):
         config = parse_tier({"type": "memory", **options})
         assert isinstance(config, MemoryTierConfig)
         store = MemoryStore(max_bytes=config.max_bytes)
+        _start(self, offloading_spec, primary_kv_view, tier_type, store, config, root="")
+
+
+class S3TierManager(StoreTierManager):
+    """Blocks as objects in a bucket. ``options`` are those of ``tiers.tier_config.S3TierConfig``.
+
+    Raises:
+        StorePermissionError, StoreConfigError: credentials, bucket, region or clock are wrong; says which and what to
+            do. An endpoint that does not answer is logged only: it may come back.
+    """
+
+    def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **options: Any) -> None:
+        from tiers.stores.s3 import S3Store
+
+        config = parse_tier({"type": "s3", **options})
+        assert isinstance(config, S3TierConfig)
+        store = S3Store(config.store_options())
+        try:
+            store.check()
+        except StoreError as e:
+            if not e.retryable:
+                store.close()
+                raise
+            logger.warning("tier %s starts without its storage: %s", config.name or tier_type, e)
+        _start(self, offloading_spec, primary_kv_view, tier_type, store, config, root="")
+
+
+class FsspecTierManager(StoreTierManager):
+    """Blocks under any fsspec URL. ``options`` are those of ``tiers.tier_config.FsspecTierConfig``."""
+
+    def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **options: Any) -> None:
+        from tiers.stores.fsspec import FsspecStore
+
+        config = parse_tier({"type": "fsspec", **options})
+        assert isinstance(config, FsspecTierConfig)
+        store = FsspecStore(config.url, config.storage_options)
         _start(self, offloading_spec, primary_kv_view, tier_type, store, config, root="")
 
 
@@ -90,8 +131,11 @@ def _tier_options(config: TierConfig) -> TierOptions:
         n_write_threads=config.n_write_threads,
         task_bytes=config.task_bytes,
         jobs_max=config.jobs_max,
-        bytes_in_flight_max=config.bytes_in_flight_max,
-        checksum=Checksum[config.checksum.upper()],
+        max_bytes_in_flight=config.max_bytes_in_flight,
+        checksum=Checksum[config.seal_checksum.upper()],
+        job_deadline_s=config.job_deadline_s,
+        circuit_failures=config.circuit_failures,
+        circuit_probe_s=config.circuit_probe_s,
         shutdown_s=config.shutdown_s,
         lookup=LookupOptions(
             threads=config.lookup_threads,

@@ -17,67 +17,21 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from tiers.errors import ConfigError
+from tiers.tier_config import TIER_MODELS, AnyTierConfig, ExternalTierConfig, Model, Size, TierConfig
 
 CONFIG_FILE_BYTES_MAX = 1 << 20
 ENTRY_POINT_GROUP = "kvtiers.tiers"
 
-_UNITS = {"": 1, "B": 1} | {
-    f"{letter}{suffix}": base**power
-    for power, letter in enumerate("KMGTP", 1)
-    for suffix, base in (("", 1024), ("iB", 1024), ("B", 1000))
-}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
-_SIZE_MAX = 1 << 60
 
-
-def parse_size(value: object) -> int:
-    """Bytes of "10GiB", "1.5 MiB", "4096" or 4096. KiB, MiB, … are powers of 1024, KB, MB, … of 1000.
-
-    Raises:
-        ValueError: says what would be accepted.
-    """
-    if isinstance(value, int) and not isinstance(value, bool):
-        size = value
-    else:
-        match = _SIZE.fullmatch(value) if isinstance(value, str) else None
-        if match is None or match[2] not in _UNITS:
-            number = re.match(r"\s*(\d+)", value) if isinstance(value, str) else None
-            raise ValueError(f"is not a size; write {number[1] if number else 10}GiB")
-        size = int(float(match[1]) * _UNITS[match[2]]) if "." in match[1] else int(match[1]) * _UNITS[match[2]]
-    if not 0 <= size <= _SIZE_MAX:
-        raise ValueError("is out of range; accepted is 0 up to 1024PiB")
-    return size
-
-
-def _expand_path(value: object) -> object:
-    return os.path.expanduser(os.path.expandvars(value)) if isinstance(value, str) else value
-
-
-Size = Annotated[int, BeforeValidator(parse_size), Field(json_schema_extra={"type": ["integer", "string"]})]
-ExpandedPath = Annotated[str, BeforeValidator(_expand_path), Field(min_length=1, max_length=3072)]
-Threads = Annotated[int, Field(ge=1, le=256)]
-Seconds = Annotated[float, Field(gt=0, le=86_400)]
-
-
-def default_threads() -> int:
-    """Threads of one kind on a fast medium: copying keeps a core busy, so more than the cores buys nothing."""
-    return max(1, min(4, len(os.sched_getaffinity(0))))
-
-
-class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
-
-
-class RegionConfig(_Model):
+class RegionConfig(Model):
     """The CPU region: the primary tier that every block passes through."""
 
     size: Size = Field(description="Bytes of CPU memory for blocks.")
@@ -95,75 +49,7 @@ class RegionConfig(_Model):
         return self.size
 
 
-class TierConfig(_Model):
-    """What every built-in tier takes."""
-
-    type: str = Field(description="Which tier.")
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")] | None = Field(
-        None, description="Label in metrics and logs; by default the type, numbered where a type occurs twice."
-    )
-    n_read_threads: Threads = Field(default_factory=default_threads, description="Threads that prefer loads.")
-    n_write_threads: Threads = Field(default_factory=default_threads, description="Threads that prefer stores.")
-    task_bytes: Size = Field(
-        4 << 20, description="Bytes one pool task moves: small blocks are handled in batches of this size."
-    )
-    jobs_max: Annotated[int, Field(ge=1, le=1_000_000)] = Field(1024, description="Jobs in flight; more are refused.")
-    bytes_in_flight_max: Size = Field(
-        8 << 30, description="Payload bytes of jobs in flight; stores beyond it are dropped and counted."
-    )
-    lookup_threads: Threads = Field(2, description="Threads that ask the storage whether blocks are there.")
-    lookup_deadline_s: Seconds = Field(0.2, description="A lookup not answered by then is a miss.")
-    present_ttl_s: Seconds = Field(60.0, description="How long 'present' is believed.")
-    absent_ttl_s: Annotated[float, Field(ge=0, le=86_400)] = Field(1.0, description="How long 'absent' is believed.")
-    lookup_cache_keys: Annotated[int, Field(ge=1, le=100_000_000)] = Field(
-        262_144, description="Lookup answers kept in memory."
-    )
-    checksum: Literal["xxh3_64", "xxh3_128"] = Field("xxh3_64", description="Checksum of new blocks.")
-    shutdown_s: Annotated[float, Field(ge=0, le=60)] = Field(
-        4.0, description="How long shutdown waits for running jobs. vLLM kills its engine after 5 s."
-    )
-    parallel_agnostic: bool = Field(
-        False,
-        description="Share blocks between parallel layouts, where the engine says that its bytes allow it.",
-    )
-
-
-class FsTierConfig(TierConfig):
-    """Blocks as files under a local folder."""
-
-    type: Literal["fs"] = "fs"
-    root_dir: ExpandedPath = Field(description="Folder of the blocks; made if absent. ~ and $VARIABLES are expanded.")
-    min_free: Size = Field(1 << 30, description="Free space the tier leaves on the file system.")
-    durability: Literal["none", "data"] = Field(
-        "none", description="data: fsync each block before it is visible (0.6 -> 8 ms at 2 MiB)."
-    )
-
-
-class MemoryTierConfig(TierConfig):
-    """Blocks in this process's memory: for tests and for trying things out."""
-
-    type: Literal["memory"] = "memory"
-    max_bytes: Size | None = Field(None, description="Beyond it the least recently used blocks leave.")
-
-
-class ExternalTierConfig(BaseModel):
-    """A tier that is not ours: its options are its own business."""
-
-    model_config = ConfigDict(extra="allow", frozen=True)
-
-    type: str
-    module_path: str | None = Field(None, description="Module with a class named like `type`.")
-
-
-TIER_MODELS: dict[str, type[TierConfig]] = {
-    "fs": FsTierConfig,
-    "memory": MemoryTierConfig,
-}
-
-AnyTierConfig = TierConfig | ExternalTierConfig
-
-
-class DeploymentConfig(_Model):
+class DeploymentConfig(Model):
     """One deployment: the region and the tiers behind it."""
 
     region: RegionConfig
@@ -269,9 +155,15 @@ def parse_tier(data: object, registered: Collection[str] = ()) -> AnyTierConfig:
             ]
         )
     try:
-        return model.model_validate(data)
+        tier = model.model_validate(data)
     except ValidationError as e:
         raise _Mistakes(_explain(e, model)) from e
+    if isinstance(tier, TierConfig):
+        try:
+            tier.check()
+        except ConfigError as e:
+            raise _Mistakes([(e.field, e.message)]) from e
+    return tier
 
 
 def json_schema() -> dict[str, Any]:

@@ -44,6 +44,7 @@ class ConfigError(KVTiersError, ValueError):
 
     def __init__(self, message: str, *, field: str = "") -> None:
         self.field = field
+        self.message = message
         super().__init__(f"{field}: {message}" if field else message)
 
 

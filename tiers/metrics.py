@@ -62,6 +62,7 @@ METRICS: Mapping[str, MetricDef] = {
         "Blocks by outcome: moved, already_stored, failed, cancelled.", "tier", "op", "outcome"
     ),
     "kvtiers_bytes_total": _counter("Payload bytes moved.", "tier", "op"),
+    "kvtiers_circuit_closed": _gauge("1 while the tier is used, 0 while it is cut off.", "tier"),
     "kvtiers_contained_errors_total": _counter("Errors of a tier that were kept from the engine.", "tier", "where"),
     "kvtiers_deadline_expired_total": _counter("Answers that came too late.", "tier", "what"),
     "kvtiers_healed_blobs_total": _counter("Bad blobs that a store replaced.", "tier"),

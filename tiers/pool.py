@@ -58,6 +58,7 @@ class _Task(Generic[T]):
     job: _Job[T]
     index: int
     run: Callable[[], T]
+    started_at: float = 0.0
 
 
 class DualQueueThreadPool(Generic[T]):
@@ -96,8 +97,11 @@ class DualQueueThreadPool(Generic[T]):
         self._ended: SimpleQueue[tuple[_Task[T], T | BaseException, float]] = SimpleQueue()
         self._finished: list[FinishedJob[T]] = []
         self._closing = False
+        # Slot i is written by thread i only: the task it is in.
+        self._current: list[_Task[T] | None] = [None] * (n_read_threads + n_write_threads)
+        seats = iter(range(len(self._current)))
         self._threads = [
-            threading.Thread(target=self._work, args=queues, name=f"{name}-{kind}{i}", daemon=True)
+            threading.Thread(target=self._work, args=(next(seats), *queues), name=f"{name}-{kind}{i}", daemon=True)
             for kind, count, queues in (
                 ("read", n_read_threads, (self._reads, self._writes)),
                 ("write", n_write_threads, (self._writes, self._reads)),
@@ -148,6 +152,11 @@ class DualQueueThreadPool(Generic[T]):
     def jobs_in_flight(self) -> int:
         """Jobs not yet finished, as far as the owner has looked."""
         return len(self._jobs)
+
+    def longest_running_s(self) -> float:
+        """How long the task that has been running longest has been; 0 where none runs."""
+        started = [task.started_at for task in self._current if task is not None]
+        return self._clock() - min(started) if started else 0.0
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Wait until every job finished; the results stay for get_finished. False: the time was up before."""
@@ -201,7 +210,7 @@ class DualQueueThreadPool(Generic[T]):
         assert len(outcomes) == len(job.outcomes), "a task must return a value"
         self._finished.append(FinishedJob(job.job_id, outcomes, ended_at - job.submitted_at))
 
-    def _work(self, own: deque[_Task[T]], other: deque[_Task[T]]) -> None:
+    def _work(self, seat: int, own: deque[_Task[T]], other: deque[_Task[T]]) -> None:
         while True:
             self._tokens.get()
             task = _take(own) or _take(other)
@@ -209,12 +218,15 @@ class DualQueueThreadPool(Generic[T]):
                 if self._closing:
                     return
                 continue  # a token whose task was cancelled
+            task.started_at = self._clock()
+            self._current[seat] = task
             outcome: T | BaseException
             try:
                 outcome = task.run()
             except BaseException as e:  # noqa: BLE001 - a thread's edge: whatever it was, the job must be reported
                 # Without its traceback, whose frames would keep the region's memoryviews alive.
                 outcome = e.with_traceback(None)
+            self._current[seat] = None
             self._ended.put((task, outcome, self._clock()))
             del task, outcome
 

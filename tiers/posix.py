@@ -81,10 +81,16 @@ def store_error(e: OSError, key: str) -> StoreError:
     return kind(f"{e.strerror or e} ({errno.errorcode.get(e.errno or 0, 'no errno')})", key=key)
 
 
+def is_absent(e: OSError) -> bool:
+    """Whether no file can be there: nothing is, or a file or a symbolic link is where a folder should be."""
+    return e.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+
+
 # ---- a folder that nothing leads out of ------------------------------------------------------------------------------
 
 _OPENAT2 = 437  # the number is the same on every architecture Linux added it to in 5.6
 _RESOLVE_NO_MAGICLINKS, _RESOLVE_NO_SYMLINKS, _RESOLVE_BENEATH = 0x02, 0x04, 0x08
+_AT_EMPTY_PATH = 0x1000
 _HOW = struct.Struct("=QQQ")  # struct open_how: flags, mode, resolve
 
 
@@ -94,23 +100,39 @@ def _how(flags: int) -> bytes:
 
 
 @functools.cache
-def _syscall() -> Callable[..., int]:
-    """libc's syscall(2); ctypes lets other threads run during the call. There is no wrapper for openat2 in libc."""
+def _libc_openat2() -> Callable[..., int]:
+    """libc has no wrapper for openat2, only syscall(2). ctypes lets other threads run during a call."""
     call = ctypes.CDLL(None, use_errno=True).syscall
     call.restype = ctypes.c_long
     call.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t]
     return call
 
 
+@functools.cache
+def _libc_linkat() -> Callable[..., int]:
+    """Python's os.link knows no AT_EMPTY_PATH."""
+    call = ctypes.CDLL(None, use_errno=True).linkat
+    call.restype = ctypes.c_int
+    call.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_int]
+    return call
+
+
 def openat2(dir_fd: int, path: str, flags: int) -> int:
     """Open ``path`` below ``dir_fd``, following no symbolic link. Returns a descriptor."""
     while True:
-        fd = _syscall()(_OPENAT2, dir_fd, os.fsencode(path), _how(flags), _HOW.size)
+        fd = _libc_openat2()(_OPENAT2, dir_fd, os.fsencode(path), _how(flags), _HOW.size)
         if fd >= 0:
             return fd
         code = ctypes.get_errno()
         if code != errno.EINTR:
             raise OSError(code, os.strerror(code), path)
+
+
+def link_open_file(fd: int, name: str, dir_fd: int) -> None:
+    """Give an open file a name. Before Linux 6.10 it takes CAP_DAC_READ_SEARCH; without it is ENOENT."""
+    if _libc_linkat()(fd, b"", dir_fd, os.fsencode(name), _AT_EMPTY_PATH) < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), name)
 
 
 def open_stepwise(dir_fd: int, path: str, flags: int) -> int:
@@ -121,20 +143,28 @@ def open_stepwise(dir_fd: int, path: str, flags: int) -> int:
         for folder in folders:
             outer, fd = fd, os.open(folder, OPEN_FOLDER, dir_fd=fd)
             if outer != dir_fd:
-                os.close(outer)
+                close_reader(outer)
         return os.open(name, flags, dir_fd=fd)
     finally:
         if fd != dir_fd:
-            os.close(fd)
+            close_reader(fd)
 
 
 def openat2_works(dir_fd: int) -> bool:
     """Whether this kernel and sandbox have openat2."""
     try:
-        os.close(openat2(dir_fd, ".", OPEN_FOLDER))
+        close_reader(openat2(dir_fd, ".", OPEN_FOLDER))
     except OSError:
         return False
     return True
+
+
+def close_reader(fd: int) -> None:
+    """Close a descriptor nothing was written through. It is gone whatever close returns, which then concerns nobody."""
+    try:
+        os.close(fd)
+    except OSError:
+        pass
 
 
 class RootFolder:
@@ -165,7 +195,7 @@ class RootFolder:
 
     def __del__(self) -> None:
         if self.fd >= 0:
-            os.close(self.fd)
+            close_reader(self.fd)
 
     def open(self, path: str, flags: int) -> int:
         """Open what is there; ``path`` is a checked key or one of the store's own names."""
@@ -191,11 +221,14 @@ class RootFolder:
                 pass
             return os.open(name, OPEN_FOLDER, dir_fd=parent_fd)
         finally:
-            os.close(parent_fd)
+            close_reader(parent_fd)
 
     def is_removed(self) -> bool:
         """Whether the folder was removed since it was opened; what its path leads to now is another one, if any."""
-        return os.fstat(self.fd).st_nlink == 0
+        try:
+            return os.fstat(self.fd).st_nlink == 0
+        except OSError:
+            return True  # ESTALE is how NFS says it
 
 
 def _make_folders(path: str) -> None:
@@ -261,7 +294,7 @@ def read_blob(root: RootFolder, key: str, parts: Sequence[memoryview]) -> None:
         if transfer(os.preadv, fd, parts) != size:
             raise BlobCorruptError("it was cut while it was read", key=key)
     finally:
-        os.close(fd)
+        close_reader(fd)
 
 
 def read_tail(root: RootFolder, key: str, length: int) -> tuple[int, bytes]:
@@ -274,7 +307,7 @@ def read_tail(root: RootFolder, key: str, length: int) -> tuple[int, bytes]:
             raise BlobCorruptError("it was cut while it was read", key=key)
         return size, bytes(tail)
     finally:
-        os.close(fd)
+        close_reader(fd)
 
 
 def blob_size(root: RootFolder, key: str) -> int | None:
@@ -284,7 +317,7 @@ def blob_size(root: RootFolder, key: str) -> int | None:
         status = os.fstat(fd)
         return status.st_size if stat.S_ISREG(status.st_mode) else None
     finally:
-        os.close(fd)
+        close_reader(fd)
 
 
 def _regular_size(fd: int, key: str) -> int:
@@ -303,7 +336,7 @@ def remove_blob(root: RootFolder, key: str) -> None:
     except IsADirectoryError:
         pass
     finally:
-        os.close(dir_fd)
+        close_reader(dir_fd)
 
 
 # ---- listing ---------------------------------------------------------------------------------------------------------
@@ -323,10 +356,8 @@ def walk(root: RootFolder, prefix: str) -> Iterator[KeyInfo]:
             return
     try:
         stack = [_Listing(root.open(start or ".", OPEN_LISTING), prefix[: len(start) + len(slash)])]
-    except (FileNotFoundError, NotADirectoryError):
-        return
     except OSError as e:
-        if e.errno == errno.ELOOP:
+        if is_absent(e):
             return
         raise
     try:
@@ -359,7 +390,7 @@ class _Listing:
         try:
             self.entries: Any = os.scandir(fd)
         except BaseException:
-            os.close(fd)
+            close_reader(fd)
             raise
 
     def enter(self, name: str) -> _Listing | None:
@@ -380,7 +411,7 @@ class _Listing:
 
     def close(self) -> None:
         self.entries.close()
-        os.close(self.fd)
+        close_reader(self.fd)
 
 
 # ---- free space ------------------------------------------------------------------------------------------------------
@@ -407,19 +438,20 @@ class FreeSpace:
         self._asked_at = float("-inf")
         self._in_flight_bytes = 0
 
-    def take(self, root: RootFolder, size: int, key: str) -> None:
-        """Reserve room for a blob about to be written; ``give_back`` when it is, or is not.
+    @contextlib.contextmanager
+    def reserved(self, root: RootFolder, size: int, key: str) -> Iterator[None]:
+        """Keep room for a blob while it is written.
 
         Raises:
             StoreFullError: it would reach into the reserve.
+            OSError: the file system does not say.
         """
         with self._lock:
             now = self._clock()
             if now - self._asked_at > self.PERIOD_S or self._room_bytes - size < self.NEAR_BYTES:
                 status = os.fstatvfs(root.fd)
-                free_bytes = status.f_bavail * status.f_frsize
-                # A blob under way may be counted twice, as reserved and as written: it errs towards a larger reserve.
-                self._room_bytes = free_bytes - self._min_free_bytes - self._in_flight_bytes
+                # What is being written may be counted twice, as reserved and as written: it errs to the safe side.
+                self._room_bytes = status.f_bavail * status.f_frsize - self._min_free_bytes - self._in_flight_bytes
                 self._asked_at = now
             if self._room_bytes < size:
                 raise StoreFullError(
@@ -427,8 +459,8 @@ class FreeSpace:
                 )
             self._room_bytes -= size
             self._in_flight_bytes += size
-
-    def give_back(self, size: int) -> None:
-        """The blob is on the file system, which counts it from now on, or it was given up."""
-        with self._lock:
-            self._in_flight_bytes -= size
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._in_flight_bytes -= size

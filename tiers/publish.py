@@ -1,27 +1,25 @@
 """How a blob becomes visible on a file system: whole, at once, or not at all, also when the writer dies.
 
-Where the file system has unnamed files (O_TMPFILE: ext4, XFS, Btrfs, tmpfs, overlayfs)::
+A new blob, where the file system has unnamed files (O_TMPFILE: ext4, XFS, Btrfs, tmpfs, overlayfs)::
 
-    openat2(root, folder)           made with its parents where missing, 0700
-    openat(folder, O_TMPFILE)       0600; no name, so a writer that dies leaves nothing
-    pwritev                         straight from the parts, until all is written
-    [fdatasync]                     durability "data"
-    linkat(folder, name)            publishes. EEXIST: somebody stored the key before; that is success
+    openat2(root, folder)       made with its parents where missing, 0700
+    openat(folder, O_TMPFILE)   0600; it has no name, so a writer that dies leaves nothing
+    pwritev                     straight from the parts, until all is written
+    [fdatasync]                 durability "data"
+    linkat(folder, name)        publishes; EEXIST: the key was stored before, which is success
     close
-    [fsync(folder)]                 durability "data"
+    [fsync(folder)]             durability "data"
 
-To replace a blob, the file is linked under a private name in ``<root>/.tmp`` and renamed over the old one: linkat
-alone never replaces.
+A blob that replaces another (linkat never replaces), and every blob where there are no unnamed files (NFS, FUSE)::
 
-Where it has none (NFS, FUSE), the file is made under a private name with O_EXCL in ``<root>/.tmp``, written, closed
-(NFS reports a failed write there), and linked to its name and unlinked, or renamed over the old blob.
+    openat(<root>/.tmp, private name, O_CREAT|O_EXCL)
+    pwritev, [fdatasync]
+    close                       before it is published: NFS reports a failed write only here
+    renameat(private, name)     to replace; else linkat(private, name) and unlinkat(private)
 
-Measured on tmpfs with 128 KiB blobs by 2 threads: unnamed + linkat is as fast as a private name + renameat2, and
-faster than a private name + link + unlink; only the first leaves nothing behind when it is killed.
-
-A private name is ``<host>-<boot>-<pid namespace>-<pid>-<start time>-<store>-<count>``. Files of dead writers are
-removed when the next store opens the root: at once where the writer was on this host (its pid is gone, or belongs to
-a process that started at another time), after ``STALE_AGE_S_MAX`` where it was not.
+A writer that dies here leaves its private file. Its name, ``<host>-<boot>-<pid namespace>-<pid>-<start time>-<store>
+-<count>``, says whose it is, and the next store that opens the root removes it: at once where that process of this
+host is gone, after ``STALE_AGE_S_MAX`` where it was another host's.
 """
 
 from __future__ import annotations
@@ -32,14 +30,15 @@ import os
 import secrets
 from collections.abc import Sequence
 
-from tiers.posix import FILE_MODE, OPEN_FOLDER, OPEN_LISTING, RootFolder, write_all
+from tiers.errors import StoreConfigError
+from tiers.posix import FILE_MODE, OPEN_FOLDER, OPEN_LISTING, RootFolder, close_reader, link_open_file, write_all
 
 PRIVATE_FOLDER = ".tmp"
 QUARANTINE_FOLDER = ".quarantine"
 STALE_AGE_S_MAX = 3600.0  # no writer takes an hour for one blob, and clocks of hosts are nearer than that
 
 OPEN_UNNAMED = os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC
-OPEN_NAMED = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY | os.O_CLOEXEC
+OPEN_PRIVATE = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY | os.O_CLOEXEC
 # EISDIR: a kernel that does not know the flag. EINVAL: some FUSE servers.
 _NO_UNNAMED_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)
 
@@ -57,7 +56,8 @@ class Publisher:
         # Any thread may set it, to False only; one that still reads True finds out for itself.
         # Without /proc an unnamed file cannot be given a name.
         self._unnamed_files = unnamed_files and os.path.isdir("/proc/self/fd")
-        self._names = PrivateNames()
+        self._link_open_file = True
+        self._names = _PrivateNames()
 
     def publish(self, root: RootFolder, key: str, parts: Sequence[memoryview], *, overwrite: bool) -> None:
         """Store the joined parts under ``key``.
@@ -69,20 +69,18 @@ class Publisher:
         folder, _, name = key.rpartition("/")
         dir_fd = root.make_folder(folder)
         try:
-            fd = self._open_unnamed(dir_fd) if self._unnamed_files else -1
-            if fd < 0:
-                self._publish_named(root, dir_fd, name, parts, overwrite)
-            elif overwrite:
-                self._replace_unnamed(root, fd, dir_fd, name, parts)
-            else:
+            fd = -1 if overwrite or not self._unnamed_files else self._open_unnamed(dir_fd)
+            if fd >= 0:
                 self._publish_unnamed(fd, dir_fd, name, parts)
+            else:
+                self._publish_private(root, dir_fd, name, parts, overwrite=overwrite)
             if self._durable:
                 _sync_folder(dir_fd)
         finally:
-            os.close(dir_fd)
+            close_reader(dir_fd)
 
     def quarantine(self, root: RootFolder, key: str, *, count_max: int) -> None:
-        """Move what is under ``key`` into the quarantine folder, or delete it where that has ``count_max`` entries.
+        """Move what is under ``key`` into the quarantine folder, or delete it where that holds ``count_max``.
 
         Raises:
             FileNotFoundError: nothing is there.
@@ -90,17 +88,17 @@ class Publisher:
         folder, _, name = key.rpartition("/")
         dir_fd = root.open(folder or ".", OPEN_FOLDER)
         try:
-            aside_fd = root.make_folder(QUARANTINE_FOLDER)
+            aside_fd = _make_own_folder(root, QUARANTINE_FOLDER)
             try:
-                if _entry_count(aside_fd) >= count_max:
+                if _count_entries(aside_fd) >= count_max:
                     os.unlink(name, dir_fd=dir_fd)
                 else:
                     aside = f"{self._names.make()}-{name}".encode()[:255].decode(errors="ignore")  # NAME_MAX
                     os.rename(name, aside, src_dir_fd=dir_fd, dst_dir_fd=aside_fd)
             finally:
-                os.close(aside_fd)
+                close_reader(aside_fd)
         finally:
-            os.close(dir_fd)
+            close_reader(dir_fd)
 
     def _open_unnamed(self, dir_fd: int) -> int:
         """-1 where this file system has no unnamed files."""
@@ -118,7 +116,7 @@ class Publisher:
         try:
             self._write(fd, parts)
             try:
-                os.link(f"/proc/self/fd/{fd}", name, dst_dir_fd=dir_fd)
+                self._link(fd, name, dir_fd)
                 published = True
             except FileExistsError:
                 pass
@@ -126,34 +124,29 @@ class Publisher:
             try:
                 os.close(fd)
             except OSError:
-                # Only FUSE can fail here; its bytes may be missing from what was just published.
+                # A FUSE server may refuse the bytes only now, when they are published.
                 if published:
                     _unlink_quietly(name, dir_fd)
                 raise
 
-    def _replace_unnamed(
-        self, root: RootFolder, fd: int, dir_fd: int, name: str, parts: Sequence[memoryview]
-    ) -> None:
-        """Owns ``fd``."""
-        try:
-            self._write(fd, parts)
-            temp_fd = root.make_folder(PRIVATE_FOLDER)
+    def _link(self, fd: int, name: str, dir_fd: int) -> None:
+        if self._link_open_file:
             try:
-                temp = self._names.make()
-                os.link(f"/proc/self/fd/{fd}", temp, dst_dir_fd=temp_fd)
-                self._rename(temp, temp_fd, name, dir_fd)
-            finally:
-                os.close(temp_fd)
-        finally:
-            os.close(fd)
+                link_open_file(fd, name, dir_fd)
+                return
+            except (FileNotFoundError, PermissionError):
+                pass  # we are not let; or the folder was removed, which the next call says
+        os.link(f"/proc/self/fd/{fd}", name, dst_dir_fd=dir_fd)
+        self._link_open_file = False
 
-    def _publish_named(
-        self, root: RootFolder, dir_fd: int, name: str, parts: Sequence[memoryview], overwrite: bool
+    def _publish_private(
+        self, root: RootFolder, dir_fd: int, name: str, parts: Sequence[memoryview], *, overwrite: bool
     ) -> None:
-        temp_fd = root.make_folder(PRIVATE_FOLDER)
+        temp_fd = _make_own_folder(root, PRIVATE_FOLDER)
         try:
             temp = self._names.make()
-            fd = os.open(temp, OPEN_NAMED, FILE_MODE, dir_fd=temp_fd)
+            fd = os.open(temp, OPEN_PRIVATE, FILE_MODE, dir_fd=temp_fd)
+            renamed = False
             try:
                 try:
                     self._write(fd, parts)
@@ -161,10 +154,126 @@ class Publisher:
                     os.close(fd)
                 if overwrite:
                     os.rename(temp, name, src_dir_fd=temp_fd, dst_dir_fd=dir_fd)
+                    renamed = True
                 else:
-                    self._link
-            except BaseException:
-                _unlink_quietly(temp, temp_fd)
-                raise
+                    try:
+                        os.link(temp, name, src_dir_fd=temp_fd, dst_dir_fd=dir_fd, follow_symlinks=False)
+                    except FileExistsError:
+                        pass
+            finally:
+                if not renamed:
+                    _unlink_quietly(temp, temp_fd)
         finally:
-            os.close(temp_fd)
+            close_reader(temp_fd)
+
+    def _write(self, fd: int, parts: Sequence[memoryview]) -> None:
+        write_all(fd, parts)
+        if self._durable:
+            os.fdatasync(fd)
+
+
+def sweep(root: RootFolder, now: float) -> None:
+    """Remove the private files of dead writers. ``now``: Unix seconds."""
+    try:
+        fd = root.open(PRIVATE_FOLDER, OPEN_LISTING)
+    except FileNotFoundError:
+        return
+    try:
+        machine = _machine()
+        with os.scandir(fd) as entries:
+            for entry in entries:
+                try:
+                    age_s = now - os.stat(entry.name, dir_fd=fd, follow_symlinks=False).st_mtime
+                    if age_s > STALE_AGE_S_MAX or _is_dead(entry.name, machine):
+                        os.unlink(entry.name, dir_fd=fd)
+                except (FileNotFoundError, IsADirectoryError):
+                    pass  # swept by another store; or nothing of ours
+    finally:
+        close_reader(fd)
+
+
+class _PrivateNames:
+    """Names no other writer uses."""
+
+    def __init__(self) -> None:
+        self._store = secrets.token_hex(4)  # a process may have several stores
+        self._count = itertools.count()
+        self._writer = (0, "")  # pid, and the part of the name that says so: a forked child has another one
+
+    def make(self) -> str:
+        pid, writer = self._writer
+        if pid != os.getpid():
+            pid = os.getpid()
+            writer = f"{_machine()}-{pid}-{_start_time(pid)}-{self._store}"
+            self._writer = pid, writer
+        return f"{writer}-{next(self._count)}"
+
+
+def _is_dead(name: str, machine: str) -> bool:
+    """Whether the writer of a private file is known to be gone."""
+    theirs, *rest = name.rsplit("-", 4)
+    if len(rest) != 4 or not rest[0].isdecimal() or not machine or theirs != machine:
+        return False
+    # A pid that was given to another process since then has another start time.
+    return _start_time(int(rest[0])) != rest[1]
+
+
+def _machine() -> str:
+    """Where a pid and a start time mean one process: host, boot and pid namespace. "" where /proc does not say."""
+    try:
+        namespace = os.stat("/proc/self/ns/pid").st_ino
+        boot_id = _read_line("/proc/sys/kernel/random/boot_id")
+    except FileNotFoundError:
+        return ""
+    return f"{os.uname().nodename}-{boot_id[:8]}-{namespace}".replace("/", "_")
+
+
+def _start_time(pid: int) -> str:
+    """Start of a process in clock ticks since boot; "" where there is no such process."""
+    try:
+        line = _read_line(f"/proc/{pid}/stat")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    return line.rpartition(")")[2].split()[19]  # the program's name, in parentheses, may hold anything
+
+
+def _read_line(path: str) -> str:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(fd, 4096).decode(errors="replace").rstrip()
+    finally:
+        close_reader(fd)
+
+
+def _make_own_folder(root: RootFolder, name: str) -> int:
+    try:
+        return root.make_folder(name)
+    except OSError as e:
+        if e.errno in (errno.ENOTDIR, errno.ELOOP):  # not the key's fault, and not to be read as its absence
+            raise StoreConfigError(f"{name!r} in the root must be a folder") from e
+        raise
+
+
+def _count_entries(dir_fd: int) -> int:
+    fd = os.open(".", OPEN_LISTING, dir_fd=dir_fd)
+    try:
+        with os.scandir(fd) as entries:
+            return sum(1 for _ in entries)
+    finally:
+        close_reader(fd)
+
+
+def _sync_folder(dir_fd: int) -> None:
+    fd = os.open(".", OPEN_LISTING, dir_fd=dir_fd)  # O_PATH descriptors cannot be synced
+    try:
+        os.fsync(fd)
+    finally:
+        close_reader(fd)
+
+
+def _unlink_quietly(name: str, dir_fd: int) -> None:
+    """Best effort: what stays in the private folder is swept when this process is gone."""
+    try:
+        os.unlink(name, dir_fd=dir_fd)
+    except OSError:
+        pass

@@ -19,7 +19,9 @@ from tiers.errors import ConfigError
 #: Tier type -> (module, class).
 _BUILT_IN: Mapping[str, tuple[str, str]] = {
     "fs": ("tiers.builtin", "FileSystemTierManager"),
+    "fsspec": ("tiers.builtin", "FsspecTierManager"),
     "memory": ("tiers.builtin", "MemoryTierManager"),
+    "s3": ("tiers.builtin", "S3TierManager"),
 }
 
 

@@ -26,10 +26,9 @@ from tiers.errors import InvalidKeyError
 KEY_LENGTH_MAX = 1024  # S3's limit, in bytes
 KEY_PART_LENGTH_MAX = 255  # NAME_MAX of every common file system, in bytes
 
-# Components of printable characters, joined by single slashes. No control characters, no backslash.
-_KEY = re.compile(r"[^\x00-\x1f\x7f/\\]+(?:/[^\x00-\x1f\x7f/\\]+)*")
-# A component starting with a dot is reserved for a store's own files; this also bars "." and "..".
-_DOT_PART = re.compile(r"(?:^|/)\.")
+# Components of printable characters, joined by single slashes. No control characters, no backslash, and no leading dot:
+# dot names are a store's own; this also bars "." and "..". One pattern, because every call of every store pays for it.
+_KEY = re.compile(r"(?!\.)[^\x00-\x1f\x7f/\\]+(?:/(?!\.)[^\x00-\x1f\x7f/\\]+)*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,11 +178,10 @@ def check_key(key: str) -> str:
     """
     if _KEY.fullmatch(key) is None:
         raise InvalidKeyError(
-            'accepted are non-empty components joined by single "/", without control characters or backslash',
+            'accepted are non-empty components joined by single "/", none starting with ".", '
+            "without control characters or backslash",
             key=key,
         )
-    if _DOT_PART.search(key) is not None:
-        raise InvalidKeyError('a component must not start with "."', key=key)
     # Cheap exact test for the usual key (ASCII and short), byte lengths only where they can matter.
     if len(key) > KEY_PART_LENGTH_MAX or not key.isascii():
         try:

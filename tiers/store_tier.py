@@ -9,6 +9,7 @@ Bytes go straight between the region's slots and the store: nothing here copies,
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,6 +18,7 @@ from functools import partial
 from typing import Any
 
 from tiers.base import JobMetadata, JobResult, OffloadingEvent, ReqContext, SecondaryTierManager
+from tiers.circuit import Circuit, CircuitState
 from tiers.errors import (
     BlobCorruptError,
     BlobNotFoundError,
@@ -27,8 +29,8 @@ from tiers.errors import (
     StoreError,
 )
 from tiers.file_mapper import FileMapper
-from tiers.keys import OffloadKey
-from tiers.lookup import AsyncLookup, LookupOptions
+from tiers.keys import OffloadKey, make_offload_key
+from tiers.lookup import AsyncLookup, LookupCounts, LookupOptions
 from tiers.metrics import Metrics
 from tiers.namespace import open_namespace
 from tiers.pool import Cancelled, DualQueueThreadPool, FinishedJob
@@ -48,8 +50,12 @@ class TierOptions:
         name: label in metrics and logs; None: the tier's type.
         n_read_threads, n_write_threads: threads that prefer loads, and stores.
         task_bytes: payload bytes of one pool task; a store that is latency bound gets one block a task instead.
-        jobs_max, bytes_in_flight_max: a job beyond them fails at once (D4).
+        jobs_max, max_bytes_in_flight: a job beyond them fails at once (D4).
         checksum: of new blocks.
+        job_deadline_s: blocks of a job that have not begun to move by then fail (L3); a task that runs longer cuts
+            the tier off.
+        circuit_failures: failures in a row that cut the tier off.
+        circuit_probe_s: how often a tier that is cut off is asked whether it works again.
         shutdown_s: how long shutdown waits for running tasks.
         lookup: limits of presence lookups.
     """
@@ -59,8 +65,11 @@ class TierOptions:
     n_write_threads: int = 2
     task_bytes: int = 4 << 20
     jobs_max: int = 1024
-    bytes_in_flight_max: int = 8 << 30
+    max_bytes_in_flight: int = 8 << 30
     checksum: Checksum = Checksum.XXH3_64
+    job_deadline_s: float = 10.0
+    circuit_failures: int = 3
+    circuit_probe_s: float = 5.0
     shutdown_s: float = 4.0
     lookup: LookupOptions = field(default_factory=LookupOptions)
 
@@ -76,6 +85,7 @@ class _Batch:
     verify_failures: Counter[str] = field(default_factory=Counter)
     healed: int = 0
     quarantined: int = 0
+    fault: str = ""  # the last error that says something about the storage's health
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +137,16 @@ class StoreTierManager(SecondaryTierManager):
             options.n_write_threads,
             name=f"kvtiers-{self.name}",
             jobs_max=options.jobs_max,
-            cost_max=options.bytes_in_flight_max,
+            cost_max=options.max_bytes_in_flight,
             clock=clock,
         )
         self._lookup = AsyncLookup(self._probe, name=f"kvtiers-{self.name}", options=options.lookup, clock=clock)
+        self._circuit = Circuit(
+            self.name, failures_max=options.circuit_failures, probe_every_s=options.circuit_probe_s, clock=clock
+        )
+        self._clock = clock
+        # Read by workers: True makes every block that has not begun fail, so that a dead tier's backlog goes at once.
+        self._cut = False
         self._in_flight: dict[int, _InFlight] = {}
         self._results: list[JobResult] = []
         self._events: deque[OffloadingEvent] = deque(maxlen=EVENTS_MAX)
@@ -139,17 +155,42 @@ class StoreTierManager(SecondaryTierManager):
     # -- lookups ---------------------------------------------------------------------------------------------------
 
     def lookup(self, key: OffloadKey, req_context: ReqContext | None = None) -> bool | None:  # noqa: ARG002
-        return self._lookup.lookup(key)
+        return self._lookup.lookup(key) if self._circuit.closed else False
 
     def on_schedule_end(self) -> None:
+        if self._circuit.take_probe():
+            # A key nobody has: any answer at all is good news, and it goes the way of every lookup.
+            self._lookup.lookup(make_offload_key(os.urandom(32), 0))
         self._lookup.flush()
         counts = self._lookup.take_counts()
+        self._check_health(counts)
         for result, count in (("hit", counts.hits), ("miss", counts.misses), ("error", counts.errors)):
             if count:
                 self.metrics.inc("kvtiers_lookups_total", self.name, result, by=count)
         if counts.expired:
             self.metrics.inc("kvtiers_lookups_total", self.name, "deadline", by=counts.expired)
             self.metrics.inc("kvtiers_deadline_expired_total", self.name, "lookup", by=counts.expired)
+
+    @property
+    def circuit_state(self) -> CircuitState:
+        """Whether the tier is used."""
+        return self._circuit.state
+
+    def _check_health(self, counts: LookupCounts) -> None:
+        circuit = self._circuit
+        stuck_s = self._pool.longest_running_s()
+        if stuck_s > self._options.job_deadline_s:
+            if circuit.closed:
+                self.metrics.inc("kvtiers_deadline_expired_total", self.name, "job")
+            circuit.trip(
+                f"a task has been running for {stuck_s:.1f} s, job_deadline_s is {self._options.job_deadline_s}"
+            )
+        elif counts.errors or counts.expired:
+            circuit.fail("lookups are not answered" if counts.expired else "lookups fail")
+        elif counts.hits or counts.misses:
+            circuit.succeed()
+        self._cut = not circuit.closed
+        self.metrics.set("kvtiers_circuit_closed", self.name, value=float(circuit.closed))
 
     def forget_lookups(self) -> None:
         """Drop cached lookup answers, so that the next lookup asks the storage."""
@@ -201,14 +242,18 @@ class StoreTierManager(SecondaryTierManager):
             pairs = list(dict(pairs).items())
         run = self._load_batch if is_load else self._store_batch
         size = self._blocks_per_task
-        tasks = [partial(run, pairs[start : start + size]) for start in range(0, len(pairs), size)]
+        deadline = self._clock() + self._options.job_deadline_s
+        tasks = [partial(run, pairs[start : start + size], deadline) for start in range(0, len(pairs), size)]
         keys = tuple(job.keys)
         try:
+            if not self._circuit.closed:
+                raise QueueFullError("the tier is cut off")
             self._pool.submit(job.job_id, tasks, is_read=is_load, cost=len(pairs) * self._rows.row_bytes)
         except QueueFullError as e:
             logger.debug("tier %s: job %d refused: %s", self.name, job.job_id, e)
             if not is_load:
-                self.metrics.inc("kvtiers_stores_dropped_total", self.name, "queue_full", by=len(keys))
+                reason = "queue_full" if self._circuit.closed else "circuit_open"
+                self.metrics.inc("kvtiers_stores_dropped_total", self.name, reason, by=len(keys))
             self.metrics.inc("kvtiers_jobs_total", self.name, _op(is_load), "failed")
             self._results.append(JobResult(job.job_id, success=not keys))
             return
@@ -253,6 +298,10 @@ class StoreTierManager(SecondaryTierManager):
                 metrics.inc("kvtiers_stores_dropped_total", tier, error, by=count)
         for reason, count in batch.verify_failures.items():
             metrics.inc("kvtiers_verify_failures_total", tier, reason, by=count)
+        if batch.fault:
+            self._circuit.fail(batch.fault)
+        elif batch.succeeded:
+            self._circuit.succeed()
         if batch.healed:
             metrics.inc("kvtiers_healed_blobs_total", tier, by=batch.healed)
         if batch.quarantined:
@@ -260,14 +309,18 @@ class StoreTierManager(SecondaryTierManager):
 
     # -- on pool and probe threads -----------------------------------------------------------------------------------
 
-    def _store_batch(self, pairs: Sequence[tuple[OffloadKey, int]]) -> _Batch:
+    def _store_batch(self, pairs: Sequence[tuple[OffloadKey, int]], deadline: float) -> _Batch:
         batch = _Batch()
         for key, block in pairs:
+            if self._is_late(deadline, batch):
+                continue
             try:
                 outcome = self._store_one(key, self._rows[block], batch)
             except StoreError as e:
                 _log_error(self.name, "store", e)
                 batch.errors[type(e).__name__] += 1
+                if e.retryable:  # not: a full or read-only storage, from which blocks can still be loaded
+                    batch.fault = str(e)
                 outcome = "failed"
             batch.outcomes[outcome] += 1
             if outcome != "failed":
@@ -309,10 +362,19 @@ class StoreTierManager(SecondaryTierManager):
             raise BlobCorruptError(f"{size} bytes, a block here has {self._rows.row_bytes + TRAILER_BYTES}", key=name)
         self._seal.check_trailer(key, tail, self._rows.row_bytes)
 
-    def _load_batch(self, pairs: Sequence[tuple[OffloadKey, int]]) -> _Batch:
+    def _is_late(self, deadline: float, batch: _Batch) -> bool:
+        if not self._cut and self._clock() < deadline:
+            return False
+        batch.outcomes["dropped"] += 1
+        batch.errors["circuit_open" if self._cut else "deadline"] += 1
+        return True
+
+    def _load_batch(self, pairs: Sequence[tuple[OffloadKey, int]], deadline: float) -> _Batch:
         batch = _Batch()
         trailer = bytearray(TRAILER_BYTES)
         for key, block in pairs:
+            if self._is_late(deadline, batch):
+                continue
             if self._load_one(key, self._rows[block], trailer, batch):
                 batch.succeeded.append(key)
                 batch.bytes_moved += self._rows.row_bytes
@@ -336,6 +398,7 @@ class StoreTierManager(SecondaryTierManager):
             except StoreError as e:
                 _log_error(self.name, "load", e)
                 batch.errors[type(e).__name__] += 1
+                batch.fault = str(e)
                 return False
         assert failure is not None
         reason = failure.reason if isinstance(failure, SealError) else SealReason.SIZE

@@ -32,8 +32,8 @@ from rich.table import Table
 from tests.identity import FakeSpec, block_key
 from tiers.base import JobMetadata
 from tiers.builtin import FileSystemTierManager
-from tiers.config import default_threads
 from tiers.keys import OffloadKey
+from tiers.tier_config import default_threads
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (128 * KIB, 512 * KIB, MIB, 4 * MIB, 16 * MIB)
@@ -77,7 +77,7 @@ class Setup:
     def tier(self, root: Path) -> FileSystemTierManager:
         return FileSystemTierManager(
             FakeSpec(), self.region.data, "fs", str(root), self.threads, self.threads,
-            task_bytes=TASK_BYTES, min_free=0, bytes_in_flight_max=1 << 40,
+            task_bytes=TASK_BYTES, min_free=0, max_bytes_in_flight=1 << 40,
         )  # fmt: skip
 
     def job(self) -> JobMetadata:
@@ -100,7 +100,8 @@ def in_batches(setup: Setup, do: Callable[[int], None]) -> None:
             for index in batch:
                 do(index)
 
-    threads = [threading.Thread(target=work) for _ in range(setup.threads)]
+    # As many as the tier has: both of its kinds of threads help each other out.
+    threads = [threading.Thread(target=work) for _ in range(2 * setup.threads)]
     for thread in threads:
         thread.start()
     for thread in threads:

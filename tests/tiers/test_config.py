@@ -9,19 +9,10 @@ import yaml
 
 from tests.identity import FakeSpec
 from tiers.builtin import FileSystemTierManager, MemoryTierManager, _tier_options
-from tiers.config import (
-    ExternalTierConfig,
-    FsTierConfig,
-    MemoryTierConfig,
-    TierConfig,
-    json_schema,
-    load_config,
-    parse_config,
-    parse_size,
-    parse_tier,
-)
+from tiers.config import json_schema, load_config, parse_config, parse_tier
 from tiers.errors import ConfigError, StoreFullError
 from tiers.seal import Checksum
+from tiers.tier_config import ExternalTierConfig, FsTierConfig, MemoryTierConfig, TierConfig, parse_size
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 REGION = {"size": "64MiB"}
@@ -87,7 +78,7 @@ FS = {"type": "fs", "root_dir": "/kv"}
         ({"region": REGION, "blocks_per_chunk": 0}, "blocks_per_chunk: 0 is not accepted"),
         ({"region": REGION, "tiers": {}}, "tiers: {} is not a list"),
         ({"region": REGION, "tiers": [3]}, "tiers[0]: 3 is not a mapping"),
-        ({"region": REGION, "tiers": [{}]}, "tiers[0].type: None is no tier type; accepted: fs, memory"),
+        ({"region": REGION, "tiers": [{}]}, "tiers[0].type: None is no tier type; accepted: fs"),
         ({"region": REGION, "tiers": [{"type": "nvme"}]}, "tiers[0].type: 'nvme' is no tier type; accepted: fs"),
         ({"region": REGION, "tiers": [{"type": "fs"}]}, "tiers[0].root_dir: is required"),
         ({"region": REGION, "tiers": [FS | {"root_dir": 3}]}, "tiers[0].root_dir: 3 is not accepted"),
@@ -182,13 +173,16 @@ SHARED_KEYS: dict[str, tuple[Any, str, Any]] = {
     "n_write_threads": (9, "n_write_threads", 9),
     "task_bytes": ("1MiB", "task_bytes", 1 << 20),
     "jobs_max": (5, "jobs_max", 5),
-    "bytes_in_flight_max": ("1GiB", "bytes_in_flight_max", 1 << 30),
+    "max_bytes_in_flight": ("1GiB", "max_bytes_in_flight", 1 << 30),
     "lookup_threads": (3, "lookup.threads", 3),
     "lookup_deadline_s": (0.7, "lookup.deadline_s", 0.7),
     "present_ttl_s": (3.0, "lookup.present_ttl_s", 3.0),
     "absent_ttl_s": (4.0, "lookup.absent_ttl_s", 4.0),
     "lookup_cache_keys": (99, "lookup.keys_max", 99),
-    "checksum": ("xxh3_128", "checksum", Checksum.XXH3_128),
+    "seal_checksum": ("xxh3_128", "checksum", Checksum.XXH3_128),
+    "job_deadline_s": (33.0, "job_deadline_s", 33.0),
+    "circuit_failures": (8, "circuit_failures", 8),
+    "circuit_probe_s": (9.0, "circuit_probe_s", 9.0),
     "shutdown_s": (1.5, "shutdown_s", 1.5),
 }
 

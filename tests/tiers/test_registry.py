@@ -97,7 +97,7 @@ def test_by_entry_point(view: memoryview, plugin: str, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("config", "text"),
     [
-        ({}, "None is no tier type; accepted: fs, memory"),
+        ({}, "None is no tier type; accepted: fs"),
         ({"type": 3}, "3 is no tier type"),
         ({"type": "nope"}, "'nope' is no tier type; accepted: fs"),
         ({"type": "X", "module_path": "no.such.module"}, "cannot be imported"),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tiers.stores.local import LocalStore
 
 from tests.identity import FakeSpec, block_key
 from tests.waiting import wait_for
@@ -29,6 +29,7 @@ from tiers.lookup import LookupOptions
 from tiers.seal import TRAILER_BYTES
 from tiers.store import Capabilities, Store
 from tiers.store_tier import StoreTierManager, TierOptions
+from tiers.stores.local import LocalStore
 from tiers.stores.memory import MemoryStore
 
 ROWS, ROW_BYTES = 32, 8192
@@ -43,6 +44,7 @@ class Bench:
         self.make_store = make_store
         self.region = np.zeros((ROWS, ROW_BYTES), np.int8)
         self.tiers: list[StoreTierManager] = []
+        self.clock: Callable[[], float] = time.monotonic
         self.job_id = 0
 
     def tier(self, spec: FakeSpec | None = None, store: Store | None = None, **options: Any) -> StoreTierManager:
@@ -56,6 +58,7 @@ class Bench:
             store=store or self.make_store(),
             mapper=mapper,
             options=TierOptions(**{"lookup": lookup, "task_bytes": 3 * ROW_BYTES, **options}),
+            clock=self.clock,
         )
         self.tiers.append(made)
         return made
@@ -332,6 +335,7 @@ def test_shutdown_reports_every_job_once(bench: Bench) -> None:
     tier = bench.tier(store=gated, n_read_threads=1, n_write_threads=1, shutdown_s=0.05)
     bench.fill(1)
     gated.gate.clear()
+    gated.entered = 0
     jobs = [bench.job(KEYS) for _ in range(3)]
     for job in jobs:
         tier.submit_store(job)
@@ -352,7 +356,7 @@ def test_shutdown_reports_every_job_once(bench: Bench) -> None:
 @pytest.mark.parametrize("error", [StoreFullError("full"), StoreUnavailableError("io"), SystemExit(1), MemoryError()])
 def test_errors_of_the_store_fail_the_job_and_nothing_else(bench: Bench, error: BaseException) -> None:
     broken = GatedStore()
-    tier = bench.tier(store=broken)
+    tier = bench.tier(store=broken, circuit_failures=1000)
     bench.fill(1)
     broken.error = error
     assert not bench.store(tier, KEYS).success
@@ -479,3 +483,115 @@ class TestNamespace:
         broken.error = StorePermissionError("no")
         with pytest.raises(StorePermissionError):
             bench.tier(store=broken)
+
+
+class TestLiveness:
+    """L3, L4: a job ends, a dead tier is cut off and comes back by itself. On a clock that only the test moves."""
+
+    def test_a_hung_store_is_cut_off_and_comes_back(self, bench: Bench) -> None:
+        now = [1000.0]
+        bench.clock = lambda: now[0]
+        hung = GatedStore()
+        tier = bench.tier(store=hung, n_read_threads=1, n_write_threads=1, circuit_probe_s=5, job_deadline_s=10)
+        bench.fill(1)
+        assert bench.store(tier, KEYS[:2]).success
+        hung.gate.clear()
+        hung.entered = 0
+        jobs = [bench.job(KEYS[:6]) for _ in range(2)]
+        for job in jobs:
+            tier.submit_load(job)
+        wait_for(lambda: hung.entered == 2)  # each of the two threads is stuck in a read into a slot
+        now[0] += 10.5
+        tier.on_schedule_end()
+        assert tier.circuit_state == "open"
+        assert tier.metrics.value("kvtiers_deadline_expired_total", "test", "job") == 1
+        assert tier.metrics.value("kvtiers_circuit_closed", "test") == 0
+        # Cut off: misses and refusals at once, but the stuck jobs are not reported: their slots may still be written.
+        assert tier.lookup(KEYS[0]) is False
+        tier.submit_store(refused := bench.job(KEYS[:3]))
+        assert list(tier.get_finished()) == [JobResult(refused.job_id, success=False)]
+        assert tier.metrics.value("kvtiers_stores_dropped_total", "test", "circuit_open") == 3
+        hung.gate.set()
+        late: list[JobResult] = []
+        wait_for(lambda: late.extend(tier.get_finished()) or len(late) == 2)
+        assert {result.job_id for result in late} == {job.job_id for job in jobs}
+        now[0] += 5
+
+        def probed() -> bool:
+            tier.on_schedule_end()
+            return tier.circuit_state == "closed"
+
+        wait_for(probed)
+        assert bench.present(tier, KEYS[0])
+        bench.load(tier, KEYS[:2])
+
+    def test_what_waits_behind_a_cut_off_is_dropped_not_tried(self, bench: Bench) -> None:
+        now = [1000.0]
+        bench.clock = lambda: now[0]
+        hung = GatedStore()
+        tier = bench.tier(store=hung, n_read_threads=1, n_write_threads=1)
+        bench.fill(1)
+        hung.gate.clear()
+        hung.entered = 0
+        tier.submit_store(job := bench.job(KEYS))
+        wait_for(lambda: hung.entered == 2)
+        now[0] += 11
+        tier.on_schedule_end()
+        hung.gate.set()
+        result = bench.result(tier, job)
+        assert not result.success
+        assert len(result.successful_keys) == 2  # the two that were under way
+        assert hung.entered == 2
+        assert tier.metrics.value("kvtiers_blocks_total", "test", "store", "dropped") == ROWS - 2
+
+    def test_blocks_that_wait_past_the_deadline_fail(self, bench: Bench) -> None:
+        now = [1000.0]
+        bench.clock = lambda: now[0]
+        tier = bench.tier(job_deadline_s=10)
+        bench.fill(1)
+        slow = GatedStore()
+        slow_tier = bench.tier(store=slow, job_deadline_s=10)
+        slow.gate.clear()
+        slow_tier.submit_store(job := bench.job(KEYS))
+        now[0] += 10.5  # nobody looked in between, so the circuit is closed
+        slow.gate.set()
+        result = bench.result(slow_tier, job)
+        assert not result.success
+        assert slow_tier.metrics.value("kvtiers_stores_dropped_total", "test", "deadline") > 0
+        assert bench.store(tier, KEYS).success
+
+    @pytest.mark.parametrize("what", ["load", "store", "lookup"])
+    def test_three_failures_in_a_row_cut_it_off(self, bench: Bench, what: str) -> None:
+        broken = GatedStore()
+        tier = bench.tier(store=broken, circuit_failures=3, circuit_probe_s=1000)
+        bench.fill(1)
+        broken.error = StoreUnavailableError("reset")
+        for n in range(3):
+            assert tier.circuit_state == "closed"
+            if what == "load":
+                bench.load(tier, KEYS[n : n + 1])
+            elif what == "store":
+                bench.store(tier, KEYS[n : n + 1])
+            else:
+                assert not bench.present(tier, KEYS[n])
+        tier.on_schedule_end()
+        assert tier.circuit_state == "open"
+
+    def test_a_full_storage_is_still_read(self, bench: Bench) -> None:
+        full = GatedStore()
+        tier = bench.tier(store=full, circuit_failures=1)
+        bench.fill(1)
+        assert bench.store(tier, KEYS[:1]).success
+        full.error = StoreFullError("full")
+        for _ in range(5):
+            assert not bench.store(tier, KEYS[1:4]).success
+        full.error = None
+        assert tier.circuit_state == "closed"
+        assert bench.load(tier, KEYS[:1]).success
+
+    def test_misses_are_no_failures(self, bench: Bench) -> None:
+        tier = bench.tier(circuit_failures=1)
+        for n in range(5):
+            assert not bench.present(tier, KEYS[n])
+            assert not bench.load(tier, KEYS[n : n + 1]).success
+        assert tier.circuit_state == "closed"

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from tiers.circuit import Circuit
+
+
+@pytest.fixture
+def now() -> list[float]:
+    return [0.0]
+
+
+@pytest.fixture
+def circuit(now: list[float]) -> Circuit:
+    return Circuit("fs", failures_max=3, probe_every_s=5, clock=lambda: now[0])
+
+
+def test_it_opens_after_failures_in_a_row_only(circuit: Circuit) -> None:
+    for _ in range(5):
+        circuit.fail("io")
+        circuit.fail("io")
+        circuit.succeed()
+    assert circuit.closed
+    for _ in range(3):
+        circuit.fail("io")
+    assert circuit.state == "open"
+
+
+def test_it_probes_and_closes_by_itself(circuit: Circuit, now: list[float]) -> None:
+    circuit.trip("stuck")
+    assert circuit.state == "open"
+    assert not circuit.take_probe()
+    for _ in range(3):  # the probe fails: it stays open and is probed again
+        now[0] += 5
+        assert circuit.take_probe()
+        assert not circuit.take_probe()
+        circuit.fail("still")
+        assert circuit.state == "open"
+    now[0] += 5
+    assert circuit.take_probe()
+    circuit.succeed()
+    assert circuit.closed
+    circuit.fail("one")
+    assert circuit.closed
+
+
+def test_a_late_success_of_an_old_operation_does_not_close_it(circuit: Circuit) -> None:
+    circuit.trip("stuck")
+    circuit.succeed()
+    assert circuit.state == "open"
+
+
+def test_a_stuck_probe_opens_it_again(circuit: Circuit, now: list[float]) -> None:
+    circuit.trip("stuck")
+    now[0] += 5
+    assert circuit.take_probe()
+    circuit.trip("still stuck")
+    assert circuit.state == "open"
+
+
+def test_one_line_a_change(circuit: Circuit, now: list[float], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    for _ in range(10):
+        circuit.fail("io")
+    now[0] += 5
+    circuit.take_probe()
+    circuit.fail("io")
+    now[0] += 5
+    circuit.take_probe()
+    circuit.succeed()
+    assert [record.getMessage() for record in caplog.records] == [
+        "tier fs: circuit open: 3 failures in a row, the last: io",
+        "tier fs: circuit closed: it answers again",
+    ]

@@ -1,0 +1,91 @@
+"""Circuit: cuts off a tier that does not work, and lets it back by itself. Pure, but for one log line per change.
+
+closed -> open, when ``failures_max`` operations failed in a row, or at once when one overran its deadline;
+open -> half-open, every ``probe_every_s``: one harmless question is put to the storage;
+half-open -> closed when it is answered, -> open when it is not. (A circuit that never closed again left other people's
+pods without their cache for 45 hours: LMCache#4368.)
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from enum import StrEnum
+
+logger = logging.getLogger(__name__)
+
+
+class CircuitState(StrEnum):
+    """Whether a tier is used."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half_open"
+
+
+class Circuit:
+    """State of one tier's circuit. Scheduler thread only.
+
+    Args:
+        name: the tier, for the log.
+        failures_max: failures in a row that open it.
+        probe_every_s: seconds between probes while it is open.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self, name: str, *, failures_max: int, probe_every_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._name = name
+        self._failures_max = failures_max
+        self._probe_every_s = probe_every_s
+        self._clock = clock
+        self._failures = 0
+        self._probe_at = 0.0
+        self.state = CircuitState.CLOSED
+
+    @property
+    def closed(self) -> bool:
+        """True: the tier is used."""
+        return self.state is CircuitState.CLOSED
+
+    def succeed(self) -> None:
+        """An operation or the probe was answered."""
+        self._failures = 0
+        if self.state is CircuitState.HALF_OPEN:
+            self._become(CircuitState.CLOSED, "it answers again")
+
+    def fail(self, why: str) -> None:
+        """An operation or the probe failed."""
+        self._failures += 1
+        if self.state is CircuitState.HALF_OPEN:
+            self._open(None)
+        elif self.state is CircuitState.CLOSED and self._failures >= self._failures_max:
+            self._open(f"{self._failures} failures in a row, the last: {why}")
+
+    def trip(self, why: str) -> None:
+        """An operation overran its deadline: whoever comes next would wait as long."""
+        if self.state is CircuitState.CLOSED:
+            self._open(why)
+        elif self.state is CircuitState.HALF_OPEN:
+            self._open(None)
+
+    def take_probe(self) -> bool:
+        """True once every ``probe_every_s`` while open: the caller must now put one question to the storage."""
+        if self.state is not CircuitState.OPEN or self._clock() < self._probe_at:
+            return False
+        self.state = CircuitState.HALF_OPEN  # not logged: it says nothing new
+        return True
+
+    def _open(self, why: str | None) -> None:
+        self._probe_at = self._clock() + self._probe_every_s
+        if why is None:
+            self.state = CircuitState.OPEN
+        else:
+            self._become(CircuitState.OPEN, why)
+
+    def _become(self, state: CircuitState, why: str) -> None:
+        self.state = state
+        log = logger.info if state is CircuitState.CLOSED else logger.warning
+        log("tier %s: circuit %s: %s", self._name, state, why)

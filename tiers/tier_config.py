@@ -1,0 +1,221 @@
+"""The tiers' options as models: one class a built-in tier, and the units that configs are written in."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from tiers.stores.s3_options import S3Options
+
+#: Keys of the s3 tier that the store takes as they are.
+_S3_SAME_NAMES = (
+    "bucket", "prefix", "endpoint_url", "region", "addressing_style", "profile", "role_arn", "ca_bundle", "verify",
+    "allow_insecure", "sse", "sse_kms_key_id", "storage_class", "checksum", "retries", "client",
+)  # fmt: skip
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("KMGTP", 1)
+    for suffix, base in (("", 1024), ("iB", 1024), ("B", 1000))
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_SIZE_MAX = 1 << 60
+
+
+def parse_size(value: object) -> int:
+    """Bytes of "10GiB", "1.5 MiB", "4096" or 4096. KiB, MiB, … are powers of 1024, KB, MB, … of 1000.
+
+    Raises:
+        ValueError: says what would be accepted.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        size = value
+    else:
+        match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+        if match is None or match[2] not in _UNITS:
+            number = re.match(r"\s*(\d+)", value) if isinstance(value, str) else None
+            raise ValueError(f"is not a size; write {number[1] if number else 10}GiB")
+        size = int(float(match[1]) * _UNITS[match[2]]) if "." in match[1] else int(match[1]) * _UNITS[match[2]]
+    if not 0 <= size <= _SIZE_MAX:
+        raise ValueError("is out of range; accepted is 0 up to 1024PiB")
+    return size
+
+
+def _expand_path(value: object) -> object:
+    return os.path.expanduser(os.path.expandvars(value)) if isinstance(value, str) else value
+
+
+Size = Annotated[int, BeforeValidator(parse_size), Field(json_schema_extra={"type": ["integer", "string"]})]
+ExpandedPath = Annotated[str, BeforeValidator(_expand_path), Field(min_length=1, max_length=3072)]
+Threads = Annotated[int, Field(ge=1, le=256)]
+Seconds = Annotated[float, Field(gt=0, le=86_400)]
+
+
+def default_threads() -> int:
+    """Threads of one kind on a fast medium.
+
+    Copying keeps a core busy, and both kinds help each other out, so together they are as many as the cores. More
+    than 4 of a kind only queue for the GIL between two system calls.
+    """
+    return max(1, min(4, len(os.sched_getaffinity(0)) // 2))
+
+
+class Model(BaseModel):
+    """Frozen, and every key must be known."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class TierConfig(Model):
+    """What every built-in tier takes."""
+
+    type: str = Field(description="Which tier.")
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")] | None = Field(
+        None, description="Label in metrics and logs; by default the type, numbered where a type occurs twice."
+    )
+    n_read_threads: Threads = Field(default_factory=default_threads, description="Threads that prefer loads.")
+    n_write_threads: Threads = Field(default_factory=default_threads, description="Threads that prefer stores.")
+    task_bytes: Size = Field(
+        4 << 20, description="Bytes one pool task moves: small blocks are handled in batches of this size."
+    )
+    jobs_max: Annotated[int, Field(ge=1, le=1_000_000)] = Field(1024, description="Jobs in flight; more are refused.")
+    max_bytes_in_flight: Size = Field(
+        8 << 30, description="Payload bytes of jobs in flight; stores beyond it are dropped and counted."
+    )
+    lookup_threads: Threads = Field(2, description="Threads that ask the storage whether blocks are there.")
+    lookup_deadline_s: Seconds = Field(0.2, description="A lookup not answered by then is a miss.")
+    present_ttl_s: Seconds = Field(60.0, description="How long 'present' is believed.")
+    absent_ttl_s: Annotated[float, Field(ge=0, le=86_400)] = Field(1.0, description="How long 'absent' is believed.")
+    lookup_cache_keys: Annotated[int, Field(ge=1, le=100_000_000)] = Field(
+        262_144, description="Lookup answers kept in memory."
+    )
+    seal_checksum: Literal["xxh3_64", "xxh3_128"] = Field("xxh3_64", description="Checksum in the seal of new blocks.")
+    job_deadline_s: Seconds = Field(
+        10.0, description="Blocks of a job that have not begun to move by then fail; a longer task cuts the tier off."
+    )
+    circuit_failures: Annotated[int, Field(ge=1, le=1000)] = Field(
+        3, description="Failures in a row that cut the tier off."
+    )
+    circuit_probe_s: Seconds = Field(
+        5.0, description="How often a tier that is cut off is asked whether it works again."
+    )
+    shutdown_s: Annotated[float, Field(ge=0, le=60)] = Field(
+        4.0, description="How long shutdown waits for running jobs. vLLM kills its engine after 5 s."
+    )
+    parallel_agnostic: bool = Field(
+        False,
+        description="Share blocks between parallel layouts, where the engine says that its bytes allow it.",
+    )
+
+    def check(self) -> None:
+        """Look at what single fields cannot show.
+
+        Raises:
+            ConfigError: names the field.
+        """
+
+
+class FsTierConfig(TierConfig):
+    """Blocks as files under a local folder."""
+
+    type: Literal["fs"] = "fs"
+    root_dir: ExpandedPath = Field(description="Folder of the blocks; made if absent. ~ and $VARIABLES are expanded.")
+    min_free: Size = Field(1 << 30, description="Free space the tier leaves on the file system.")
+    durability: Literal["none", "data"] = Field(
+        "none", description="data: fsync each block before it is visible (0.6 -> 8 ms at 2 MiB)."
+    )
+
+
+class MemoryTierConfig(TierConfig):
+    """Blocks in this process's memory: for tests and for trying things out."""
+
+    type: Literal["memory"] = "memory"
+    max_bytes: Size | None = Field(None, description="Beyond it the least recently used blocks leave.")
+
+
+class S3TierConfig(TierConfig):
+    """Blocks as objects in a bucket of any S3. Credentials come from boto3's chain, never from here."""
+
+    type: Literal["s3"] = "s3"
+    n_read_threads: Threads = Field(8, description="Requests of loads under way at once.")
+    n_write_threads: Threads = Field(8, description="Requests of stores under way at once.")
+    job_deadline_s: Seconds = Field(15.0, description="As for every tier; longer, for its retries.")
+    lookup_deadline_s: Seconds = Field(0.5, description="A lookup not answered by then is a miss.")
+    absent_ttl_s: Annotated[float, Field(ge=0, le=86_400)] = Field(5.0, description="How long 'absent' is believed.")
+    bucket: str = Field(description="Bucket; must exist.")
+    prefix: str = Field("", description="Folder inside the bucket.")
+    endpoint_url: str | None = Field(None, description="Of an S3 that is not AWS's, such as https://minio:9000.")
+    region: str | None = Field(None, description="Default: what boto3 finds, else us-east-1.")
+    addressing_style: Literal["auto", "path", "virtual"] = Field(
+        "auto", description="path: endpoint/bucket/key. virtual: bucket.endpoint/key. auto: virtual on AWS, else path."
+    )
+    profile: str | None = Field(None, description="Profile of ~/.aws/config.")
+    role_arn: str | None = Field(None, description="Role to assume.")
+    ca_bundle: str | None = Field(None, description="PEM file of certificate authorities for a private endpoint.")
+    verify: bool = Field(True, description="Check the server's certificate.")
+    allow_insecure: bool = Field(False, description="Allow http to other hosts.")
+    sse: Literal["AES256", "aws:kms"] | None = Field(None, description="Server-side encryption of new blocks.")
+    sse_kms_key_id: str | None = Field(None, description="Key for sse: aws:kms.")
+    storage_class: str | None = Field(None, description="Of new blocks, such as EXPRESS_ONEZONE.")
+    checksum: Literal["crc64nvme", "crc32c", "sha256", "none"] = Field(
+        "crc64nvme", description="Checksum the server verifies; falls back once where a clone refuses it."
+    )
+    request_timeout: Seconds = Field(10.0, description="Seconds for one operation with its retries.")
+    connect_timeout: Seconds = Field(2.0, description="Seconds for one connection.")
+    retries: Annotated[int, Field(ge=0, le=20)] = Field(3, description="Further attempts after 5xx, 429 or a reset.")
+    client: Literal["obstore", "boto3"] = Field(
+        "obstore", description="obstore (Rust, fast), or boto3 where policy allows only AWS's own."
+    )
+
+    def store_options(self) -> S3Options:
+        """What the store is told.
+
+        Raises:
+            ConfigError: a value that cannot work.
+        """
+        own = {name: getattr(self, name) for name in _S3_SAME_NAMES}
+        return S3Options(
+            **own,
+            request_timeout_s=self.request_timeout,
+            connect_timeout_s=self.connect_timeout,
+            max_connections=min(1024, self.n_read_threads + self.n_write_threads + 32),
+        )
+
+    def check(self) -> None:
+        self.store_options()
+
+
+class FsspecTierConfig(TierConfig):
+    """Blocks under any fsspec URL: gs://, abfs://, s3:// by s3fs, hf://, memory://, …"""
+
+    type: Literal["fsspec"] = "fsspec"
+    n_read_threads: Threads = Field(8, description="Requests of loads under way at once.")
+    n_write_threads: Threads = Field(8, description="Requests of stores under way at once.")
+    lookup_deadline_s: Seconds = Field(1.0, description="A lookup not answered by then is a miss.")
+    absent_ttl_s: Annotated[float, Field(ge=0, le=86_400)] = Field(5.0, description="How long 'absent' is believed.")
+    url: Annotated[str, BeforeValidator(_expand_path), Field(min_length=1, max_length=3072)] = Field(
+        description="Where, such as gs://bucket/folder."
+    )
+    storage_options: dict[str, Any] = Field(default_factory=dict, description="Passed to the fsspec file system.")
+
+
+class ExternalTierConfig(BaseModel):
+    """A tier that is not ours: its options are its own business."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    type: str
+    module_path: str | None = Field(None, description="Module with a class named like `type`.")
+
+
+TIER_MODELS: dict[str, type[TierConfig]] = {
+    "fs": FsTierConfig,
+    "fsspec": FsspecTierConfig,
+    "memory": MemoryTierConfig,
+    "s3": S3TierConfig,
+}
+
+AnyTierConfig = TierConfig | ExternalTierConfig
