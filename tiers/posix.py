@@ -12,9 +12,9 @@ Reading a blob is four system calls::
 
 O_NONBLOCK because opening a FIFO would wait for its writer. Writing is in ``tiers.publish``.
 
-This module and ``tiers.publish`` make every system call of these stores, all through their module-level names ``os``
-and ``openat2``: ``tiers.testing.faults.SyscallFaults`` replaces these two to make the n-th call fail. Functions here
-raise OSError, unless they say otherwise; the store turns it into a StoreError with ``store_error``.
+This module and ``tiers.publish`` make every system call of these stores, all through the module-level names ``os``,
+``openat2`` and ``link_open_file``: ``tiers.testing.faults.SyscallFaults`` replaces these to make the n-th call fail.
+Functions here raise OSError, unless they say otherwise; the store turns it into a StoreError with ``store_error``.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ import functools
 import os
 import stat
 import struct
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tiers.errors import (
     BlobCorruptError,
@@ -53,7 +51,7 @@ OPEN_STAT = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 
 IOV_COUNT_MAX = 1024  # Linux' UIO_MAXIOV: more buffers in one vectored call are EINVAL
 
-ERRORS: dict[int, type[StoreError]] = {
+ERRORS: Mapping[int, type[StoreError]] = {
     errno.ENOENT: BlobNotFoundError,
     errno.ENOTDIR: BlobCorruptError,  # a file, or (stepwise) a symbolic link, where a folder should be
     errno.ELOOP: BlobCorruptError,  # a symbolic link
@@ -388,7 +386,7 @@ class _Listing:
         self.fd = fd
         self.prefix = prefix
         try:
-            self.entries: Any = os.scandir(fd)
+            self.entries = os.scandir(fd)
         except BaseException:
             close_reader(fd)
             raise
@@ -397,8 +395,10 @@ class _Listing:
         """A folder in this one; None where it was removed or replaced since it was listed."""
         try:
             return _Listing(os.open(name, OPEN_LISTING, dir_fd=self.fd), f"{self.prefix}{name}/")
-        except (FileNotFoundError, NotADirectoryError):
-            return None
+        except OSError as e:
+            if is_absent(e):
+                return None
+            raise
 
     def info(self, name: str) -> KeyInfo | None:
         """A file in this folder; None where it was removed since it was listed, or its name is no key."""
@@ -412,55 +412,3 @@ class _Listing:
     def close(self) -> None:
         self.entries.close()
         close_reader(self.fd)
-
-
-# ---- free space ------------------------------------------------------------------------------------------------------
-
-
-class FreeSpace:
-    """Keeps writers out of a reserve of free space.
-
-    Asking the file system is a system call, so an answer is used for ``PERIOD_S``, less what was written since, as
-    long as it is ``NEAR_BYTES`` above the reserve. Nearer than that every put asks. So what other processes write
-    unseen (PERIOD_S long, at less than NEAR_BYTES per PERIOD_S) does not reach the reserve either.
-
-    Any thread may call; ``_lock`` owns the fields.
-    """
-
-    PERIOD_S = 0.25
-    NEAR_BYTES = 1 << 30
-
-    def __init__(self, min_free_bytes: int, clock: Callable[[], float]) -> None:
-        self._min_free_bytes = min_free_bytes
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._room_bytes = 0
-        self._asked_at = float("-inf")
-        self._in_flight_bytes = 0
-
-    @contextlib.contextmanager
-    def reserved(self, root: RootFolder, size: int, key: str) -> Iterator[None]:
-        """Keep room for a blob while it is written.
-
-        Raises:
-            StoreFullError: it would reach into the reserve.
-            OSError: the file system does not say.
-        """
-        with self._lock:
-            now = self._clock()
-            if now - self._asked_at > self.PERIOD_S or self._room_bytes - size < self.NEAR_BYTES:
-                status = os.fstatvfs(root.fd)
-                # What is being written may be counted twice, as reserved and as written: it errs to the safe side.
-                self._room_bytes = status.f_bavail * status.f_frsize - self._min_free_bytes - self._in_flight_bytes
-                self._asked_at = now
-            if self._room_bytes < size:
-                raise StoreFullError(
-                    f"{size} bytes would leave less than min_free_bytes = {self._min_free_bytes} free", key=key
-                )
-            self._room_bytes -= size
-            self._in_flight_bytes += size
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._in_flight_bytes -= size

@@ -17,20 +17,26 @@ A blob that replaces another (linkat never replaces), and every blob where there
     close                       before it is published: NFS reports a failed write only here
     renameat(private, name)     to replace; else linkat(private, name) and unlinkat(private)
 
-A writer that dies here leaves its private file. Its name, ``<host>-<boot>-<pid namespace>-<pid>-<start time>-<store>
--<count>``, says whose it is, and the next store that opens the root removes it: at once where that process of this
-host is gone, after ``STALE_AGE_S_MAX`` where it was another host's.
+Measured on tmpfs (Linux 6.18), in µs of CPU per blob beyond plain open, pwritev and close of the same file: unnamed 8.4
+(10 where the name must go by /proc), private and renamed 13, private and linked 14. Only the first leaves nothing
+behind when it is killed.
+
+A writer that dies at the second leaves its private file. Its name, ``<host>-<boot>-<pid namespace>-<pid>-<start
+time>-<store>-<count>``, says whose it is, and the next store that opens the root removes it: at once where that
+process of this host is gone, after ``STALE_AGE_S_MAX`` where it was another host's.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import os
 import secrets
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 
-from tiers.errors import StoreConfigError
+from tiers.errors import StoreConfigError, StoreFullError
 from tiers.posix import FILE_MODE, OPEN_FOLDER, OPEN_LISTING, RootFolder, close_reader, link_open_file, write_all
 
 PRIVATE_FOLDER = ".tmp"
@@ -170,6 +176,55 @@ class Publisher:
         write_all(fd, parts)
         if self._durable:
             os.fdatasync(fd)
+
+
+class FreeSpace:
+    """Keeps writers out of a reserve of free space.
+
+    Asking the file system is a system call, so an answer is used for ``PERIOD_S``, less what was written since, as
+    long as it is ``NEAR_BYTES`` above the reserve. Nearer than that every put asks. So what other processes write
+    unseen (PERIOD_S long, at less than NEAR_BYTES per PERIOD_S) does not reach the reserve either.
+
+    Any thread may call; ``_lock`` owns the fields.
+    """
+
+    PERIOD_S = 0.25
+    NEAR_BYTES = 1 << 30
+
+    def __init__(self, min_free_bytes: int, clock: Callable[[], float]) -> None:
+        self._min_free_bytes = min_free_bytes
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._room_bytes = 0
+        self._asked_at = float("-inf")
+        self._in_flight_bytes = 0
+
+    @contextlib.contextmanager
+    def reserved(self, root: RootFolder, size: int, key: str) -> Iterator[None]:
+        """Keep room for a blob while it is written.
+
+        Raises:
+            StoreFullError: it would reach into the reserve.
+            OSError: the file system does not say.
+        """
+        with self._lock:
+            now = self._clock()
+            if now - self._asked_at > self.PERIOD_S or self._room_bytes - size < self.NEAR_BYTES:
+                status = os.fstatvfs(root.fd)
+                # What is being written may be counted twice, as reserved and as written: it errs to the safe side.
+                self._room_bytes = status.f_bavail * status.f_frsize - self._min_free_bytes - self._in_flight_bytes
+                self._asked_at = now
+            if self._room_bytes < size:
+                raise StoreFullError(
+                    f"{size} bytes would leave less than min_free_bytes = {self._min_free_bytes} free", key=key
+                )
+            self._room_bytes -= size
+            self._in_flight_bytes += size
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._in_flight_bytes -= size
 
 
 def sweep(root: RootFolder, now: float) -> None:

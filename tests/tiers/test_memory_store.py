@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tiers.errors import StoreFullError
+from tiers.errors import ConfigError, StoreFullError
 from tiers.store import Store
 from tiers.stores.memory import MemoryStore
 from tiers.testing.contract import StoreContract, as_parts, fetch, list_keys
@@ -80,3 +80,8 @@ def test_mtime_is_the_clocks() -> None:
     store.put("a", as_parts(b"2"))  # changes nothing, so asks no clock
     store.put("b", as_parts(b"2"))
     assert {info.key: info.mtime for info in store.keys()} == {"a": 5.0, "b": 7.5}  # noqa: SIM118 - no dict
+
+
+def test_negative_limit_is_refused() -> None:
+    with pytest.raises(ConfigError, match="max_bytes: -1"):
+        MemoryStore(max_bytes=-1)

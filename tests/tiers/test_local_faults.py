@@ -1,0 +1,395 @@
+"""LocalStore when the system fails under it (W4).
+
+The outcome is success or the mapped StoreError, never a wrong or half blob, never a descriptor or a file left behind,
+and the store works again as soon as the fault is gone.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import resource
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tiers import posix
+from tiers.errors import (
+    StoreConfigError,
+    StoreError,
+    StoreFullError,
+    StorePermissionError,
+    StoreUnavailableError,
+)
+from tiers.posix import ERRORS
+from tiers.stores.local import LocalStore
+from tiers.testing.contract import as_parts, fetch, list_keys, make_data
+from tiers.testing.faults import SyscallFaults, run_in_child
+
+OLD = make_data(5000, seed=1)
+NEW = make_data(9000, seed=2)
+
+ERRNOS = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EIO,
+    errno.EINTR,
+    errno.EACCES,
+    errno.EROFS,
+    errno.EMFILE,
+    errno.ESTALE,
+)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A call on a store that holds OLD under "f/old" and "f/other".
+
+    Attributes:
+        call: returns what must equal ``answer`` where it succeeds.
+        key: what it is about; the store's other blobs never change.
+        after: what is under ``key`` when it succeeded.
+        after_failure: what may be there when it did not.
+    """
+
+    call: Callable[[LocalStore], object]
+    key: str
+    after: bytes | None
+    after_failure: tuple[bytes | None, ...]
+    answer: object = None
+
+
+def put_new(key: str) -> Operation:
+    return Operation(lambda store: store.put(key, as_parts(NEW, 4096)), key, NEW, (None, NEW))
+
+
+OPERATIONS = {
+    "put": put_new("f/new"),
+    "put into a new folder": put_new("g/h/new"),
+    "put what is there": Operation(lambda store: store.put("f/old", as_parts(NEW)), "f/old", OLD, (OLD,)),
+    "overwrite": Operation(
+        lambda store: store.put("f/old", as_parts(NEW, 4096), overwrite=True), "f/old", NEW, (OLD, NEW)
+    ),
+    "get": Operation(lambda store: fetch(store, "f/old", len(OLD)), "f/old", OLD, (OLD,), OLD),
+    "size": Operation(lambda store: store.size("f/old"), "f/old", OLD, (OLD,), len(OLD)),
+    "size of nothing": Operation(lambda store: store.size("f/new"), "f/new", None, (None,)),
+    "tail": Operation(lambda store: store.get_tail("f/old", 4096), "f/old", OLD, (OLD,), (len(OLD), OLD[-4096:])),
+    "delete": Operation(lambda store: store.delete("f/old"), "f/old", None, (OLD, None)),
+    "delete nothing": Operation(lambda store: store.delete("f/new"), "f/new", None, (None,)),
+    "quarantine": Operation(lambda store: store.quarantine("f/old"), "f/old", None, (OLD, None)),
+    "list": Operation(list_keys, "f/old", OLD, (OLD,), ["f/old", "f/other"]),
+    "open": Operation(lambda store: LocalStore(store.root_dir).close(), "f/old", OLD, (OLD,)),
+}
+
+WAYS = ("openat2", "stepwise", "private names", "durable, with a reserve")
+
+
+class Place:
+    """A store on one of its ways, made anew for every fault."""
+
+    def __init__(self, folder: Path, way: str) -> None:
+        self.folder = folder
+        self._way = way
+        self._count = 0
+        self.root = folder
+
+    def make(self) -> LocalStore:
+        """A store that holds OLD under "f/old" and "f/other", and has its private folder."""
+        self._count += 1
+        self.root = self.folder / str(self._count)
+        (self.root / "f").mkdir(parents=True)
+        (self.root / ".tmp").mkdir()
+        for name in ("old", "other"):
+            (self.root / "f" / name).write_bytes(OLD)
+        if self._way == "durable, with a reserve":
+            return LocalStore(self.root, durability="data", min_free_bytes=1)
+        store = LocalStore(self.root)
+        store._publisher._unnamed_files = self._way != "private names"
+        return store
+
+    def content(self, key: str) -> bytes | None:
+        path = self.root / key
+        return path.read_bytes() if path.is_file() else None
+
+
+@pytest.fixture(params=WAYS)
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    if request.param == "stepwise":
+        monkeypatch.setattr(posix, "openat2_works", lambda dir_fd: False)
+    gc.collect()  # of descriptors that earlier tests left in cycles: they would vanish in the middle of a check
+    # In memory where there is some: it is thousands of stores, and a way that syncs each.
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
+        yield Place(Path(folder), request.param)
+
+
+def open_fds() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
+
+
+def calls_of(place: Place, operation: Operation) -> list[str]:
+    """The system calls the operation makes where nothing fails; fails the test where it does not do its work."""
+    store = place.make()
+    with SyscallFaults() as dry:
+        assert operation.call(store) == operation.answer
+    assert place.content(operation.key) == operation.after
+    return dry.calls
+
+
+def check(place: Place, operation: Operation, faults: SyscallFaults, expected: type[StoreError]) -> bool:
+    """Do the operation with the fault and check all that was promised. Returns whether it succeeded."""
+    store = place.make()
+    fds = open_fds()
+    try:
+        with faults:
+            answer = operation.call(store)
+        succeeded = True
+    except expected:
+        succeeded = False
+    assert open_fds() <= fds, f"{faults.calls} left a descriptor"
+    if succeeded:
+        assert answer == operation.answer
+        assert place.content(operation.key) == operation.after
+    else:
+        assert place.content(operation.key) in operation.after_failure
+    assert place.content("f/other") == OLD
+    # What cannot be unlinked stays until this process is gone: then the next store sweeps it.
+    if "unlink" not in faults.failed:
+        assert list((place.root / ".tmp").iterdir()) == [], f"{faults.calls} left a file"
+    # Healed: the same call on the same store does its work.
+    assert operation.call(store) == operation.answer
+    assert place.content(operation.key) == operation.after
+    store.close()
+    return succeeded
+
+
+@pytest.mark.parametrize("forever", [False, True], ids=["once", "for ever"])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_every_system_call_fails(place: Place, name: str, forever: bool) -> None:
+    operation = OPERATIONS[name]
+    calls = calls_of(place, operation)
+    assert calls
+    failed = 0
+    for code in ERRNOS:
+        expected = ERRORS.get(code, StoreUnavailableError)
+        for n in range(len(calls)):
+            faults = SyscallFaults(at=n, error=code, forever=forever)
+            failed += not check(place, operation, faults, expected)
+    assert failed
+
+
+@pytest.mark.parametrize("forever", [False, True], ids=["once", "for ever"])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_every_read_and_write_stops_short(place: Place, name: str, forever: bool) -> None:
+    """Legal, and no error at all."""
+    operation = OPERATIONS[name]
+    for n in range(len(calls_of(place, operation))):
+        assert check(place, operation, SyscallFaults(at=n, short=True, forever=forever), StoreError)
+
+
+# ---- the real thing --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """The root of a file system with 1 MiB and 32 inodes."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m,nr_inodes=32,mode=700", "kvtiers-test", str(folder)]
+    try:
+        done = subprocess.run(mount, capture_output=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("there is no mount command")
+    if done.returncode:
+        pytest.skip(f"mounting takes root: {done.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def fill(store: LocalStore, data: bytes, reason: str) -> None:
+    """Put copies, each in a folder of its own, until the store is full for the given reason."""
+    with pytest.raises(StoreFullError, match=reason):  # noqa: PT012 - which of the puts is the first one refused varies
+        for i in range(100):
+            store.put(f"f{i}/a", as_parts(data))
+
+
+def free_bytes(folder: Path) -> int:
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_no_space(small: Path, private: bool) -> None:
+    with LocalStoreOn(small) as store:
+        store._publisher._unnamed_files = not private
+        data = make_data(100_000)
+        fill(store, data, "ENOSPC")
+        stored = list_keys(store)
+        assert 5 < len(stored) < 11
+        for key in stored:
+            assert fetch(store, key, len(data)) == data
+        before = free_bytes(small)
+        for _ in range(3):
+            with pytest.raises(StoreFullError):
+                store.put("f/new", as_parts(data))
+            with pytest.raises(StoreFullError):
+                store.put(stored[0], as_parts(data), overwrite=True)
+        assert free_bytes(small) == before
+        assert fetch(store, stored[0], len(data)) == data
+        store.delete(stored[1])
+        store.put("f/new", as_parts(data))
+        assert fetch(store, "f/new", len(data)) == data
+
+
+def test_no_inodes(small: Path) -> None:
+    with LocalStoreOn(small) as store:
+        fill(store, b"1", "ENOSPC")
+        stored = list_keys(store)
+        assert 10 < len(stored) < 20
+        assert all(fetch(store, key, 1) == b"1" for key in stored)
+        store.delete(stored[0])
+        store.put(stored[0], as_parts(b"2"))
+        assert fetch(store, stored[0], 1) == b"2"
+
+
+def test_reserve_is_never_touched(small: Path) -> None:
+    with LocalStoreOn(small, min_free_bytes=500_000) as store:
+        fill(store, make_data(50_000), "min_free_bytes")
+        assert 500_000 <= free_bytes(small) < 560_000
+        store.delete("f0/a")
+        store.put("f0/a", as_parts(make_data(50_000)))
+        assert free_bytes(small) >= 500_000
+
+
+def test_read_only_file_system(small: Path) -> None:
+    LocalStore(small / "root").put("f/a", as_parts(b"1"))
+    subprocess.run(["mount", "-o", "remount,ro", str(small)], check=True)
+    with LocalStoreOn(small) as store:
+        assert fetch(store, "f/a", 1) == b"1"
+        calls: list[Callable[[], object]] = [
+            lambda: store.put("f/b", as_parts(b"1")),
+            lambda: store.put("g/b", as_parts(b"1")),
+            lambda: store.put("f/a", as_parts(b"1"), overwrite=True),
+            lambda: store.delete("f/a"),
+            lambda: store.quarantine("f/a"),
+        ]
+        for call in calls:
+            with pytest.raises(StorePermissionError, match="EROFS"):
+                call()
+        assert fetch(store, "f/a", 1) == b"1"
+    with pytest.raises(StorePermissionError, match="not-there"):
+        LocalStore(small / "not-there")
+
+
+def test_another_file_system_below_the_root(small: Path, tmp_path: Path) -> None:
+    """Reading goes on; what would have to be renamed across is an error that says so."""
+    (small / "a").write_bytes(b"1")
+    with LocalStoreOn(tmp_path, name=".") as store:
+        assert fetch(store, "small/a", 1) == b"1"
+        store.put("small/b", as_parts(b"2"))
+        assert fetch(store, "small/b", 1) == b"2"
+        with pytest.raises(StoreConfigError, match="EXDEV"):
+            store.put("small/a", as_parts(b"2"), overwrite=True)
+        with pytest.raises(StoreConfigError, match="EXDEV"):
+            store.quarantine("small/a")
+        assert fetch(store, "small/a", 1) == b"1"
+
+
+class LocalStoreOn:
+    """A store below a mounted folder, closed before the folder is unmounted."""
+
+    def __init__(self, folder: Path, *, name: str = "root", min_free_bytes: int = 0) -> None:
+        self._store = LocalStore(folder / name, min_free_bytes=min_free_bytes)
+
+    def __enter__(self) -> LocalStore:
+        return self._store
+
+    def __exit__(self, *_: object) -> None:
+        self._store.close()
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_file_size_limit(tmp_path: Path, private: bool) -> None:
+    def use() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
+        store = LocalStore(tmp_path / "root")
+        store._publisher._unnamed_files = not private
+        with pytest.raises(StoreFullError, match="EFBIG"):
+            store.put("f/a", as_parts(make_data(20_000)))
+        assert store.size("f/a") is None
+        assert list_keys(store) == []
+        store.put("f/a", as_parts(make_data(8192)))
+        assert fetch(store, "f/a", 8192) == make_data(8192)
+
+    assert run_in_child(use) == 0
+    assert sorted(path.name for path in (tmp_path / "root").rglob("*") if path.is_file()) == ["a"]
+
+
+def test_out_of_descriptors(tmp_path: Path) -> None:
+    def use() -> None:
+        store = LocalStore(tmp_path / "root")
+        store.put("f/old", as_parts(b"old"))
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        used_up = max(map(int, open_fds()))
+        while os.open(os.devnull, os.O_RDONLY) < used_up:
+            pass  # no gaps: the next descriptor is the highest
+        calls: list[Callable[[], object]] = [
+            lambda: store.put("f/new", as_parts(b"new")),
+            lambda: store.put("g/new", as_parts(b"new")),
+            lambda: store.put("f/old", as_parts(b"old"), overwrite=True),
+            lambda: fetch(store, "f/old", 3),
+            lambda: store.size("f/old"),
+            lambda: store.get_tail("f/old", 1),
+            lambda: list_keys(store),
+            lambda: store.delete("f/new"),
+            lambda: store.quarantine("f/new"),
+            lambda: LocalStore(tmp_path / "root"),
+        ]
+        refused = 0
+        for free in range(5):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (used_up + 1 + free, hard))
+            for call in calls:
+                try:
+                    call()
+                except StoreUnavailableError:
+                    refused += 1
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            assert fetch(store, "f/old", 3) == b"old"
+        assert refused >= len(calls)
+        for key in ("f/new", "g/new"):
+            store.put(key, as_parts(b"new"))
+            assert fetch(store, key, 3) == b"new"
+
+    assert run_in_child(use) == 0
+
+
+def test_folder_of_somebody_else(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("becoming another user takes root")
+    LocalStore(tmp_path / "root").put("f/a", as_parts(b"1"))
+    (tmp_path / "root").chmod(0o755)
+    for folder in (tmp_path, *tmp_path.parents):
+        if folder.stat().st_mode & 0o001 == 0:
+            folder.chmod(folder.stat().st_mode | 0o711)
+
+    def use() -> None:
+        os.setgid(65534)
+        os.setuid(65534)
+        store = LocalStore(tmp_path / "root")
+        for call in (
+            lambda: store.put("a", as_parts(b"1")),
+            lambda: store.put("f/b", as_parts(b"1")),
+            lambda: fetch(store, "f/a", 1),
+            lambda: store.size("f/a"),
+            lambda: list_keys(store),
+            lambda: LocalStore(tmp_path / "root" / "new"),
+            lambda: LocalStore(tmp_path / "root" / "f" / "new"),
+        ):
+            with pytest.raises(StorePermissionError, match="EACCES"):
+                call()
+
+    assert run_in_child(use) == 0

@@ -1,0 +1,312 @@
+"""Faults on purpose: a store layer that fails by plan, system calls that fail by number, processes that are killed.
+
+A layer, for whatever sits on top of a store::
+
+    store = FaultyStore(MemoryStore(), [Fault("get_into", first=3, flip_bit=17), Fault("put", count=None, error=...)])
+    store.plan = []  # healed
+
+System calls, for stores on a file system (``tiers.posix`` and ``tiers.publish`` make all of theirs). Run once to
+learn how many there are, then once for each::
+
+    with SyscallFaults() as dry:
+        store.put("a", parts)
+    for n in range(len(dry.calls)):
+        with SyscallFaults(at=n, error=errno.EIO):
+            ...
+
+Processes: ``run_in_child`` forks, so a killed writer costs milliseconds and not an interpreter's start.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Self
+from unittest import mock
+
+from tiers import posix, publish
+from tiers.store import KeyInfo, Store
+
+# ---- a store that fails by plan --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What goes wrong in some calls of one method of a store.
+
+    Attributes:
+        method: such as "put", "get_into" or "get_tail".
+        first: number of the first call it happens in, from 1.
+        count: how many calls it happens in. None: for ever.
+        delay_s: handed to the store's ``sleep`` before the call.
+        hang: waited for before the call, without limit.
+        error: makes what is raised instead of the call; any BaseException, as a thread may die of one.
+        error_after: the call is made, and only then ``error`` raised: a lost acknowledgement.
+        flip_bit: number of a bit to flip in what ``put`` stores, ``get_into`` fills or ``get_tail`` returns.
+        truncate_to: bytes that arrive: ``put`` stores no more, ``get_into`` leaves zeros behind them.
+    """
+
+    method: str
+    first: int = 1
+    count: int | None = 1
+    delay_s: float = 0.0
+    hang: threading.Event | None = None
+    error: Callable[[], BaseException] | None = None
+    error_after: bool = False
+    flip_bit: int | None = None
+    truncate_to: int | None = None
+
+    def strikes(self, method: str, number: int) -> bool:
+        """Whether it happens in this call."""
+        return (
+            method == self.method and number >= self.first and (self.count is None or number < self.first + self.count)
+        )
+
+    def damage(self, data: bytearray) -> None:
+        """Do to ``data`` what the fault says."""
+        if self.flip_bit is not None and data:
+            position, bit = divmod(self.flip_bit % (8 * len(data)), 8)
+            data[position] ^= 1 << bit
+        if self.truncate_to is not None:
+            del data[self.truncate_to :]
+
+
+class FaultyStore(Store):
+    """A store layer that fails by plan. Any thread may call; ``_lock`` owns ``calls``.
+
+    It has the optional methods its store has. ``plan`` may be replaced at any time.
+
+    Args:
+        store: closed with this one.
+        plan: what goes wrong; several faults may strike in one call, in their order.
+        sleep: waits for a fault's ``delay_s``.
+
+    Attributes:
+        calls: method -> number of calls so far.
+    """
+
+    def __init__(
+        self, store: Store, plan: Iterable[Fault] = (), *, sleep: Callable[[float], object] = time.sleep
+    ) -> None:
+        self.capabilities = store.capabilities
+        self.plan: Sequence[Fault] = tuple(plan)
+        self.calls: Counter[str] = Counter()
+        self._store = store
+        self._sleep = sleep
+        self._lock = threading.Lock()
+        # On the instance: whether a store has an extra is asked with isinstance, which looks for the attribute.
+        for name in ("quarantine", "size_many", "delete_many", "get_many_into"):
+            if hasattr(store, name):
+                setattr(self, name, functools.partial(self._call, name))
+        if hasattr(store, "get_tail"):
+            self.get_tail = self._get_tail
+
+    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> None:
+        faults = self._before("put")
+        for fault in faults:
+            if fault.flip_bit is not None or fault.truncate_to is not None:
+                data = bytearray(b"".join(parts))
+                fault.damage(data)
+                parts = [memoryview(data)]
+        self._store.put(key, parts, overwrite=overwrite)
+        self._after(faults)
+
+    def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
+        faults = self._before("get_into")
+        self._store.get_into(key, parts)
+        for fault in faults:
+            if fault.flip_bit is not None or fault.truncate_to is not None:
+                data = bytearray(b"".join(parts))
+                fault.damage(data)
+                for part in parts:
+                    part.cast("B")[:] = data[: part.nbytes].ljust(part.nbytes, b"\0")
+                    del data[: part.nbytes]
+        self._after(faults)
+
+    def size(self, key: str) -> int | None:
+        size: int | None = self._call("size", key)
+        return size
+
+    def delete(self, key: str) -> None:
+        self._call("delete", key)
+
+    def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
+        listing: Iterator[KeyInfo] = self._call("keys", prefix)
+        return listing
+
+    def close(self) -> None:
+        self._call("close")
+
+    def _get_tail(self, key: str, length: int) -> tuple[int, bytes] | None:
+        faults = self._before("get_tail")
+        found: tuple[int, bytes] | None = getattr(self._store, "get_tail")(key, length)  # noqa: B009 - an extra
+        if found is not None:
+            size, tail = found[0], bytearray(found[1])
+            for fault in faults:
+                fault.damage(tail)
+            found = size, bytes(tail)
+        self._after(faults)
+        return found
+
+    def _call(self, method: str, *arguments: object) -> Any:
+        faults = self._before(method)
+        answer = getattr(self._store, method)(*arguments)
+        self._after(faults)
+        return answer
+
+    def _before(self, method: str) -> list[Fault]:
+        with self._lock:
+            self.calls[method] += 1
+            faults = [fault for fault in self.plan if fault.strikes(method, self.calls[method])]
+        for fault in faults:
+            if fault.delay_s:
+                self._sleep(fault.delay_s)
+            if fault.hang is not None:
+                fault.hang.wait()
+            if fault.error is not None and not fault.error_after:
+                raise fault.error()
+        return faults
+
+    @staticmethod
+    def _after(faults: list[Fault]) -> None:
+        for fault in faults:
+            if fault.error is not None and fault.error_after:
+                raise fault.error()
+
+
+# ---- system calls that fail by number --------------------------------------------------------------------------------
+
+SYSTEM_CALLS = frozenset(
+    [
+        "open",
+        "close",
+        "read",
+        "fstat",
+        "stat",
+        "preadv",
+        "pwritev",
+        "link",
+        "rename",
+        "unlink",
+        "mkdir",
+        "scandir",
+        "fdatasync",
+        "fsync",
+        "fstatvfs",
+    ]
+)
+
+
+class SyscallFaults:
+    """Counts the system calls of ``tiers.posix`` and ``tiers.publish``, and makes the n-th one fail.
+
+    A context manager; it works on the whole process, so one at a time. A call that fails is not made, save
+    ``close``, which on Linux frees the descriptor whatever it returns.
+
+    Args:
+        at: number of the call, from 0. -1: none, it only counts.
+        error: errno it fails with.
+        short: instead, it moves half the bytes it was asked for (``preadv`` and ``pwritev``; others are left alone).
+        kill: instead, the process gets SIGKILL before it.
+        forever: every call from ``at`` on.
+
+    Attributes:
+        calls: names of the calls so far, the failing ones too.
+        failed: names of those that failed.
+    """
+
+    def __init__(
+        self, *, at: int = -1, error: int = 0, short: bool = False, kill: bool = False, forever: bool = False
+    ) -> None:
+        self.calls: list[str] = []
+        self.failed: list[str] = []
+        self._at = at
+        self._error = error
+        self._short = short
+        self._kill = kill
+        self._forever = forever
+        self._lock = threading.Lock()
+        self._patches = ExitStack()
+
+    def __enter__(self) -> Self:
+        seam = _Os(self)
+        openat2 = functools.partial(self._make_call, "openat2", posix.openat2)
+        link_open_file = functools.partial(self._make_call, "linkat", posix.link_open_file)
+        for module, name, replacement in (
+            (posix, "os", seam),
+            (publish, "os", seam),
+            (posix, "openat2", openat2),
+            (publish, "link_open_file", link_open_file),
+        ):
+            self._patches.enter_context(mock.patch.object(module, name, replacement))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._patches.close()
+
+    def _make_call(self, name: str, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        with self._lock:
+            number = len(self.calls)
+            self.calls.append(name)
+        if number == self._at or (self._forever and self._at >= 0 and number > self._at):
+            if self._kill:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self._short and name in ("preadv", "pwritev"):
+                fd, parts, offset = arguments
+                whole = [view for part in parts if (view := part.cast("B")).nbytes]
+                return call(fd, [whole[0][: (len(whole[0]) + 1) // 2]], offset) if whole else 0
+            if self._error:
+                self.failed.append(name)
+                if name == "close":
+                    call(*arguments, **options)
+                raise OSError(self._error, os.strerror(self._error))
+        return call(*arguments, **options)
+
+
+class _Os:
+    """The os module, its system calls going through a SyscallFaults."""
+
+    def __init__(self, faults: SyscallFaults) -> None:
+        self._faults = faults
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(os, name)
+        return functools.partial(self._faults._make_call, name, value) if name in SYSTEM_CALLS else value
+
+
+# ---- processes -------------------------------------------------------------------------------------------------------
+
+
+def start_child(call: Callable[[], object]) -> int:
+    """Run ``call`` in a forked child, which then exits: 0, or 1 where it raised. Returns its pid; wait for it."""
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        call()
+        status = 0
+    except BaseException:  # noqa: BLE001 - the edge of a process: it must not return into the caller's stack
+        traceback.print_exc()
+        sys.stderr.flush()
+    finally:
+        os._exit(status)
+
+
+def wait_child(pid: int) -> int:
+    """Wait for a child. Returns its exit status, or minus the signal that ended it."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def run_in_child(call: Callable[[], object]) -> int:
+    """``start_child`` and ``wait_child``."""
+    return wait_child(start_child(call))
