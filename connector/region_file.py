@@ -1,0 +1,466 @@
+"""The file behind a SharedOffloadRegion, and how the processes of one engine come to it.
+
+The bytes: ``num_blocks`` rows of ``row_stride`` bytes from offset 0, then one header page. The header comes last so
+that rows are page-aligned at ``block * row_stride``, in the file as in memory.
+
+Step by step. Every step happens under an exclusive flock on the file, which dies with its holder:
+
+1. The first process makes a file without a name (O_TMPFILE, 0600), writes the header (geometry, its pid and start
+   time), locks it and links it to its name. linkat fails where the name exists, as O_EXCL does, and follows no
+   symlink; and no region ever has a name before it has a header.
+2. It allocates every page with fallocate, so that too little memory is an error here and not a SIGBUS later, and
+   marks the header as sized.
+3. Each process, the first included, maps the file and writes its pid and start time into its seat: one a worker, one
+   for the scheduler. Who takes the last seat removes the name: from then on nothing stays in /dev/shm whoever dies.
+4. A region that still has its name belongs to an engine that is starting. If any process in it is dead, that start
+   has failed: the next one removes the file and begins anew.
+
+So ``instance_id`` has to be the engine's own: of two engines that start with the same one at the same time, at least
+one gets a RegionError that says so. Containers that share /dev/shm but not their PID namespace take each other's
+processes for dead and need distinct ids too.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import re
+import stat
+import struct
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from tiers.errors import ConfigError, RegionError
+
+logger = logging.getLogger(__name__)
+
+FILE_PREFIX = "vllm_offload_"
+FILE_SUFFIX = ".mmap"
+NUM_WORKERS_MAX = 247  # seats (workers and scheduler) that fit in a header page of 4 KiB
+
+_INSTANCE_ID = re.compile(r"[^\x00-\x1f\x7f/]+")
+_INSTANCE_ID_BYTES_MAX = 255 - len(FILE_PREFIX) - len(FILE_SUFFIX)
+
+_MAGIC = b"KVTREGN\0"
+_VERSION = 1
+_FIXED = struct.Struct("<8sIIQQQQQ")  # magic, version, num_workers, num_blocks, cpu_page_size, row_stride, pid, start
+_CHECKSUM = struct.Struct("<I")  # crc32 of the fixed part, right after it: a torn or foreign header is none
+_SIZED = struct.Struct("<Q")
+_SIZED_OFFSET = 120
+_SEAT = struct.Struct("<QQ")  # pid, start time in clock ticks since boot; (0, 0) is free
+_SEATS_OFFSET = 128
+
+# Long calls go by pieces: a signal makes fallocate undo the piece at hand, and madvise holds the GIL for its piece.
+_PIECE_BYTES = 256 << 20
+_POLL_S = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class RegionGeometry:
+    """Shape of a region.
+
+    Attributes:
+        num_blocks: rows.
+        cpu_page_size: bytes of one worker's cell in a row.
+        num_workers: cells in a row.
+
+    Raises:
+        ConfigError: names the field and what is accepted.
+    """
+
+    num_blocks: int
+    cpu_page_size: int
+    num_workers: int
+
+    def __post_init__(self) -> None:
+        for field, largest in (("num_blocks", 1 << 40), ("cpu_page_size", 1 << 40), ("num_workers", NUM_WORKERS_MAX)):
+            value: object = getattr(self, field)
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= largest:
+                raise ConfigError(f"{value!r} is not accepted; write an integer in 1..{largest}", field=field)
+        if self.size_bytes >= 1 << 62:
+            raise ConfigError(f"{self.num_blocks} rows of {self.row_stride} bytes exceed 2**62", field="num_blocks")
+
+    @property
+    def row_stride(self) -> int:
+        """Bytes from one row to the next: all cells, rounded up to pages."""
+        return row_stride(self.cpu_page_size, self.num_workers)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all rows."""
+        return self.num_blocks * self.row_stride
+
+
+def row_stride(cpu_page_size: int, num_workers: int) -> int:
+    """Bytes of one row: ``num_workers`` cells, rounded up to the page size."""
+    return -(-cpu_page_size * num_workers // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def region_path(directory: str, instance_id: str) -> str:
+    """Name of an engine's region.
+
+    Raises:
+        ConfigError: ``instance_id`` cannot be part of a file's name.
+    """
+    name = f"{FILE_PREFIX}{instance_id}{FILE_SUFFIX}"
+    if _INSTANCE_ID.fullmatch(instance_id) is None or len(name.encode(errors="surrogatepass")) > 255:
+        raise ConfigError(
+            f"{instance_id!r} is not accepted; write 1 to {_INSTANCE_ID_BYTES_MAX} bytes without '/' and control "
+            "characters",
+            field="instance_id",
+        )
+    return os.path.join(directory, name)
+
+
+def reap_stale_regions(directory: str = "/dev/shm") -> list[str]:
+    """Remove region files of engines that died while they were starting; returns their paths.
+
+    Files of other users, of living processes and of other programs stay.
+    """
+    reaped = []
+    for name in sorted(os.listdir(directory)):
+        if not (name.startswith(FILE_PREFIX) and name.endswith(FILE_SUFFIX)):
+            continue
+        path = os.path.join(directory, name)
+        try:
+            fd = _open_existing(path)
+        except (OSError, RegionError):
+            continue
+        try:
+            header = _Header.read(fd) if _try_lock(fd) else None
+            if header is not None and header.is_stale() and _unlink_if_same(path, fd):
+                reaped.append(path)
+        except RegionError:  # another program version's: its business
+            continue
+        finally:
+            os.close(fd)
+    return reaped
+
+
+def allocate_anonymous(geometry: RegionGeometry) -> int:
+    """A memfd of this geometry that nobody can resize.
+
+    Raises:
+        RegionError: too little memory.
+    """
+    fd = os.memfd_create("kvtiers-region", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        _write_header(fd, geometry)
+        _allocate(fd, geometry, "")
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def check_attached(fd: int, geometry: RegionGeometry) -> None:
+    """Check that a region of this geometry is behind a descriptor.
+
+    Raises:
+        RegionError: it is not.
+    """
+    header = _Header.read(fd)
+    if header is None or not header.sized:
+        raise RegionError(f"no region is behind descriptor {fd}")
+    header.check_geometry(geometry, f"behind descriptor {fd}")
+
+
+def join_named(
+    path: str,
+    geometry: RegionGeometry,
+    seat: int,
+    *,
+    timeout_s: float,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> int:
+    """Make the file or join it (steps 1 and 2).
+
+    Returns:
+        A descriptor of the sized file, locked: map it, then ``take_seat`` or ``remove_name``.
+
+    Raises:
+        RegionError: too little memory, another geometry, a taken seat, a timeout, a foreign file.
+    """
+    deadline = clock() + timeout_s
+    while True:
+        fd = _create(path, geometry)
+        if fd is not None:
+            return fd
+        try:
+            fd = _open_existing(path)
+        except FileNotFoundError:
+            continue
+        try:
+            while not _try_lock(fd):
+                # Somebody allocates or joins. A mismatch need not wait for that.
+                header = _Header.read(fd)
+                if header is not None and _is_alive(*header.creator):
+                    header.check_geometry(geometry, path)
+                if clock() >= deadline:
+                    raise RegionError(
+                        f"region {path}: waited {timeout_s:g} s for process {header and header.creator[0]}"
+                    )
+                sleep(_POLL_S)
+            if _is_joinable(path, fd, geometry, seat):
+                return fd
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+
+
+def take_seat(fd: int, path: str, seat: int) -> None:
+    """Say that this process has mapped the file, remove the name if it was the last to, and unlock (step 3)."""
+    header = _Header.read(fd)
+    assert header is not None
+    os.pwrite(fd, _SEAT.pack(*_this_process()), header.geometry.size_bytes + _SEATS_OFFSET + seat * _SEAT.size)
+    if all(pid for index, (pid, _) in enumerate(header.seats) if index != seat):
+        _unlink_if_same(path, fd)
+    fcntl.flock(fd, fcntl.LOCK_UN)
+
+
+def remove_name(fd: int, path: str) -> None:
+    """Remove the name, if it is still there and this file's, and unlock."""
+    # Not waited for: who holds the lock is joining an engine that is about to lose this process.
+    if _try_lock(fd):
+        _unlink_if_same(path, fd)
+        fcntl.flock(fd, fcntl.LOCK_UN)
+
+
+def show_size(size_bytes: int) -> str:
+    """Bytes for people."""
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if size_bytes >= 1 << power:
+            return f"{size_bytes / (1 << power):.2f} {unit}"
+    return f"{size_bytes} bytes"
+
+
+def pieces(size_bytes: int) -> Iterator[tuple[int, int]]:
+    """(start, length) of the pieces in which memory is allocated and mapped."""
+    for start in range(0, size_bytes, _PIECE_BYTES):
+        yield start, min(_PIECE_BYTES, size_bytes - start)
+
+
+def _create(path: str, geometry: RegionGeometry) -> int | None:
+    """None: the name exists."""
+    if os.path.lexists(path):
+        return None
+    directory = os.path.dirname(path)
+    for stale in reap_stale_regions(directory):
+        logger.warning("region: removed %s, left by an engine that died while it was starting", stale)
+    fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    linked = False
+    try:
+        os.fchmod(fd, 0o600)
+        _write_header(fd, geometry)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        # Given a directory descriptor, CPython calls linkat with AT_SYMLINK_FOLLOW; without one it does not.
+        os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)
+        linked = True
+        _allocate(fd, geometry, directory)
+    except FileExistsError:
+        os.close(fd)
+        return None
+    except BaseException:
+        if linked:
+            _unlink_if_same(path, fd)
+        os.close(fd)
+        raise
+    return fd
+
+
+def _is_joinable(path: str, fd: int, geometry: RegionGeometry, seat: int) -> bool:
+    """Whether the locked file is the one to join; False: begin anew."""
+    if not _is_same(path, fd):  # every seat was taken, or the file was reaped, while this process waited for the lock
+        return False
+    header = _Header.read(fd)
+    if header is None and os.fstat(fd).st_size:
+        raise RegionError(f"{path} exists and is no region of ours; remove it or choose another instance_id")
+    if header is None or header.is_stale():
+        os.unlink(path)
+        logger.warning("region: removed %s, left by an engine that died while it was starting", path)
+        return False
+    header.check_geometry(geometry, path)
+    pid, _ = header.seats[seat]
+    if pid:
+        who = "the scheduler" if seat == geometry.num_workers else f"rank {seat}"
+        raise RegionError(f"region {path}: {who} is process {pid} already; two engines share one instance_id")
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    geometry: RegionGeometry
+    row_stride: int
+    creator: tuple[int, int]
+    sized: bool
+    seats: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def read(cls, fd: int) -> _Header | None:
+        """None: no header of ours.
+
+        Raises:
+            RegionError: another version's header.
+        """
+        offset = os.fstat(fd).st_size - mmap.PAGESIZE
+        page = os.pread(fd, mmap.PAGESIZE, offset) if offset >= 0 else b""
+        if len(page) != mmap.PAGESIZE:
+            return None
+        fixed = page[: _FIXED.size]
+        magic, version, num_workers, num_blocks, cpu_page_size, stride, pid, start = _FIXED.unpack(fixed)
+        if magic != _MAGIC or _CHECKSUM.unpack_from(page, _FIXED.size)[0] != zlib.crc32(fixed):
+            return None
+        if version != _VERSION:
+            raise RegionError(f"region header has version {version}, this program knows {_VERSION}")
+        return cls(
+            RegionGeometry(num_blocks, cpu_page_size, num_workers),
+            stride,
+            (pid, start),
+            bool(_SIZED.unpack_from(page, _SIZED_OFFSET)[0]),
+            tuple(_SEAT.iter_unpack(page[_SEATS_OFFSET : _SEATS_OFFSET + _SEAT.size * (num_workers + 1)])),
+        )
+
+    def is_stale(self) -> bool:
+        """Whether the start of this engine has failed. Under the lock only, where "not sized" says so too."""
+        taken = [seat for seat in self.seats if seat[0]]
+        return not self.sized or not all(_is_alive(*process) for process in (self.creator, *taken))
+
+    def check_geometry(self, wanted: RegionGeometry, what: str) -> None:
+        theirs = {
+            "num_workers": self.geometry.num_workers,
+            "cpu_page_size": self.geometry.cpu_page_size,
+            "num_blocks": self.geometry.num_blocks,
+            "row_stride": self.row_stride,
+        }
+        for field, value in theirs.items():
+            if value != getattr(wanted, field):
+                raise RegionError(
+                    f"region {what} has {field} {value} (made by process {self.creator[0]}), this process has "
+                    f"{getattr(wanted, field)}: two configs for one region"
+                )
+
+
+def _write_header(fd: int, geometry: RegionGeometry) -> None:
+    """Give the file its size, all holes, and its header."""
+    fixed = _FIXED.pack(
+        _MAGIC,
+        _VERSION,
+        geometry.num_workers,
+        geometry.num_blocks,
+        geometry.cpu_page_size,
+        geometry.row_stride,
+        *_this_process(),
+    )
+    os.ftruncate(fd, geometry.size_bytes + mmap.PAGESIZE)
+    os.pwrite(fd, fixed + _CHECKSUM.pack(zlib.crc32(fixed)), geometry.size_bytes)
+
+
+def _allocate(fd: int, geometry: RegionGeometry, directory: str) -> None:
+    """Allocate every page and say so in the header.
+
+    Args:
+        directory: the file's; "" for a memfd, which no file system limits.
+    """
+    size = geometry.size_bytes
+    # Asked first: filling memory takes a second per GB, and where the machine is the limit it ends in an OOM kill.
+    for place, free in _limits(directory):
+        if size > free:
+            raise RegionError(_too_large(size, place, free))
+    try:
+        for start, length in pieces(size):
+            os.posix_fallocate(fd, start, length)
+    except OSError as e:
+        if e.errno not in (errno.ENOSPC, errno.ENOMEM):
+            raise
+        raise RegionError(_too_large(size, *min(_limits(directory), key=lambda limit: limit[1]))) from e
+    os.pwrite(fd, _SIZED.pack(1), size + _SIZED_OFFSET)
+
+
+def _too_large(size: int, place: str, free: int) -> str:
+    return (
+        f"a region of {show_size(size)} does not fit: {place} has {show_size(free)} free. Make region.size smaller, or "
+        "give it more room (docker: --shm-size; Kubernetes: sizeLimit of the memory volume on /dev/shm, memory limit)"
+    )
+
+
+def _limits(directory: str) -> Iterator[tuple[str, int]]:
+    """What bounds a region: (place, bytes free)."""
+    if directory:
+        free = os.statvfs(directory)
+        yield directory, free.f_bavail * free.f_frsize
+    with open("/proc/meminfo", "rb") as f:
+        kib = {line.split(b":")[0]: int(line.split()[1]) for line in f}
+    yield "this machine", (kib[b"MemAvailable"] + kib[b"SwapFree"]) << 10
+    try:
+        with open("/sys/fs/cgroup/memory.max", "rb") as f:
+            # The limit, not what is left of it: page cache counts as used there although it would make room.
+            yield "the container's memory limit", int(f.read())
+    except (OSError, ValueError):  # no cgroup v2, or "max"
+        pass
+
+
+def _open_existing(path: str) -> int:
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as e:
+        if e.errno in (errno.ELOOP, errno.EISDIR):
+            raise RegionError(f"{path} is a symlink or a folder; remove it") from e
+        raise
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        os.close(fd)
+        raise RegionError(f"{path} is no private file of this user (regular, mode 0600); remove it")
+    return fd
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_same(path: str, fd: int) -> bool:
+    try:
+        return os.path.samestat(os.lstat(path), os.fstat(fd))
+    except FileNotFoundError:
+        return False
+
+
+def _unlink_if_same(path: str, fd: int) -> bool:
+    """Remove the name if it is this file's. Under its lock only, so that nobody else removes it in between."""
+    same = _is_same(path, fd)
+    if same:
+        os.unlink(path)
+    return same
+
+
+def _this_process() -> tuple[int, int]:
+    pid = os.getpid()
+    start = _start_ticks(pid)
+    if start is None:
+        raise RegionError("/proc is not mounted: a region tells living processes from dead ones by it")
+    return pid, start
+
+
+def _is_alive(pid: int, start_ticks: int) -> bool:
+    return _start_ticks(pid) == start_ticks
+
+
+def _start_ticks(pid: int) -> int | None:
+    """Start time of a living process in clock ticks since boot. With the pid it names a process for good."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as f:
+            fields = f.read().rpartition(b")")[2].split()  # the name before it may hold anything
+    except OSError:
+        return None
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])

@@ -1,0 +1,141 @@
+"""TieringOffloadingSpec: from an engine's identity and a deployment's config to a manager and handlers. Wiring only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from connector.base import (
+    CanonicalKVCaches,
+    CPULoadStoreSpec,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingConfig,
+    OffloadingHandler,
+    OffloadingSpec,
+)
+from connector.eviction import create_policy
+from connector.primary import CPUPrimaryTier
+from connector.region_file import row_stride, show_size
+from connector.shared_region import SharedOffloadRegion
+from connector.tiering import TieringOffloadingManager, TieringOptions
+from tiers.base import SecondaryTierManager
+from tiers.config import DeploymentConfig
+from tiers.errors import ConfigError
+from tiers.metrics import Metrics
+from tiers.registry import SecondaryTierFactory
+
+
+class TieringOffloadingSpec(OffloadingSpec):
+    """One engine's region, primary tier, tiers and handlers.
+
+    The scheduler's process calls ``get_manager``, a worker's ``get_handlers``; a single-process engine calls both on
+    one object, which then has one anonymous region.
+
+    Args:
+        config: the engine's identity.
+        deployment: the region and the tiers. Its ``blocks_per_chunk`` must be the engine's.
+        cpu_page_size: bytes of one worker's part of a stored block: the sum of its canonical tensors' page sizes, times
+            ``blocks_per_chunk``.
+        rank: of this worker; None is a scheduler in a process of its own.
+        in_process: scheduler and the only worker are this one process.
+
+    Attributes:
+        metrics: of everything that is made here.
+        region: the region; ``shutdown`` frees it.
+
+    Raises:
+        ConfigError: the region does not hold one block, or two settings contradict each other.
+        RegionError: the region cannot be made or joined.
+    """
+
+    def __init__(
+        self,
+        config: OffloadingConfig,
+        deployment: DeploymentConfig,
+        cpu_page_size: int,
+        *,
+        rank: int | None = 0,
+        in_process: bool = True,
+    ) -> None:
+        super().__init__(config)
+        if deployment.blocks_per_chunk != config.cache.blocks_per_chunk:
+            raise ConfigError(
+                f"is {deployment.blocks_per_chunk}, the engine's is {config.cache.blocks_per_chunk}; "
+                "accepted is the same in both",
+                field="blocks_per_chunk",
+            )
+        workers = config.parallel.world_size
+        if in_process and workers != 1:
+            raise ConfigError(f"is {workers}; an engine in one process has 1 worker", field="parallel.world_size")
+        if cpu_page_size < 1:
+            raise ConfigError(f"{cpu_page_size} is not accepted; write 1 or more bytes", field="cpu_page_size")
+        self.deployment = deployment
+        self.metrics = Metrics()
+        region = deployment.region
+        row_bytes = row_stride(cpu_page_size, workers)
+        num_blocks = region.size_bytes // row_bytes
+        if not num_blocks:
+            raise ConfigError(
+                f"{show_size(region.size_bytes)} do not hold one block; a block here has {show_size(row_bytes)}",
+                field="region.size",
+            )
+        if in_process:
+            self.region = SharedOffloadRegion.anonymous(num_blocks, cpu_page_size)
+        else:
+            instance_id = region.instance_id or config.engine_id
+            self.region = SharedOffloadRegion(instance_id, num_blocks, cpu_page_size, workers, rank)
+        self._manager: TieringOffloadingManager | None = None
+        self._handlers: list[OffloadingHandler] = []
+
+    def get_manager(self) -> TieringOffloadingManager:
+        """The scheduler's side, with the tiers running; one for each spec.
+
+        Raises:
+            ConfigError: a tier's options.
+            StoreError: a tier's storage refused for good.
+        """
+        if self._manager is None:
+            self._manager = self._make_manager()
+        return self._manager
+
+    def get_handlers(
+        self, kv_caches: CanonicalKVCaches
+    ) -> Iterator[tuple[type[LoadStoreSpec], type[LoadStoreSpec], OffloadingHandler]]:
+        from connector.gpu_handler import create_handlers  # brings torch in, which the scheduler does not need
+
+        if not self._handlers:
+            sizes = [tensor.page_size_bytes * self.blocks_per_chunk for tensor in kv_caches.tensors]
+            views = [self.region.create_next_view(size) for size in sizes]
+            self._handlers = list(create_handlers(kv_caches, views, self.blocks_per_chunk))
+        store, load = self._handlers
+        yield GPULoadStoreSpec, CPULoadStoreSpec, store
+        yield CPULoadStoreSpec, GPULoadStoreSpec, load
+
+    def shutdown(self) -> None:
+        """End the handlers, then the manager, then the region they use. Idempotent."""
+        for handler in self._handlers:
+            handler.shutdown()
+        self._handlers = []
+        if self._manager is not None:
+            self._manager.shutdown()
+        self.region.cleanup()
+
+    def _make_manager(self) -> TieringOffloadingManager:
+        region = self.deployment.region
+        view = self.region.create_kv_memoryview()
+        num_blocks = self.region.geometry.num_blocks
+        primary = CPUPrimaryTier(num_blocks, create_policy(region.eviction_policy, num_blocks), metrics=self.metrics)
+        tiers: list[SecondaryTierManager] = []
+        try:
+            for tier in self.deployment.tiers:
+                tiers.append(SecondaryTierFactory.create_secondary_tier(tier.model_dump(), view, self))
+        except BaseException:
+            for made in tiers:
+                made.shutdown()
+            raise
+        options = TieringOptions(
+            promotion_wait_s=region.promotion_wait_s,
+            # The slowest tier's own deadline: a hit of its is worth that wait, as its config says.
+            lookup_deadline_s=max((getattr(t, "lookup_deadline_s", 0.2) for t in self.deployment.tiers), default=0.2),
+        )
+        return TieringOffloadingManager(primary, tiers, options)

@@ -1,0 +1,92 @@
+"""GuardedTier: a wall around a tier. Nothing that a tier raises gets past it into the engine (S4)."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeVar
+
+from tiers.base import SecondaryTierManager
+from tiers.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+#: What ``GuardedTier.call`` returns where the tier raised.
+RAISED: Final = object()
+
+
+class GuardedTier:
+    """One tier, called by name. What it does wrong is counted, and logged the first time. Scheduler thread only.
+
+    Attributes:
+        name: the tier's type, for logs and metrics.
+    """
+
+    def __init__(self, tier: SecondaryTierManager, metrics: Metrics) -> None:
+        self.tier = tier
+        self.name = tier.tier_type
+        self._metrics = metrics
+        self._logged: set[str] = set()
+
+    def call(self, method: str, *args: Any) -> Any:
+        """What the tier returns, or RAISED."""
+        try:
+            return getattr(self.tier, method)(*args)
+        except Exception as e:  # noqa: BLE001 - a tier is foreign code: this is where its errors end
+            self.contain(method, repr(e))
+            return RAISED
+
+    def collect(self, method: str, kind: type[_T]) -> list[_T]:
+        """What the tier yields, up to where it raises or yields something else."""
+        collected: list[_T] = []
+        try:
+            for item in getattr(self.tier, method)():
+                if not isinstance(item, kind):
+                    raise TypeError(f"{item!r} is no {kind.__name__}")
+                collected.append(item)
+        except Exception as e:  # noqa: BLE001 - as in call
+            self.contain(method, repr(e))
+        return collected
+
+    def contain(self, where: str, what: str) -> None:
+        """Count a tier's fault."""
+        self._metrics.inc("kvtiers_contained_errors_total", self.name, where)
+        if where not in self._logged:
+            self._logged.add(where)
+            logger.warning("tier %s: %s: %s (further ones are only counted)", self.name, where, what)
+
+
+def shut_down_tiers(
+    tiers: Sequence[GuardedTier], timeout_s: float, clock: Callable[[], float] = time.monotonic
+) -> set[int]:
+    """Shut all tiers down, all at once: each may take as long as all of them may.
+
+    Returns:
+        Indices of the tiers that did not end in time. Their threads go on, so nothing may call those tiers any more.
+    """
+    errors: dict[int, str] = {}
+
+    def shut_down(index: int) -> None:
+        try:
+            tiers[index].tier.shutdown()
+        except BaseException as e:  # noqa: BLE001 - a thread's edge
+            errors[index] = repr(e)
+
+    threads = [
+        threading.Thread(target=shut_down, args=(index,), name=f"kvtiers-shutdown-{tier.name}", daemon=True)
+        for index, tier in enumerate(tiers)
+    ]
+    for thread in threads:
+        thread.start()
+    deadline = clock() + timeout_s
+    for thread in threads:
+        thread.join(max(0.0, deadline - clock()))
+    stuck = {index for index, thread in enumerate(threads) if thread.is_alive()}
+    errors |= dict.fromkeys(stuck, f"did not end within {timeout_s:g} s")
+    for index, error in errors.items():
+        tiers[index].contain("shutdown", error)
+    return stuck

@@ -1,0 +1,445 @@
+"""TieringOffloadingManager: the CPU region in front, any number of tiers behind it.
+
+- Cascade: a block that the engine has stored in the region goes to every tier, one job a tier. Its slot stays pinned,
+  and loadable, until every tier has reported.
+- Promotion: a key that is not in the region is asked of the tiers, in order. A hit is loaded into a reserved slot, one
+  job per tier and request, submitted when the step ends; until it is in, the answer is "ask again". What comes from a
+  later tier also goes to the tiers before it.
+- Waiting is bounded everywhere: for a tier's answer (``lookup_deadline_s``), for room in the region
+  (``promotion_wait_s``), for a load (the tier's deadline, and ``load_deadline_s``); then the key is absent.
+- A failed load makes that tier's copy absent for the request until it finishes, so no request runs in circles.
+- Nothing a tier does reaches the engine: what it raises, reports twice or reports of no job is counted and contained.
+
+Scheduler thread only, save that shutdown calls the tiers' shutdown on threads of their own, to bound it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from connector.base import LoadStoreSpec, OffloadingManager, PrepareStoreOutput
+from connector.primary import Block, BlockState, CPUPrimaryTier
+from connector.tier_guard import RAISED, GuardedTier, shut_down_tiers
+from tiers.base import JobMetadata, JobResult, OffloadingEvent, ReqContext, SecondaryTierManager
+from tiers.errors import ConfigError
+from tiers.keys import OffloadKey
+
+logger = logging.getLogger(__name__)
+
+_EVERY_TIER = -1  # as a bit mask
+_EXPIRED = float("-inf")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TieringOptions:
+    """Limits of a TieringOffloadingManager.
+
+    Attributes:
+        promotion_wait_s: how long a hit waits for room in the region before it counts as a miss.
+        lookup_deadline_s: how long a request waits for a tier's answer before it counts as "absent".
+        load_deadline_s: a load not reported by then is a miss. Tiers have shorter deadlines of their own; this is for
+            one that does not keep them.
+        store_backlog_share: part of the region that blocks on their way to tiers may pin, in equal parts for each tier;
+            a tier that has used its part up gets no more. So a hung one takes neither the region nor the others' share.
+        promotion_hold_s: how long blocks loaded for a request are kept for it to come and use them.
+        requests_max: requests remembered; more forget the oldest.
+        shutdown_s: bound of ``shutdown``. vLLM kills its engine after 5 s.
+    """
+
+    promotion_wait_s: float = 0.5
+    lookup_deadline_s: float = 0.2
+    load_deadline_s: float = 20.0
+    store_backlog_share: float = 0.5
+    promotion_hold_s: float = 2.0
+    requests_max: int = 8192
+    shutdown_s: float = 4.8
+
+    def __post_init__(self) -> None:
+        for name in ("promotion_wait_s", "lookup_deadline_s", "load_deadline_s", "promotion_hold_s", "shutdown_s"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{getattr(self, name)!r} is not accepted; write 0 or more seconds", field=name)
+        if not 0 < self.store_backlog_share <= 1:
+            raise ConfigError(
+                f"{self.store_backlog_share!r}: accepted is above 0, up to 1", field="store_backlog_share"
+            )
+        if self.requests_max < 1:
+            raise ConfigError(f"{self.requests_max!r} is not accepted; write 1 or more", field="requests_max")
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """A request that missed the region.
+
+    Attributes:
+        asked: when a key was first asked of the tiers, while an answer is owed.
+        refused: bit mask of the tiers whose copy of a key cannot be had.
+        hits: key -> tier, to be promoted.
+        starved_since: since when hits wait for room.
+        loading: blocks on their way from tiers.
+        held: blocks pinned for this request until it loads them, finishes, or ``held_until`` passes.
+    """
+
+    context: ReqContext
+    asked: dict[OffloadKey, float] = field(default_factory=dict)
+    refused: dict[OffloadKey, int] = field(default_factory=dict)
+    hits: dict[OffloadKey, int] = field(default_factory=dict)
+    starved_since: float | None = None
+    loading: int = 0
+    held: dict[OffloadKey, Block] = field(default_factory=dict)
+    held_until: float = 0.0
+    finished: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A submitted job. A store pins its blocks; a load has a request.
+
+    Attributes:
+        late_at: when a load is given up.
+        ended: it was reported, or given up.
+    """
+
+    tier: int
+    blocks: list[Block]
+    request: _Request | None = None
+    late_at: float = 0.0
+    ended: bool = False
+
+
+class TieringOffloadingManager(OffloadingManager):
+    """The region and its tiers as one OffloadingManager.
+
+    Args:
+        primary: the region's slots.
+        tiers: asked in this order; each is stored to.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        primary: CPUPrimaryTier,
+        tiers: Sequence[SecondaryTierManager] = (),
+        options: TieringOptions | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.primary = primary
+        self._tiers = tuple(GuardedTier(tier, primary.metrics) for tier in tiers)
+        self.metrics = primary.metrics
+        self._options = options or TieringOptions()
+        self._clock = clock
+        self._job_ids = itertools.count(1)
+        self._jobs: dict[int, _Job] = {}
+        self._loads: deque[_Job] = deque()  # in the order of their deadlines
+        self._requests: OrderedDict[str, _Request] = OrderedDict()
+        self._waiting: dict[_Request, None] = {}  # an ordered set: with hits, loads under way or held blocks
+        # What lookups of this step found in the region, by request.
+        self._found: dict[str, dict[OffloadKey, Block]] = {}
+        self._backlog_blocks = [0] * len(self._tiers)
+        self._backlog_blocks_max = self._options.store_backlog_share * primary.num_blocks / max(1, len(self._tiers))
+        self._logged: set[str] = set()
+        self._closed = False
+
+    # -- the engine's calls ------------------------------------------------------------------------------------------
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        block = self.primary.find(key)
+        if block is None:
+            return self._lookup_tiers(key, req_context)
+        if block.state is not BlockState.READY:
+            return None
+        found = self._found.get(req_context.req_id)
+        if found is None:
+            found = self._found[req_context.req_id] = {}
+        found[key] = block
+        return True
+
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        spec = self.primary.prepare_load(keys, req_context)
+        request = self._requests.get(req_context.req_id)
+        if request is not None and request.held:
+            for key in keys:
+                block = request.held.pop(key, None)
+                if block is not None:
+                    self.primary.unpin(block)
+        return spec
+
+    def touch(self, keys: Collection[OffloadKey]) -> None:
+        self.primary.touch(keys)
+        for tier in self._tiers:
+            tier.call("touch", keys)
+
+    def complete_load(self, keys: Collection[OffloadKey]) -> None:
+        self.primary.complete_load(keys)
+
+    def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        return self.primary.prepare_store(keys, req_context)
+
+    def complete_store(self, keys: Collection[OffloadKey], success: bool = True) -> None:
+        self._cascade(self.primary.end_store(keys, success), len(self._tiers))
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        events = list(self.primary.take_events())
+        for tier in self._tiers:
+            events += tier.collect("take_events", OffloadingEvent)
+        return events
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._found.pop(req_context.req_id, None)
+        request = self._requests.pop(req_context.req_id, None)
+        if request is not None:
+            self._forget(request)
+        for tier in self._tiers:
+            tier.call("on_request_finished", req_context)
+
+    def on_schedule_end(self) -> None:
+        """Take results, submit this step's promotions, let the tiers send this step's lookups."""
+        self._take_results()
+        if self._waiting or self._loads:
+            now = self._clock()
+            self._give_up_late_loads(now)
+            for request in list(self._waiting):
+                self._serve(request, now)
+        self._found.clear()
+        for tier in self._tiers:
+            tier.call("on_schedule_end")
+        for state, count in self.primary.slot_counts()._asdict().items():
+            self.metrics.set("kvtiers_slots", state, value=count)
+
+    def drain(self) -> None:
+        """Wait until the tiers have done what they were given. Bounded by the tiers' own deadlines."""
+        for _ in range(2):  # what the first round loaded may be stored to other tiers by the second
+            for tier in self._tiers:
+                tier.call("drain_jobs")
+            self._take_results()
+            if not self._jobs:
+                return
+        logger.warning("%d jobs of the tiers did not end when they were drained", len(self._jobs))
+
+    def reset_cache(self) -> None:
+        """Forget the region's blocks, save those that the engine is loading or storing. The tiers keep theirs."""
+        for request in self._requests.values():
+            self._forget(request)
+        self._requests.clear()
+        self._found.clear()
+        self.drain()
+        self.primary.reset_cache()
+
+    def shutdown(self) -> None:
+        """End everything, within ``shutdown_s``. Slots of jobs that no tier reported stay quarantined."""
+        if self._closed:
+            return
+        for request in self._requests.values():
+            self._forget(request)
+        self._requests.clear()
+        self._closed = True
+        stuck = shut_down_tiers(self._tiers, self._options.shutdown_s, self._clock)
+        self._take_results(but=stuck)
+        if self._jobs:
+            logger.error("shutdown: %d jobs were never reported; their slots stay quarantined", len(self._jobs))
+        self.primary.shutdown()
+        self._tiers = ()  # late calls of the engine end here
+
+    # -- promotion ---------------------------------------------------------------------------------------------------
+
+    def _lookup_tiers(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        if not self._tiers:
+            return False
+        request = self._requests.get(req_context.req_id)
+        if request is None:
+            request = self._remember(req_context)
+        if key in request.hits:
+            return None
+        refused = request.refused.get(key, 0)
+        hit: int | None = None
+        owing = []
+        for index, tier in enumerate(self._tiers):
+            if refused >> index & 1:
+                continue
+            answer = tier.call("lookup", key, req_context)
+            if answer is None:
+                owing.append(tier)
+            elif answer is not RAISED and answer:
+                hit = index
+                break
+        # A tier that has not answered yet is before the hit, so it may be the faster one: worth a bounded wait.
+        if owing:
+            now = self._clock()
+            asked_at = request.asked.setdefault(key, now)
+            if now - asked_at < self._options.lookup_deadline_s:
+                return None
+            if asked_at > _EXPIRED:
+                request.asked[key] = _EXPIRED  # not waited for again, and counted once
+                for tier in owing:
+                    self.metrics.inc("kvtiers_deadline_expired_total", tier.name, "lookup")
+        else:
+            request.asked.pop(key, None)
+        if hit is None:
+            return False
+        request.hits[key] = hit
+        self._waiting[request] = None
+        return None
+
+    def _serve(self, request: _Request, now: float) -> None:
+        """Submit loads for the hits there is room for; age those there is none for."""
+        if request.hits or request.loading:
+            # What it has found in the region must stay while it waits for the rest, or it would find that gone in turn.
+            self._hold(request, self._found.get(request.context.req_id, {}).values())
+            request.held_until = now + self._options.promotion_hold_s
+        wanted = [key for key in request.hits if self.primary.find(key) is None]  # else another request has it loaded
+        blocks = self.primary.reserve(wanted)
+        by_tier: dict[int, list[Block]] = {}
+        for block in blocks:
+            by_tier.setdefault(request.hits[block.key], []).append(block)
+        request.hits = {key: request.hits[key] for key in wanted[len(blocks) :]}
+        for index, its_blocks in by_tier.items():
+            request.loading += len(its_blocks)
+            job = _Job(index, its_blocks, request, late_at=now + self._options.load_deadline_s)
+            self._loads.append(job)
+            self._submit("submit_load", job, request.context)
+        if request.hits:
+            self._starve(request, now)
+        else:
+            request.starved_since = None
+        if not request.hits and not request.loading and (not request.held or now >= request.held_until):
+            self._release(request)
+
+    def _starve(self, request: _Request, now: float) -> None:
+        needed = len(request.hits) + request.loading + len(request.held)
+        if needed > self.primary.num_blocks:
+            self._log_once(
+                "load",
+                f"region holds {self.primary.num_blocks} blocks, request {request.context.req_id!r} needs {needed}: "
+                "nothing of it can be loaded beyond its first blocks that fit; make region.size larger",
+            )
+        if request.starved_since is None:
+            request.starved_since = now
+        if now - request.starved_since >= self._options.promotion_wait_s:
+            self.metrics.inc("kvtiers_promotion_room_expired_total", by=len(request.hits))
+            request.refused.update(dict.fromkeys(request.hits, _EVERY_TIER))
+            request.hits = {}
+            request.starved_since = None
+
+    def _end_load(self, job: _Job, succeeded: Collection[OffloadKey]) -> None:
+        failed = [block for block in job.blocks if block.key not in succeeded]
+        if not job.ended:
+            self._end_wait(job, failed)
+        self.primary.end_promotion(failed, success=False)
+        ready = self.primary.end_promotion([block for block in job.blocks if block.key in succeeded], success=True)
+        request = job.request
+        if request is not None and not request.finished:
+            self._hold(request, ready)
+            request.held_until = self._clock() + self._options.promotion_hold_s
+        self._cascade(ready, job.tier)
+
+    def _end_wait(self, job: _Job, failed: Iterable[Block]) -> None:
+        """The request waits for this job no longer, and will not ask this tier for what failed."""
+        assert job.request is not None
+        job.ended = True
+        job.request.loading -= len(job.blocks)
+        refused = job.request.refused
+        for block in failed:
+            refused[block.key] = refused.get(block.key, 0) | 1 << job.tier
+
+    def _give_up_late_loads(self, now: float) -> None:
+        """Their slots stay out of use until the tier reports them after all."""
+        while self._loads and (self._loads[0].ended or now >= self._loads[0].late_at):
+            job = self._loads.popleft()
+            if not job.ended:
+                tier = self._tiers[job.tier]
+                self.metrics.inc("kvtiers_deadline_expired_total", tier.name, "load")
+                tier.contain("submit_load", f"not reported within {self._options.load_deadline_s:g} s")
+                self._end_wait(job, job.blocks)
+                self.primary.quarantine(job.blocks)
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def _remember(self, req_context: ReqContext) -> _Request:
+        if len(self._requests) >= self._options.requests_max:
+            _, oldest = self._requests.popitem(last=False)
+            self._forget(oldest)
+        request = self._requests[req_context.req_id] = _Request(req_context)
+        return request
+
+    def _forget(self, request: _Request) -> None:
+        """Its loads go on, for whoever asks next; it is no longer waited for."""
+        request.finished = True
+        request.hits = {}
+        self._release(request)
+
+    def _hold(self, request: _Request, blocks: Iterable[Block]) -> None:
+        for block in blocks:
+            if block.state is BlockState.READY and block.key not in request.held:
+                self.primary.pin(block)
+                request.held[block.key] = block
+
+    def _release(self, request: _Request) -> None:
+        self._waiting.pop(request, None)
+        for block in reversed(request.held.values()):  # a prefix's first blocks are to be the last to leave
+            self.primary.unpin(block)
+        request.held = {}
+
+    # -- cascade -----------------------------------------------------------------------------------------------------
+
+    def _cascade(self, blocks: list[Block], num_tiers: int) -> None:
+        """Store blocks to the first ``num_tiers`` tiers."""
+        if not blocks or self._closed:
+            return
+        for index, tier in enumerate(self._tiers[:num_tiers]):
+            if self._backlog_blocks[index] >= self._backlog_blocks_max:
+                self.metrics.inc("kvtiers_stores_dropped_total", tier.name, "backlog", by=len(blocks))
+                self._log_once(
+                    f"backlog {index}",
+                    f"tier {tier.name}: {self._backlog_blocks[index]} of the region's {self.primary.num_blocks} blocks "
+                    "wait for it: it gets no more until it has stored some (see kvtiers_stores_dropped_total)",
+                )
+                continue
+            for block in blocks:
+                self.primary.pin(block)
+            self._backlog_blocks[index] += len(blocks)
+            self._submit("submit_store", _Job(index, blocks), ReqContext())
+
+    def _end_store(self, job: _Job) -> None:
+        self._backlog_blocks[job.tier] -= len(job.blocks)
+        for block in reversed(job.blocks):  # a prefix's first blocks are to be the last to leave
+            self.primary.unpin(block)
+
+    # -- tiers and their jobs ----------------------------------------------------------------------------------------
+
+    def _submit(self, method: str, job: _Job, req_context: ReqContext) -> None:
+        job_id = next(self._job_ids)
+        self._jobs[job_id] = job
+        keys = tuple(block.key for block in job.blocks)
+        slots = np.array([block.slot for block in job.blocks], dtype=np.int32)
+        if self._tiers[job.tier].call(method, JobMetadata(job_id, keys, slots, req_context)) is RAISED:
+            self._finish(job_id, ())
+
+    def _take_results(self, but: Collection[int] = ()) -> None:
+        for index, tier in enumerate(self._tiers):
+            if index in but:
+                continue
+            for result in tier.collect("get_finished", JobResult):
+                job = self._jobs.get(result.job_id)
+                if job is None or job.tier != index:
+                    tier.contain("get_finished", f"job {result.job_id} is unknown or was reported before")
+                    continue
+                self._finish(result.job_id, [b.key for b in job.blocks] if result.success else result.successful_keys)
+
+    def _finish(self, job_id: int, succeeded: Iterable[OffloadKey]) -> None:
+        job = self._jobs.pop(job_id)
+        if job.request is None:
+            self._end_store(job)
+        else:
+            self._end_load(job, frozenset(succeeded))
+
+    def _log_once(self, what: str, message: str) -> None:
+        if what not in self._logged:
+            self._logged.add(what)
+            logger.warning("%s", message)

@@ -1,0 +1,268 @@
+"""CPUPrimaryTier: slots, states and what bad calls must not do."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from connector.base import CPULoadStoreSpec
+from connector.primary import Block, BlockState, CPUPrimaryTier, SlotCounts
+from tests.identity import block_key
+from tiers.base import OffloadingEvent, ReqContext
+from tiers.errors import ConfigError
+from tiers.keys import OffloadKey
+
+REQ = ReqContext("r")
+KEYS = [block_key(number) for number in range(64)]
+
+
+def store(primary: CPUPrimaryTier, *keys: OffloadKey) -> list[int]:
+    """Store keys to the end; their slots."""
+    output = primary.prepare_store(keys, REQ)
+    assert output is not None
+    assert output.keys_to_store == keys
+    primary.complete_store(keys)
+    return slots(output.store_spec)
+
+
+def slots(spec: object) -> list[int]:
+    assert isinstance(spec, CPULoadStoreSpec)
+    return list(map(int, spec.block_ids))
+
+
+def find(primary: CPUPrimaryTier, key: OffloadKey) -> Block:
+    block = primary.find(key)
+    assert block is not None
+    return block
+
+
+def test_a_block_is_loadable_once_its_store_completed() -> None:
+    primary = CPUPrimaryTier(4)
+    assert primary.lookup(KEYS[0], REQ) is False
+    output = primary.prepare_store(KEYS[:2], REQ)
+    assert output is not None
+    assert primary.lookup(KEYS[0], REQ) is None
+    with pytest.raises(KeyError):
+        primary.prepare_load(KEYS[:1], REQ)
+    primary.complete_store(KEYS[:2])
+    assert primary.lookup(KEYS[0], REQ) is True
+    assert slots(primary.prepare_load([KEYS[1], KEYS[0]], REQ)) == slots(output.store_spec)[::-1]
+
+
+def test_slots_move_from_state_to_state() -> None:
+    primary = CPUPrimaryTier(4)
+    assert primary.slot_counts() == SlotCounts(free=4, ready=0, pinned=0, pending=0, quarantined=0)
+    primary.prepare_store(KEYS[:3], REQ)
+    assert primary.slot_counts() == SlotCounts(free=1, ready=0, pinned=0, pending=3, quarantined=0)
+    primary.complete_store(KEYS[:2])
+    primary.complete_store(KEYS[2:3], success=False)
+    assert primary.slot_counts() == SlotCounts(free=2, ready=2, pinned=0, pending=0, quarantined=0)
+    primary.prepare_load([KEYS[0]], REQ)
+    primary.prepare_load([KEYS[0]], REQ)
+    assert primary.slot_counts() == SlotCounts(free=2, ready=1, pinned=1, pending=0, quarantined=0)
+    primary.complete_load([KEYS[0]])
+    assert primary.slot_counts().pinned == 1
+    primary.complete_load([KEYS[0]])
+    assert primary.slot_counts() == SlotCounts(free=2, ready=2, pinned=0, pending=0, quarantined=0)
+
+
+def test_a_failed_store_leaves_nothing() -> None:
+    primary = CPUPrimaryTier(2)
+    primary.prepare_store(KEYS[:2], REQ)
+    primary.complete_store(KEYS[:2], success=False)
+    assert primary.lookup(KEYS[0], REQ) is False
+    assert primary.slot_counts().free == 2
+    assert list(primary.take_events()) == []
+
+
+def test_the_last_blocks_of_the_oldest_store_leave_first() -> None:
+    """A prefix is useless without its first blocks, so they are the last to go."""
+    primary = CPUPrimaryTier(4)
+    store(primary, *KEYS[:4])
+    output = primary.prepare_store(KEYS[4:6], REQ)
+    assert output is not None
+    assert output.evicted_keys == (KEYS[3], KEYS[2])
+    primary.complete_store(KEYS[4:6])
+    primary.touch([KEYS[0]])
+    output = primary.prepare_store([KEYS[6]], REQ)
+    assert output is not None
+    assert output.evicted_keys == (KEYS[1],)
+
+
+def test_blocks_in_use_and_blocks_of_the_call_are_not_evicted() -> None:
+    primary = CPUPrimaryTier(3)
+    store(primary, *KEYS[:3])
+    primary.prepare_load([KEYS[0]], REQ)
+    before = primary.slot_counts()
+    assert primary.prepare_store([KEYS[1], *KEYS[3:5]], REQ) is None
+    assert primary.slot_counts() == before
+    output = primary.prepare_store([KEYS[1], KEYS[3]], REQ)
+    assert output is not None
+    assert (output.keys_to_store, output.evicted_keys) == ((KEYS[3],), (KEYS[2],))
+
+
+def test_keys_given_twice_are_stored_once() -> None:
+    primary = CPUPrimaryTier(4)
+    output = primary.prepare_store([KEYS[0], KEYS[1], KEYS[0]], REQ)
+    assert output is not None
+    assert output.keys_to_store == (KEYS[0], KEYS[1])
+    again = primary.prepare_store([KEYS[0]], REQ)  # by another request, still pending
+    assert again is not None
+    assert again.keys_to_store == ()
+    primary.complete_store([KEYS[0], KEYS[0], KEYS[1]])
+    assert primary.slot_counts() == SlotCounts(free=2, ready=2, pinned=0, pending=0, quarantined=0)
+    assert len(slots(primary.prepare_load([KEYS[0], KEYS[0]], REQ))) == 2
+    primary.complete_load([KEYS[0]])
+    assert primary.slot_counts().pinned == 1
+    primary.complete_load([KEYS[0]])
+    assert primary.slot_counts().pinned == 0
+
+
+def test_a_load_of_one_absent_key_takes_none() -> None:
+    primary = CPUPrimaryTier(4)
+    store(primary, KEYS[0])
+    with pytest.raises(KeyError):
+        primary.prepare_load([KEYS[0], KEYS[1]], REQ)
+    assert primary.slot_counts().pinned == 0
+
+
+def test_bad_completions_are_counted_logged_once_and_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    primary = CPUPrimaryTier(8)
+    store(primary, *KEYS[:2])
+    primary.pin(find(primary, KEYS[1]))  # a tier's job: not the engine's to end
+    primary.reserve([KEYS[2]])
+    before = primary.slot_counts()
+    primary.complete_load([KEYS[0], KEYS[1], KEYS[2], KEYS[9]])
+    primary.complete_store([KEYS[0], KEYS[2], KEYS[9]])
+    primary.complete_store([KEYS[2]], success=False)
+    assert primary.slot_counts() == before
+    assert primary.lookup(KEYS[2], REQ) is None  # a promotion is not the engine's to declare done
+    counted = primary.metrics.value
+    assert counted("kvtiers_contained_errors_total", "engine", "complete_load") == 4
+    assert counted("kvtiers_contained_errors_total", "engine", "complete_store") == 4
+    assert len([r for r in caplog.records if "not prepared" in r.message]) == 2
+
+
+def test_a_request_larger_than_the_region_stores_its_first_blocks_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    primary = CPUPrimaryTier(4)
+    store(primary, KEYS[1], KEYS[9])
+    for _ in range(2):
+        output = primary.prepare_store(KEYS[:10], REQ)
+        assert output is not None
+        assert output.keys_to_store in ((KEYS[0], KEYS[2], KEYS[3]), ())
+    primary.complete_store([KEYS[0], KEYS[2], KEYS[3]])
+    assert [primary.lookup(key, REQ) for key in KEYS[:6]] == [True] * 4 + [False] * 2
+    messages = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(messages) == 1
+    assert "region holds 4 blocks, request 'r' needs 10: nothing of it can be stored beyond" in messages[0]
+
+
+def test_a_reservation_takes_as_many_of_the_first_as_fit() -> None:
+    primary = CPUPrimaryTier(4)
+    store(primary, *KEYS[:3])
+    primary.prepare_load([KEYS[0]], REQ)
+    blocks = primary.reserve(KEYS[10:20])
+    assert [block.key for block in blocks] == KEYS[10:13]
+    assert primary.slot_counts() == SlotCounts(free=0, ready=0, pinned=1, pending=3, quarantined=0)
+    assert primary.end_promotion(blocks[:2], success=True) == blocks[:2]
+    assert primary.end_promotion(blocks[2:], success=False) == []
+    assert primary.slot_counts() == SlotCounts(free=1, ready=2, pinned=1, pending=0, quarantined=0)
+    assert primary.lookup(KEYS[10], REQ) is True
+    assert blocks[2].state is BlockState.GONE
+
+
+def test_pins_and_loads_both_keep_a_block() -> None:
+    primary = CPUPrimaryTier(1)
+    store(primary, KEYS[0])
+    block = find(primary, KEYS[0])
+    primary.pin(block)
+    primary.prepare_load([KEYS[0]], REQ)
+    primary.unpin(block)
+    assert primary.prepare_store([KEYS[1]], REQ) is None
+    primary.pin(block)
+    primary.complete_load([KEYS[0]])
+    assert primary.prepare_store([KEYS[1]], REQ) is None
+    primary.unpin(block)
+    assert primary.prepare_store([KEYS[1]], REQ) is not None
+
+
+def test_reset_quarantines_what_tiers_use_and_keeps_what_the_engine_uses() -> None:
+    primary = CPUPrimaryTier(8)
+    store(primary, *KEYS[:3])
+    pinned = find(primary, KEYS[0])
+    primary.pin(pinned)
+    primary.prepare_load([KEYS[1]], REQ)
+    primary.prepare_store([KEYS[3]], REQ)
+    loading = primary.reserve([KEYS[4]])
+    list(primary.take_events())
+    primary.reset_cache()
+    assert primary.slot_counts() == SlotCounts(free=4, ready=0, pinned=1, pending=1, quarantined=2)
+    assert [primary.lookup(key, REQ) for key in KEYS[:5]] == [False, True, False, None, False]
+    assert list(primary.take_events()) == [OffloadingEvent((KEYS[0], KEYS[2]), "CPU", removed=True)]
+    store(primary, KEYS[0])  # the key again, in another slot
+    assert primary.end_promotion(loading, success=True) == []
+    primary.unpin(pinned)
+    primary.complete_load([KEYS[1]])
+    primary.complete_store([KEYS[3]])
+    assert primary.slot_counts() == SlotCounts(free=5, ready=3, pinned=0, pending=0, quarantined=0)
+
+
+def test_shutdown_frees_all_but_what_tiers_may_touch() -> None:
+    primary = CPUPrimaryTier(8)
+    store(primary, *KEYS[:3])
+    primary.prepare_load([KEYS[0]], REQ)
+    primary.prepare_store([KEYS[3]], REQ)
+    pinned = find(primary, KEYS[1])
+    primary.pin(pinned)
+    loading = primary.reserve([KEYS[4]])
+    primary.shutdown()
+    assert primary.slot_counts() == SlotCounts(free=6, ready=0, pinned=0, pending=0, quarantined=2)
+    assert primary.lookup(KEYS[0], REQ) is False
+    assert primary.prepare_store([KEYS[5]], REQ) is None
+    assert primary.reserve([KEYS[5]]) == []
+    primary.complete_load([KEYS[0]])
+    primary.complete_store([KEYS[3]])
+    primary.unpin(pinned)
+    primary.end_promotion(loading, success=True)
+    assert primary.slot_counts().free == 8
+
+
+def test_events_tell_what_appeared_and_left() -> None:
+    primary = CPUPrimaryTier(2)
+    store(primary, *KEYS[:2])
+    store(primary, KEYS[2])
+    primary.end_promotion(primary.reserve([KEYS[3]]), success=True)
+    assert list(primary.take_events()) == [
+        OffloadingEvent((KEYS[0], KEYS[1]), "CPU", removed=False),
+        OffloadingEvent((KEYS[1],), "CPU", removed=True),
+        OffloadingEvent((KEYS[2],), "CPU", removed=False),
+        OffloadingEvent((KEYS[0],), "CPU", removed=True),
+        OffloadingEvent((KEYS[3],), "CPU", removed=False),
+    ]
+    assert list(primary.take_events()) == []
+
+
+def test_a_region_without_slots_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="num_blocks: 0"):
+        CPUPrimaryTier(0)
+
+
+def test_cost_does_not_grow_with_what_is_pinned() -> None:
+    """10,000 pinned blocks at the eviction end of the queue; each store must not walk over them."""
+    primary = CPUPrimaryTier(20_000)
+    keys = [OffloadKey(number.to_bytes(8, "little")) for number in range(60_000)]
+    store(primary, *keys[:20_000])
+    primary.prepare_load(keys[10_000:20_000], REQ)
+    steps = 0
+
+    class Counting(set[OffloadKey]):
+        def __contains__(self, key: object) -> bool:
+            nonlocal steps
+            steps += 1
+            return super().__contains__(key)
+
+    for start in range(20_000, 60_000, 8):
+        assert primary._make_room(8, protected=Counting()) is not None
+        primary.end_promotion(primary.reserve(keys[start : start + 8]), success=True)
+    assert steps <= 40_000

@@ -1,0 +1,237 @@
+"""TieringOffloadingSpec: everything wired, from KV tensors through the region to a real tier and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from connector.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    CPULoadStoreSpec,
+    GPULoadStoreSpec,
+    OffloadingHandler,
+)
+from connector.region_file import region_path
+from connector.spec import TieringOffloadingSpec
+from tests.identity import CONFIG, block_key
+from tiers.base import ReqContext
+from tiers.config import parse_config
+from tiers.errors import ConfigError, RegionError, StoreError
+from tiers.keys import OffloadKey
+
+torch = pytest.importorskip("torch")
+
+PAGE_BYTES = 3000  # no multiple of a memory page
+BLOCKS_PER_CHUNK = 2
+NUM_BLOCKS = 12
+CELL_BYTES = 2 * PAGE_BYTES * BLOCKS_PER_CHUNK
+ROW_BYTES = 12288
+REQ = ReqContext("r")
+KEYS = [block_key(number) for number in range(4)]
+TIMEOUT_S = 30.0
+
+CHUNKED = dataclasses.replace(CONFIG, cache=dataclasses.replace(CONFIG.cache, blocks_per_chunk=BLOCKS_PER_CHUNK))
+
+
+def deployment(*tiers: dict[str, Any], **region: Any) -> Any:
+    return parse_config(
+        {"blocks_per_chunk": BLOCKS_PER_CHUNK, "region": {"size": 8 * ROW_BYTES} | region, "tiers": list(tiers)}
+    )
+
+
+def kv_caches(seed: int) -> CanonicalKVCaches:
+    """Two tensors of random bytes."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = [
+        torch.randint(-128, 128, (NUM_BLOCKS, PAGE_BYTES), dtype=torch.int8, generator=generator) for _ in range(2)
+    ]
+    return CanonicalKVCaches(
+        [CanonicalKVCacheTensor(tensor, PAGE_BYTES) for tensor in tensors],
+        [[CanonicalKVCacheRef(index, PAGE_BYTES) for index in range(2)]],
+    )
+
+
+class Worker:
+    """The handlers of a spec, by direction."""
+
+    def __init__(self, spec: TieringOffloadingSpec, caches: CanonicalKVCaches) -> None:
+        handlers = {(source, destination): handler for source, destination, handler in spec.get_handlers(caches)}
+        self.store: OffloadingHandler = handlers[GPULoadStoreSpec, CPULoadStoreSpec]
+        self.load: OffloadingHandler = handlers[CPULoadStoreSpec, GPULoadStoreSpec]
+
+    @staticmethod
+    def run(handler: OffloadingHandler, source: Any, destination: Any) -> None:
+        assert handler.transfer_async(1, (source, destination))
+        handler.wait([1])
+        (result,) = handler.get_finished()
+        assert result.success
+
+
+def store(spec: TieringOffloadingSpec, worker: Worker) -> None:
+    """Store blocks 0..7 under the four keys, through to the tiers."""
+    manager = spec.get_manager()
+    output = manager.prepare_store(KEYS, REQ)
+    assert output is not None
+    worker.run(worker.store, GPULoadStoreSpec(range(8)), output.store_spec)
+    manager.complete_store(KEYS)
+    manager.drain()
+
+
+def load(spec: TieringOffloadingSpec, worker: Worker) -> None:
+    """Load the four keys to blocks 4..11."""
+    manager = spec.get_manager()
+    wait_until(lambda: step(manager.lookup, manager.on_schedule_end) == [True] * 4)
+    worker.run(worker.load, manager.prepare_load(KEYS, REQ), GPULoadStoreSpec(range(4, 12)))
+    manager.complete_load(KEYS)
+    manager.on_request_finished(REQ)
+
+
+def step(lookup: Callable[[OffloadKey, ReqContext], bool | None], end: Callable[[], None]) -> list[bool | None]:
+    answers = [lookup(key, REQ) for key in KEYS]
+    end()
+    return answers
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., TieringOffloadingSpec]]:
+    """Makes specs with an fs tier and shuts them down."""
+    made: list[TieringOffloadingSpec] = []
+
+    def make_spec(region: dict[str, Any] | None = None, **kwargs: Any) -> TieringOffloadingSpec:
+        root = {"type": "fs", "root_dir": str(tmp_path), "min_free": 0}
+        spec = TieringOffloadingSpec(CHUNKED, deployment(root, **(region or {})), CELL_BYTES, **kwargs)
+        made.append(spec)
+        return spec
+
+    yield make_spec
+    for spec in reversed(made):
+        spec.shutdown()
+
+
+def test_kv_comes_back_from_disk_in_another_engine(make: Callable[..., TieringOffloadingSpec]) -> None:
+    first = make()
+    caches = kv_caches(1)
+    store(first, Worker(first, caches))
+    first.shutdown()
+    second = make()
+    other = kv_caches(2)
+    load(second, Worker(second, other))
+    for stored, loaded in zip(caches.tensors, other.tensors, strict=True):
+        assert torch.equal(loaded.tensor[4:12], stored.tensor[:8])
+    counted = second.metrics.value
+    assert counted("kvtiers_blocks_total", "fs", "load", "moved") == 4
+    assert second.get_manager().primary.slot_counts().free == 4
+
+
+def test_scheduler_and_worker_share_a_named_region(make: Callable[..., TieringOffloadingSpec]) -> None:
+    instance_id = f"test-spec-{os.getpid()}"
+    region = {"instance_id": instance_id}
+    scheduler = make(region, rank=None, in_process=False)
+    worker_side = make(region, rank=0, in_process=False)
+    assert not os.path.exists(region_path("/dev/shm", instance_id))
+    caches = kv_caches(1)
+    before = [entry.tensor.clone() for entry in caches.tensors]
+    worker = Worker(worker_side, caches)
+    store(scheduler, worker)
+    load(scheduler, worker)
+    for stored, entry in zip(before, caches.tensors, strict=True):
+        assert torch.equal(entry.tensor[4:12], stored[:8])
+
+
+def test_the_engines_id_names_the_region_where_the_config_does_not(make: Callable[..., TieringOffloadingSpec]) -> None:
+    make(rank=None, in_process=False)
+    path = region_path("/dev/shm", CONFIG.engine_id)
+    assert os.path.exists(path)
+    with pytest.raises(RegionError, match="two configs for one region"):
+        make({"size": 4 * ROW_BYTES}, rank=0, in_process=False)
+
+
+def test_the_region_holds_as_many_rows_as_fit(make: Callable[..., TieringOffloadingSpec]) -> None:
+    spec = make({"size": 3 * ROW_BYTES - 1})
+    assert (spec.region.geometry.num_blocks, spec.region.geometry.row_stride) == (2, ROW_BYTES)
+    assert spec.get_manager().primary.num_blocks == 2
+
+
+def test_the_config_reaches_the_manager(make: Callable[..., TieringOffloadingSpec]) -> None:
+    """ARC keeps the block that was used twice where LRU takes the oldest; no wait means a miss at once."""
+    spec = make({"size": 2 * ROW_BYTES, "eviction_policy": "arc", "promotion_wait_s": 0})
+    manager = spec.get_manager()
+    assert manager is spec.get_manager()
+    for key in KEYS[:2]:
+        manager.prepare_store([key], REQ)
+        manager.complete_store([key])
+        manager.touch(KEYS[:1])
+        manager.drain()
+    output = manager.prepare_store(KEYS[2:3], REQ)
+    assert output is not None
+    assert output.evicted_keys == (KEYS[1],)
+    manager.complete_store(KEYS[2:3])
+    manager.drain()
+    manager.prepare_load([KEYS[0], KEYS[2]], REQ)  # nothing can be evicted now
+
+    def is_a_miss() -> bool:
+        answer = manager.lookup(KEYS[1], REQ)
+        manager.on_schedule_end()
+        return answer is False
+
+    wait_until(is_a_miss)
+    assert spec.metrics.value("kvtiers_promotion_room_expired_total") == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "region", "cell_bytes", "message"),
+    [
+        (CHUNKED, {"size": ROW_BYTES - 1}, CELL_BYTES, r"region\.size: .* do not hold one block; a block here has 12"),
+        (CHUNKED, {}, 0, "cpu_page_size: 0 is not accepted"),
+        (CONFIG, {}, CELL_BYTES, "blocks_per_chunk: is 2, the engine's is 1"),
+        (
+            dataclasses.replace(CHUNKED, parallel=dataclasses.replace(CONFIG.parallel, world_size=2)),
+            {},
+            CELL_BYTES,
+            r"parallel\.world_size: is 2; an engine in one process has 1 worker",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_are_named(config: Any, region: dict[str, Any], cell_bytes: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TieringOffloadingSpec(config, deployment(**region), cell_bytes)
+
+
+def test_a_tier_that_cannot_start_stops_those_before_it(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    tiers: list[dict[str, Any]] = [{"type": "memory"}, {"type": "fs", "root_dir": str(tmp_path / "file" / "x")}]
+    spec = TieringOffloadingSpec(CHUNKED, deployment(*tiers), CELL_BYTES)
+    with pytest.raises((ConfigError, StoreError)):
+        spec.get_manager()
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("kvtiers-memory")] == []
+    spec.shutdown()
+    spec.shutdown()
+
+
+def test_the_schedulers_side_needs_no_torch() -> None:
+    """A scheduler that imports torch pays a second and 200 MB for nothing."""
+    script = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from connector.spec import TieringOffloadingSpec\n"
+        "from connector.shared_region import SharedOffloadRegion\n"
+        "SharedOffloadRegion.anonymous(1, 4096).create_kv_memoryview()\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -1,0 +1,673 @@
+"""TieringOffloadingManager against scripted tiers: cascade, promotion, bounded waiting, and tiers that misbehave."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from connector.base import CPULoadStoreSpec
+from connector.primary import CPUPrimaryTier, SlotCounts
+from connector.tiering import TieringOffloadingManager, TieringOptions
+from tests.connector.scripted_tier import FakeClock, ScriptedTier, job_keys, make_view, pattern, row
+from tests.identity import block_key
+from tiers.base import JobResult, OffloadingEvent, ReqContext
+from tiers.errors import ConfigError
+from tiers.keys import OffloadKey
+
+KEYS = [block_key(number) for number in range(64)]
+REQ = ReqContext("r")
+
+
+class Engine:
+    """A manager with scripted tiers, and the few things an engine does with it."""
+
+    def __init__(self, num_blocks: int = 16, num_tiers: int = 1, *, auto: bool = True, **options: Any) -> None:
+        self.clock = FakeClock()
+        self.view = make_view(num_blocks)
+        self.tiers = [ScriptedTier(self.view, f"tier{index}", auto=auto) for index in range(num_tiers)]
+        self.primary = CPUPrimaryTier(num_blocks)
+        self.manager = TieringOffloadingManager(self.primary, self.tiers, TieringOptions(**options), clock=self.clock)
+
+    @property
+    def tier(self) -> ScriptedTier:
+        return self.tiers[0]
+
+    @property
+    def counts(self) -> SlotCounts:
+        return self.primary.slot_counts()
+
+    def store(self, *keys: OffloadKey) -> None:
+        output = self.manager.prepare_store(keys, REQ)
+        assert output is not None
+        assert isinstance(output.store_spec, CPULoadStoreSpec)
+        for key, slot in zip(output.keys_to_store, output.store_spec.block_ids.tolist(), strict=True):
+            row(self.view, slot)[:] = pattern(key)
+        self.manager.complete_store(keys)
+
+    def lookup(self, keys: Sequence[OffloadKey], req: ReqContext = REQ) -> list[bool | None]:
+        """As an engine does: in order, until the first miss; then the step ends."""
+        answers = []
+        for key in keys:
+            answers.append(self.manager.lookup(key, req))
+            if answers[-1] is False:
+                break
+        self.manager.on_schedule_end()
+        return answers
+
+    def lookup_until_known(self, keys: Sequence[OffloadKey], req: ReqContext = REQ, steps: int = 20) -> list[bool]:
+        for _ in range(steps):
+            answers = self.lookup(keys, req)
+            if None not in answers:
+                return [bool(answer) for answer in answers]
+            self.clock.advance(0.05)
+        raise AssertionError(f"still {answers} after {steps} steps")
+
+    def load(self, keys: Sequence[OffloadKey], req: ReqContext = REQ) -> None:
+        """Load ready keys and check their bytes."""
+        spec = self.manager.prepare_load(keys, req)
+        assert isinstance(spec, CPULoadStoreSpec)
+        for key, slot in zip(keys, spec.block_ids.tolist(), strict=True):
+            assert bytes(row(self.view, slot)) == pattern(key)
+        self.manager.complete_load(keys)
+
+    def counted(self, name: str, *labels: str) -> float:
+        return self.manager.metrics.value(name, *labels)
+
+
+# ---- cascade
+
+
+def test_a_stored_block_goes_to_every_tier_and_is_pinned_until_all_have_it() -> None:
+    engine = Engine(num_tiers=3, auto=False)
+    engine.store(*KEYS[:4])
+    assert [[job_keys(job) for job in tier.submitted] for tier in engine.tiers] == [[KEYS[:4]]] * 3
+    job_ids = [next(iter(tier.jobs)) for tier in engine.tiers]
+    assert len(set(job_ids)) == 3
+    for tier, job_id in zip(engine.tiers, job_ids, strict=True):
+        assert engine.counts.pinned == 4
+        assert engine.lookup(KEYS[:4]) == [True] * 4  # loadable meanwhile
+        tier.finish(job_id)
+        engine.manager.on_schedule_end()
+    assert engine.counts == SlotCounts(free=12, ready=4, pinned=0, pending=0, quarantined=0)
+    assert all(tier.blobs == {key: pattern(key) for key in KEYS[:4]} for tier in engine.tiers)
+
+
+def test_only_new_blocks_are_cascaded() -> None:
+    engine = Engine()
+    engine.store(*KEYS[:3])
+    engine.store(*KEYS[1:5])
+    assert [job_keys(job) for job in engine.tier.submitted] == [KEYS[:3], KEYS[3:5]]
+
+
+def test_a_failed_store_is_not_cascaded() -> None:
+    engine = Engine()
+    engine.manager.prepare_store(KEYS[:3], REQ)
+    engine.manager.complete_store(KEYS[:3], success=False)
+    assert engine.tier.submitted == []
+    assert engine.counts.free == 16
+
+
+def test_a_backlog_beyond_its_share_drops_new_stores_and_counts_them(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine(num_blocks=16, auto=False, store_backlog_share=0.5)
+    engine.store(*KEYS[:6])
+    engine.store(*KEYS[6:8])
+    engine.store(*KEYS[8:11])  # half of the region is pinned already
+    engine.store(*KEYS[11:12])
+    assert len(engine.tier.submitted) == 2
+    assert engine.counts.pinned == 8
+    assert engine.counted("kvtiers_stores_dropped_total", "tier0", "backlog") == 4
+    assert len([r for r in caplog.records if "wait for it" in r.message]) == 1
+    assert engine.lookup(KEYS[8:12]) == [True] * 4
+    engine.tier.finish(next(iter(engine.tier.jobs)))
+    engine.manager.on_schedule_end()
+    engine.store(*KEYS[12:14])
+    assert len(engine.tier.submitted) == 3
+
+
+def test_a_hung_tier_keeps_neither_the_region_nor_the_other_tiers_busy() -> None:
+    engine = Engine(num_blocks=16, num_tiers=2, store_backlog_share=0.5)
+    hung, good = engine.tiers
+    hung.auto = False
+    for key in KEYS[:60]:
+        engine.store(key)
+        engine.manager.on_schedule_end()
+    assert engine.counts.pinned == 4
+    assert good.blobs.keys() == set(KEYS[:60])
+    assert engine.counted("kvtiers_stores_dropped_total", "tier0", "backlog") == 56
+
+
+def test_a_tier_that_fails_its_stores_keeps_nobody_from_the_others() -> None:
+    engine = Engine(num_tiers=2, auto=False)
+    engine.store(*KEYS[:2])
+    for tier, failing in zip(engine.tiers, (KEYS[:2], ()), strict=True):
+        tier.finish(next(iter(tier.jobs)), failing)
+    engine.manager.on_schedule_end()
+    assert engine.counts.pinned == 0
+    assert engine.tiers[1].blobs.keys() == set(KEYS[:2])
+
+
+# ---- promotion
+
+
+def test_a_hit_is_promoted_in_one_job_per_request_when_the_step_ends() -> None:
+    engine = Engine(auto=False)
+    engine.tier.put(*KEYS[:8])
+    a, b = ReqContext("a"), ReqContext("b")
+    assert [engine.manager.lookup(key, a) for key in KEYS[:4]] == [None] * 4
+    assert [engine.manager.lookup(key, b) for key in KEYS[2:7]] == [None] * 5
+    assert engine.tier.submitted == []
+    engine.manager.on_schedule_end()
+    # What a already gets is not fetched again for b.
+    assert [(job.is_load, job_keys(job), job.metadata.req_context) for job in engine.tier.submitted] == [
+        (True, KEYS[:4], a),
+        (True, KEYS[4:7], b),
+    ]
+    assert engine.lookup(KEYS[:4], a) == [None] * 4
+    for job_id in list(engine.tier.jobs):
+        engine.tier.finish(job_id)
+    engine.manager.on_schedule_end()
+    assert engine.lookup(KEYS[:4], a) == [True] * 4
+    assert engine.lookup([*KEYS[2:7], KEYS[40]], b) == [True] * 5 + [False]
+    engine.load(KEYS[:4], a)
+    engine.load(KEYS[2:7], b)
+    assert engine.tier.submitted[2:] == []
+
+
+def test_a_key_nobody_has_is_a_miss_at_once() -> None:
+    engine = Engine(num_tiers=2)
+    assert engine.lookup([KEYS[0]]) == [False]
+    assert engine.counts.free == 16
+
+
+def test_the_first_tier_that_has_it_loads_it() -> None:
+    engine = Engine(num_tiers=3)
+    engine.tiers[1].put(KEYS[0], KEYS[1])
+    engine.tiers[2].put(KEYS[0], KEYS[2])
+    assert engine.lookup_until_known(KEYS[:3]) == [True] * 3
+    assert [[job_keys(job) for job in tier.submitted if job.is_load] for tier in engine.tiers] == [
+        [],
+        [KEYS[:2]],
+        [KEYS[2:3]],
+    ]
+    assert KEYS[0] not in engine.tiers[2].asked  # once a tier has it, slower ones are not asked
+
+
+def test_what_comes_from_a_later_tier_fills_the_earlier_ones() -> None:
+    engine = Engine(num_tiers=3)
+    engine.tiers[2].put(*KEYS[:4])
+    assert engine.lookup_until_known(KEYS[:4]) == [True] * 4
+    stores = [[job_keys(job) for job in tier.submitted if not job.is_load] for tier in engine.tiers]
+    assert stores == [[KEYS[:4]], [KEYS[:4]], []]
+    engine.load(KEYS[:4])
+    engine.manager.on_schedule_end()
+    assert engine.tiers[0].blobs == engine.tiers[2].blobs
+    assert engine.counts.pinned == 0
+
+
+def test_all_tiers_are_asked_in_the_same_step() -> None:
+    engine = Engine(num_tiers=2)
+    for tier in engine.tiers:
+        tier.answers_later = True
+    engine.tiers[1].put(*KEYS[:2])
+    assert engine.lookup(KEYS[:2]) == [None] * 2
+    assert [tier.asked for tier in engine.tiers] == [KEYS[:2]] * 2
+    assert engine.lookup_until_known(KEYS[:2]) == [True] * 2
+
+
+def test_an_earlier_tier_is_waited_for_but_not_for_ever() -> None:
+    engine = Engine(num_tiers=2, lookup_deadline_s=0.2)
+    engine.tiers[0].silent = True
+    engine.tiers[1].put(KEYS[0])
+    for _ in range(4):
+        assert engine.lookup(KEYS[:2]) == [None, None]
+        engine.clock.advance(0.049)
+    assert engine.tiers[1].submitted == []
+    engine.clock.advance(0.01)
+    assert engine.lookup(KEYS[:2]) == [None, False]  # the hit is on its way, the other is nowhere
+    assert engine.lookup(KEYS[:2]) == [None, False]
+    assert engine.lookup(KEYS[:2]) == [True, False]
+    assert engine.counted("kvtiers_deadline_expired_total", "tier0", "lookup") == 2
+
+
+def test_a_faster_tiers_hit_does_not_wait_for_a_slower_one() -> None:
+    engine = Engine(num_tiers=2)
+    engine.tiers[0].put(KEYS[0])
+    engine.tiers[1].silent = True
+    engine.lookup(KEYS[:1])
+    assert [job_keys(job) for job in engine.tiers[0].submitted] == [KEYS[:1]]
+
+
+def test_after_a_failed_load_the_next_tier_is_tried_and_then_it_is_a_miss() -> None:
+    engine = Engine(num_tiers=2, auto=False)
+    for tier in engine.tiers:
+        tier.put(KEYS[0])
+    for tier in engine.tiers:
+        assert engine.lookup(KEYS[:1]) == [None]
+        (job_id,) = tier.jobs
+        tier.finish(job_id, KEYS[:1])
+        engine.manager.on_schedule_end()
+    assert engine.lookup(KEYS[:1]) == [False]
+    assert [len([job for job in tier.submitted if job.is_load]) for tier in engine.tiers] == [1, 1]
+    assert engine.lookup(KEYS[:1]) == [False]
+    engine.manager.on_request_finished(REQ)
+    assert engine.lookup(KEYS[:1]) == [None]  # another request may try again
+
+
+def test_a_partly_failed_load_makes_the_good_keys_ready() -> None:
+    engine = Engine(auto=False)
+    engine.tier.put(*KEYS[:3])
+    engine.lookup(KEYS[:3])
+    engine.tier.finish(next(iter(engine.tier.jobs)), [KEYS[1]])
+    engine.manager.on_schedule_end()
+    assert [engine.manager.lookup(key, REQ) for key in KEYS[:3]] == [True, False, True]
+    engine.load([KEYS[0], KEYS[2]])
+    assert engine.counts.free == 14
+
+
+def test_a_tier_that_lies_for_ever_does_not_make_a_request_loop() -> None:
+    engine = Engine(num_tiers=2)
+    for tier in engine.tiers:
+        tier.liar = True
+    assert engine.lookup_until_known(KEYS[:3]) == [False]
+    assert engine.counts.free == 16
+
+
+def test_a_hit_waits_for_room_and_then_is_a_miss() -> None:
+    engine = Engine(num_blocks=4, auto=False, promotion_wait_s=0.5)
+    engine.store(*KEYS[:3])
+    engine.tier.put(*KEYS[10:13])
+    assert engine.lookup(KEYS[10:13]) == [None] * 3
+    assert [job_keys(job) for job in engine.tier.submitted if job.is_load] == [[KEYS[10]]]  # the one that fits
+    for _ in range(4):
+        engine.clock.advance(0.1)
+        assert engine.lookup(KEYS[10:13]) == [None] * 3
+    engine.tier.finish(list(engine.tier.jobs)[1])
+    engine.clock.advance(0.11)
+    engine.lookup(KEYS[10:13])
+    assert engine.lookup(KEYS[10:13]) == [True, False]
+    assert engine.counted("kvtiers_promotion_room_expired_total") == 2
+    engine.load(KEYS[10:11])
+
+
+def test_room_that_comes_in_time_is_used() -> None:
+    engine = Engine(num_blocks=4, auto=False, promotion_wait_s=0.5)
+    engine.store(*KEYS[:4])
+    engine.tier.put(*KEYS[10:12])
+    assert engine.lookup(KEYS[10:12]) == [None] * 2
+    engine.clock.advance(0.4)
+    engine.tier.finish(next(iter(engine.tier.jobs)))  # the store that pinned the region
+    engine.manager.on_schedule_end()
+    assert [job_keys(job) for job in engine.tier.submitted if job.is_load] == [KEYS[10:12]]
+    engine.tier.auto = True
+    assert engine.lookup_until_known(KEYS[10:12]) == [True] * 2
+
+
+def test_no_wait_means_a_miss_at_the_next_step() -> None:
+    engine = Engine(num_blocks=2, auto=False, promotion_wait_s=0)
+    engine.store(*KEYS[:2])
+    engine.tier.put(KEYS[10])
+    assert engine.lookup([KEYS[10]]) == [None]
+    assert engine.lookup([KEYS[10]]) == [False]
+
+
+def test_promoting_the_rest_does_not_evict_what_the_request_already_has() -> None:
+    engine = Engine(num_blocks=6)
+    for keys in (KEYS[:3], KEYS[20:23]):  # the second are younger: without protection the first would leave
+        engine.store(*keys)
+        engine.manager.on_schedule_end()
+    engine.tier.put(*KEYS[3:6])
+    assert engine.lookup_until_known(KEYS[:6]) == [True] * 6
+    engine.load(KEYS[:6])
+    assert len([job for job in engine.tier.submitted if job.is_load]) == 1
+
+
+def test_a_block_found_and_evicted_within_one_step_is_not_kept() -> None:
+    engine = Engine(num_blocks=2)
+    engine.store(KEYS[0])
+    engine.manager.on_schedule_end()
+    engine.tier.put(KEYS[1])
+    assert [engine.manager.lookup(key, REQ) for key in KEYS[:2]] == [True, None]
+    assert engine.manager.prepare_store(KEYS[8:10], ReqContext("other")) is not None
+    engine.manager.on_schedule_end()
+    assert engine.counts == SlotCounts(free=0, ready=0, pinned=0, pending=2, quarantined=0)
+
+
+def test_two_requests_that_do_not_fit_together_both_go_on() -> None:
+    """Each has half of the region and waits for the other half: the wait is bounded, so neither waits for ever."""
+    engine = Engine(num_blocks=8, promotion_wait_s=0.5)
+    a, b = ReqContext("a"), ReqContext("b")
+    engine.tier.put(*KEYS[:6], *KEYS[10:16])
+    known: dict[str, int] = {}
+    for _ in range(40):
+        for req, keys in ((a, KEYS[:6]), (b, KEYS[10:16])):
+            if req.req_id in known:
+                continue
+            answers = engine.lookup(keys, req)
+            if None not in answers:
+                found = answers.count(True)
+                engine.load(keys[:found], req)
+                engine.manager.on_request_finished(req)
+                known[req.req_id] = found
+        engine.clock.advance(0.05)
+    assert known.keys() == {"a", "b"}
+    assert max(known.values()) == 6
+    assert engine.counts.pinned == engine.counts.pending == 0
+
+
+def test_loaded_blocks_wait_for_their_request_for_a_bounded_time() -> None:
+    engine = Engine(num_blocks=2, promotion_hold_s=2.0)
+    engine.tier.put(*KEYS[:2])
+    engine.lookup(KEYS[:2])
+    engine.manager.on_schedule_end()
+    assert engine.counts.pinned == 2
+    assert engine.manager.prepare_store([KEYS[9]], REQ) is None
+    engine.clock.advance(2.1)
+    engine.manager.on_schedule_end()
+    assert engine.counts == SlotCounts(free=0, ready=2, pinned=0, pending=0, quarantined=0)
+    assert engine.manager.prepare_store([KEYS[9]], REQ) is not None
+
+
+def test_a_finished_request_lets_go_of_its_blocks() -> None:
+    engine = Engine(auto=False)
+    engine.tier.put(*KEYS[:4])
+    engine.lookup(KEYS[:2])
+    engine.tier.finish(next(iter(engine.tier.jobs)))
+    engine.manager.on_schedule_end()
+    engine.lookup(KEYS[2:4])
+    assert (engine.counts.pinned, engine.counts.pending) == (2, 2)
+    engine.manager.on_request_finished(REQ)
+    assert engine.counts.pinned == 0
+    engine.tier.finish(next(iter(engine.tier.jobs)))  # goes on, for whoever asks next
+    engine.manager.on_schedule_end()
+    assert engine.counts == SlotCounts(free=12, ready=4, pinned=0, pending=0, quarantined=0)
+
+
+def test_a_request_larger_than_the_region_loads_its_first_blocks_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine(num_blocks=4)
+    engine.tier.put(*KEYS[:10])
+    assert engine.lookup_until_known(KEYS[:10]) == [True] * 4 + [False]
+    engine.load(KEYS[:4])
+    messages = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(messages) == 1
+    assert "region holds 4 blocks, request 'r' needs 10: nothing of it can be loaded beyond" in messages[0]
+
+
+def test_a_block_stored_by_the_engine_meanwhile_is_not_fetched() -> None:
+    engine = Engine()
+    engine.tier.put(KEYS[0])
+    assert engine.manager.lookup(KEYS[0], REQ) is None
+    engine.manager.prepare_store([KEYS[0]], ReqContext("other"))
+    engine.manager.on_schedule_end()
+    assert engine.tier.submitted == []
+    assert engine.lookup([KEYS[0]]) == [None]
+    engine.manager.complete_store([KEYS[0]])
+    assert engine.lookup([KEYS[0]]) == [True]
+
+
+def test_remembered_requests_are_bounded() -> None:
+    engine = Engine(num_blocks=4, requests_max=3)
+    engine.tier.put(KEYS[0])
+    engine.lookup([KEYS[0]], ReqContext("first"))
+    engine.manager.on_schedule_end()
+    assert engine.counts.pinned == 1
+    for number in range(5):
+        engine.lookup([KEYS[9]], ReqContext(str(number)))
+    assert engine.counts.pinned == 0
+
+
+# ---- tiers that misbehave (S3, S4)
+
+METHODS = ["lookup", "submit_store", "submit_load", "get_finished", "get_finished_late", "touch", "on_schedule_end"]
+METHODS += ["on_request_finished", "take_events", "drain_jobs", "shutdown"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_nothing_that_a_tier_raises_reaches_the_engine(method: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Every call of an engine, with a bad tier before a good one; the good one serves, and no slot is lost."""
+    engine = Engine(num_tiers=2, load_deadline_s=0.3)
+    bad, good = engine.tiers
+    bad.raising.add(method)
+    bad.put(KEYS[10])
+    good.put(KEYS[10], KEYS[11])
+    engine.store(*KEYS[:3])
+    answers = engine.lookup_until_known([*KEYS[:3], *KEYS[10:13]])
+    if method == "get_finished":
+        assert engine.counts.quarantined == 1  # of the load it never reported; the other tier was tried instead
+        assert engine.counts.pinned == 5
+        bad.raising.clear()
+    assert answers == [True] * 5 + [False]
+    engine.load(KEYS[10:12])
+    engine.manager.touch(KEYS[:3])
+    engine.manager.take_events()
+    engine.manager.on_request_finished(REQ)
+    engine.manager.on_schedule_end()
+    engine.manager.drain()
+    assert engine.counts == SlotCounts(free=11, ready=5, pinned=0, pending=0, quarantined=0)
+    engine.manager.reset_cache()
+    engine.manager.shutdown()
+    assert engine.counts.free == 16
+    where = "get_finished" if method == "get_finished_late" else method
+    assert engine.counted("kvtiers_contained_errors_total", "tier0", where) >= 1
+    assert len([r for r in caplog.records if f"tier0: {where}" in r.message]) == 1
+    assert good.blobs.keys() == {*KEYS[:3], *KEYS[10:12]}
+
+
+def test_a_never_reporting_lookup_source_is_cut_by_the_deadline() -> None:
+    engine = Engine()
+    engine.tier.silent = True
+    assert engine.lookup_until_known(KEYS[:1]) == [False]
+
+
+def test_a_load_that_is_not_reported_is_given_up_and_its_slot_is_not_used_again() -> None:
+    engine = Engine(num_blocks=4, num_tiers=2, auto=False, load_deadline_s=20.0)
+    hung, good = engine.tiers
+    for tier in engine.tiers:
+        tier.put(*KEYS[:2])
+    good.auto = True
+    assert engine.lookup(KEYS[:2]) == [None] * 2
+    engine.clock.advance(19.9)
+    assert engine.lookup(KEYS[:2]) == [None] * 2
+    engine.clock.advance(0.2)
+    assert engine.lookup_until_known(KEYS[:2]) == [True] * 2
+    engine.load(KEYS[:2])
+    assert engine.counts == SlotCounts(free=0, ready=0, pinned=2, pending=0, quarantined=2)
+    assert engine.counted("kvtiers_deadline_expired_total", "tier0", "load") == 1
+    late, *stores = hung.jobs
+    hung.finish(late)
+    engine.manager.on_schedule_end()
+    assert engine.counts == SlotCounts(free=2, ready=0, pinned=2, pending=0, quarantined=0)
+    for job_id in stores:
+        hung.finish(job_id)
+    engine.manager.on_schedule_end()
+    assert engine.counts == SlotCounts(free=2, ready=2, pinned=0, pending=0, quarantined=0)
+    good.put(KEYS[2])
+    assert engine.lookup_until_known(KEYS[:3]) == [True] * 3
+    hung.auto = True
+    engine.clock.advance(10)  # the late report has not left the request waiting for ever
+    engine.lookup(KEYS[:3])
+    assert engine.counts == SlotCounts(free=1, ready=3, pinned=0, pending=0, quarantined=0)
+
+
+def test_unknown_duplicate_and_foreign_results_are_contained() -> None:
+    engine = Engine(num_tiers=2, auto=False)
+    first, second = engine.tiers
+    engine.store(*KEYS[:2])
+    (first_id,), (second_id,) = first.jobs, second.jobs
+    first.results.append(JobResult(second_id, success=True))  # the other tier's job
+    first.results.append(JobResult(999, success=True))
+    first.results.append("nonsense")  # type: ignore[arg-type]
+    engine.manager.on_schedule_end()
+    assert engine.counts.pinned == 2
+    result = first.finish(first_id)
+    first.results += [result, result]
+    engine.manager.on_schedule_end()
+    assert engine.counts.pinned == 2  # the second tier still reads
+    second.finish(second_id)
+    engine.manager.on_schedule_end()
+    assert engine.counts.pinned == 0
+    assert engine.counted("kvtiers_contained_errors_total", "tier0", "get_finished") == 5
+
+
+def test_a_result_may_name_foreign_keys_and_only_its_own_count() -> None:
+    engine = Engine(auto=False)
+    engine.tier.put(*KEYS[:2])
+    engine.lookup(KEYS[:2])
+    (job_id,) = engine.tier.jobs
+    del engine.tier.jobs[job_id]
+    engine.tier.results.append(JobResult(job_id, success=False, successful_keys=(KEYS[5], KEYS[6])))
+    engine.manager.on_schedule_end()
+    assert [engine.manager.lookup(key, REQ) for key in KEYS[5:7]] == [False, False]
+    assert engine.lookup(KEYS[:2]) == [False]
+    assert engine.counts.free == 16
+
+
+def test_a_job_that_is_never_reported_keeps_its_slots_out_of_use() -> None:
+    engine = Engine(num_blocks=4, auto=False, promotion_wait_s=0.5)
+    engine.tier.reports_at_shutdown = False
+    engine.tier.put(KEYS[9])
+    engine.store(*KEYS[:2])
+    engine.lookup([KEYS[9]])
+    for number in range(20, 40):  # whatever comes, it goes through the one slot that is left
+        engine.clock.advance(1)
+        engine.lookup([KEYS[number]])
+        engine.store(KEYS[number])
+    assert engine.counts == SlotCounts(free=0, ready=1, pinned=2, pending=0, quarantined=1)
+    engine.tier.raising.add("drain_jobs")
+    engine.manager.reset_cache()
+    assert engine.counts == SlotCounts(free=1, ready=0, pinned=0, pending=0, quarantined=3)
+    engine.manager.shutdown()
+    assert engine.counts == SlotCounts(free=1, ready=0, pinned=0, pending=0, quarantined=3)
+
+
+# ---- the rest of the interface
+
+
+def test_reset_forgets_the_region_and_the_tiers_keep_theirs() -> None:
+    engine = Engine()
+    engine.store(*KEYS[:4])
+    engine.manager.reset_cache()
+    assert engine.counts.free == 16
+    assert "drain_jobs" in engine.tier.calls
+    assert engine.tier.blobs.keys() == set(KEYS[:4])
+    assert engine.lookup_until_known(KEYS[:4]) == [True] * 4
+    engine.load(KEYS[:4])
+
+
+def test_reset_while_a_request_waits_lets_it_ask_again() -> None:
+    engine = Engine(auto=False)
+    engine.tier.put(*KEYS[:2])
+    engine.lookup(KEYS[:2])
+    engine.manager.reset_cache()
+    assert engine.counts.free == 16
+    engine.tier.auto = True
+    assert engine.lookup_until_known(KEYS[:2]) == [True] * 2
+
+
+def test_drain_ends_stores_that_loads_bring_about() -> None:
+    engine = Engine(num_tiers=2, auto=False)
+    engine.tiers[1].put(*KEYS[:2])
+    engine.lookup(KEYS[:2])
+    engine.manager.drain()
+    assert engine.tiers[0].blobs.keys() == set(KEYS[:2])
+    assert engine.counts.pending == 0
+
+
+def test_events_of_region_and_tiers_come_together() -> None:
+    engine = Engine()
+    engine.store(KEYS[0])
+    engine.tier.events.append(OffloadingEvent((KEYS[0],), "tier0", removed=False))
+    assert list(engine.manager.take_events()) == [
+        OffloadingEvent((KEYS[0],), "CPU", removed=False),
+        OffloadingEvent((KEYS[0],), "tier0", removed=False),
+    ]
+    assert list(engine.manager.take_events()) == []
+
+
+def test_slots_are_in_the_metrics() -> None:
+    engine = Engine(num_blocks=8)
+    engine.store(*KEYS[:3])
+    engine.manager.on_schedule_end()
+    states = ("free", "ready", "pinned", "pending", "quarantined")
+    assert [engine.counted("kvtiers_slots", state) for state in states] == [5, 3, 0, 0, 0]
+
+
+def test_after_shutdown_late_calls_do_nothing() -> None:
+    engine = Engine(num_tiers=2, auto=False)
+    engine.store(*KEYS[:2])
+    engine.tiers[1].put(KEYS[5])
+    engine.lookup([KEYS[5]])
+    engine.manager.prepare_load(KEYS[:1], REQ)
+    engine.manager.prepare_store([KEYS[9]], REQ)
+    engine.manager.shutdown()
+    engine.manager.shutdown()
+    assert engine.counts.free == 16
+    calls = [list(tier.calls) for tier in engine.tiers]
+    engine.manager.complete_load(KEYS[:1])
+    engine.manager.complete_store([KEYS[9]])
+    engine.manager.touch(KEYS[:1])
+    engine.manager.on_request_finished(REQ)
+    assert engine.lookup(KEYS[:1]) == [False]
+    assert engine.manager.prepare_store(KEYS[:1], REQ) is None
+    assert list(engine.manager.take_events())[-1:] != []
+    assert [tier.calls for tier in engine.tiers] == calls
+    assert engine.counts.free == 16
+
+
+def test_what_a_tier_loads_while_it_is_shut_down_is_stored_nowhere() -> None:
+    engine = Engine(num_tiers=2, auto=False)
+    engine.tiers[1].put(KEYS[0])
+    engine.lookup(KEYS[:1])
+    engine.tiers[1].reports_at_shutdown = False
+    engine.tiers[1].auto = True
+    engine.manager.shutdown()
+    assert engine.tiers[0].submitted == []
+    assert engine.counts.free == 16
+
+
+def test_shutdown_does_not_wait_for_ever_for_a_stuck_tier() -> None:
+    release = threading.Event()
+
+    class Stuck(ScriptedTier):
+        def shutdown(self) -> None:
+            release.wait(60)
+
+    view = make_view(8)
+    stuck, good = Stuck(view, "stuck", auto=False), ScriptedTier(view, "good", auto=False)
+    primary = CPUPrimaryTier(8)
+    manager = TieringOffloadingManager(primary, [stuck, good], TieringOptions(shutdown_s=0.05))
+    manager.prepare_store(KEYS[:2], REQ)
+    manager.complete_store(KEYS[:2])
+    manager.shutdown()
+    assert "shutdown" in good.calls
+    assert primary.slot_counts() == SlotCounts(free=6, ready=0, pinned=0, pending=0, quarantined=2)
+    assert manager.metrics.value("kvtiers_contained_errors_total", "stuck", "shutdown") == 1
+    release.set()
+
+
+def test_without_tiers_it_is_the_region_alone() -> None:
+    engine = Engine(num_tiers=0, num_blocks=4)
+    engine.store(*KEYS[:4])
+    assert engine.lookup(KEYS[:5]) == [True] * 4 + [False]
+    engine.load(KEYS[:4])
+    engine.store(*KEYS[4:6])
+    assert engine.counts == SlotCounts(free=0, ready=4, pinned=0, pending=0, quarantined=0)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"promotion_wait_s": -1},
+        {"lookup_deadline_s": float("nan")},
+        {"store_backlog_share": 0},
+        {"store_backlog_share": 1.1},
+        {"requests_max": 0},
+    ],
+)
+def test_bad_options_are_named(option: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as e:
+        TieringOptions(**option)
+    assert e.value.field == next(iter(option))
