@@ -1,0 +1,195 @@
+"""The copies of a plan between a GPU and host memory, in stream order.
+
+Three ways, chosen per job by direction and mean length of its merged copies:
+
+- ``batch``: one ``cuMemcpyBatchAsync`` for the job. Copy engines; the multiprocessors stay with the model.
+- ``kernel``: one Triton kernel over mapped host memory, for small pages, where a copy engine's cost per copy dominates.
+- ``copy``: ``Tensor.copy_`` in a loop; needs nothing but torch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from connector.cuda_driver import ACCESS_ORDER_ANY, ACCESS_ORDER_STREAM, CudaDriver
+from connector.pinning import PinnedMemory
+from connector.transfer_plan import CopyPlan, Direction, Int64s, merge_neighbours
+
+logger = logging.getLogger(__name__)
+
+Method = Literal["batch", "kernel", "copy"]
+KernelCopy = Callable[[Int64s, Int64s, Int64s, torch.device], object]
+"""(dst, src, nbytes, device) -> what must live until the copies have run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """One pair of allocations that copies run between, each as all its bytes: (n,) int8."""
+
+    gpu: torch.Tensor
+    cpu: torch.Tensor
+
+
+@dataclass(slots=True)
+class GpuCompletion:
+    """A job on its stream.
+
+    Attributes:
+        keep: what must live until ``end``.
+        error: what went wrong while it was submitted; part of its copies may be under way all the same, so it too
+            is over only after ``end``.
+    """
+
+    start: torch.cuda.Event
+    end: torch.cuda.Event
+    keep: object
+    error: Exception | None
+
+    def done(self) -> bool:
+        return bool(self.end.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        self.end.synchronize()
+
+    def seconds(self) -> float:
+        """GPU time between the job's events.
+
+        Raises:
+            Exception: the job failed.
+        """
+        if self.error is not None:
+            raise self.error
+        return float(self.start.elapsed_time(self.end)) * 1e-3
+
+
+class GpuCopier:
+    """Copies plans in one direction on a stream of its own.
+
+    ``mark`` is called on the engine's thread, ``copy`` and ``close`` on the handler's worker: a driver call for
+    thousands of copies, or an unpinned copy that blocks, is never the engine's time.
+
+    Args:
+        allocations: as ``CopyPlan.allocation`` counts them.
+        driver: None where there is no libcuda.
+        memory: the region's registration; None where it was not asked for.
+        kernel_bytes_max: mean copy length up to which the kernel is used, where it can be.
+        method: use this one always.
+        kernel: the copy kernel, and the bytes its addresses must be multiples of; None where triton is not there.
+
+    Raises:
+        ValueError: the method asked for cannot work here.
+    """
+
+    def __init__(
+        self,
+        direction: Direction,
+        device: torch.device,
+        allocations: Sequence[Allocation],
+        *,
+        driver: CudaDriver | None,
+        memory: PinnedMemory | None,
+        kernel_bytes_max: int,
+        method: Method | None = None,
+        kernel: tuple[KernelCopy, int] | None = None,
+    ) -> None:
+        self._direction = direction
+        self._device = device
+        self._allocations = allocations
+        self._driver = driver
+        self._memory = memory
+        self._kernel_bytes_max = kernel_bytes_max
+        self._kernel = kernel if memory is not None and memory.mapped else None
+        self._can_batch = driver is not None and driver.has_batch
+        if (method == "kernel" and self._kernel is None) or (method == "batch" and not self._can_batch):
+            needs = "triton and pinned memory" if method == "kernel" else "a driver of CUDA 12.8 or newer"
+            raise ValueError(f"method {method!r} needs {needs}; it is not here")
+        self._method = method
+        self._logged: set[Method] = set()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def mark(self) -> torch.cuda.Event:
+        """What the engine has submitted so far on its current stream, and a job must come after.
+
+        Stores, so that they read what the model has written; loads, so that they do not overwrite blocks that a step
+        still in flight reads.
+        """
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def copy(self, plan: CopyPlan, mark: torch.cuda.Event) -> GpuCompletion:
+        """Submit everything. A copy that is refused fails the job, after those submitted before it have ended."""
+        merged = merge_neighbours(plan, None if self._memory is None else self._memory.cuts)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        keep: object = None
+        error: Exception | None = None
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            self._stream.wait_event(mark)
+            start.record(self._stream)
+            try:
+                if len(merged):
+                    keep = self._submit(merged)
+            except Exception as failure:  # noqa: BLE001 - any refusal must wait for what was already submitted
+                error = failure
+            end.record(self._stream)
+        return GpuCompletion(start, end, keep, error)
+
+    def close(self) -> None:
+        """Wait for the stream, then give the pinned memory back."""
+        try:
+            self._stream.synchronize()
+        finally:
+            if self._memory is not None:
+                with torch.cuda.device(self._device):
+                    self._memory.release()
+
+    def choose(self, plan: CopyPlan) -> Method:
+        """How a merged plan is copied."""
+        if self._method is not None:
+            return self._method
+        small = plan.total_bytes <= self._kernel_bytes_max * len(plan)
+        if small and self._kernel is not None:
+            aligned = not ((plan.gpu | plan.cpu | plan.nbytes) % self._kernel[1]).any()
+            if aligned:
+                return "kernel"
+        return "batch" if self._can_batch else "copy"
+
+    def _submit(self, plan: CopyPlan) -> object:
+        storing = self._direction is Direction.STORE
+        dst, src = (plan.cpu, plan.gpu) if storing else (plan.gpu, plan.cpu)
+        method = self.choose(plan)
+        if method not in self._logged:
+            self._logged.add(method)
+            logger.info(
+                "%s by %s on %s: %d copies of %d bytes in the first job",
+                self._direction,
+                method,
+                self._device,
+                len(plan),
+                plan.total_bytes // len(plan),
+            )
+        if method == "kernel" and self._kernel is not None:
+            return self._kernel[0](dst, src, plan.nbytes, self._device)
+        if method == "batch" and self._driver is not None:
+            # ANY lets the engine read ahead, out of stream order: a slot is final when it is loaded. KV that is
+            # stored is not: it may still be being written, so its reads keep to the stream and its wait for `mark`.
+            order = ACCESS_ORDER_STREAM if storing else ACCESS_ORDER_ANY
+            stream = self._stream.cuda_stream
+            self._driver.memcpy_batch(dst, src, plan.nbytes, access_order=order, stream=stream)
+            return None
+        for gpu, cpu, nbytes, index in zip(
+            plan.gpu.tolist(), plan.cpu.tolist(), plan.nbytes.tolist(), plan.allocation.tolist(), strict=True
+        ):
+            allocation = self._allocations[index]
+            on_gpu = allocation.gpu.narrow(0, gpu - allocation.gpu.data_ptr(), nbytes)
+            on_cpu = allocation.cpu.narrow(0, cpu - allocation.cpu.data_ptr(), nbytes)
+            if storing:
+                on_cpu.copy_(on_gpu, non_blocking=True)
+            else:
+                on_gpu.copy_(on_cpu, non_blocking=True)
+        return None

@@ -1,0 +1,159 @@
+"""The copies of a plan between two places in host memory, near the speed of one thread's memcpy.
+
+numpy moves items of any fixed size without the GIL, but indexes only one side in one pass, and a copy indexes both.
+What saves the second pass: a slot's bytes lie one after another in the region, so one side is a plain slice per slot.
+
+- Loads scatter the slice: ``gpu[ids] = slice``.
+- Stores gather into it: ``np.take(gpu, ids, out=slice)``. That wants its source contiguous, so its items are as long
+  as the tensors' addresses have a divisor in common: 4,096 bytes where they come from mmap. Shorter ones are too slow.
+- Where a slice is small, a call for each costs more than it moves, and where items are short there is no gain: then
+  both sides are indexed, by way of a buffer that stays in the cache: ``destination[ids] = source[ids]``.
+
+Measured against one memcpy of the same bytes (two cores, random ids, pages from 64 KiB): loads 0.9-1.1, stores 0.8-1.0
+in one pass; 0.6-0.75 in two.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from connector.transfer_plan import CopyPlan, Direction, Int64s, TransferLayout
+
+RUN_BYTES_MIN = 64 << 10
+"""Mean bytes of a slice from which on a call for each is worth it (measured: 57 KiB)."""
+
+ITEM_BYTES_MIN = 2048
+"""Shorter items in one pass lose to whole pages in two (measured)."""
+
+_BUFFER_BYTES = 512 << 10  # half of a usual L2
+
+
+@dataclass(frozen=True, slots=True)
+class HostCompletion:
+    """A copy that has ended."""
+
+    elapsed_s: float
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return None
+
+    def seconds(self) -> float:
+        return self.elapsed_s
+
+
+class HostCopier:
+    """Copies plans of one layout in one direction. Any one thread at a time.
+
+    Args:
+        owner: kept as long as the copier: whatever owns the memory of the layout.
+        run_bytes_min, item_bytes_min: mean bytes of a slice and bytes of an item from which on one pass is made.
+    """
+
+    def __init__(
+        self,
+        layout: TransferLayout,
+        direction: Direction,
+        *,
+        owner: object,
+        run_bytes_min: int = RUN_BYTES_MIN,
+        item_bytes_min: int = ITEM_BYTES_MIN,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._owner = owner
+        self._loading = direction is Direction.LOAD
+        self._run_bytes_min = run_bytes_min
+        self._item_bytes_min = item_bytes_min
+        self._clock = clock
+        self._unit = layout.unit_bytes
+        # Views of address space. What lies between the tensors is never touched: a plan holds checked addresses only.
+        self._gpu = _AddressSpace(layout.gpu_span)
+        self._cpu = _AddressSpace(layout.cpu_span)
+
+    def mark(self) -> None:
+        """Host memory needs no ordering: what was written before the call is there."""
+
+    def copy(self, plan: CopyPlan, _mark: None, /) -> HostCompletion:
+        """Copy everything now.
+
+        Raises:
+            MemoryError: no room for the indices.
+        """
+        started = self._clock()
+        if len(plan):
+            page = int(plan.nbytes[0])
+            whole = page if (plan.nbytes == page).all() else self._unit
+            item = whole if self._loading else self._unit
+            breaks = plan.cpu[1:] != plan.cpu[:-1] + plan.nbytes[:-1]
+            runs = int(np.count_nonzero(breaks)) + 1
+            if item >= self._item_bytes_min and plan.total_bytes >= runs * self._run_bytes_min:
+                self._copy_slices(plan, item, np.flatnonzero(breaks) + 1)
+            else:
+                self._copy_twice(plan, whole)
+        return HostCompletion(self._clock() - started)
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._owner = None
+
+    def _copy_slices(self, plan: CopyPlan, item: int, cuts: NDArray[np.intp]) -> None:
+        """In one pass; a slice of the region ends before each copy of ``cuts``."""
+        ids = self._indices(plan.gpu - self._gpu.start, plan.nbytes, item)
+        first = np.concatenate(([0], cuts))
+        ends = np.cumsum(plan.nbytes // item)[np.append(cuts, len(plan)) - 1].tolist()
+        gpu = self._gpu.items(item, self._unit)
+        at = 0
+        for offset, end in zip((plan.cpu[first] - self._cpu.start).tolist(), ends, strict=True):
+            row = self._cpu.items(item, item, offset, end - at)
+            if self._loading:
+                gpu[ids[at:end]] = row
+            else:
+                np.take(gpu, ids[at:end], out=row, mode="clip")  # "raise" would buffer the output
+            at = end
+
+    def _copy_twice(self, plan: CopyPlan, item: int) -> None:
+        """In two passes, a bufferful at a time."""
+        gpu, cpu = self._gpu.items(item, self._unit), self._cpu.items(item, self._unit)
+        chunk = (np.cumsum(plan.nbytes) - plan.nbytes) // _BUFFER_BYTES
+        cuts = (np.flatnonzero(chunk[1:] != chunk[:-1]) + 1).tolist()
+        for first, end in zip([0, *cuts], [*cuts, len(plan)], strict=True):
+            nbytes = plan.nbytes[first:end]
+            gpu_ids = self._indices(plan.gpu[first:end] - self._gpu.start, nbytes, item)
+            cpu_ids = self._indices(plan.cpu[first:end] - self._cpu.start, nbytes, item)
+            if self._loading:
+                gpu[gpu_ids] = cpu[cpu_ids]
+            else:
+                cpu[cpu_ids] = gpu[gpu_ids]
+
+    def _indices(self, offsets: Int64s, nbytes: Int64s, item: int) -> Int64s:
+        """Index, in units, of each item of the copies that begin at ``offsets``."""
+        starts, counts, step = offsets // self._unit, nbytes // item, item // self._unit
+        most = int(counts.max())
+        if most == 1:
+            return starts
+        if most == int(counts.min()):
+            return (starts[:, None] + np.arange(0, most * step, step)).ravel()
+        before = np.cumsum(counts) - counts
+        return np.repeat(starts - before * step, counts) + np.arange(int(counts.sum())) * step
+
+
+class _AddressSpace:
+    """Memory from ``span[0]`` to ``span[1]`` as arrays of items, which may overlap each other."""
+
+    def __init__(self, span: tuple[int, int]) -> None:
+        self.start = span[0]
+        memory = (ctypes.c_char * (span[1] - span[0])).from_address(span[0])
+        self._memory = np.frombuffer(memoryview(memory), np.uint8)
+
+    def items(self, item: int, stride: int, offset: int = 0, count: int | None = None) -> NDArray[np.void]:
+        if count is None:
+            count = (len(self._memory) - offset - item) // stride + 1
+        return np.ndarray((count,), f"V{item}", self._memory, offset, (stride,))

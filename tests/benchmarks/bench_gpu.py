@@ -1,0 +1,456 @@
+"""How fast KV moves between the engine's tensors and the region: ``python -m tests.benchmarks.bench_gpu``.
+
+On CUDA next to one large pinned copy (the ceiling) and a loop of ``copy_``, with every method by itself, and what a
+matmul beside it loses. On CPU next to one memcpy of the same bytes, and what a thread that wants to run every
+millisecond loses. Figures are medians; ratios are medians of ratios taken within one round, so that what else the
+machine does hits both sides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib
+import json
+import mmap
+import platform
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from connector.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    CPULoadStoreSpec,
+    GPULoadStoreSpec,
+    OffloadingHandler,
+    TransferSpec,
+)
+from connector.gpu_handler import create_handlers
+
+LAYERS_MAX = 32
+KIB, MIB, GB = 1 << 10, 1 << 20, 1e9
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Pages of one job: ``layers`` tensors, ``blocks`` blocks of each."""
+
+    page_bytes: int
+    layers: int
+    blocks: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.page_bytes * self.layers * self.blocks
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement.
+
+    Attributes:
+        reference_gb_s: ceiling (CUDA) or memcpy (CPU).
+        ratio: of this to the reference, in the same round.
+        submit_us: on the calling thread.
+    """
+
+    method: str
+    direction: str
+    page_bytes: int
+    pages: int
+    job_bytes: int
+    gb_s: float
+    reference_gb_s: float
+    ratio: float
+    submit_us: float
+
+
+class Bench:
+    """Tensors, a region and handlers for jobs of one shape, with random ids."""
+
+    def __init__(self, shape: Shape, device: torch.device, **options: Any) -> None:
+        self.shape, self._rng = shape, np.random.default_rng(0)
+        self._num_blocks, self._num_slots = 2 * shape.blocks, shape.blocks + shape.blocks // 2 + 1
+        tensors = [kv_tensor(self._num_blocks, shape.page_bytes, device) for _ in range(shape.layers)]
+        row_bytes = -(-shape.layers * shape.page_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        region = host_bytes(self._num_slots * row_bytes).view(self._num_slots, row_bytes)
+        views = [region[:, at * shape.page_bytes :][:, : shape.page_bytes] for at in range(shape.layers)]
+        caches = CanonicalKVCaches(
+            [CanonicalKVCacheTensor(tensor, shape.page_bytes) for tensor in tensors],
+            [[CanonicalKVCacheRef(at, shape.page_bytes) for at in range(shape.layers)]],
+        )
+        self.tensors, self.views = tensors, views
+        self.store, self.load = create_handlers(caches, views, 1, **options)
+
+    def specs(self) -> tuple[TransferSpec, TransferSpec]:
+        """A store and a load that share no block and no slot's worth of cache with the one before."""
+
+        def ends() -> tuple[GPULoadStoreSpec, CPULoadStoreSpec]:
+            return (
+                GPULoadStoreSpec(self._rng.permutation(self._num_blocks)[: self.shape.blocks]),
+                CPULoadStoreSpec(self._rng.permutation(self._num_slots)[: self.shape.blocks]),
+            )
+
+        gpu, cpu = ends()
+        other_gpu, other_cpu = ends()
+        return (gpu, cpu), (other_cpu, other_gpu)
+
+    def close(self) -> None:
+        self.store.shutdown()
+        self.load.shutdown()
+
+
+def host_bytes(nbytes: int) -> torch.Tensor:
+    """Touched, page-aligned memory of its own, as the region and an engine's large CPU tensors are."""
+    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.int8).fill_(1)
+
+
+def kv_tensor(num_blocks: int, page_bytes: int, device: torch.device) -> torch.Tensor:
+    if device.type == "cpu":
+        return host_bytes(num_blocks * page_bytes).view(num_blocks, page_bytes)
+    return torch.ones((num_blocks, page_bytes), dtype=torch.int8, device=device)
+
+
+def timed(run: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+def transfer(handler: OffloadingHandler, spec: TransferSpec) -> tuple[float, float]:
+    """(seconds of the copy, seconds of the submit)."""
+    submit_s = timed(lambda: handler.transfer_async(0, spec))
+    handler.wait({0})
+    (result,) = handler.get_finished()
+    if not result.success:
+        raise RuntimeError("a transfer failed; its cause was logged")
+    return result.transfer_time, submit_s
+
+
+def both_at_once(bench: Bench, device: torch.device) -> float:
+    """Wall seconds of a store and a load of the same size side by side."""
+    store, load = bench.specs()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+    def run() -> None:
+        bench.store.transfer_async(0, store)
+        bench.load.transfer_async(0, load)
+        for handler in (bench.store, bench.load):
+            handler.wait({0})
+            handler.get_finished()
+
+    return timed(run)
+
+
+def measure(
+    bench: Bench, device: torch.device, rounds: int, method: str, reference: Callable[[str], float]
+) -> list[Row]:
+    """Rows for store, load and both; ``reference(direction)`` is seconds for the bytes of one job."""
+    shape = bench.shape
+    seconds: dict[str, list[float]] = {"store": [], "load": [], "both": []}
+    against: dict[str, list[float]] = {direction: [] for direction in seconds}
+    submits: dict[str, list[float]] = {direction: [] for direction in seconds}
+    for each in range(rounds + 1):
+        store, load = bench.specs()
+        for direction, handler, spec in (("store", bench.store, store), ("load", bench.load, load)):
+            reference_s = reference(direction)
+            took_s, submit_s = transfer(handler, spec)
+            if each:  # the first round warms up
+                seconds[direction].append(took_s)
+                against[direction].append(reference_s)
+                submits[direction].append(submit_s)
+        reference_s = reference("both")
+        took_s = both_at_once(bench, device)
+        if each:
+            seconds["both"].append(took_s)
+            against["both"].append(reference_s)
+            submits["both"].append(0.0)
+    rows = []
+    for direction, taken in seconds.items():
+        nbytes = shape.nbytes * (2 if direction == "both" else 1)
+        rows.append(
+            Row(
+                method,
+                direction,
+                shape.page_bytes,
+                shape.layers * shape.blocks,
+                shape.nbytes,
+                nbytes / statistics.median(taken) / GB,
+                nbytes / statistics.median(against[direction]) / GB,
+                statistics.median(ref / took for ref, took in zip(against[direction], taken, strict=True)),
+                statistics.median(submits[direction]) * 1e6,
+            )
+        )
+    return rows
+
+
+def shapes(quick: bool) -> Iterator[Shape]:
+    """Page sizes 4 KiB to 4 MiB, 1 to 4,096 pages a job, over at most 32 tensors; then the demo's cache."""
+    bytes_max = (128 if quick else 1024) * MIB
+    for page_bytes in (4 * KIB, 16 * KIB, 64 * KIB, 512 * KIB, 4 * MIB) if quick else (
+        4 * KIB, 8 * KIB, 16 * KIB, 32 * KIB, 64 * KIB, 128 * KIB, 256 * KIB, 512 * KIB, 1 * MIB, 2 * MIB, 4 * MIB,
+    ):  # fmt: skip
+        for pages in (1, 64, 1024) if quick else (1, 16, 256, 1024, 4096):
+            layers = min(pages, LAYERS_MAX)
+            if page_bytes * pages <= bytes_max:
+                yield Shape(page_bytes, layers, pages // layers)
+    yield Shape(48 * KIB, 30, 64)
+
+
+# ---- CPU -------------------------------------------------------------------------------------------------------
+
+
+def bench_cpu(quick: bool, show: Callable[[str], None]) -> dict[str, Any]:
+    device, rows = torch.device("cpu"), []
+    for shape in shapes(quick):
+        show(f"{shape.page_bytes // KIB} KiB x {shape.layers * shape.blocks}")
+        src, dst = (host_bytes(shape.nbytes).numpy() for _ in range(2))
+
+        def memcpy(direction: str, src: Any = src, dst: Any = dst) -> float:
+            return timed(lambda: np.copyto(dst, src)) * (2 if direction == "both" else 1)
+
+        bench = Bench(shape, device)
+        rows += measure(bench, device, 7 if quick else 15, "cpu", memcpy)
+        bench.close()
+    return {"rows": [asdict(row) for row in rows], "stall_ms": stall(Shape(48 * KIB, 30, 64), 2 if quick else 10)}
+
+
+def stall(shape: Shape, seconds: float) -> dict[str, float]:
+    """How late a thread of 1 ms period runs: alone, and while copies in both directions never end."""
+    bench = Bench(shape, torch.device("cpu"))
+
+    def late_ms(busy: bool) -> list[float]:
+        samples, job_id = [], 0
+        handlers = (bench.store, bench.load)
+        end = time.perf_counter() + seconds
+        due = time.perf_counter()
+        in_flight = 0
+        while due < end:
+            if busy and in_flight < 6:
+                for handler, spec in zip(handlers, bench.specs(), strict=True):
+                    in_flight += handler.transfer_async(job_id, spec)
+                job_id += 1
+            for handler in handlers:
+                in_flight -= len(handler.get_finished())
+            due = max(due + 1e-3, time.perf_counter())
+            time.sleep(max(0.0, due - time.perf_counter()))
+            samples.append((time.perf_counter() - due) * 1e3)
+        return samples
+
+    idle, busy = np.array(late_ms(False)), np.array(late_ms(True))
+    bench.close()
+    return {
+        f"{name}_p{at}": float(np.percentile(samples, at))
+        for name, samples in (("idle", idle), ("busy", busy))
+        for at in (50, 99)
+    }
+
+
+# ---- CUDA ------------------------------------------------------------------------------------------------------
+
+
+class Ceiling:
+    """One pinned ``cudaMemcpyAsync`` of 256 MiB, scaled to a job's bytes."""
+
+    def __init__(self, device: torch.device) -> None:
+        nbytes = 256 * MIB
+        self._host = [torch.ones(nbytes, dtype=torch.int8, pin_memory=True) for _ in range(2)]
+        self._gpu = [torch.ones(nbytes, dtype=torch.int8, device=device) for _ in range(2)]
+        self._streams = [torch.cuda.Stream(device) for _ in range(2)]  # type: ignore[no-untyped-call]
+
+    def seconds(self, direction: str, nbytes: int) -> float:
+        """For ``nbytes`` each way."""
+        ways = {"store": (0,), "load": (1,), "both": (0, 1)}[direction]
+        torch.cuda.synchronize()
+
+        def run() -> None:
+            for way in ways:
+                with torch.cuda.stream(self._streams[way]):
+                    ends = (self._host[way], self._gpu[way]) if way == 0 else (self._gpu[way], self._host[way])
+                    ends[0].copy_(ends[1], non_blocking=True)
+            for way in ways:
+                self._streams[way].synchronize()
+
+        return timed(run) * nbytes / self._host[0].nbytes
+
+
+def bench_cuda(quick: bool, show: Callable[[str], None]) -> dict[str, Any]:
+    device, rows = torch.device("cuda"), []
+    ceiling = Ceiling(device)
+    for shape in shapes(quick):
+        for method in (None, "batch", "kernel", "copy"):
+            pages = shape.layers * shape.blocks
+            if method == "copy" and pages > 1024:
+                continue
+            show(f"{shape.page_bytes // KIB} KiB x {pages} by {method or 'the thresholds'}")
+            try:
+                bench = Bench(shape, device, method=method)
+            except ValueError as error:
+                show(str(error))
+                continue
+
+            def against(direction: str, nbytes: int = shape.nbytes) -> float:
+                return ceiling.seconds(direction, nbytes)
+
+            rows += measure(bench, device, 7 if quick else 15, method or "auto", against)
+            bench.close()
+            torch.cuda.empty_cache()
+    beside = [matmul_beside(Shape(page * KIB, 32, 2048 // page or 1), device, show) for page in (8, 64, 512)]
+    return {"rows": [asdict(row) for row in rows], "matmul": beside}
+
+
+def matmul_beside(shape: Shape, device: torch.device, show: Callable[[str], None]) -> dict[str, float]:
+    """How much longer a bf16 matmul of 8192^3 takes while stores and loads never end."""
+    show(f"matmul beside {shape.page_bytes // KIB} KiB pages")
+    a, b = (torch.randn((8192, 8192), dtype=torch.bfloat16, device=device) for _ in range(2))
+    bench = Bench(shape, device)
+    handlers = (bench.store, bench.load)
+
+    def matmul_ms(busy: bool) -> float:
+        samples: list[float] = []
+        in_flight = job_id = 0
+        for _ in range(200):
+            # The copies wait for what is queued before them; a few jobs ahead keep both directions busy throughout.
+            while busy and in_flight < 16:
+                for handler, spec in zip(handlers, bench.specs(), strict=True):
+                    in_flight += handler.transfer_async(job_id, spec)
+                job_id += 1
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            start.record()
+            torch.mm(a, b)
+            end.record()
+            end.synchronize()
+            samples.append(float(start.elapsed_time(end)))
+            in_flight -= sum(len(handler.get_finished()) for handler in handlers)
+        for handler in handlers:
+            handler.wait(range(job_id))
+            handler.get_finished()
+        return statistics.median(samples[20:])
+
+    alone_ms, busy_ms = matmul_ms(False), matmul_ms(True)
+    bench.close()
+    return {
+        "page_bytes": shape.page_bytes,
+        "alone_ms": alone_ms,
+        "beside_ms": busy_ms,
+        "slower": busy_ms / alone_ms - 1,
+    }
+
+
+# ---- report ----------------------------------------------------------------------------------------------------
+
+
+def print_report(report: dict[str, Any], console: Console) -> None:
+    table = Table(title=f"{report['device']}, {report['date']}; against {report['against']}")
+    for title in ("page", "pages", "method", *(f"{way} GB/s" for way in ("store", "load", "both")), "submit µs"):
+        table.add_column(title, justify="right")
+    grouped: dict[tuple[int, int, str], dict[str, Row]] = {}
+    for fields in report["rows"]:
+        row = Row(**fields)
+        grouped.setdefault((row.page_bytes, row.pages, row.method), {})[row.direction] = row
+    for (page_bytes, pages, method), ways in grouped.items():
+        cells = [f"{row.gb_s:.2f} ({row.ratio:.2f})" for row in ways.values()]
+        submit = max(row.submit_us for row in ways.values())
+        table.add_row(f"{page_bytes // KIB} KiB", str(pages), method, *cells, f"{submit:.0f}")
+    console.print(table)
+    for beside in report.get("matmul", ()):
+        console.print(f"matmul beside {beside['page_bytes'] // KIB} KiB pages: {beside['slower']:+.1%}")
+    if "stall_ms" in report:
+        console.print("a 1 ms thread is late by, ms:", {key: round(ms, 3) for key, ms in report["stall_ms"].items()})
+
+
+def save_png(report: dict[str, Any], path: Path, console: Console) -> None:
+    try:
+        matplotlib: Any = importlib.import_module("matplotlib")
+    except ImportError:
+        console.print("no PNG: matplotlib is not installed (pip install matplotlib)")
+        return
+    matplotlib.use("agg")
+    pyplot: Any = importlib.import_module("matplotlib.pyplot")
+    rows = [Row(**fields) for fields in report["rows"]]
+    figure, axes = pyplot.subplots(1, 3, figsize=(15, 5), sharey=True)
+    for axis, direction in zip(axes, ("store", "load", "both"), strict=True):
+        for method in dict.fromkeys(row.method for row in rows):
+            best: dict[int, float] = {}
+            for row in rows:
+                if (row.method, row.direction) == (method, direction):
+                    best[row.page_bytes] = max(best.get(row.page_bytes, 0.0), row.ratio)
+            axis.plot([page / KIB for page in sorted(best)], [best[page] for page in sorted(best)], "o-", label=method)
+        axis.set(xscale="log", xlabel="page, KiB", title=direction)
+        axis.axhline(1.0, color="grey", linewidth=0.5)
+    axes[0].set_ylabel(f"of {report['against']}, best of all job sizes")
+    axes[0].legend()
+    figure.suptitle(f"{report['device']}, {report['date']}")
+    figure.savefig(path)
+    console.print(f"wrote {path}")
+
+
+def target(path: Path, report: dict[str, Any], suffix: str) -> Path:
+    """The path itself, or in a folder a file named after the device and the date."""
+    if not path.is_dir():
+        return path
+    device = re.sub(r"[^A-Za-z0-9]+", "-", report["device"]).strip("-").lower()
+    return path / f"gpu-{device}-{report['date']}{suffix}"
+
+
+@contextmanager
+def progress(console: Console) -> Iterator[Callable[[str], None]]:
+    with console.status("measuring") as status:
+        yield lambda text: status.update(f"measuring {text}")
+
+
+def cpu_name() -> str:
+    try:
+        models = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        models = []
+    return f"{models[0] if models else platform.machine()} x{torch.get_num_threads()}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else None)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds")
+    parser.add_argument("--json", type=Path, help="file to write, or folder (then named after device and date)")
+    parser.add_argument("--png", type=Path, help="likewise; needs matplotlib")
+    args = parser.parse_args()
+    console = Console()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        console.print("skipped: no CUDA device here; --device cpu measures the CPU path")
+        return 0
+    with progress(console) as show:
+        measured = bench_cuda(args.quick, show) if args.device == "cuda" else bench_cpu(args.quick, show)
+    report = {
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else cpu_name(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "against": "one 256 MiB pinned copy" if args.device == "cuda" else "one memcpy of the same bytes",
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        **measured,
+    }
+    print_report(report, console)
+    if args.json is not None:
+        path = target(args.json, report, ".json")
+        path.write_text(json.dumps(report, indent=1) + "\n")
+        console.print(f"wrote {path}")
+    if args.png is not None:
+        save_png(report, target(args.png, report, ".png"), console)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,313 @@
+"""The CUDA copier on a machine without one: streams and events record what happens, the driver copies host memory."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from connector.base import OffloadingHandler
+from connector.cuda_driver import ACCESS_ORDER_ANY, ACCESS_ORDER_STREAM, CudaDriver
+from connector.gpu_copy import GpuCopier
+from connector.gpu_handler import CopyHandler, lay_out
+from connector.pinning import PinnedMemory
+from connector.transfer_plan import CopyPlan, Direction, Int64s, merge_neighbours
+from tests.connector.test_cuda_driver import NO_VERSION, FakeCuda
+from tests.connector.transfer_cases import POISON, Job, World, finish, make_job, make_world, pages_of
+
+ENGINE_STREAM = 1
+Log = list[tuple[str, int]]
+
+
+class FakeStream:
+    def __init__(self, log: Log, handle: int) -> None:
+        self.log, self.cuda_stream = log, handle
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.log.append(("wait", event.number))
+
+    def synchronize(self) -> None:
+        self.log.append(("synchronize", self.cuda_stream))
+
+
+class FakeEvent:
+    """Done once it was recorded, unless ``pending``."""
+
+    def __init__(self, log: Log, number: int) -> None:
+        self.log, self.number = log, number
+        self.stream = 0
+
+    def record(self, stream: FakeStream) -> None:
+        self.stream = stream.cuda_stream
+        self.log.append(("record", self.number))
+
+    def query(self) -> bool:
+        return self.stream != 0
+
+    def synchronize(self) -> None:
+        assert self.stream
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        assert self.stream == end.stream
+        return 250.0
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> Log:
+    log: Log = []
+    streams, events = iter(range(ENGINE_STREAM + 1, 99)), iter(range(999))
+    engine = FakeStream(log, ENGINE_STREAM)
+
+    def event(*, enable_timing: bool = False) -> FakeEvent:
+        return FakeEvent(log, next(events))
+
+    def scope(_: object) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _device: FakeStream(log, next(streams)))
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    monkeypatch.setattr(torch.cuda, "stream", scope)
+    monkeypatch.setattr(torch.cuda, "device", scope)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: engine)
+    return log
+
+
+class Copies:
+    """One direction over a world of CPU tensors that are taken for CUDA ones."""
+
+    def __init__(self, world: World, direction: Direction, cuda: FakeCuda | None, **options: Any) -> None:
+        self.world, self.direction = world, direction
+        self.layout, allocations = lay_out(world.caches, world.views, world.factor)
+        self.copier = GpuCopier(
+            direction,
+            torch.device("cuda"),
+            allocations,
+            driver=None if cuda is None else CudaDriver(cuda),
+            memory=options.pop("memory", None),
+            kernel_bytes_max=options.pop("kernel_bytes_max", 0),
+            **options,
+        )
+        self.handler: OffloadingHandler = CopyHandler(direction, self.layout, self.copier, jobs_max=9)
+
+    def plan(self, job: Job) -> CopyPlan:
+        return self.layout.check(job.gpu, job.cpu, self.direction).plan()
+
+    def run(self, job: Job) -> bool:
+        """Whether it succeeded, having checked the bytes if so."""
+        storing = self.direction is Direction.STORE
+        for kv, slot in pages_of(self.world, job):
+            (slot if storing else kv).fill_(POISON)
+        assert self.handler.transfer_async(1, (job.gpu, job.cpu) if storing else (job.cpu, job.gpu))
+        self.handler.wait({1})
+        (result,) = finish(self.handler, 1)
+        if result.success:
+            assert all(torch.equal(kv, slot) for kv, slot in pages_of(self.world, job))
+            assert result.transfer_time == 0.25
+        return result.success
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(7)
+
+
+@pytest.fixture
+def world(rng: np.random.Generator) -> World:
+    return make_world(rng, pages=[64, 64], groups=[[(0, 64), (1, 48)]], factor=4)
+
+
+@pytest.fixture
+def opened() -> Iterator[list[Copies]]:
+    opened: list[Copies] = []
+    yield opened
+    for copies in opened:
+        copies.handler.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("direction", "order"), [(Direction.STORE, ACCESS_ORDER_STREAM), (Direction.LOAD, ACCESS_ORDER_ANY)]
+)
+def test_a_job_is_one_batch_between_its_events(
+    rng: np.random.Generator, world: World, log: Log, opened: list[Copies], direction: Direction, order: int
+) -> None:
+    cuda = FakeCuda()
+    cuda.before_batch = lambda: log.append(("batch", 0))
+    copies = Copies(world, direction, cuda)
+    opened.append(copies)
+    job = make_job(rng, world, [11], [2])
+    assert copies.run(job)
+    assert cuda.batches == [(order, 0, ENGINE_STREAM + 1, len(merge_neighbours(copies.plan(job))))]
+    mark, start, end = 0, 1, 2
+    assert log == [("record", mark), ("wait", mark), ("record", start), ("batch", 0), ("record", end)]
+
+
+def test_the_mark_is_on_the_engines_stream(world: World, log: Log, opened: list[Copies]) -> None:
+    opened.append(Copies(world, Direction.STORE, FakeCuda()))
+    mark: Any = opened[0].copier.mark()
+    assert mark.stream == ENGINE_STREAM
+
+
+def test_a_refused_batch_fails_its_job_after_what_was_submitted(
+    rng: np.random.Generator, world: World, log: Log, opened: list[Copies], caplog: pytest.LogCaptureFixture
+) -> None:
+    cuda = FakeCuda()
+    copies = Copies(world, Direction.STORE, cuda)
+    opened.append(copies)
+    cuda.fail_at = 2
+    assert not copies.run(make_job(rng, world, [9]))
+    assert log[-1] == ("record", 2), "its end is recorded, so it is reported only when its first copies have ended"
+    assert "cuMemcpyBatchAsync at copy 2" in caplog.text
+    cuda.fail_at = None
+    assert copies.run(make_job(rng, world, [9]))
+
+
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize("cuda", [None, FakeCuda(batch_since=NO_VERSION)], ids=["no driver", "old driver"])
+def test_without_the_batch_call_every_copy_is_a_copy_(
+    rng: np.random.Generator,
+    world: World,
+    log: Log,
+    opened: list[Copies],
+    caplog: pytest.LogCaptureFixture,
+    direction: Direction,
+    cuda: FakeCuda | None,
+) -> None:
+    copies = Copies(world, direction, cuda)
+    opened.append(copies)
+    with caplog.at_level(logging.INFO):
+        assert copies.run(make_job(rng, world, [11], [2]))
+        assert copies.run(make_job(rng, world, [3]))
+    assert caplog.text.count(f"{direction} by copy on cuda") == 1
+
+
+class Kernel:
+    """Copies as a kernel would; keeps what it was asked for."""
+
+    def __init__(self) -> None:
+        self.jobs: list[int] = []
+
+    def __call__(self, dst: Int64s, src: Int64s, nbytes: Int64s, device: torch.device) -> object:
+        self.jobs.append(len(dst))
+        CudaDriver(FakeCuda()).memcpy_batch(dst, src, nbytes, access_order=ACCESS_ORDER_ANY, stream=1)
+        return object()
+
+
+def pinned(world: World, cuda: FakeCuda) -> PinnedMemory:
+    return PinnedMemory(CudaDriver(cuda), [(view.data_ptr(), 1) for view in world.views])
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_small_copies_go_by_the_kernel_and_large_ones_by_the_batch(
+    rng: np.random.Generator, world: World, log: Log, opened: list[Copies], direction: Direction
+) -> None:
+    cuda, kernel = FakeCuda(), Kernel()
+    memory = pinned(world, cuda)
+    copies = Copies(world, direction, cuda, memory=memory, kernel=(kernel, 8), kernel_bytes_max=56)
+    opened.append(copies)
+    apart = Job([1, 5, 9], [3], (3,), (0,))
+    assert copies.run(apart)
+    assert (kernel.jobs, cuda.batches) == ([6], [])
+    together = Job([0, 1, 2, 3], [3], (4,), (0,))  # 64-byte pages that merge, and 48-byte pages that do not
+    assert copies.run(together)
+    assert (len(kernel.jobs), len(cuda.batches)) == (1, 1)
+
+
+def test_addresses_the_kernel_cannot_take_go_by_the_batch(
+    rng: np.random.Generator, log: Log, opened: list[Copies]
+) -> None:
+    odd = make_world(rng, pages=[60], groups=[[(0, 60)]])
+    cuda, kernel = FakeCuda(), Kernel()
+    opened.append(
+        Copies(odd, Direction.STORE, cuda, memory=pinned(odd, cuda), kernel=(kernel, 8), kernel_bytes_max=999)
+    )
+    assert opened[0].run(make_job(rng, odd, [5]))
+    assert (kernel.jobs, len(cuda.batches)) == ([], 1)
+
+
+def test_copies_do_not_cross_registered_pieces(rng: np.random.Generator, log: Log, opened: list[Copies]) -> None:
+    """Slots and blocks that follow each other would be one copy; each row is its own piece here."""
+    rows = make_world(rng, pages=[4096], groups=[[(0, 4096)]])
+    cuda = FakeCuda()
+    start = rows.region.data_ptr()
+    job = Job([4, 5, 6], [1, 2, 3], (3,), (0,))
+    opened.append(Copies(rows, Direction.STORE, cuda))
+    memory = PinnedMemory(CudaDriver(cuda), [(start + row * 4096, 4096) for row in range(len(rows.region))])
+    opened.append(Copies(rows, Direction.STORE, cuda, memory=memory))
+    assert all(copies.run(job) for copies in opened)
+    assert [batch[-1] for batch in cuda.batches] == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("method", "cuda", "message"),
+    [
+        ("kernel", FakeCuda(), "method 'kernel' needs triton and pinned memory"),
+        ("batch", None, "method 'batch' needs a driver of CUDA 12.8"),
+    ],
+)
+def test_a_method_that_cannot_work_is_refused(
+    world: World, log: Log, method: str, cuda: FakeCuda | None, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        Copies(world, Direction.LOAD, cuda, method=method)
+
+
+@pytest.mark.parametrize("method", ["batch", "kernel", "copy"])
+def test_a_method_that_was_asked_for_is_used(
+    rng: np.random.Generator, world: World, log: Log, opened: list[Copies], method: str
+) -> None:
+    cuda, kernel = FakeCuda(), Kernel()
+    memory = pinned(world, cuda)
+    opened.append(Copies(world, Direction.LOAD, cuda, memory=memory, kernel=(kernel, 8), method=method))
+    job = make_job(rng, world, [11])
+    assert opened[0].run(job)
+    assert (len(kernel.jobs), len(cuda.batches)) == {"batch": (0, 1), "kernel": (1, 0), "copy": (0, 0)}[method]
+
+
+def test_shutdown_waits_for_the_stream_and_unpins(world: World, log: Log) -> None:
+    cuda = FakeCuda()
+    copies = Copies(world, Direction.LOAD, cuda, memory=pinned(world, cuda))
+    copies.handler.shutdown()
+    assert log == [("synchronize", ENGINE_STREAM + 1)]
+    assert cuda.registered == {}
+
+
+INTERPRETED = """
+import numpy as np, torch
+from connector import triton_copy
+rng = np.random.default_rng(3)
+device = torch.device("cpu")
+triton_copy.compile_for(device)
+src = torch.from_numpy(rng.integers(-128, 128, (40, 40_000), dtype=np.int8))
+for step in (8, 16):
+    dst = torch.zeros_like(src)
+    order = rng.permutation(40)
+    nbytes = rng.integers(1, 40_000 // step, 40) * step
+    triton_copy.copy_pages(
+        dst.data_ptr() + np.arange(40) * 40_000, src.data_ptr() + order * 40_000, nbytes, device
+    )
+    for row in range(40):
+        assert torch.equal(dst[row, : nbytes[row]], src[order[row], : nbytes[row]])
+        assert not dst[row, nbytes[row] :].any()
+print("copied")
+"""
+
+
+def test_the_kernel_in_tritons_interpreter() -> None:
+    pytest.importorskip("triton", reason="needs triton (extra: gpu)")
+    ran = subprocess.run(
+        [sys.executable, "-c", INTERPRETED],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    assert ran.stdout.strip() == "copied", ran.stderr
