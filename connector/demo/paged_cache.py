@@ -1,0 +1,191 @@
+"""Paged KV memory behind transformers' own attention.
+
+transformers hands each layer's new keys and values to a ``Cache`` and attends over what the cache returns. That is the
+whole joint: ``RequestCache`` writes them into the engine's blocks by slot and returns the request's blocks in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+
+from connector.base import CanonicalKVCaches
+from connector.canonical import canonicalize_kv_caches
+from tiers.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """What one token's KV looks like: in each layer ``kv_heads`` keys and as many values of ``head_dim`` numbers."""
+
+    num_layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of_model(cls, module: Any) -> KVLayout:
+        """Ask the model itself, by one forward of one token: configs of different families spell it differently.
+
+        Raises:
+            ConfigError: not every layer keeps keys and values of one shape for every token.
+        """
+        cache = DynamicCache()
+        with torch.inference_mode():
+            module(torch.zeros((1, 1), dtype=torch.long, device=module.device), past_key_values=cache, use_cache=True)
+        layers = [layer for layer in cache.layers if type(layer) is DynamicLayer]
+        tensors = [tensor for layer in layers for tensor in (layer.keys, layer.values) if tensor is not None]
+        kinds = {(tensor.shape, tensor.dtype) for tensor in tensors}
+        if len(kinds) != 1 or len(tensors) != 2 * len(cache.layers):
+            raise ConfigError(
+                "this model's layers do not all keep keys and values of one shape; the demo's engine runs models with "
+                "plain attention in every layer (Llama, Qwen, Mistral, SmolLM, …)",
+                field="--model",
+            )
+        (_, kv_heads, _, head_dim), dtype = kinds.pop()
+        return cls(len(layers), kv_heads, head_dim, dtype)
+
+    def page_bytes(self, block_size: int) -> int:
+        """Bytes of one block in one layer."""
+        return 2 * block_size * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+
+class PagedKVCache:
+    """The engine's KV memory: one tensor a layer, all allocated and touched at the start.
+
+    Args:
+        num_blocks: blocks of ``block_size`` tokens.
+
+    Attributes:
+        tensors: per layer (num_blocks, 2, block_size, kv_heads, head_dim), contiguous; index 0 of the second dimension
+            holds keys, 1 values.
+    """
+
+    def __init__(self, layout: KVLayout, *, num_blocks: int, block_size: int, device: torch.device) -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.device = device
+        shape = (num_blocks, 2, block_size, layout.kv_heads, layout.head_dim)
+        # empty and zero_: with zeros, pages are mapped at the first write, at 0.2 to 1 GB/s and amid a prefill.
+        self.tensors = [torch.empty(shape, dtype=layout.dtype, device=device).zero_() for _ in range(layout.num_layers)]
+        # Where a layer's blocks are put in order for attention. One for all layers, and one layer's size.
+        self.workspace = torch.empty_like(self.tensors[0]).zero_()
+        self._free = list(reversed(range(num_blocks)))
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block in all layers."""
+        return self.layout.num_layers * self.layout.page_bytes(self.block_size)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all blocks."""
+        return self.num_blocks * self.block_bytes
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        """Names of the layers, in order."""
+        return tuple(f"layers.{index}" for index in range(len(self.tensors)))
+
+    def canonical(self) -> CanonicalKVCaches:
+        """The tensors as the offloading side takes them: int8 (num_blocks, page_bytes) views, one KV group."""
+        names = self.layer_names
+        return canonicalize_kv_caches(
+            dict(zip(names, self.tensors, strict=True)), [names], self.num_blocks, block_dims=dict.fromkeys(names, 0)
+        )
+
+    def allocate(self, count: int) -> list[int] | None:
+        """Ids of ``count`` blocks, or None while there are not so many."""
+        if count > len(self._free):
+            return None
+        return [self._free.pop() for _ in range(count)]
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """Give blocks back."""
+        self._free += reversed(block_ids)
+
+
+class RequestCache(Cache):
+    """One request's view of the paged memory, as transformers wants it.
+
+    Args:
+        memory: the engine's blocks.
+        block_ids: the request's, in order.
+        on_layer: called with a layer's index when its keys and values are written.
+    """
+
+    def __init__(
+        self, memory: PagedKVCache, block_ids: Sequence[int], on_layer: Callable[[int], None] = lambda _: None
+    ) -> None:
+        self.memory = memory
+        self.on_layer = on_layer
+        self.block_ids = torch.tensor(block_ids, device=memory.device)
+        self.num_computed = 0
+        super().__init__(layers=[_PagedLayer(self, index) for index in range(memory.layout.num_layers)])
+
+    def begin(self, num_computed: int, num_new: int) -> None:
+        """Announce a forward of ``num_new`` tokens behind ``num_computed`` whose KV is in the blocks."""
+        size = self.memory.block_size
+        self.num_computed = num_computed
+        positions = torch.arange(num_computed, num_computed + num_new, device=self.memory.device)
+        # Slots count tokens through the flattened (num_blocks, 2, block_size): a block's keys, then its values.
+        self.key_slots = self.block_ids[positions // size] * (2 * size) + positions % size
+        self.value_slots = self.key_slots + size
+        blocks = self.block_ids[: -(-(num_computed + num_new) // size)]
+        # Rows of the flattened (num_blocks, 2): all keys of the request, then all values.
+        self.rows = torch.cat((blocks * 2, blocks * 2 + 1))
+
+
+class _PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """One layer of a RequestCache."""
+
+    is_sliding = False
+
+    def __init__(self, owner: RequestCache, layer_idx: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._owner = owner
+        self._index = layer_idx
+        self._tensor = owner.memory.tensors[layer_idx]
+        self.is_initialized = True
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        *args: Any,  # noqa: ARG002 - for other kinds of layers
+        **kwargs: Any,  # noqa: ARG002
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write (1, kv_heads, n, head_dim) of new keys and values; return all of the request's."""
+        owner, tensor = self._owner, self._tensor
+        slots = tensor.view(-1, *tensor.shape[3:])
+        slots.index_copy_(0, owner.key_slots, key_states[0].transpose(0, 1))
+        slots.index_copy_(0, owner.value_slots, value_states[0].transpose(0, 1))
+        owner.on_layer(self._index)
+        if owner.num_computed == 0:
+            return key_states, value_states  # all there is, and in order already
+        rows = tensor.view(-1, *tensor.shape[2:])
+        ordered = owner.memory.workspace.view(-1, *tensor.shape[2:])[: len(owner.rows)]
+        torch.index_select(rows, 0, owner.rows, out=ordered)
+        length = owner.num_computed + key_states.shape[2]
+        both = ordered.view(2, -1, *tensor.shape[3:])[:, :length].transpose(1, 2)
+        return both[:1], both[1:]
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: the memory is there."""
+
+    def get_seq_length(self) -> int:
+        """Tokens whose KV is in the blocks, without those of the forward that runs."""
+        return self._owner.num_computed
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of what ``update`` returns."""
+        return self._owner.num_computed + query_length, 0
+
+    def get_max_length(self) -> int:
+        """The request's blocks, in tokens."""
+        return len(self._owner.block_ids) * self._owner.memory.block_size

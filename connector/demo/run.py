@@ -1,0 +1,259 @@
+"""The demo: two processes, one after the other, that share nothing but storage.
+
+The first computes a long prompt, answers, stores its KV and exits. The second, fresh, finds the KV, loads it and
+answers the same prompt; then the prompt edited in its middle. This module starts them, shows how far they are and
+says what came of it; it imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+from connector.demo.model import check_extra, find_model
+from connector.demo.report import DemoReport, ProcessFigures
+from tiers.config import load_config
+from tiers.errors import ConfigError, KVTiersError
+from tiers.registry import SecondaryTierFactory
+
+BLOCK_SIZE_TOKENS = 32
+SILENCE_S_MAX = 1800.0  # a process that reports nothing for so long is taken for hung
+STDERR_LINES_SHOWN = 20
+PROMPT_BYTES_MAX = 16 << 20
+LICENSE_QUESTION = "What is the name of this license?"
+DEFAULT_QUESTION = "Summarize the text above in one sentence."
+
+
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    """What the user asked for; None is the demo's own choice.
+
+    Attributes:
+        model: a .gguf file, a folder or a hub id.
+        prompt_file: a text; by default this distribution's license.
+        config_file: deployment YAML; by default one local-fs tier and a region that fits.
+        json_file: where the figures go besides the table.
+        root_dir: folder of the local-fs tier, kept; by default a temporary one, removed at the end.
+    """
+
+    model: str | None = None
+    prompt_file: Path | None = None
+    question: str | None = None
+    config_file: Path | None = None
+    json_file: Path | None = None
+    max_new_tokens: int = 24
+    root_dir: Path | None = None
+    block_size: int = BLOCK_SIZE_TOKENS
+
+
+def run_demo(options: DemoOptions, console: Console | None = None) -> int:
+    """Run the demo and print what came of it.
+
+    Returns:
+        0, or 1 where tokens differ or nothing was found.
+
+    Raises:
+        ConfigError: bad input: nothing was run.
+        KVTiersError: a process failed.
+    """
+    console = console or Console()
+    check_extra()
+    model = find_model(options.model)
+    document = _read_document(options.prompt_file)
+    if options.json_file is not None and not os.access(options.json_file.absolute().parent, os.W_OK):
+        raise ConfigError(f"the folder of {options.json_file} is not there or not writable", field="--json")
+    with contextlib.ExitStack() as cleanup:
+        deployment = _deployment(options, cleanup)
+        task: dict[str, Any] = {
+            "model": asdict(model),
+            "document": document,
+            "question": options.question or (DEFAULT_QUESTION if options.prompt_file else LICENSE_QUESTION),
+            "deployment": deployment,
+            "max_new_tokens": options.max_new_tokens,
+            "block_size": options.block_size,
+        }
+        with _Bars(console) as bars:
+            cold = _run_worker(task | {"is_warm": False}, bars, "cold")
+            warm = _run_worker(task | {"is_warm": True}, bars, "warm")
+    report = DemoReport(model.name, cold, warm, deployment | {"block_size": options.block_size})
+    report.print(console)
+    if options.json_file is not None:
+        report.write_json(options.json_file)
+    return 1 if report.problem else 0
+
+
+class _Bars:
+    """Progress bars, one a stage, as the workers report them."""
+
+    def __init__(self, console: Console) -> None:
+        self._progress = Progress(
+            SpinnerColumn(finished_text="[green]✔[/]"),
+            TextColumn("[bold]{task.fields[process]}[/]"),
+            TextColumn("{task.description:<28}"),
+            BarColumn(),
+            TimeElapsedColumn(),
+            console=console,
+            refresh_per_second=5,  # the model needs the cores
+        )
+        self._current: tuple[str, str, TaskID] | None = None
+
+    def __enter__(self) -> _Bars:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._progress.stop()
+
+    def show(self, process: str, stage: str, done: int, total: int) -> None:
+        """Show how far a process is; a new stage ends the one before."""
+        if self._current is None or self._current[:2] != (process, stage):
+            self.finish()
+            self._current = process, stage, self._progress.add_task(stage, total=None, process=process)
+        self._progress.update(self._current[2], completed=done, total=total or None)
+
+    def finish(self) -> None:
+        """The current stage ended."""
+        if self._current is not None:
+            self._progress.update(self._current[2], completed=1, total=1)
+            self._current = None
+
+
+def _run_worker(task: dict[str, Any], bars: _Bars, name: str) -> ProcessFigures:
+    """Run one process to its end.
+
+    Raises:
+        ConfigError: it refused its input.
+        KVTiersError: it died, or was silent for too long.
+    """
+    with tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "connector.demo.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=_environment(task["model"]["is_local"]),
+        )
+        try:
+            bars.show(name, "starting a fresh process", 0, 0)
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError), process.stdin:  # if it died already, it has said why
+                process.stdin.write(json.dumps(task).encode())
+            for event in _events(process):
+                match event["event"]:
+                    case "progress":
+                        bars.show(name, event["stage"], event["done"], event["total"])
+                    case "error":
+                        raise ConfigError(event["message"])
+                    case "result":
+                        process.wait(SILENCE_S_MAX)
+                        bars.finish()
+                        return ProcessFigures.from_json(event["figures"])
+            code = process.wait(SILENCE_S_MAX)
+            errors.seek(0)
+            tail = errors.read().decode(errors="replace").splitlines()[-STDERR_LINES_SHOWN:]
+            raise KVTiersError(f"the {name} process ended with exit code {code}:\n" + "\n".join(tail))
+        finally:
+            process.kill()  # does nothing where it has ended
+            process.wait()
+
+
+def _events(process: subprocess.Popen[bytes]) -> Iterator[dict[str, Any]]:
+    """What the process reports, until it closes its output.
+
+    Raises:
+        KVTiersError: it was silent for too long.
+    """
+    lines: queue.Queue[bytes] = queue.Queue()
+    assert process.stdout is not None
+    threading.Thread(target=_pump, args=(process.stdout, lines), daemon=True).start()
+    while True:
+        try:
+            line = lines.get(timeout=SILENCE_S_MAX)
+        except queue.Empty:
+            raise KVTiersError(f"the process reported nothing for {SILENCE_S_MAX:g} s and was ended") from None
+        if not line:
+            return
+        event: dict[str, Any] = json.loads(line)
+        yield event
+
+
+def _pump(stream: IO[bytes], lines: queue.Queue[bytes]) -> None:
+    with stream:
+        for line in stream:
+            lines.put(line)
+    lines.put(b"")
+
+
+def _environment(offline: bool) -> dict[str, str]:
+    defaults = {
+        "TOKENIZERS_PARALLELISM": "false",
+        "TRANSFORMERS_VERBOSITY": "error",
+        # By default the model's threads spin while they wait for each other. Where anything else wants a core, be it
+        # our own store threads, that made a short forward 30 times slower; without, it costs 5 % on an idle machine.
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
+    return defaults | os.environ | ({"HF_HUB_OFFLINE": "1"} if offline else {})
+
+
+def _deployment(options: DemoOptions, cleanup: contextlib.ExitStack) -> dict[str, Any]:
+    """The deployment as plain data, and the removal of what is temporary."""
+    if options.config_file is not None:
+        if options.root_dir is not None:
+            raise ConfigError("--config names the folders itself; leave --root away", field="--root")
+        config = load_config(options.config_file, SecondaryTierFactory.tier_types())
+        # Each tier by its own model: the deployment's own dump knows only what all tiers have in common.
+        tiers = [tier.model_dump(mode="json") for tier in config.tiers]
+        return config.model_dump(mode="json", exclude={"tiers"}) | {"tiers": tiers}
+    if options.root_dir is not None:
+        root = options.root_dir.absolute()
+    else:
+        # /tmp may be memory; /var/tmp is a disk by convention.
+        parent = "/var/tmp" if os.access("/var/tmp", os.W_OK) else None
+        root = Path(tempfile.mkdtemp(prefix="kvtiers-demo-", dir=parent))
+        cleanup.callback(shutil.rmtree, root, ignore_errors=True)
+    return {"tiers": [{"type": "fs", "root_dir": str(root), "min_free": 0}]}
+
+
+def _read_document(path: Path | None) -> str:
+    """The text to ask about.
+
+    Raises:
+        ConfigError: it cannot be read, or is no text.
+    """
+    if path is None:
+        return _license()
+    try:
+        if path.stat().st_size > PROMPT_BYTES_MAX:
+            raise ConfigError(f"{path} is larger than {PROMPT_BYTES_MAX} bytes", field="--prompt")
+        return path.read_text(encoding="utf-8")
+    except OSError as e:
+        raise ConfigError(f"{path} cannot be read: {e.strerror}", field="--prompt") from e
+    except UnicodeDecodeError as e:
+        raise ConfigError(f"{path} is no UTF-8 text: {e.reason} at byte {e.start}", field="--prompt") from e
+
+
+def _license() -> str:
+    """This distribution's license: a real text of some 2,000 tokens that everybody who has the demo has."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        text = importlib.metadata.distribution("kvtiers").read_text("licenses/LICENSE")
+        if text:
+            return text
+    try:
+        return (Path(__file__).parents[2] / "LICENSE").read_text(encoding="utf-8")
+    except OSError as e:
+        raise ConfigError("the license's text is not installed; name a text file", field="--prompt") from e

@@ -1,0 +1,253 @@
+"""One process of the demo: ``python -m connector.demo.worker``.
+
+A ``WorkerTask`` comes in as JSON on standard input. JSON lines go out on standard output, each an object with an
+"event": "progress" (stage, done, total; total 0 is unknown), "result" (ProcessFigures) or "error" (message).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TextIO
+
+from connector.base import CacheConfig, KVCacheGroup, ModelConfig, OffloadingConfig
+from connector.demo.engine import Engine
+from connector.demo.model import LoadedModel, ModelSource, load_model
+from connector.demo.paged_cache import KVLayout, PagedKVCache
+from connector.demo.report import KV_TENSORS, REGION, Answer, Hop, ProcessFigures
+from connector.region_file import row_stride
+from connector.spec import TieringOffloadingSpec
+from tiers.config import DeploymentConfig, parse_config
+from tiers.errors import ConfigError, KVTiersError
+
+ADDED_LINE = "This line was added in the middle of the text."
+PROMPT_BLOCKS_MIN = 2
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerTask:
+    """What a process is to do.
+
+    Attributes:
+        is_warm: look for the prompt in the tiers, and answer an edited prompt as well.
+        deployment: as in the YAML, sizes in bytes. The region may be left away.
+        block_size: tokens in one of the engine's blocks.
+    """
+
+    is_warm: bool
+    model: ModelSource
+    document: str
+    question: str
+    deployment: dict[str, Any]
+    max_new_tokens: int
+    block_size: int
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> WorkerTask:
+        """The inverse of ``dataclasses.asdict``, through JSON."""
+        return cls(**dict(data) | {"model": ModelSource(**data["model"])})
+
+
+class Events:
+    """The way out: one JSON object a line.
+
+    Attributes:
+        prompt_name: of the prompt at hand, to tell its stages from another's; None shows none.
+    """
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self.prompt_name: str | None = None
+
+    def send(self, event: str, **fields: Any) -> None:
+        """Write one event."""
+        self._out.write(json.dumps({"event": event} | fields) + "\n")
+        self._out.flush()
+
+    def progress(self, stage: str, done: int = 0, total: int = 0) -> None:
+        """Report how far a stage is."""
+        self.send("progress", stage=stage, done=done, total=total)
+
+    def request_progress(self, stage: str, done: int, total: int) -> None:
+        """Report how far a request's stage is."""
+        if self.prompt_name is not None:
+            self.progress(f"{stage}{self.prompt_name}", done, total)
+
+
+def serve(task: WorkerTask, events: Events) -> ProcessFigures:
+    """Do what the task says.
+
+    Raises:
+        KVTiersError: bad input, or a region or storage that cannot be used.
+    """
+    started_s = time.perf_counter()
+    events.progress("loading the model")
+    model = load_model(task.model)
+    prompt = model.tokenize(task.document, task.question)
+    edited = model.tokenize(add_line(task.document), task.question)
+    chunk_tokens = task.block_size * int(task.deployment.get("blocks_per_chunk", 1))
+    longest = max(len(prompt), len(edited)) + task.max_new_tokens
+    _check_length(model, len(prompt), longest, chunk_tokens)
+
+    events.progress("making room for KV")
+    memory = PagedKVCache(
+        KVLayout.of_model(model.module),
+        num_blocks=-(-longest // task.block_size),
+        block_size=task.block_size,
+        device=model.device,
+    )
+    deployment = _with_region(task.deployment, memory)
+    spec = make_spec(model, memory, deployment)
+    engine = Engine(model, memory, spec, progress=events.request_progress)
+
+    def answer(tokens: Sequence[int], name: str, *, load: bool, store: bool) -> Answer:
+        events.prompt_name = name
+        return _answer(engine, tokens, task.max_new_tokens, load=load, store=store)
+
+    try:
+        events.progress("warming up")
+        engine.warm_up()
+        start_s = time.perf_counter() - started_s
+        main_answer = answer(prompt, "", load=task.is_warm, store=True)
+        hops = _hops(engine, spec)
+        edited_answer = edited_cold = None
+        if task.is_warm and _shared_tokens(prompt, edited) >= chunk_tokens:
+            engine.reset_cache()  # or the prefix would come from the region, where it still is
+            # Not stored: where the folder is kept, the next run is to find half of it again, and not all.
+            edited_answer = answer(edited, ", edited", load=True, store=False)
+            edited_cold = answer(edited, ", edited, cold", load=False, store=False)
+    finally:
+        engine.shutdown()
+        spec.shutdown()
+    return ProcessFigures(
+        pid=os.getpid(),
+        device=str(model.device),
+        answer=main_answer,
+        edited=edited_answer,
+        edited_cold=edited_cold,
+        hops=hops,
+        start_s=start_s,
+        peak_rss_bytes=peak_rss_bytes(),
+        model_bytes=model.size_bytes,
+        kv_bytes=memory.size_bytes,
+        region_bytes=deployment.region.size_bytes,
+    )
+
+
+def add_line(document: str) -> str:
+    """The document with one line more, in the middle."""
+    middle = len(document) // 2
+    at = document.find("\n", middle) + 1 or middle
+    return f"{document[:at]}{ADDED_LINE}\n{document[at:]}"
+
+
+def make_spec(model: LoadedModel, memory: PagedKVCache, deployment: DeploymentConfig) -> TieringOffloadingSpec:
+    """Wire a deployment to this engine's identity."""
+    names = memory.layer_names
+    config = OffloadingConfig(
+        model=ModelConfig(model.name, str(memory.layout.dtype).removeprefix("torch."), model.revision),
+        cache=CacheConfig(memory.block_size, deployment.blocks_per_chunk, hash_algorithm="kvtiers-sha256"),
+        groups=(KVCacheGroup(memory.block_size, names),),
+        engine_id=f"kvtiers-demo-{os.getpid()}",
+        kv_cache_layout="block-kv-token-head",
+    )
+    return TieringOffloadingSpec(config, deployment, memory.block_bytes * deployment.blocks_per_chunk)
+
+
+def peak_rss_bytes() -> int:
+    """This process's largest resident memory so far (VmHWM)."""
+    with open("/proc/self/status", encoding="ascii") as f:
+        fields = dict(line.split(":", 1) for line in f)
+    return int(fields["VmHWM"].split()[0]) << 10
+
+
+def main() -> int:
+    """Entry point of the process; returns its exit code."""
+    # Libraries print where they like: what is not an event goes to standard error.
+    events = Events(os.fdopen(os.dup(1), "w", encoding="utf-8"))
+    os.dup2(2, 1)
+    try:
+        figures = serve(WorkerTask.from_json(json.load(sys.stdin)), events)
+    except KVTiersError as e:
+        events.send("error", message=str(e))
+        return 2
+    events.send("result", figures=asdict(figures))
+    return 0
+
+
+def _answer(engine: Engine, prompt: Sequence[int], max_new_tokens: int, *, load: bool, store: bool) -> Answer:
+    """Answer a prompt and wait until its blocks are in every tier."""
+    bytes_before = engine.loaded.bytes
+    request = engine.run(engine.submit(prompt, max_new_tokens=max_new_tokens, load=load, store=store))
+    engine.drain()
+    return Answer(
+        num_prompt_tokens=request.num_prompt_tokens,
+        ttft_s=request.ttft_s,
+        blocks_total=request.blocks_total,
+        blocks_hit=request.blocks_hit,
+        tokens_loaded=request.tokens_loaded,
+        bytes_loaded=engine.loaded.bytes - bytes_before,
+        load_s=request.load_s,
+        token_ids=tuple(request.answer),
+        text=engine.model.detokenize(request.answer),
+    )
+
+
+def _hops(engine: Engine, spec: TieringOffloadingSpec) -> tuple[Hop, ...]:
+    """What moved so far, in the order of the bytes' way."""
+    moved: dict[tuple[str, str], int] = {}
+    seconds: dict[tuple[str, str], float] = {}
+    for sample in spec.metrics.snapshot():
+        way = sample.labels.get("tier", ""), sample.labels.get("op", "")
+        if sample.name == "kvtiers_bytes_total":
+            moved[way] = int(sample.value)
+        elif sample.name == "kvtiers_job_seconds":
+            seconds[way] = sample.total
+
+    def of_tiers(op: str) -> list[tuple[str, int, float]]:
+        return [(tier, moved.get((tier, op), 0), took) for (tier, way), took in seconds.items() if way == op]
+
+    hops = (
+        *(Hop("load", tier, REGION, size, took) for tier, size, took in of_tiers("load")),
+        Hop("load", REGION, KV_TENSORS, engine.loaded.bytes, engine.loaded.seconds),
+        Hop("store", KV_TENSORS, REGION, engine.stored.bytes, engine.stored.seconds),
+        *(Hop("store", REGION, tier, size, took) for tier, size, took in of_tiers("store")),
+    )
+    return tuple(hop for hop in hops if hop.seconds)
+
+
+def _check_length(model: LoadedModel, num_prompt_tokens: int, longest: int, chunk_tokens: int) -> None:
+    if num_prompt_tokens < PROMPT_BLOCKS_MIN * chunk_tokens:
+        raise ConfigError(
+            f"{num_prompt_tokens} tokens are too short to show anything; accepted are {PROMPT_BLOCKS_MIN} blocks of "
+            f"{chunk_tokens} tokens or more",
+            field="--prompt",
+        )
+    longest_accepted = getattr(model.module.config, "max_position_embeddings", None)
+    if longest_accepted is not None and longest > longest_accepted:
+        raise ConfigError(
+            f"{num_prompt_tokens} tokens with the answer's are {longest}; {model.name} takes {longest_accepted}",
+            field="--prompt",
+        )
+
+
+def _with_region(deployment: Mapping[str, Any], memory: PagedKVCache) -> DeploymentConfig:
+    """The deployment with a region that holds the engine's KV once: the demo cannot fill a larger one."""
+    blocks_per_chunk = int(deployment.get("blocks_per_chunk", 1))
+    rows = -(-memory.num_blocks // blocks_per_chunk)
+    size = row_stride(memory.block_bytes * blocks_per_chunk, 1) * rows
+    region: dict[str, Any] = {"size": size} | deployment.get("region", {})
+    return parse_config({**deployment, "region": region | {"size": min(size, region["size"])}})
+
+
+def _shared_tokens(first: Sequence[int], second: Sequence[int]) -> int:
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

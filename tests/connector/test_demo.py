@@ -1,0 +1,201 @@
+"""``kvtiers demo`` as a user runs it: two real processes, a small model and a folder between them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from connector.demo.model import find_model
+from connector.demo.report import Answer, DemoReport, Hop, ProcessFigures
+from connector.demo.run import DemoOptions, run_demo
+from tiers.errors import ConfigError, KVTiersError
+
+TEXT = "\n".join(f"Line {number} of a text that is about nothing but the number {number}." for number in range(24))
+
+
+def quiet() -> Console:
+    return Console(quiet=True)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with random weights and a tokenizer of single bytes."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=256,
+        hidden_size=48,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        initializer_range=0.3,
+        eos_token_id=None,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[])
+    )
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def options(model_dir: Path, tmp_path: Path) -> DemoOptions:
+    (tmp_path / "text.txt").write_text(TEXT)
+    return DemoOptions(
+        model=str(model_dir),
+        prompt_file=tmp_path / "text.txt",
+        question="What is it about?",
+        json_file=tmp_path / "figures.json",
+        max_new_tokens=8,
+        root_dir=tmp_path / "blocks",
+    )
+
+
+def test_the_second_process_answers_from_the_first_ones_blocks(options: DemoOptions) -> None:
+    assert options.json_file is not None
+    assert options.root_dir is not None
+    console = Console(record=True, width=120)
+    assert run_demo(options, console) == 0
+    figures = json.loads(options.json_file.read_text())
+    prompt_tokens = len(f"{TEXT}\n\n{options.question}")
+    block_bytes = 2 * 2 * 2 * 8 * 4 * options.block_size  # layers, K and V, heads, head size, bytes
+    assert figures["prompt_tokens"] == prompt_tokens
+    assert figures["tokens_equal"] is True
+    assert figures["blocks_total"] == figures["blocks_hit"] == prompt_tokens // options.block_size
+    assert figures["bytes_loaded"] == figures["blocks_hit"] * block_bytes
+    assert figures["bytes_stored"] >= figures["bytes_loaded"]
+    assert len(figures["answer_tokens"]) == options.max_new_tokens
+    assert figures["speedup"] == pytest.approx(figures["cold_ttft_s"] / figures["warm_ttft_s"])
+    assert figures["load_gb_s"] > 0
+    assert figures["store_gb_s"] > 0
+    assert figures["partial_tokens_equal"] is True
+    assert 0 < figures["partial_blocks_hit"] < figures["partial_blocks_total"]
+    assert figures["problem"] is None
+    assert len(list(options.root_dir.rglob("*.bin"))) >= figures["blocks_total"]
+    ways = {(hop["source"], hop["destination"]) for hop in figures["hops"]}
+    assert ways >= {("KV tensors", "region"), ("region", "fs"), ("fs", "region"), ("region", "KV tensors")}
+    assert "The same 8 tokens" in console.export_text()
+
+
+def test_finding_nothing_is_a_failure(options: DemoOptions, tmp_path: Path) -> None:
+    """Blocks in one process's memory are gone with it."""
+    (tmp_path / "memory.yaml").write_text("region: {size: 4MiB}\ntiers: [{type: memory}]\n")
+    options = replace(options, root_dir=None, config_file=tmp_path / "memory.yaml")
+    assert options.json_file is not None
+    assert run_demo(options, quiet()) == 1
+    figures = json.loads(options.json_file.read_text())
+    assert figures["blocks_hit"] == 0
+    assert figures["tokens_equal"] is True
+    assert "nothing was found" in figures["problem"]
+
+
+def test_a_process_that_dies_is_reported(options: DemoOptions, model_dir: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(model_dir, broken)
+    (broken / "model.safetensors").write_bytes(b"not weights")
+    with pytest.raises(KVTiersError, match=r"the cold process ended with exit code 1:\n(?s:.*)Error"):
+        run_demo(replace(options, model=str(broken)), quiet())
+
+
+def test_a_place_that_cannot_be_used_is_an_error(options: DemoOptions, tmp_path: Path) -> None:
+    (tmp_path / "blocks").touch()
+    with pytest.raises(ConfigError, match="blocks"):
+        run_demo(options, quiet())
+
+
+def test_a_short_prompt_is_refused(options: DemoOptions, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("Too short.")
+    with pytest.raises(ConfigError, match=r"--prompt: \d+ tokens are too short.* accepted are 2 blocks of 32 tokens"):
+        run_demo(options, quiet())
+
+
+def test_bad_input_is_refused_before_anything_runs(options: DemoOptions, tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    cases = [
+        (replace(options, prompt_file=tmp_path / "absent"), "--prompt: .*absent cannot be read: No such file"),
+        (replace(options, prompt_file=tmp_path), "--prompt: .* cannot be read: Is a directory"),
+        (replace(options, prompt_file=tmp_path / "binary"), "--prompt: .*binary is no UTF-8 text"),
+        (replace(options, model="/nowhere/model.gguf"), "--model: '/nowhere/model.gguf' is no model"),
+        (replace(options, model=str(tmp_path)), "--model: .* is no model; a .gguf file, a folder"),
+        (replace(options, json_file=tmp_path / "absent" / "figures.json"), "--json: the folder of"),
+        (replace(options, config_file=tmp_path / "absent.yaml"), "--root: "),
+        (replace(options, root_dir=None, config_file=tmp_path / "absent.yaml"), "absent.yaml: cannot be read"),
+    ]
+    for bad, message in cases:
+        with pytest.raises(ConfigError, match=message):
+            run_demo(bad, quiet())
+
+
+def test_a_missing_extra_is_named(options: DemoOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("connector.demo.model.EXTRA_MODULES", ("json", "no_such_module"))
+    with pytest.raises(ConfigError, match=r"the demo needs no_such_module; .* pip install 'kvtiers\[demo\]'"):
+        run_demo(options, quiet())
+
+
+def test_models_are_found_by_what_they_are(tmp_path: Path) -> None:
+    (tmp_path / "some.gguf").touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "config.json").touch()
+    gguf, folder = find_model(str(tmp_path / "some.gguf")), find_model(str(tmp_path / "folder"))
+    assert (gguf.name, gguf.path, gguf.gguf_file, gguf.is_local) == ("some", str(tmp_path), "some.gguf", True)
+    assert (folder.name, folder.gguf_file, folder.is_local) == ("folder", None, True)
+    hub = find_model("HuggingFaceTB/SmolLM2-135M-Instruct")
+    assert (hub.name, hub.is_local) == ("HuggingFaceTB/SmolLM2-135M-Instruct", False)
+
+
+def answer(tokens: tuple[int, ...] = (1, 2), *, hit: int = 4, ttft_s: float = 0.1) -> Answer:
+    return Answer(150, ttft_s, 4, hit, 32 * hit, 1000 * hit, 0.01, tokens, "text")
+
+
+def figures(main: Answer, edited: Answer | None = None, edited_cold: Answer | None = None) -> ProcessFigures:
+    hops = (Hop("load", "fs", "region", 4000, 0.001),)
+    return ProcessFigures(1, "cpu", main, edited, edited_cold, hops, 1.0, 10, 20, 30, 40)
+
+
+@pytest.mark.parametrize(
+    ("warm", "problem"),
+    [
+        (figures(answer()), ""),
+        (figures(answer(), answer((3,), hit=2), answer((3,), hit=0)), ""),
+        (figures(answer((1, 3))), "tokens differ"),
+        (figures(answer(hit=0)), "nothing was found"),
+        (figures(answer(), answer((3,), hit=0), answer((3,), hit=0)), "nothing of the edited prompt was found"),
+        (figures(answer(), answer((3,), hit=2), answer((4,), hit=0)), "tokens of the edited prompt differ"),
+    ],
+)
+def test_what_counts_as_a_problem(warm: ProcessFigures, problem: str) -> None:
+    report = DemoReport("model", figures(answer(hit=0, ttft_s=2.0)), warm, {})
+    assert report.speedup == pytest.approx(20)
+    assert problem in report.problem
+    assert bool(report.problem) == bool(problem)
+    console = Console(record=True, width=120)
+    report.print(console)
+    assert (problem or "The same 2 tokens") in console.export_text()
+
+
+@pytest.mark.full
+def test_the_default_model(tmp_path: Path) -> None:
+    try:
+        find_model(None)
+    except ConfigError as e:
+        pytest.skip(str(e))
+    json_file = tmp_path / "figures.json"
+    assert run_demo(DemoOptions(json_file=json_file), quiet()) == 0
+    measured = json.loads(json_file.read_text())
+    assert measured["prompt_tokens"] >= 2000
+    assert "Apache License, Version 2.0" in measured["answer"]
+    assert measured["peak_rss_bytes"] <= measured["model_bytes"] + 2 * measured["kv_bytes"] + 1e9
