@@ -23,12 +23,12 @@ class GuardedTier:
     """One tier, called by name. What it does wrong is counted, and logged the first time. Scheduler thread only.
 
     Attributes:
-        name: the tier's type, for logs and metrics.
+        name: for logs and metrics: the tier's own where it has one, else its type.
     """
 
     def __init__(self, tier: SecondaryTierManager, metrics: Metrics) -> None:
         self.tier = tier
-        self.name = tier.tier_type
+        self.name: str = getattr(tier, "name", None) or tier.tier_type
         self._metrics = metrics
         self._logged: set[str] = set()
 

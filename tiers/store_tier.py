@@ -217,8 +217,12 @@ class StoreTierManager(SecondaryTierManager):
         return events
 
     def drain_jobs(self) -> None:
-        while not self._pool.wait_idle(timeout_s=60.0):
-            logger.warning("tier %s: still %d jobs in flight", self.name, self._pool.jobs_in_flight)
+        """Wait until no job runs or waits, but not for a task that is stuck: past ``job_deadline_s`` it may never end."""
+        while not self._pool.wait_idle(timeout_s=0.5):
+            if self._pool.longest_running_s() > self._options.job_deadline_s:
+                in_flight = self._pool.jobs_in_flight
+                logger.warning("tier %s: I/O is stuck, %d jobs are not waited for", self.name, in_flight)
+                return
 
     def shutdown(self) -> None:
         if self._closed:

@@ -42,7 +42,7 @@ def main() -> None:
         "dtype": "bfloat16",
     }
     groups = [{"block_size": 16, "layer_names": ["model.layers.0.self_attn", "model.layers.1.self_attn"]}]
-    cases = []
+    cases: list[dict[str, Any]] = []
     for change in (
         {},
         {"tp_size": 4, "rank": 3},

@@ -513,7 +513,12 @@ class TestLiveness:
         assert tier.metrics.value("kvtiers_stores_dropped_total", "test", "circuit_open") == 3
         hung.gate.set()
         late: list[JobResult] = []
-        wait_for(lambda: late.extend(tier.get_finished()) or len(late) == 2)
+
+        def both() -> bool:
+            late.extend(tier.get_finished())
+            return len(late) == 2
+
+        wait_for(both)
         assert {result.job_id for result in late} == {job.job_id for job in jobs}
         now[0] += 5
 
@@ -543,6 +548,20 @@ class TestLiveness:
         assert len(result.successful_keys) == 2  # the two that were under way
         assert hung.entered == 2
         assert tier.metrics.value("kvtiers_blocks_total", "test", "store", "dropped") == ROWS - 2
+
+    def test_draining_does_not_wait_for_what_is_stuck(self, bench: Bench) -> None:
+        now = [1000.0]
+        bench.clock = lambda: now[0]
+        hung = GatedStore()
+        tier = bench.tier(store=hung, n_read_threads=1, n_write_threads=1, job_deadline_s=10)
+        hung.gate.clear()
+        hung.entered = 0
+        tier.submit_load(bench.job(KEYS))
+        wait_for(lambda: hung.entered == 2)
+        now[0] += 11
+        tier.drain_jobs()
+        assert list(tier.get_finished()) == []
+        hung.gate.set()
 
     def test_blocks_that_wait_past_the_deadline_fail(self, bench: Bench) -> None:
         now = [1000.0]
