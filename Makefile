@@ -6,7 +6,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # The pins hold in pip's isolated build environments too.
 export PIP_CONSTRAINT = $(CURDIR)/constraints.txt
 
-.PHONY: setup demo test test-full check lint bench bench-fs clean
+.PHONY: setup demo test test-full test-gpu check lint bench bench-fs bench-gpu bench-s3 clean
 
 setup: $(VENV)/.stamp
 
@@ -26,6 +26,9 @@ test: setup
 test-full: setup
 	$(BIN)/python -m pytest
 
+test-gpu: setup
+	$(BIN)/python -m pytest -m gpu
+
 lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -34,10 +37,17 @@ lint: setup
 
 check: lint test
 
-bench: bench-fs
+bench: bench-fs bench-gpu bench-s3
 
 bench-fs: setup
 	$(BIN)/python -m tests.benchmarks.bench_fs
+
+# DEVICE=cpu measures the path for CPU tensors.
+bench-gpu: setup
+	$(BIN)/python -m tests.benchmarks.bench_gpu $(if $(DEVICE),--device $(DEVICE))
+
+bench-s3: setup
+	$(BIN)/python -m tests.benchmarks.bench_s3
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -79,9 +79,30 @@ def demo(
     try:
         code = run_demo(options)
     except KVTiersError as e:
-        Console(stderr=True).print(f"kvtiers demo: {e}", markup=False, highlight=False)
-        raise typer.Exit(EXIT_BAD_INPUT) from e
+        raise _refused("demo", e) from e
     raise typer.Exit(code)
+
+
+@app.command("vllm-config")
+def vllm_config(
+    config: Annotated[Path, typer.Argument(help="The YAML file.")],
+    way: Annotated[
+        str | None, typer.Option(help="spec, tier or shared_storage: print that one only, as one line.")
+    ] = None,
+) -> None:
+    """Print vLLM's --kv-transfer-config for a deployment, for each way in."""
+    from connector.vllm_config import vllm_config as make
+
+    try:
+        ways = make(config)
+    except KVTiersError as e:
+        raise _refused("vllm-config", e) from e
+    if way is None:
+        print(json.dumps(ways, indent=2))
+    elif way in ways:
+        print(json.dumps(ways[way]))
+    else:
+        raise typer.BadParameter(f"{way!r} is not one of {', '.join(ways)} for this file", param_hint="--way")
 
 
 def find_problems(deployment: DeploymentConfig) -> list[str]:
@@ -158,6 +179,11 @@ def _where_and_how(tier: TierConfig | ExternalTierConfig) -> tuple[str, str]:
         f"lookups answered within {tier.lookup_deadline_s} s, sealed with {tier.seal_checksum}"
     )
     return where, f"{how}; {options}" if options else how
+
+
+def _refused(command: str, error: KVTiersError) -> typer.Exit:
+    Console(stderr=True).print(f"kvtiers {command}: {error}", markup=False, highlight=False)
+    return typer.Exit(EXIT_BAD_INPUT)
 
 
 def _human(size: int) -> str:

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from connector.cli import EXIT_BAD_INPUT, EXIT_FINDING, app, find_problems
+from tiers.config import parse_config
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def run(*args: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, list(args))
+    return result.exit_code, result.output
+
+
+def test_check_says_what_would_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = tmp_path / "c.yaml"
+    text = (
+        (CONFIGS / "local-fs.yaml")
+        .read_text()
+        .replace("size: 1GiB", "size: 1MiB")
+        .replace("min_free: 1GiB", "min_free: 1")
+    )
+    config.write_text(text)
+    code, out = run("check", str(config))
+    assert code == 0
+    for part in ("is good", "1 MiB", "LRU", "tiers[0]", "fs", "xxh3_64"):
+        assert part in out
+    code, out = run("check", str(config), "--json")
+    assert code == 0
+    assert json.loads(out)["config"]["region"]["size"] == 1 << 20
+
+
+def test_check_names_each_mistake(tmp_path: Path) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text("region: {size: 1MiB}\ntiers:\n- {type: memory}\n- {type: memory, max_bytes: 10 Gigs}\n")
+    code, out = run("check", str(config))
+    assert code == EXIT_BAD_INPUT
+    assert "tiers[1].max_bytes: '10 Gigs' is not a size; write 10GiB" in out
+    code, out = run("check", str(config), "--json")
+    assert code == EXIT_BAD_INPUT
+    assert json.loads(out) == {
+        "ok": False,
+        "errors": ["tiers[1].max_bytes: '10 Gigs' is not a size; write 10GiB"],
+    }
+
+
+def test_check_of_nothing(tmp_path: Path) -> None:
+    assert run("check")[0] == 2
+    code, out = run("check", str(tmp_path / "none.yaml"))
+    assert code == EXIT_BAD_INPUT
+    assert "cannot be read" in out
+
+
+def test_schema_for_editors() -> None:
+    code, out = run("check", "--schema")
+    assert code == 0
+    assert json.loads(out)["properties"].keys() == {"region", "blocks_per_chunk", "tiers"}
+
+
+def test_problems_of_this_machine_are_found(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    config = parse_config(
+        {
+            "region": {"size": "900PiB"},
+            "tiers": [
+                {"type": "fs", "root_dir": str(tmp_path / "file")},
+                {"type": "fs", "root_dir": str(tmp_path / "kv"), "min_free": "900PiB"},
+            ],
+        }
+    )
+    found = find_problems(config)
+    assert [finding.split(":")[0] for finding in found] == ["region.size", "tiers[0].root_dir", "tiers[1].min_free"]
+    assert "--shm-size" in found[0]
+    assert find_problems(parse_config({"region": {"size": "1MiB"}})) == [
+        "tiers: the list is empty, so blocks live in the region only and are gone at exit"
+    ]
+
+
+def test_findings_end_with_their_own_code(tmp_path: Path) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text("region: {size: 1MiB}\n")
+    code, out = run("check", str(config))
+    assert code == EXIT_FINDING
+    assert "the list is empty" in out
+
+
+def test_vllm_config(tmp_path: Path) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text(f"region: {{size: 1MiB}}\ntiers:\n- {{type: fs, root_dir: {tmp_path}}}\n")
+    code, out = run("vllm-config", str(config))
+    assert code == 0
+    ways = json.loads(out)
+    assert {"spec", "tier"} <= ways.keys()
+    code, out = run("vllm-config", str(config), "--way", "spec")
+    assert json.loads(out) == ways["spec"]
+    assert run("vllm-config", str(config), "--way", "x")[0] == 2
+    assert run("vllm-config", str(tmp_path / "none.yaml"))[0] == EXIT_BAD_INPUT
+
+
+def test_demo_refuses_bad_input(tmp_path: Path) -> None:
+    assert run("demo", "--config", str(tmp_path / "none.yaml"))[0] == EXIT_BAD_INPUT
