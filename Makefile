@@ -42,9 +42,10 @@ bench: bench-fs bench-gpu bench-s3
 bench-fs: setup
 	$(BIN)/python -m tests.benchmarks.bench_fs
 
-# DEVICE=cpu measures the path for CPU tensors.
+# DEVICE=cpu measures the path for CPU tensors. Results are named by device and date.
+RESULTS := tests/benchmarks/results
 bench-gpu: setup
-	$(BIN)/python -m tests.benchmarks.bench_gpu $(if $(DEVICE),--device $(DEVICE))
+	$(BIN)/python -m tests.benchmarks.bench_gpu $(if $(DEVICE),--device $(DEVICE)) --json $(RESULTS)/ --png $(RESULTS)/
 
 bench-s3: setup
 	$(BIN)/python -m tests.benchmarks.bench_s3

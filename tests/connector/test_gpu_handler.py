@@ -23,7 +23,7 @@ from connector.base import (
 )
 from connector.gpu_handler import Completion, CopyHandler, create_handlers
 from connector.host_copy import HostCompletion, HostCopier
-from connector.transfer_plan import CopyPlan, Direction
+from connector.transfer_plan import CopyPlan, Direction, TensorGeometry, TransferLayout
 from tests.connector.transfer_cases import (
     POISON,
     Job,
@@ -487,6 +487,29 @@ def test_views_and_options_that_do_not_fit_are_refused(rng: np.random.Generator)
         create_handlers(world.caches, world.views, 1, method="dma")
     with pytest.raises(ValueError, match="jobs_max"):
         create_handlers(world.caches, world.views, 1, jobs_max=0)
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_tensors_at_the_far_ends_of_the_address_space(rng: np.random.Generator, direction: Direction) -> None:
+    """As many items of a page as there are places for one would be more than numpy can count."""
+    page = 4 << 20
+    kv, region = (rng.integers(0, 256, (2, page), dtype=np.uint8) for _ in range(2))
+    near, far = (
+        TensorGeometry(
+            gpu_address=address,
+            gpu_stride_bytes=page,
+            num_blocks=2,
+            page_size_bytes=page,
+            cpu_address=region.ctypes.data,
+            cpu_stride_bytes=page,
+        )
+        for address in (kv.ctypes.data, kv.ctypes.data % 8 + 8)
+    )
+    layout = TransferLayout([near, far], [[CanonicalKVCacheRef(0, page)]], num_slots=2, blocks_per_chunk=1)
+    transfer = layout.check(GPULoadStoreSpec([1]), CPULoadStoreSpec([0]), direction)
+    HostCopier(layout, direction, owner=(kv, region)).copy(transfer.plan(), None)
+    assert (kv[1] == region[0]).all()
+    assert (kv[0] != region[1]).any()
 
 
 def test_a_host_copier_measures_its_copy(rng: np.random.Generator) -> None:
