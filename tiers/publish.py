@@ -247,6 +247,21 @@ def sweep(root: RootFolder, now: float) -> None:
         close_reader(fd)
 
 
+def storage_time(root: RootFolder) -> float:
+    """Unix seconds by the clock that stamps files below a root: on NFS the server's, which may not be this host's."""
+    dir_fd = _make_own_folder(root, PRIVATE_FOLDER)
+    try:
+        name = _PrivateNames().make()
+        fd = os.open(name, OPEN_PRIVATE, FILE_MODE, dir_fd=dir_fd)
+        try:
+            return os.fstat(fd).st_mtime
+        finally:
+            close_reader(fd)
+            _unlink_quietly(name, dir_fd)
+    finally:
+        close_reader(dir_fd)
+
+
 class _PrivateNames:
     """Names no other writer uses."""
 

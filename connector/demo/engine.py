@@ -15,13 +15,7 @@ from enum import Enum, auto
 
 import torch
 
-from connector.base import (
-    GPULoadStoreSpec,
-    OffloadingHandler,
-    OffloadingManager,
-    OffloadingSpec,
-    TransferSpec,
-)
+from connector.base import GPULoadStoreSpec, OffloadingHandler, OffloadingManager, OffloadingSpec, TransferSpec
 from connector.demo.model import LoadedModel
 from connector.demo.paged_cache import PagedKVCache, RequestCache
 from tiers.base import ReqContext
@@ -397,13 +391,10 @@ class Engine:
 
     def _retire(self) -> None:
         """Let go of requests that are answered and stored."""
-        for request in self._requests:
+        for request in list(self._requests):
             if request.status is Status.FINISHED and not self._is_storing(request):
+                self._requests.remove(request)
                 self.memory.release(request.block_ids)
-                request.cache = None
-        self._requests = [
-            request for request in self._requests if request.cache or request.status is not Status.FINISHED
-        ]
 
     def _is_storing(self, request: Request) -> bool:
         waits = request.store and request.chunks_stored < request.num_computed // self.chunk_tokens

@@ -33,6 +33,7 @@ from tiers.registry import SecondaryTierFactory
 
 BLOCK_SIZE_TOKENS = 32
 SILENCE_S_MAX = 1800.0  # a process that reports nothing for so long is taken for hung
+EXIT_S_MAX = 30.0  # and one that has said its last word and does not end is ended
 STDERR_LINES_SHOWN = 20
 PROMPT_BYTES_MAX = 16 << 20
 LICENSE_QUESTION = "What is the name of this license?"
@@ -75,8 +76,7 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> int:
     check_extra()
     model = find_model(options.model)
     document = _read_document(options.prompt_file)
-    if options.json_file is not None and not os.access(options.json_file.absolute().parent, os.W_OK):
-        raise ConfigError(f"the folder of {options.json_file} is not there or not writable", field="--json")
+    _check_json_file(options.json_file)
     with contextlib.ExitStack() as cleanup:
         deployment = _deployment(options, cleanup)
         task: dict[str, Any] = {
@@ -97,6 +97,12 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> int:
     return 1 if report.problem else 0
 
 
+def _check_json_file(path: Path | None) -> None:
+    """Now rather than after a minute's work."""
+    if path is not None and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
+        raise ConfigError(f"{path} is a folder, or its folder is not there or not writable", field="--json")
+
+
 class _Bars:
     """Progress bars, one a stage, as the workers report them."""
 
@@ -104,7 +110,7 @@ class _Bars:
         self._progress = Progress(
             SpinnerColumn(finished_text="[green]✔[/]"),
             TextColumn("[bold]{task.fields[process]}[/]"),
-            TextColumn("{task.description:<28}"),
+            TextColumn("{task.description}"),
             BarColumn(),
             TimeElapsedColumn(),
             console=console,
@@ -160,16 +166,25 @@ def _run_worker(task: dict[str, Any], bars: _Bars, name: str) -> ProcessFigures:
                     case "error":
                         raise ConfigError(event["message"])
                     case "result":
-                        process.wait(SILENCE_S_MAX)
                         bars.finish()
                         return ProcessFigures.from_json(event["figures"])
-            code = process.wait(SILENCE_S_MAX)
+            code = _wait(process)
             errors.seek(0)
             tail = errors.read().decode(errors="replace").splitlines()[-STDERR_LINES_SHOWN:]
             raise KVTiersError(f"the {name} process ended with exit code {code}:\n" + "\n".join(tail))
+        except BaseException:
+            process.kill()
+            raise
         finally:
-            process.kill()  # does nothing where it has ended
-            process.wait()
+            _wait(process)
+
+
+def _wait(process: subprocess.Popen[bytes]) -> int:
+    try:
+        return process.wait(EXIT_S_MAX)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
 
 
 def _events(process: subprocess.Popen[bytes]) -> Iterator[dict[str, Any]]:

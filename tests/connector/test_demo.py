@@ -12,7 +12,7 @@ from rich.console import Console
 
 from connector.demo.model import find_model
 from connector.demo.report import Answer, DemoReport, Hop, ProcessFigures
-from connector.demo.run import DemoOptions, run_demo
+from connector.demo.run import DemoOptions, _read_document, run_demo
 from tiers.errors import ConfigError, KVTiersError
 
 TEXT = "\n".join(f"Line {number} of a text that is about nothing but the number {number}." for number in range(24))
@@ -131,13 +131,20 @@ def test_bad_input_is_refused_before_anything_runs(options: DemoOptions, tmp_pat
         (replace(options, prompt_file=tmp_path / "binary"), "--prompt: .*binary is no UTF-8 text"),
         (replace(options, model="/nowhere/model.gguf"), "--model: '/nowhere/model.gguf' is no model"),
         (replace(options, model=str(tmp_path)), "--model: .* is no model; a .gguf file, a folder"),
-        (replace(options, json_file=tmp_path / "absent" / "figures.json"), "--json: the folder of"),
+        (replace(options, json_file=tmp_path / "absent" / "figures.json"), "--json: .* its folder is not there"),
+        (replace(options, json_file=tmp_path), "--json: .* is a folder"),
         (replace(options, config_file=tmp_path / "absent.yaml"), "--root: "),
         (replace(options, root_dir=None, config_file=tmp_path / "absent.yaml"), "absent.yaml: cannot be read"),
     ]
     for bad, message in cases:
         with pytest.raises(ConfigError, match=message):
             run_demo(bad, quiet())
+
+
+def test_the_default_text_is_long_and_everywhere() -> None:
+    text = _read_document(None)
+    assert "Apache License" in text
+    assert len(text) > 10_000
 
 
 def test_a_missing_extra_is_named(options: DemoOptions, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,6 +80,26 @@ def test_cold_generation_equals_transformers(model: LoadedModel, length: int, pr
     assert request.ttft_s > 0
 
 
+def test_sliding_windows() -> None:
+    """Layers that see the last tokens only find the others in their blocks, and look away."""
+    config = transformers.Gemma3TextConfig(
+        vocab_size=64,
+        hidden_size=48,
+        intermediate_size=96,
+        num_hidden_layers=7,  # the sixth sees all
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=8,
+        sliding_window=8,
+        initializer_range=0.3,
+        eos_token_id=None,
+    )
+    gemma = LoadedModel("tiny", "1", transformers.Gemma3ForCausalLM(config).eval(), None, frozenset(), 0)
+    engine = Engine(gemma, memory_for(gemma))
+    request = engine.run(engine.submit(PROMPT, max_new_tokens=NEW_TOKENS, prefill_chunk_tokens=7))
+    assert request.answer == reference(gemma, PROMPT)
+
+
 def test_requests_share_the_memory(model: LoadedModel) -> None:
     """Three requests in memory for two: one waits, and gets what the others give back."""
     engine = Engine(model, memory_for(model, num_blocks=31))

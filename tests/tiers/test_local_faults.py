@@ -191,6 +191,19 @@ def test_every_read_and_write_stops_short(place: Place, name: str, forever: bool
         assert check(place, operation, SyscallFaults(at=n, short=True, forever=forever), StoreError)
 
 
+@pytest.mark.parametrize("name", ["put", "overwrite"])
+def test_what_close_refuses_is_not_stored(place: Place, name: str) -> None:
+    """A close that fails may have lost the bytes: what was there before is there after."""
+    operation = OPERATIONS[name]
+    calls = calls_of(place, operation)
+    written_then_closed = calls.index("close", calls.index("pwritev"))
+    store = place.make()
+    before = place.content(operation.key)
+    with SyscallFaults(at=written_then_closed, error=errno.EIO), pytest.raises(StoreUnavailableError):
+        operation.call(store)
+    assert place.content(operation.key) == before
+
+
 # ---- the real thing --------------------------------------------------------------------------------------------------
 
 

@@ -1,61 +1,29 @@
 """LocalStore: one file per blob, ``<root_dir>/<key>``, on a file system of this host.
 
-How a blob is read is in the header of ``tiers.posix``, how it is published in that of ``tiers.publish``. Beside the
-blobs the root has ``.tmp`` (files being written) and ``.quarantine`` (bad blobs, for an operator to look at).
+All of it is in ``tiers.folder_store``, ``tiers.posix`` and ``tiers.publish``.
 """
 
 from __future__ import annotations
 
-import logging
 import os
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Literal
 
-from tiers.errors import (
-    BlobCorruptError,
-    BlobNotFoundError,
-    ConfigError,
-    InvalidKeyError,
-    StoreClosedError,
-    StoreConfigError,
-    StoreError,
-    StoreUnavailableError,
-)
-from tiers.posix import (
-    RootFolder,
-    blob_size,
-    is_absent,
-    read_blob,
-    read_tail,
-    remove_blob,
-    store_error,
-    walk,
-)
-from tiers.publish import FreeSpace, Publisher, sweep
-from tiers.store import Capabilities, KeyInfo, Store, check_key, parts_size
-
-logger = logging.getLogger(__name__)
-
-PUBLISH_ATTEMPTS_MAX = 5  # how often a put begins again because a folder was removed under it
+from tiers.errors import ConfigError
+from tiers.folder_store import FolderStore
+from tiers.publish import Publisher
+from tiers.store import Capabilities
 
 
-class LocalStore(Store):
-    """Blobs as files. Any thread may call, and forked children; ``_lock`` is held to replace ``_root``.
-
-    Files are made with mode 0600 and folders with 0700. Nothing outside the root is read or written, whatever is
-    put into it: a symbolic link, a FIFO or a device under a key is BlobCorruptError.
+class LocalStore(FolderStore):
+    """Blobs as files of this host; see ``FolderStore``.
 
     Args:
-        root_dir: the root; made where it is missing, and made again by a put where it was removed meanwhile. It may
-            lie behind a symbolic link, but be none.
-        min_free_bytes: a put that would leave less free space than this is StoreFullError. 0: none is kept.
+        root_dir, min_free_bytes, quarantine_count_max, monotonic: see ``FolderStore``.
         durability: "data": a blob that was put survives a power cut (measured: 0.6 -> 8 ms for 2 MiB). "none": it
             may be lost or torn by one, which the seal finds out; a process that dies tears nothing.
-        quarantine_count_max: bad blobs kept in ``.quarantine``; further ones are deleted.
         clock: Unix seconds, to tell the age of other hosts' files in ``.tmp``.
-        monotonic: seconds, to tell how old an answer about free space is.
 
     Raises:
         ConfigError: an argument is not accepted.
@@ -76,135 +44,11 @@ class LocalStore(Store):
     ) -> None:
         if durability not in ("none", "data"):
             raise ConfigError(f"{durability!r} is not accepted; write none or data", field="durability")
-        if min_free_bytes < 0:
-            raise ConfigError(f"{min_free_bytes} is not accepted; write 0 or more bytes", field="min_free_bytes")
-        self.root_dir = os.path.abspath(root_dir)
-        self._space = FreeSpace(min_free_bytes, monotonic) if min_free_bytes else None
-        self._quarantine_count_max = quarantine_count_max
-        self._publisher = Publisher(durable=durability == "data")
-        self._lock = threading.Lock()
-        root = self._open_root(make=True)
-        self._root: RootFolder | None = root
-        try:
-            sweep(root, clock())
-        except OSError as e:
-            # Litter that cannot be removed (a read-only root) is no reason not to read what is there.
-            # As text: a handler that keeps the record would keep the exception's frames, and with them the root open.
-            logger.warning("%s: files of dead writers were not removed: %s", self.root_dir, str(e))
-
-    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> None:
-        root = self._use_root(key)
-        try:
-            if self._space is None:
-                self._publish(root, key, parts, overwrite=overwrite)
-            else:
-                with self._space.reserved(root, parts_size(parts), key):
-                    self._publish(root, key, parts, overwrite=overwrite)
-        except OSError as e:
-            raise store_error(e, key) from e
-
-    def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
-        root = self._use_root(key)
-        try:
-            read_blob(root, key, parts)
-        except OSError as e:
-            self._after_miss(root)
-            raise store_error(e, key) from e
-
-    def size(self, key: str) -> int | None:
-        root = self._use_root(key)
-        try:
-            return blob_size(root, key)
-        except OSError as e:
-            self._after_miss(root)
-            if is_absent(e):
-                return None
-            raise store_error(e, key) from e
-
-    def delete(self, key: str) -> None:
-        root = self._use_root(key)
-        try:
-            remove_blob(root, key)
-        except OSError as e:
-            self._after_miss(root)
-            if not is_absent(e):
-                raise store_error(e, key) from e
-
-    def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
-        self._after_miss(self._use_root(None))  # a listing of a removed root would be empty
-        root = self._use_root(None)
-        try:
-            yield from walk(root, prefix)
-        except OSError as e:
-            raise store_error(e, prefix) from e
-
-    def close(self) -> None:
-        with self._lock:
-            self._root = None
-
-    def get_tail(self, key: str, length: int) -> tuple[int, bytes] | None:
-        """See ``SupportsTail``."""
-        root = self._use_root(key)
-        try:
-            return read_tail(root, key, length)
-        except FileNotFoundError:
-            self._after_miss(root)
-            return None
-        except OSError as e:
-            raise store_error(e, key) from e
-
-    def quarantine(self, key: str) -> None:
-        """See ``SupportsQuarantine``. Whatever is there is moved: a link or a folder too, but nothing behind it."""
-        root = self._use_root(key)
-        try:
-            self._publisher.quarantine(root, key, count_max=self._quarantine_count_max)
-        except OSError as e:
-            self._after_miss(root)
-            if not is_absent(e):
-                raise store_error(e, key) from e
-
-    def _publish(self, root: RootFolder, key: str, parts: Sequence[memoryview], *, overwrite: bool) -> None:
-        for attempts_left in reversed(range(PUBLISH_ATTEMPTS_MAX)):
-            try:
-                self._publisher.publish(root, key, parts, overwrite=overwrite)
-                return
-            except FileNotFoundError as e:
-                if not attempts_left:
-                    raise StoreUnavailableError("its folder was removed again and again", key=key) from e
-                if root.is_removed():
-                    root = self._replace_root(root, make=True)
-
-    def _use_root(self, key: str | None) -> RootFolder:
-        """The root as it is now, which stays usable until the caller drops it."""
-        root = self._root
-        if root is None:
-            raise StoreClosedError(f"the store at {self.root_dir} is closed", key=key or "")
-        if key is not None:
-            check_key(key)
-        return root
-
-    def _after_miss(self, root: RootFolder) -> None:
-        """Where all is missing because the root was removed, use the one somebody else has made since."""
-        if root.is_removed():
-            try:
-                self._replace_root(root, make=False)
-            except StoreError:
-                pass  # nobody has; a put will, or say why not
-
-    def _replace_root(self, removed: RootFolder, *, make: bool) -> RootFolder:
-        with self._lock:
-            if self._root is removed:
-                self._root = self._open_root(make=make)
-            if self._root is None:
-                raise StoreClosedError(f"the store at {self.root_dir} is closed")
-            return self._root
-
-    def _open_root(self, *, make: bool) -> RootFolder:
-        try:
-            return RootFolder(self.root_dir, make=make)
-        except OSError as e:
-            error = store_error(e, "")
-            if isinstance(error, (BlobNotFoundError, BlobCorruptError, InvalidKeyError)):
-                error = StoreConfigError(str(error))
-            # Say which folder: an operator has to look at it.
-            raise type(error)(f"root_dir {self.root_dir!r} must be a folder (no symbolic link): {error}") from e
+        super().__init__(
+            root_dir,
+            publisher=Publisher(durable=durability == "data"),
+            min_free_bytes=min_free_bytes,
+            quarantine_count_max=quarantine_count_max,
+            now=lambda root: clock(),  # noqa: ARG005 - a local file system has this host's clock
+            monotonic=monotonic,
+        )

@@ -1,0 +1,257 @@
+"""PrefixStore: longest match, atomic publish, and what damage becomes."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tiers.errors import ConfigError, SealError, StoreError
+from tiers.keys import hash_blocks
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = pytest.importorskip("torch", reason="prefixes are tensors: pip install 'kvtiers[torch]'")
+pytest.importorskip("safetensors", reason="prefixes are safetensors: pip install 'kvtiers[torch]'")
+
+from connector.prefix_store import CHUNK_BLOCKS_MAX, Chunk, PrefixStore
+
+BLOCK = 4
+LAYERS = ("model.layers.0.attn", "model.layers.1.attn")
+FINGERPRINT = bytes(range(32))
+
+
+def hashes_of(*tokens: int) -> list[bytes]:
+    return list(hash_blocks([each for token in tokens for each in [token] * BLOCK], BLOCK))
+
+
+def layers_of(blocks: int, value: float = 0.0) -> dict[str, torch.Tensor]:
+    base = torch.arange(blocks * BLOCK * 6, dtype=torch.float32).reshape(blocks * BLOCK, 2, 3)
+    return {layer: base + value + index * 1000 for index, layer in enumerate(LAYERS)}
+
+
+@pytest.fixture(params=["folder", "memory"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    if request.param == "folder":
+        yield str(tmp_path / "prefixes")
+        return
+    fsspec = pytest.importorskip("fsspec")
+    yield f"memory://prefixes-{os.getpid()}-{tmp_path.name}"
+    fsspec.filesystem("memory").store.clear()
+
+
+def store_at(url: str, fingerprint: bytes = FINGERPRINT, rank: int = 0) -> PrefixStore:
+    return PrefixStore(url, "model_abc", fingerprint, rank=rank)
+
+
+def load(store: PrefixStore, chunk: Chunk, hashes: list[bytes]) -> dict[str, torch.Tensor]:
+    return dict(store.load(chunk, hashes))
+
+
+def test_what_was_published_is_matched_and_loaded_by_another_process_view(url: str) -> None:
+    hashes, layers = hashes_of(1, 2, 3), layers_of(3)
+    assert store_at(url).publish(hashes, layers)
+    store = store_at(url)
+    (chunk,) = store.match(hashes)
+    assert chunk.blocks == 3
+    found = load(store, chunk, hashes)
+    assert list(found) == list(LAYERS)
+    for layer in LAYERS:
+        assert torch.equal(found[layer], layers[layer])
+
+
+def test_a_chunk_is_stored_once(url: str) -> None:
+    store = store_at(url)
+    assert store.publish(hashes_of(1, 2), layers_of(2))
+    assert not store.publish(hashes_of(1, 2), layers_of(2))
+    assert store.counts.chunks_stored == 1
+
+
+def test_chunks_form_a_chain(url: str) -> None:
+    store, hashes = store_at(url), hashes_of(*range(7))
+    store.publish(hashes[:3], layers_of(3))
+    store.publish(hashes[3:5], layers_of(2))
+    store.publish(hashes[6:], layers_of(1))  # block 5 is missing, so this one is out of reach
+    assert [chunk.blocks for chunk in store.match(hashes)] == [3, 2]
+    assert [chunk.blocks for chunk in store.match(hashes[:4])] == [3, 1]
+    assert store.match(hashes[1:]) == []
+
+
+def test_the_longest_of_several_chunks_wins(url: str) -> None:
+    store, hashes = store_at(url), hashes_of(*range(6))
+    store.publish(hashes[:2], layers_of(2))
+    store.publish(hashes[:5], layers_of(5))
+    assert [chunk.blocks for chunk in store.match(hashes)] == [5]
+    assert [chunk.blocks for chunk in store.match(hashes[:3])] == [3]
+
+
+def test_a_prompt_that_parts_inside_a_chunk_reuses_what_is_alike_and_goes_on_with_its_own(url: str) -> None:
+    store = store_at(url)
+    one, other = hashes_of(1, 2, 3, 4), hashes_of(1, 2, 8, 9)
+    store.publish(one, layers_of(4))
+    (chunk,) = store.match(other)
+    assert chunk.blocks == 2
+    found = load(store, chunk, other[:2])
+    assert torch.equal(found[LAYERS[0]], layers_of(4)[LAYERS[0]])  # of the whole chunk; the caller takes the first two
+    store.publish(other[2:], layers_of(2, 500.0))
+    assert [chunk.blocks for chunk in store.match(other)] == [2, 2]
+
+
+@pytest.mark.parametrize("changed", ["fingerprint", "rank", "namespace"])
+def test_another_identity_never_reads_it(url: str, changed: str) -> None:
+    hashes = hashes_of(1, 2)
+    store_at(url).publish(hashes, layers_of(2))
+    if changed == "namespace":
+        assert PrefixStore(url, "model_other", FINGERPRINT).match(hashes) == []
+    elif changed == "rank":
+        assert store_at(url, rank=1).match(hashes) == []
+    else:
+        store = store_at(url, fingerprint=bytes(32))
+        for chunk in store.match(hashes):  # the name may fit; the manifest does not
+            with pytest.raises(SealError):
+                load(store, chunk, hashes)
+
+
+def test_a_manifest_whose_name_lies_is_not_loaded(tmp_path: Path) -> None:
+    store, one, other = store_at(str(tmp_path)), hashes_of(1, 2), hashes_of(1, 3)
+    store.publish(one, layers_of(2))
+    (manifest,) = tmp_path.rglob("*.json")
+    manifest.rename(manifest.with_name(f"2-{other[-1].hex()}.json"))
+    (chunk,) = store.match(other)
+    assert chunk.blocks == 2
+    with pytest.raises(SealError, match="other blocks"):
+        load(store, chunk, other)
+    assert store.match(other) == []
+
+
+def every_file(root: Path) -> list[Path]:
+    return sorted(path for path in root.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "extend", "empty", "delete"])
+@pytest.mark.parametrize("which", range(3))
+def test_damage_to_any_file_is_a_miss_and_the_next_store_heals_it(tmp_path: Path, damage: str, which: int) -> None:
+    store, hashes, layers = store_at(str(tmp_path)), hashes_of(1, 2), layers_of(2)
+    store.publish(hashes, layers)
+    path = every_file(tmp_path)[which]
+    data = path.read_bytes()
+    if damage == "delete":
+        path.unlink()
+    else:
+        flip = bytearray(data)
+        flip[len(flip) // 2] ^= 4
+        path.write_bytes({"flip": bytes(flip), "truncate": data[:-1], "extend": data + b"x", "empty": b""}[damage])
+    for chunk in store.match(hashes):
+        with pytest.raises((StoreError, SealError)):
+            load(store, chunk, hashes)
+    assert store.match(hashes) == []
+    assert store.publish(hashes, layers)
+    (chunk,) = store.match(hashes)
+    assert torch.equal(load(store, chunk, hashes)[LAYERS[1]], layers[LAYERS[1]])
+
+
+def test_every_byte_of_every_file_is_covered(tmp_path: Path) -> None:
+    store, hashes, layers = store_at(str(tmp_path)), hashes_of(1), layers_of(1)
+    store.publish(hashes, layers)
+    for path in every_file(tmp_path):
+        good = path.read_bytes()
+        step = max(1, len(good) // 97)
+        for position in range(0, len(good), step):
+            bad = bytearray(good)
+            bad[position] ^= 1 << position % 8
+            path.write_bytes(bad)
+            chunk = Chunk(f"model_abc_r0/{hashes[0].hex()}/1-{hashes[0].hex()}.json", 1)
+            manifest = tmp_path / chunk.path
+            kept = manifest.read_bytes()
+            with pytest.raises(SealError):
+                load(store, chunk, hashes)
+            manifest.write_bytes(good if path == manifest else kept)  # a failure has removed it
+        path.write_bytes(good)
+
+
+def test_a_prefix_is_visible_when_all_its_layers_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, hashes = store_at(str(tmp_path)), hashes_of(1, 2)
+    replace, seen = os.replace, []
+
+    def watch(source: str, target: str) -> None:
+        seen.append(store.match(hashes))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", watch)
+    store.publish(hashes, layers_of(2))
+    assert len(seen) == 3  # two layers and the manifest, last
+    assert seen == [[], [], []]
+    assert len(store.match(hashes)) == 1
+
+
+def test_a_failed_publish_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, hashes = store_at(str(tmp_path)), hashes_of(1, 2)
+    replace, calls = os.replace, []
+
+    def fail_second(source: str, target: str) -> None:
+        calls.append(target)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", fail_second)
+    with pytest.raises(StoreError, match="No space"):
+        store.publish(hashes, layers_of(2))
+    assert every_file(tmp_path) == []
+    assert store.match(hashes) == []
+
+
+def test_modes_are_private_under_any_umask(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        store_at(str(tmp_path / "root")).publish(hashes_of(1), layers_of(1))
+    finally:
+        os.umask(before)
+    for path in (tmp_path / "root").rglob("*"):
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+
+
+def test_a_layers_name_cannot_leave_its_folder(tmp_path: Path) -> None:
+    store, hashes = store_at(str(tmp_path / "root")), hashes_of(1)
+    layers = {"../../escaped": torch.ones(BLOCK, 1), "/etc/absolute": torch.zeros(BLOCK, 1)}
+    store.publish(hashes, layers)
+    assert [path.name for path in tmp_path.iterdir()] == ["root"]
+    (chunk,) = store.match(hashes)
+    assert set(load(store, chunk, hashes)) == set(layers)
+
+
+def test_a_symlink_is_not_followed(tmp_path: Path) -> None:
+    store, hashes = store_at(str(tmp_path / "root")), hashes_of(1)
+    store.publish(hashes, layers_of(1))
+    layer = next((tmp_path / "root").rglob("*.safetensors"))
+    layer.rename(tmp_path / "elsewhere")
+    layer.symlink_to(tmp_path / "elsewhere")
+    (chunk,) = store.match(hashes)
+    with pytest.raises((SealError, StoreError)):
+        load(store, chunk, hashes)
+
+
+def test_a_foreign_manifest_is_a_miss(tmp_path: Path) -> None:
+    store, hashes = store_at(str(tmp_path)), hashes_of(1, 2)
+    folder = tmp_path / "model_abc_r0" / hashes[0].hex()
+    folder.mkdir(parents=True)
+    for text in ("", "{}", json.dumps({"hashes": 3}), "\x00" * 100, "[" * 10_000):
+        (folder / f"2-{'ab' * 32}.json").write_text(text)
+        assert store.match(hashes) == []
+
+
+def test_bad_input_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="folder or a URL"):
+        PrefixStore("", "model", FINGERPRINT)
+    with pytest.raises(ConfigError, match="nosuch"):
+        PrefixStore("nosuch://bucket", "model", FINGERPRINT)
+    with pytest.raises(ValueError, match="accepted are 1.."):
+        store_at(str(tmp_path)).publish([b"x" * 32] * (CHUNK_BLOCKS_MAX + 1), {})
+    with pytest.raises(ValueError, match="accepted are 1.."):
+        store_at(str(tmp_path)).publish([], {})

@@ -1,0 +1,385 @@
+"""FsspecStore on memory, local files and S3 (s3fs on moto's server): the contract, and what drivers do differently."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
+from moto.core.models import DEFAULT_ACCOUNT_ID
+from moto.s3.models import s3_backends
+
+from tiers.errors import (
+    BlobCorruptError,
+    BlobNotFoundError,
+    StoreConfigError,
+    StoreError,
+    StoreFullError,
+    StorePermissionError,
+    StoreTimeoutError,
+    StoreUnavailableError,
+)
+from tiers.store import Store, SupportsSizeMany, SupportsTail
+from tiers.stores.fsspec import FsspecStore
+from tiers.testing.contract import StoreContract, as_parts, fetch, list_keys, make_data, run_in_threads
+from tiers.testing.http_faults import Fault, HttpFaultServer
+from tiers.testing.servers import S3Server
+
+SECRET = "CanarySecretOfAStorageOption"
+_numbers = count()
+
+
+def backend() -> Any:
+    """The memory of moto's server."""
+    return s3_backends[DEFAULT_ACCOUNT_ID]["aws"]
+
+
+def s3_options(server: S3Server) -> dict[str, Any]:
+    return {"key": server.access_key, "secret": server.secret_key, "endpoint_url": server.endpoint_url}
+
+
+class TestMemory(StoreContract):
+    def make_store(self) -> FsspecStore:
+        self.root = f"/place-{next(_numbers)}"
+        return FsspecStore(f"memory:/{self.root}")
+
+    def plant(self, store: Store, key: str, data: bytes) -> None:
+        MemoryFileSystem().pipe_file(f"{self.root}/{key}", data)
+
+    def peek(self, store: Store, key: str) -> bytes | None:
+        try:
+            return bytes(MemoryFileSystem().cat_file(f"{self.root}/{key}"))
+        except FileNotFoundError:
+            return None
+
+
+class TestLocal(StoreContract):
+    def make_store(self) -> FsspecStore:
+        return FsspecStore(f"file://{self.tmp_path}/place")
+
+    def reopen(self, store: Store) -> FsspecStore:
+        return self.make_store()
+
+    def plant(self, store: Store, key: str, data: bytes) -> None:
+        path = self.tmp_path / "place" / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+    def peek(self, store: Store, key: str) -> bytes | None:
+        path = self.tmp_path / "place" / key
+        return path.read_bytes() if path.is_file() else None
+
+
+class TestS3(StoreContract):
+    @pytest.fixture(autouse=True)
+    def _use_server(self, moto: S3Server, boto_models_once: None) -> None:
+        self.server = moto
+
+    def make_store(self) -> FsspecStore:
+        self.bucket = f"fsspec-{next(_numbers)}"
+        backend().create_bucket(self.bucket, "us-east-1")
+        return self.reopen(None)
+
+    def reopen(self, store: Store | None) -> FsspecStore:
+        return FsspecStore(f"s3://{self.bucket}/pre/fix", s3_options(self.server))
+
+    def plant(self, store: Store, key: str, data: bytes) -> None:
+        backend().put_object(self.bucket, f"pre/fix/{key}", data)
+
+    def peek(self, store: Store, key: str) -> bytes | None:
+        found = backend().get_object(self.bucket, f"pre/fix/{key}")
+        return None if found is None else bytes(found.value)
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Iterator[FsspecStore]:
+    store = FsspecStore(f"file://{tmp_path}/kv")
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def s3(moto: S3Server, boto_models_once: None) -> Iterator[FsspecStore]:
+    bucket = f"fsspec-{next(_numbers)}"
+    backend().create_bucket(bucket, "us-east-1")
+    store = FsspecStore(f"s3://{bucket}", s3_options(moto))
+    yield store
+    store.close()
+
+
+def test_capabilities_are_the_protocols(local: FsspecStore, s3: FsspecStore) -> None:
+    memory = FsspecStore("memory://kv")
+    seen = {
+        name: (store.capabilities.exclusive_create, store.capabilities.shared, store.capabilities.latency_bound)
+        for name, store in (("memory", memory), ("local", local), ("s3", s3))
+    }
+    assert seen == {"memory": (False, False, False), "local": (False, True, False), "s3": (True, True, True)}
+    assert isinstance(local, SupportsTail)
+    assert isinstance(local, SupportsSizeMany)
+
+
+# -- publishing --------------------------------------------------------------------------------------------------------
+
+
+def test_local_blob_is_never_seen_half_written(
+    local: FsspecStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[str]] = []
+    move = LocalFileSystem.mv
+
+    def spy(self: Any, source: str, target: str, **kwargs: Any) -> None:
+        seen.append(list_keys(local))
+        assert Path(source).read_bytes() == b"1234"
+        move(self, source, target, **kwargs)
+
+    monkeypatch.setattr(LocalFileSystem, "mv", spy)
+    local.put("f/a", as_parts(b"1234", 2))
+    assert seen[0] == []
+    assert list_keys(local) == ["f/a"]
+    assert list((tmp_path / "kv" / ".tmp").iterdir()) == []
+
+
+@pytest.mark.parametrize("method", ["mv", "open"])
+def test_failed_put_leaves_nothing(
+    local: FsspecStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    local.put("f/a", as_parts(b"old"))
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalFileSystem, method, fail)
+        for overwrite, key in ((False, "f/b"), (True, "f/a")):
+            with pytest.raises(StoreFullError):
+                local.put(key, as_parts(b"new"), overwrite=overwrite)
+    assert list_keys(local) == ["f/a"]
+    assert fetch(local, "f/a", 3) == b"old"
+    assert list((tmp_path / "kv" / ".tmp").iterdir()) == []
+
+
+def test_temporary_files_of_dead_writers_are_swept(tmp_path: Path) -> None:
+    folder = tmp_path / "kv" / ".tmp"
+    folder.mkdir(parents=True)
+    (folder / ".old").write_bytes(b"1")
+    (folder / ".young").write_bytes(b"1")
+    os.utime(folder / ".old", (time.time() - 4000,) * 2)
+    FsspecStore(f"file://{tmp_path}/kv").close()
+    assert [path.name for path in folder.iterdir()] == [".young"]
+
+
+def test_put_never_moves_a_blob_into_a_folder(local: FsspecStore, tmp_path: Path) -> None:
+    local.put("a/b", as_parts(b"1"))
+    with pytest.raises(BlobCorruptError, match="there is a folder"):
+        local.put("a", as_parts(b"2"))
+    assert [path.name for path in (tmp_path / "kv" / "a").iterdir()] == ["b"]
+
+
+def test_s3_create_has_one_winner(s3: FsspecStore) -> None:
+    versions = [make_data(20_000, seed) for seed in range(8)]
+    seen: list[bytes] = []
+
+    def race(data: bytes) -> None:
+        s3.put("f/a", as_parts(data))
+        seen.append(fetch(s3, "f/a", len(data)))
+
+    run_in_threads(*[lambda data=data: race(data) for data in versions])
+    assert len(set(seen)) == 1
+
+
+def test_s3_server_that_does_not_name_the_condition(s3: FsspecStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """s3fs tells "already there" from other refusals by a field that not every server sends."""
+    with HttpFaultServer() as server:
+        store = FsspecStore("s3://bucket", {"key": "k", "secret": "s", "endpoint_url": server.endpoint_url})
+        store.put("a", as_parts(b"old"))
+        store.put("a", as_parts(b"new"))
+        assert server.get_object("bucket", "a") == b"old"
+        assert [request.headers.get("if-none-match") for request in server.requests("PUT")] == ["*", "*"]
+        store.put("a", as_parts(b"new"), overwrite=True)
+        assert server.get_object("bucket", "a") == b"new"
+
+
+# -- what others do meanwhile is seen ----------------------------------------------------------------------------------
+
+
+def test_no_stale_listings(s3: FsspecStore) -> None:
+    bucket = s3._place.root
+    s3.put("f/a", as_parts(b"1"))
+    assert list_keys(s3) == ["f/a"]
+    assert s3.size("f/b") is None
+    backend().put_object(bucket, "f/b", b"12")
+    backend().delete_object(bucket, "f/a")
+    assert list_keys(s3) == ["f/b"]
+    assert s3.size_many(["f/a", "f/b"]) == [None, 2]
+    backend().put_object(bucket, "f/b", b"123")
+    assert s3.size("f/b") == 3
+
+
+def test_stores_do_not_share_an_instance_with_other_users_of_fsspec() -> None:
+    FsspecStore("memory://kv")
+    other = fsspec.filesystem("memory")
+    assert other.dircache.use_listings_cache
+
+
+# -- lookups -----------------------------------------------------------------------------------------------------------
+
+
+def test_size_many_asks_at_once(s3: FsspecStore) -> None:
+    for i in range(0, 60, 2):
+        backend().put_object(s3._place.root, f"f/{i}", bytes(i))
+    assert s3.size_many([f"f/{i}" for i in range(60)]) == [None if i % 2 else i for i in range(60)]
+
+
+def test_size_many_says_which_key_failed() -> None:
+    with HttpFaultServer() as server:
+        store = FsspecStore("s3://bucket", {"key": "k", "secret": "s", "endpoint_url": server.endpoint_url})
+        server.put_object("bucket", "a", b"1")
+        server.inject(Fault.ACCESS_DENIED, path_contains="/bucket/b")
+        good, denied, absent = store.size_many(["a", "b", "c"])
+        assert (good, absent) == (1, None)
+        assert isinstance(denied, StorePermissionError)
+        assert denied.key == "b"
+
+
+def test_folders_are_no_blobs(local: FsspecStore, s3: FsspecStore) -> None:
+    for store in (local, s3, FsspecStore(f"memory://kv-{next(_numbers)}")):
+        store.put("f/g/a", as_parts(b"1"))
+        assert store.size("f") is None
+        assert store.size_many(["f", "f/g", "f/g/a"]) == [None, None, 1]
+        assert store.get_tail("f/g", 10) is None
+        with pytest.raises((BlobNotFoundError, BlobCorruptError)):
+            fetch(store, "f", 1)
+        store.delete("f")
+        assert store.size("f/g/a") == 1
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("raised", "error"),
+    [
+        (FileNotFoundError(errno.ENOENT, SECRET), BlobNotFoundError),
+        (PermissionError(errno.EACCES, SECRET), StorePermissionError),
+        (OSError(errno.ENOSPC, SECRET), StoreFullError),
+        (OSError(errno.EIO, SECRET), StoreUnavailableError),
+        (OSError(SECRET), StoreUnavailableError),
+        (ConnectionResetError(SECRET), StoreUnavailableError),
+        (TimeoutError(SECRET), StoreTimeoutError),
+        (NotImplementedError(SECRET), StoreConfigError),
+        (ValueError(SECRET), StoreConfigError),
+        (type("DefaultCredentialsError", (Exception,), {})(SECRET), StorePermissionError),
+        (type("DriverError", (Exception,), {})(SECRET), StoreUnavailableError),
+    ],
+)
+def test_whatever_a_driver_raises_is_ours(
+    raised: Exception, error: type[StoreError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FsspecStore(f"memory://kv-{next(_numbers)}")
+    store.put("a", as_parts(b"1"))
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise raised
+
+    for method in ("info", "ls", "cat_file", "pipe_file", "rm_file", "find"):
+        monkeypatch.setattr(MemoryFileSystem, method, fail)
+    absent = error is BlobNotFoundError
+    calls: list[tuple[Callable[[], object], type[StoreError] | None]] = [
+        (lambda: fetch(store, "a", 1), error),
+        (lambda: store.put("a", as_parts(b"1"), overwrite=True), StoreConfigError if absent else error),
+        (lambda: store.size("a"), None if absent else error),
+        (lambda: store.delete("a"), None if absent else error),
+        (lambda: list(store.keys()), None if absent else error),
+    ]
+    for call, expected in calls:
+        if expected is None:
+            assert not call()
+            continue
+        with pytest.raises(expected) as caught:
+            call()
+        assert SECRET not in "".join(traceback.format_exception(caught.value))
+        assert SECRET not in repr(caught.value.__context__)
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        (Fault.ACCESS_DENIED, StorePermissionError),
+        (Fault.CLOCK_SKEW, StorePermissionError),
+        (Fault.STALL, StoreTimeoutError),
+    ],
+)
+def test_faults_of_a_server(fault: Fault, error: type[StoreError]) -> None:
+    with HttpFaultServer() as server:
+        store = FsspecStore(
+            "s3://bucket", {"key": "k", "secret": SECRET, "endpoint_url": server.endpoint_url}, request_timeout_s=0.5
+        )
+        server.put_object("bucket", "a", b"1")
+        server.inject(fault)
+        for call in (lambda: store.put("b", as_parts(b"1")), lambda: fetch(store, "a", 1), lambda: store.size("a")):
+            with pytest.raises(error):
+                call()
+
+
+def test_missing_bucket(moto: S3Server, boto_models_once: None) -> None:
+    store = FsspecStore("s3://no-such-bucket", s3_options(moto))
+    with pytest.raises(StoreConfigError, match="the bucket or the root does not exist"):
+        store.put("a", as_parts(b"1"))
+    assert store.size("a") is None
+
+
+def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(StoreConfigError, match="the driver is not installed: pip install adlfs"):
+        FsspecStore("abfs://container/kv")
+    monkeypatch.setitem(sys.modules, "fsspec.core", None)
+    with pytest.raises(StoreConfigError, match=r"pip install 'kvtiers\[fsspec\]'"):
+        FsspecStore("memory://kv")
+
+
+@pytest.mark.parametrize("url", ["nosuch://kv", "s3://"])
+def test_bad_url_is_refused_or_empty(url: str) -> None:
+    with pytest.raises(StoreConfigError):
+        FsspecStore(url)
+
+
+def test_secrets_are_shown_nowhere(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    with HttpFaultServer() as server:
+        store = FsspecStore("s3://bucket/kv", {"key": "k", "secret": SECRET, "endpoint_url": server.endpoint_url})
+        assert repr(store) == "FsspecStore('s3://bucket/kv')"
+        server.inject(Fault.SIGNATURE)
+        with pytest.raises(StorePermissionError) as caught:
+            store.put("a", as_parts(b"1"))
+        shown = "".join(traceback.format_exception(caught.value)) + caplog.text
+        assert SECRET not in shown
+    with pytest.raises(StoreConfigError) as refused:
+        FsspecStore(f"nosuch://user:{SECRET}@host/kv")
+    assert SECRET not in "".join(traceback.format_exception(refused.value))
+
+
+def test_store_works_in_a_forked_child(s3: FsspecStore) -> None:
+    s3.put("a", as_parts(b"1234"))
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            signal.alarm(30)
+            s3.put("b", as_parts(b"from the child"))
+            code = 0 if fetch(s3, "b", 14) == b"from the child" and fetch(s3, "a", 4) == b"1234" else 2
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert fetch(s3, "b", 14) == b"from the child"

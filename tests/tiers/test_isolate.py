@@ -1,0 +1,597 @@
+"""ProcessIsolatedStore: the contract, and what only processes do: hang, die, be killed, be left behind."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.tiers.misbehaving_store import OptionsDataclass, PlainStore
+from tiers.errors import (
+    BlobNotFoundError,
+    RegionError,
+    StoreClosedError,
+    StoreConfigError,
+    StoreError,
+    StoreThrottledError,
+    StoreTimeoutError,
+    StoreUnavailableError,
+)
+from tiers.layers.isolate import LISTINGS_MAX, ProcessIsolatedStore, StoreRecipe
+from tiers.layers.isolate_worker import decode_error, encode_error
+from tiers.layers.mapped_file import address_of, open_mapped_file
+from tiers.layers.worker_process import Message
+from tiers.store import Capabilities, Store, SupportsGetMany, SupportsQuarantine, SupportsTail
+from tiers.stores.local import LocalStore
+from tiers.stores.memory import MemoryStore
+from tiers.stores.nfs import NfsStore
+from tiers.testing.contract import StoreContract, as_parts, fetch, list_keys, make_data
+from tiers.testing.faults import run_in_child
+
+WAIT_S_MAX = 30.0
+BLOCK_BYTES = 64 << 10
+
+
+class TestNfsStoreInProcesses(StoreContract):
+    """Parts outside of any region: through the socket, or the bounce file."""
+
+    store_class: type[Store] = NfsStore
+
+    def make_store(self) -> Store:
+        return ProcessIsolatedStore(StoreRecipe.of(self.store_class, root_dir=self.tmp_path / "root"))
+
+    def reopen(self, store: Store) -> Store:
+        return self.make_store()
+
+    def plant(self, store: Store, key: str, data: bytes) -> None:
+        path = self.tmp_path / "root" / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+    def peek(self, store: Store, key: str) -> bytes | None:
+        path = self.tmp_path / "root" / key
+        return path.read_bytes() if path.is_file() else None
+
+
+@pytest.mark.full
+class TestLocalStoreInProcesses(TestNfsStoreInProcesses):
+    store_class = LocalStore
+
+
+class Region:
+    """Shared memory of 8 blocks."""
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("test-region", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, 8 * BLOCK_BYTES)
+        self.mapping = mmap.mmap(self.fd, 8 * BLOCK_BYTES)
+        self.view = memoryview(self.mapping)
+
+    def block(self, index: int) -> memoryview:
+        return self.view[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES]
+
+
+@pytest.fixture
+def region() -> Iterator[Region]:
+    region = Region()
+    yield region
+    os.close(region.fd)
+
+
+@pytest.fixture
+def make(tmp_path: Path, region: Region) -> Iterator[Callable[..., ProcessIsolatedStore]]:
+    """Makes stores, and closes them."""
+    made: list[ProcessIsolatedStore] = []
+
+    def make(store_class: type[Store] = LocalStore, **options: object) -> ProcessIsolatedStore:
+        limits = {name: options.pop(name) for name in ("n_workers", "deadline_s", "close_s") if name in options}
+        recipe = StoreRecipe.of(store_class, **{"root_dir": tmp_path / "root", **options})
+        made.append(ProcessIsolatedStore(recipe, region=region.view, **limits))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for store in made:
+        store.close()
+
+
+def workers_of(store: ProcessIsolatedStore) -> list[int]:
+    return sorted(worker.process.pid for worker in store._workers)
+
+
+def wait_for(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + WAIT_S_MAX
+    while not condition():
+        if time.monotonic() > deadline:
+            pytest.fail(f"not within {WAIT_S_MAX} s: {what}")
+        time.sleep(0.005)
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process runs no more; a zombie that a foreign parent has not reaped does not run."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+# ---- the region ------------------------------------------------------------------------------------------------------
+
+
+def test_blocks_go_through_the_region(
+    make: Callable[..., ProcessIsolatedStore], region: Region, tmp_path: Path
+) -> None:
+    store = make()
+    data, trailer = make_data(BLOCK_BYTES), make_data(4096, seed=1)
+    region.block(3)[:] = data
+    store.put("f/a", [region.block(3), memoryview(trailer)])
+    assert (tmp_path / "root/f/a").read_bytes() == data + trailer
+    found = bytearray(4096)
+    before = bytes(region.view)
+    store.get_into("f/a", [region.block(5), memoryview(found)])
+    assert region.block(5) == data
+    assert found == trailer
+    start, end = 5 * BLOCK_BYTES, 6 * BLOCK_BYTES
+    assert bytes(region.view[:start]) + bytes(region.view[end:]) == before[:start] + before[end:]
+    assert store.kills == 0
+
+
+def test_only_parts_inside_the_region_are_not_carried(
+    make: Callable[..., ProcessIsolatedStore], region: Region
+) -> None:
+    store = make()
+    message = Message(store._region)
+    beyond = memoryview(bytearray(10))
+    message.add(["k"], [region.block(0), region.block(7), region.view[5:7], beyond, region.view[0:0]])
+    assert message.items == [
+        ["k", [(0, BLOCK_BYTES), (7 * BLOCK_BYTES, BLOCK_BYTES), (5, 2), (-1, 10), (-1, 0)]],
+    ]
+
+
+def test_a_region_of_several_kinds(tmp_path: Path) -> None:
+    """memfd; a file; one whose name and descriptor are gone; a view that begins inside a page."""
+    fd = os.memfd_create("r", os.MFD_CLOEXEC)
+    os.ftruncate(fd, 3 * mmap.PAGESIZE)
+    (tmp_path / "file").write_bytes(bytes(3 * mmap.PAGESIZE))
+    file_fd = os.open(tmp_path / "file", os.O_RDWR)
+    for kind, mapping in (
+        ("memfd", mmap.mmap(fd, 2 * mmap.PAGESIZE, offset=mmap.PAGESIZE)),
+        ("file", mmap.mmap(file_fd, 3 * mmap.PAGESIZE)),
+    ):
+        view = memoryview(mapping)[100:]
+        address = address_of(view)
+        assert address is not None
+        try:
+            found, offset = open_mapped_file(address, len(view))
+        except RegionError:
+            if kind != "file":  # overlayfs and btrfs show another device in /proc/self/maps than fstat does
+                raise
+            continue
+        view[:5] = b"hello"
+        assert os.pread(found, 5, offset) == b"hello"
+        os.close(found)
+    os.close(fd)
+    os.close(file_fd)
+
+
+def test_a_region_that_cannot_be_mapped_is_copied(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    private = bytearray(4 * BLOCK_BYTES)
+    with caplog.at_level(logging.WARNING):
+        store = ProcessIsolatedStore(
+            StoreRecipe.of(LocalStore, root_dir=tmp_path), region=memoryview(private), n_workers=1
+        )
+    assert len([r for r in caplog.records if "cannot map the region" in r.getMessage()]) == 1
+    try:
+        private[:BLOCK_BYTES] = make_data(BLOCK_BYTES)
+        view = memoryview(private)
+        store.put("a", [view[:BLOCK_BYTES]])
+        store.get_into("a", [view[BLOCK_BYTES : 2 * BLOCK_BYTES]])
+        assert private[BLOCK_BYTES : 2 * BLOCK_BYTES] == make_data(BLOCK_BYTES)
+        assert len(caplog.records) == 1
+    finally:
+        store.close()
+
+
+def test_get_many_into_the_region(make: Callable[..., ProcessIsolatedStore], region: Region) -> None:
+    store = make()
+    assert isinstance(store, SupportsGetMany)
+    for i in range(4):
+        region.block(i)[:] = make_data(BLOCK_BYTES, seed=i)
+        store.put(f"f/{i}", [region.block(i), memoryview(b"t" * 4096)])
+    trailers = [bytearray(4096) for _ in range(5)]
+    keys = ["f/0", "f/1", "f/absent", "f/2", "f/3"]
+    outcomes = store.get_many_into(
+        [(key, [region.block(7 - i), memoryview(trailers[i])]) for i, key in enumerate(keys)]
+    )
+    assert [type(outcome) for outcome in outcomes] == [type(None)] * 2 + [BlobNotFoundError] + [type(None)] * 2
+    for i, seed in ((0, 0), (1, 1), (3, 2), (4, 3)):
+        assert region.block(7 - i) == make_data(BLOCK_BYTES, seed=seed)
+        assert trailers[i] == b"t" * 4096
+    assert trailers[2] == bytes(4096)
+
+
+def test_more_keys_than_a_message_takes(make: Callable[..., ProcessIsolatedStore]) -> None:
+    store = make(n_workers=1)
+    for i in range(3):
+        store.put(f"f/{i}", as_parts(bytes(i)))
+    assert store.size_many([f"f/{i % 4}" for i in range(600)]) == [0, 1, 2, None] * 150
+    buffers = [bytearray(i % 3) for i in range(600)]
+    assert store.get_many_into([(f"f/{i % 3}", [memoryview(b)]) for i, b in enumerate(buffers)]) == [None] * 600
+    assert store.delete_many([f"f/{i % 4}" for i in range(600)]) == [None] * 600
+    assert list_keys(store) == []
+
+
+# ---- recipes and what a store can do ---------------------------------------------------------------------------------
+
+
+def test_extras_are_those_of_the_store(make: Callable[..., ProcessIsolatedStore]) -> None:
+    local = make()
+    assert isinstance(local, SupportsTail)
+    assert isinstance(local, SupportsQuarantine)
+    assert local.capabilities == LocalStore.capabilities
+    assert make(NfsStore).capabilities == NfsStore.capabilities
+    plain = make(PlainStore)
+    assert not isinstance(plain, SupportsTail)
+    assert not isinstance(plain, SupportsQuarantine)
+    assert plain.capabilities == Capabilities(exclusive_create=False, shared=False, latency_bound=True)
+
+
+def test_options_arrive_as_they_were(make: Callable[..., ProcessIsolatedStore], tmp_path: Path) -> None:
+    options = OptionsDataclass(name="ключ", count=3, inner={"a": [1, 2.5, None, True]})
+    store = make(PlainStore, root_dir=tmp_path / "x", options=options)
+    assert fetch(store, "options", len(repr(options).encode())).decode() == repr(options)
+
+
+def test_an_option_that_cannot_be_handed_over_is_named() -> None:
+    with pytest.raises(StoreConfigError, match=r"'clock\.inner'"):
+        ProcessIsolatedStore(StoreRecipe.of(LocalStore, clock={"inner": time.time}))
+
+
+def test_the_constructors_error_comes_out(make: Callable[..., ProcessIsolatedStore], tmp_path: Path) -> None:
+    (tmp_path / "root").write_text("no folder")
+    before = set(psutil.Process().children())
+    with pytest.raises(StoreConfigError, match="root_dir"):
+        make()
+    assert set(psutil.Process().children()) == before
+
+
+def test_a_module_that_is_not_there() -> None:
+    with pytest.raises(StoreError, match="no_such_module"):
+        ProcessIsolatedStore(StoreRecipe("no_such_module", "Store"))
+
+
+@pytest.mark.parametrize("kind", ["StoreFullError", "BlobCorruptError", "StoreThrottledError", "StoreError"])
+def test_errors_keep_their_class_key_and_text(make: Callable[..., ProcessIsolatedStore], kind: str) -> None:
+    with pytest.raises(StoreError) as caught:
+        make(PlainStore).put(f"raise/{kind}", as_parts(b""))
+    assert type(caught.value).__name__ == kind
+    assert caught.value.key == f"raise/{kind}"
+    assert str(caught.value) == f"as told (key 'raise/{kind}')"
+
+
+def test_what_is_no_store_error_becomes_one(make: Callable[..., ProcessIsolatedStore]) -> None:
+    with pytest.raises(StoreError, match="ZeroDivisionError"):
+        make(PlainStore).put("raise/ZeroDivisionError", as_parts(b""))
+
+
+def test_a_subclass_of_other_people_arrives_as_what_it_is_one_of() -> None:
+    class TheirError(StoreThrottledError):
+        pass
+
+    assert type(decode_error(encode_error(TheirError("slow", key="k")))) is StoreThrottledError
+
+
+# ---- hangs -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_hung_call_times_out_and_the_next_one_works(
+    make: Callable[..., ProcessIsolatedStore], region: Region
+) -> None:
+    store = make(PlainStore, n_workers=1, deadline_s=1.0)
+    (victim,) = workers_of(store)
+    with pytest.raises(StoreTimeoutError) as caught:
+        store.get_into("hang", [region.block(0)])
+    assert caught.value.key == "hang"
+    assert caught.value.retryable
+    assert not psutil.pid_exists(victim), "the call must not return before its worker is reaped"
+    assert (store.stuck_calls, store.kills) == (0, 1)
+    store.put("a", as_parts(b"1"))
+    (replacement,) = workers_of(store)
+    assert replacement != victim
+
+
+def test_every_call_has_the_deadline(make: Callable[..., ProcessIsolatedStore], region: Region) -> None:
+    store = make(n_workers=1, deadline_s=1.0)
+    calls: list[Callable[[], object]] = [
+        lambda: store.put("a", [region.block(0)]),
+        lambda: store.put("a", [memoryview(bytearray(BLOCK_BYTES))]),
+        lambda: store.size("a"),
+        lambda: store.delete("a"),
+        lambda: getattr(store, "get_tail")("a", 1),  # noqa: B009 - an extra
+    ]
+    for call in calls:
+        wait_for(lambda: bool(store._idle), "a worker")
+        for pid in workers_of(store):
+            os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(StoreTimeoutError):
+            call()
+    wait_for(lambda: bool(store._idle), "a worker")
+    os.kill(workers_of(store)[0], signal.SIGSTOP)
+    (outcome, other) = store.get_many_into([("a", [region.block(0)]), ("b", [region.block(1)])])
+    assert isinstance(outcome, StoreTimeoutError)
+    assert isinstance(other, StoreTimeoutError)
+    assert other.key == "b"
+    assert list_keys(store) == []
+
+
+def test_a_listing_that_hangs(make: Callable[..., ProcessIsolatedStore]) -> None:
+    store = make(PlainStore, deadline_s=1.0)
+    listing = store.keys("hang")
+    assert next(listing).key == "first"
+    with pytest.raises(StoreTimeoutError):
+        list(listing)
+    assert store.stuck_calls == 0
+
+
+def test_a_stuck_call_is_seen(make: Callable[..., ProcessIsolatedStore], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that is not reaped yet, as in state D: the call stays, and is counted."""
+    store = make(PlainStore, n_workers=1, deadline_s=1.0)
+    (worker,) = store._workers
+    may_be_reaped = threading.Event()
+    real_wait = worker.process.wait
+
+    def wait(timeout: float | None = None) -> int:
+        assert may_be_reaped.wait(WAIT_S_MAX)
+        return real_wait(timeout)
+
+    monkeypatch.setattr(worker.process, "wait", wait)
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(store.size, "hang")
+        wait_for(lambda: store.stuck_calls == 1, "a stuck call")
+        assert not call.done()
+        may_be_reaped.set()
+        with pytest.raises(StoreTimeoutError):
+            call.result(WAIT_S_MAX)
+    assert store.stuck_calls == 0
+
+
+def test_who_waits_for_a_worker_has_a_deadline_too(make: Callable[..., ProcessIsolatedStore]) -> None:
+    store = make(PlainStore, n_workers=1, deadline_s=1.0)
+    with ThreadPoolExecutor(4) as pool:
+        calls = [pool.submit(store.size, "hang") for _ in range(4)]
+        for call in calls:
+            with pytest.raises(StoreTimeoutError):
+                call.result(WAIT_S_MAX)
+    assert store.size("a") is None
+
+
+def test_a_store_that_hangs_at_its_start(make: Callable[..., ProcessIsolatedStore], tmp_path: Path) -> None:
+    """Known to be one that may come back, it starts without its storage."""
+    gate = tmp_path / "hang-at-start"
+    gate.touch()
+    store = make(PlainStore, root_dir=tmp_path, deadline_s=1.0)
+    assert store.capabilities == PlainStore.capabilities
+    with pytest.raises(StoreTimeoutError):
+        store.size("a")
+    gate.unlink()
+    for _ in range(4):  # workers that began while it hung
+        try:
+            assert store.size("a") is None
+            break
+        except StoreTimeoutError:
+            continue
+    assert store.size("a") is None
+
+
+# ---- deaths ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_dies_idle_costs_no_call(make: Callable[..., ProcessIsolatedStore]) -> None:
+    store = make(n_workers=2)
+    store.put("a", as_parts(b"1"))
+    for _ in range(5):
+        wait_for(lambda: len(store._idle) == 2, "two workers")
+        for pid in workers_of(store):
+            os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: all(worker.process.poll() is not None for worker in set(store._workers)), "deaths")
+        assert fetch(store, "a", 1) == b"1"
+
+
+def test_a_worker_that_dies_in_a_call(make: Callable[..., ProcessIsolatedStore]) -> None:
+    store = make(PlainStore, n_workers=1)
+    with pytest.raises(StoreUnavailableError, match="died"):
+        store.size("die")
+    assert store.size("a") is None
+    assert store.kills == 1
+
+
+def test_workers_killed_at_random(make: Callable[..., ProcessIsolatedStore], region: Region) -> None:
+    store = make(n_workers=3)
+    for i in range(8):
+        region.block(i)[:] = make_data(BLOCK_BYTES, seed=i)
+    ended = threading.Event()
+    kills = 0
+
+    def work(i: int) -> int:
+        """Only StoreError, and never wrong bytes."""
+        succeeded = 0
+        target = bytearray(BLOCK_BYTES)
+        for n in range(60):
+            try:
+                store.put(f"f{n % 3}/{i}-{n}", [region.block(i)])
+                store.get_into(f"f{n % 3}/{i}-{n}", [memoryview(target)])
+            except StoreUnavailableError:
+                continue
+            assert target == make_data(BLOCK_BYTES, seed=i)
+            succeeded += 1
+        return succeeded
+
+    with ThreadPoolExecutor(4) as pool:
+        calls = [pool.submit(work, i) for i in range(4)]
+        while not ended.is_set() and kills < 20:
+            pids = workers_of(store)
+            if pids:
+                os.kill(pids[kills % len(pids)], signal.SIGKILL)
+                kills += 1
+            ended.wait(0.02)
+            if all(call.done() for call in calls):
+                ended.set()
+        assert sum(call.result(WAIT_S_MAX) for call in calls) > 0
+    assert store.stuck_calls == 0
+    for i in range(4):
+        try:
+            assert fetch(store, f"f0/{i}-0", BLOCK_BYTES) == make_data(BLOCK_BYTES, seed=i)
+        except BlobNotFoundError:
+            pass
+    wait_for(lambda: len(store._idle) == 3, "all workers replaced")
+
+
+def test_workers_die_with_their_parent(tmp_path: Path) -> None:
+    """SIGKILL of the parent: idle workers see the socket close, hung ones get the kernel's signal."""
+    code = f"""
+import sys, threading, time
+from tiers.layers.isolate import ProcessIsolatedStore, StoreRecipe
+recipe = StoreRecipe({PlainStore.__module__!r}, "PlainStore", {{"root_dir": {str(tmp_path)!r}}})
+store = ProcessIsolatedStore(recipe, n_workers=2)
+threading.Thread(target=store.size, args=("hang",), daemon=True).start()
+while len(store._idle) != 1 or len(store._workers) != 2:
+    time.sleep(0.01)
+print(*(worker.process.pid for worker in store._workers), flush=True)
+time.sleep(600)
+"""
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), *sys.path]))
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}
+    )
+    assert parent.stdout is not None
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(pids) == 2
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    wait_for(lambda: all(is_gone(pid) for pid in pids), "the workers' end")
+
+
+def test_the_thread_that_first_called_may_end(make: Callable[..., ProcessIsolatedStore]) -> None:
+    """PR_SET_PDEATHSIG is about the thread that started the process, which must not be a caller's."""
+    made: list[ProcessIsolatedStore] = []
+    thread = threading.Thread(target=lambda: made.append(make(PlainStore, n_workers=1)))
+    thread.start()
+    thread.join()
+    with ThreadPoolExecutor(1) as pool, pytest.raises(StoreUnavailableError):
+        pool.submit(made[0].size, "die").result()
+    assert made[0].size("a") is None
+    pids = workers_of(made[0])
+    for _ in range(20):
+        made[0].size("a")
+    assert workers_of(made[0]) == pids
+    assert made[0].kills == 1
+
+
+def test_a_fork_is_refused(make: Callable[..., ProcessIsolatedStore]) -> None:
+    store = make()
+
+    def use() -> None:
+        with pytest.raises(StoreClosedError, match="fork"):
+            store.size("a")
+
+    assert run_in_child(use) == 0
+    assert store.size("a") is None
+
+
+# ---- close, leaks ----------------------------------------------------------------------------------------------------
+
+
+def test_close_with_everything_hung(make: Callable[..., ProcessIsolatedStore]) -> None:
+    store = make(PlainStore, n_workers=3, deadline_s=600.0, close_s=1.0)
+    wait_for(lambda: len(store._idle) == 3, "three workers")
+    pids = workers_of(store)
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(store.size, "hang") for _ in range(2)]
+        wait_for(lambda: len(store._idle) == 1, "two calls")
+        os.kill(store._idle[0].process.pid, signal.SIGSTOP)
+        store.close()
+        for call in calls:
+            with pytest.raises(StoreClosedError):
+                call.result(WAIT_S_MAX)
+    assert all(is_gone(pid) for pid in pids)
+    assert store.stuck_calls == 0
+
+
+def test_close_lets_running_calls_end(make: Callable[..., ProcessIsolatedStore]) -> None:
+    store = make(PlainStore, n_workers=1, close_s=2 * WAIT_S_MAX)
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(store.size, "slow")
+        wait_for(lambda: not store._idle and not store._starting, "the call")
+        store.close()
+        assert call.result(WAIT_S_MAX) == 4
+
+
+def test_nothing_leaks(make: Callable[..., ProcessIsolatedStore], region: Region) -> None:
+    make(n_workers=1).close()  # what is imported and cached once
+    gc.collect()
+    fds, threads = sorted(os.listdir("/proc/self/fd")), threading.active_count()
+    store = make(PlainStore, n_workers=2, deadline_s=1.0)
+    for _ in range(3):
+        with pytest.raises(StoreTimeoutError):
+            store.get_into("hang", [region.block(0)])
+        with pytest.raises(StoreUnavailableError):
+            store.size("die")
+        assert next(store.keys()).key == "first"
+    pids = workers_of(store)
+    store.close()
+    gc.collect()
+    assert sorted(os.listdir("/proc/self/fd")) == fds
+    assert threading.active_count() == threads
+    assert all(is_gone(pid) for pid in pids)
+
+
+def test_the_region_is_let_go(tmp_path: Path) -> None:
+    region = Region()
+    store = ProcessIsolatedStore(StoreRecipe.of(LocalStore, root_dir=tmp_path), region=region.view, n_workers=1)
+    store.put("a", [region.block(0)])
+    store.close()
+    region.view.release()
+    region.mapping.close()
+    os.close(region.fd)
+
+
+def test_listings_are_limited(make: Callable[..., ProcessIsolatedStore]) -> None:
+    store = make(PlainStore)
+    listings = [store.keys() for _ in range(LISTINGS_MAX)]
+    assert [next(listing).key for listing in listings] == ["first"] * LISTINGS_MAX
+    with pytest.raises(StoreThrottledError):
+        next(store.keys())
+    del listings
+    gc.collect()
+    assert next(store.keys()).key == "first"
+
+
+def test_a_worker_imports_little(make: Callable[..., ProcessIsolatedStore]) -> None:
+    store = make(PlainStore, n_workers=1)
+    loaded = set(fetch(store, "modules", store.size("modules") or 0).decode().split())
+    assert "tiers.layers.isolate_worker" in loaded
+    assert not {"torch", "pydantic", "numpy", "yaml", "boto3", "typer", "tiers.config", "pytest"} & loaded
+    code = "import sys, tiers.stores.nfs; print(*sys.modules)"
+    loaded = set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split())
+    assert "tiers.stores.nfs" in loaded
+    assert not {"torch", "pydantic", "numpy", "yaml", "boto3", "typer", "tiers.config"} & loaded
+
+
+def test_memory_store_works_too() -> None:
+    """One worker, so that it is one memory."""
+    store = ProcessIsolatedStore(StoreRecipe.of(MemoryStore), n_workers=1)
+    store.put("a", as_parts(b"1234"))
+    assert fetch(store, "a", 4) == b"1234"
+    store.close()

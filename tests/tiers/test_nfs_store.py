@@ -1,0 +1,263 @@
+"""NfsStore: the contract, what it must not use, ESTALE, litter of other hosts, and what it says about mounts.
+
+On a local folder; real NFS is in ``tests/nfs``.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tiers import posix, publish
+from tiers.errors import BlobNotFoundError, StoreFullError, StoreUnavailableError
+from tiers.store import Store
+from tiers.stores.nfs import NfsStore, mount_findings
+from tiers.testing.contract import StoreContract, as_parts, fetch, list_keys, make_data
+from tiers.testing.faults import SyscallFaults, run_in_child
+
+
+class TestNfsStore(StoreContract):
+    def make_store(self) -> Store:
+        return NfsStore(self.tmp_path / "root")
+
+    def reopen(self, store: Store) -> Store:
+        return self.make_store()
+
+    def plant(self, store: Store, key: str, data: bytes) -> None:
+        path = self.tmp_path / "root" / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+    def peek(self, store: Store, key: str) -> bytes | None:
+        path = self.tmp_path / "root" / key
+        return path.read_bytes() if path.is_file() else None
+
+
+def test_nothing_that_nfs_lacks_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[int] = []
+    real_open = os.open
+
+    def record(path: str, flags: int, *rest: int, dir_fd: int | None = None) -> int:
+        opened.append(flags)
+        return real_open(path, flags, *rest, dir_fd=dir_fd)
+
+    with SyscallFaults() as calls:
+        store = NfsStore(tmp_path / "root")
+        monkeypatch.setattr(os, "open", record)
+        store.put("f/a", as_parts(b"1"))
+        store.put("f/a", as_parts(b"2"), overwrite=True)
+        store.quarantine("f/a")
+        monkeypatch.undo()
+    assert not [flags for flags in opened if flags & os.O_TMPFILE == os.O_TMPFILE or flags & os.O_DIRECT]
+    assert opened, "the seam must have seen the calls"
+    assert not {"fsync", "fdatasync", "linkat"} & set(calls.calls)
+
+
+def test_a_put_looks_no_name_up(tmp_path: Path) -> None:
+    """An absent name that was looked up stays absent here for 30 s although another host makes it."""
+    store = NfsStore(tmp_path / "root")
+    store.put("f/first", as_parts(b"1"))
+    with SyscallFaults() as calls:
+        store.put("f/a", as_parts(b"1"))
+    # openat2 is the folder's; open the private folder's and the private file's.
+    assert calls.calls.count("openat2") == 2
+    assert "stat" not in calls.calls
+
+
+def test_close_is_checked_before_the_name_is_given(tmp_path: Path) -> None:
+    store = NfsStore(tmp_path / "root")
+    store.put("f/first", as_parts(b"1"))
+    with SyscallFaults() as dry:
+        store.put("f/a", as_parts(b"1"))
+    written = dry.calls.index("pwritev")
+    assert dry.calls.index("close", written) < dry.calls.index("link")
+    with (
+        SyscallFaults(at=dry.calls.index("close", written), error=errno.EDQUOT),
+        pytest.raises(StoreFullError),
+    ):
+        store.put("f/b", as_parts(b"1"))
+    assert list_keys(store) == ["f/a", "f/first"]
+    assert os.listdir(tmp_path / "root" / ".tmp") == []
+
+
+OPERATIONS: dict[str, tuple[Callable[[NfsStore], object], object]] = {
+    "get": (lambda store: fetch(store, "f/a", 5000), make_data(5000)),
+    "size": (lambda store: store.size("f/a"), 5000),
+    "tail": (lambda store: store.get_tail("f/a", 4), (5000, make_data(5000)[-4:])),
+    "put": (lambda store: store.put("f/b", as_parts(b"1")), None),
+    "overwrite": (lambda store: store.put("f/a", as_parts(make_data(5000)), overwrite=True), None),
+    "delete": (lambda store: store.delete("f/c"), None),
+    "quarantine": (lambda store: store.quarantine("f/d"), None),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_estale_once_is_tried_again(tmp_path: Path, name: str) -> None:
+    call, answer = OPERATIONS[name]
+    place = tmp_path / "0"
+    prepare(place)
+    with SyscallFaults() as dry:
+        call(NfsStore(place))
+    opening = prepare_calls(place)
+    for n in range(opening, len(dry.calls)):
+        place = tmp_path / str(n + 1)
+        prepare(place)
+        store = NfsStore(place)
+        with SyscallFaults(at=n - opening, error=errno.ESTALE) as faults:
+            assert call(store) == answer
+        assert len(faults.failed) == 1
+        assert fetch(store, "f/a", 5000) == make_data(5000)
+
+
+def prepare(place: Path) -> None:
+    store = NfsStore(place)
+    for key in ("f/a", "f/c", "f/d"):
+        store.put(key, as_parts(make_data(5000)))
+    store.close()
+
+
+def prepare_calls(place: Path) -> int:
+    """System calls of opening a store that has been there before."""
+    with SyscallFaults() as dry:
+        NfsStore(place)
+    return len(dry.calls)
+
+
+def test_estale_for_ever_is_a_miss(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    store = NfsStore(tmp_path)
+    with SyscallFaults(at=0, error=errno.ESTALE, forever=True):
+        with pytest.raises(BlobNotFoundError):
+            fetch(store, "f/a", 5000)
+        assert store.size("f/a") is None
+        assert store.get_tail("f/a", 4) is None
+        store.delete("f/a")
+        with pytest.raises(StoreUnavailableError):
+            store.put("f/b", as_parts(b"1"))
+    assert fetch(store, "f/a", 5000) == make_data(5000)
+
+
+def test_estale_while_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file was removed and stored anew by another host: the second read finds the new one."""
+    prepare(tmp_path)
+    store = NfsStore(tmp_path)
+    real, errors = posix.transfer, [errno.ESTALE]
+
+    def stale(*arguments: object) -> int:
+        if errors:
+            raise OSError(errors.pop(), "stale")
+        return real(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(posix, "transfer", stale)
+    assert fetch(store, "f/a", 5000) == make_data(5000)
+    assert not errors
+
+
+# ---- D2: litter ------------------------------------------------------------------------------------------------------
+
+
+def test_age_is_told_by_the_servers_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host whose clock is days ahead must not remove what another host is writing now."""
+    prepare(tmp_path)
+    live = tmp_path / ".tmp" / "other-host-0badcafe-1-2-3-4"
+    old = tmp_path / ".tmp" / "other-host-0badcafe-1-2-3-5"
+    for path in (live, old):
+        path.write_bytes(b"half a blob")
+    an_hour_ago = time.time() - publish.STALE_AGE_S_MAX - 60
+    os.utime(old, (an_hour_ago, an_hour_ago))
+    monkeypatch.setattr(time, "time", lambda: 1e10)
+    NfsStore(tmp_path)
+    assert [path.name for path in (tmp_path / ".tmp").iterdir()] == [live.name]
+
+
+def test_own_dead_writers_files_are_removed_at_once(tmp_path: Path) -> None:
+    prepare(tmp_path)
+
+    def die_writing() -> None:
+        store = NfsStore(tmp_path)
+        store.put("f/w", as_parts(b"1"))
+        with SyscallFaults() as dry:
+            store.put("f/x", as_parts(b"1"))
+        with SyscallFaults(at=dry.calls.index("link"), kill=True):
+            store.put("f/y", as_parts(b"1"))
+
+    assert run_in_child(die_writing) == -9
+    (orphan,) = (tmp_path / ".tmp").iterdir()
+    assert os.uname().nodename in orphan.name
+    NfsStore(tmp_path)
+    assert list((tmp_path / ".tmp").iterdir()) == []
+
+
+# ---- mount_findings --------------------------------------------------------------------------------------------------
+
+GOOD = (
+    "rw,vers=4.2,rsize=1048576,wsize=1048576,namlen=255,softerr,proto=tcp,nconnect=4,timeo=50,retrans=2,sec=sys,"
+    "clientaddr=192.0.2.6,lookupcache=pos,local_lock=none,addr=192.0.2.5"
+)
+
+
+def findings(tmp_path: Path, options: str, *, own: str = "rw,noatime", path: str = "/mnt/a/kv") -> list[str]:
+    table = tmp_path / "mountinfo"
+    table.write_text(
+        "22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw\n"
+        "36 22 0:48 / /mnt rw shared:2 - tmpfs tmpfs rw\n"
+        "37 36 0:49 / /mnt/a ro shared:3 - ext4 /dev/hidden ro\n"
+        f"38 36 0:50 / /mnt/a {own} shared:4 master:1 - nfs4 server:/export {options}\n"
+        f"39 36 0:51 / /mnt/with\\040space {own} - nfs server:/export {options}\n"
+    )
+    return mount_findings(path, mountinfo=str(table))
+
+
+def test_a_good_mount_has_no_findings(tmp_path: Path) -> None:
+    assert findings(tmp_path, GOOD) == []
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "expected"),
+    [
+        ("lookupcache=pos,", "", "lookupcache=pos"),
+        ("lookupcache=pos", "lookupcache=none", "lookupcache=none"),
+        ("softerr", "hard", "hard"),
+        ("vers=4.2", "vers=3", "vers=3"),
+        ("timeo=50", "timeo=50,noac", "noac"),
+        ("timeo=50", "timeo=50,acdirmin=600,acdirmax=600", "acdirmax=600"),
+        ("timeo=50", "timeo=50,sync", "sync"),
+        ("proto=tcp", "proto=udp", "udp"),
+        ("wsize=1048576", "wsize=32768", "wsize=32768"),
+    ],
+)
+def test_unwise_options_are_named(tmp_path: Path, good: str, bad: str, expected: str) -> None:
+    assert good in GOOD
+    finding, recommended = findings(tmp_path, GOOD.replace(good, bad))
+    assert finding.startswith("/mnt/a: ")
+    assert expected in finding
+    assert "recommended" in recommended
+    assert "lookupcache=pos" in recommended
+
+
+def test_read_only_mount(tmp_path: Path) -> None:
+    assert "ro: " in findings(tmp_path, GOOD, own="ro")[0]
+
+
+def test_the_mount_is_found(tmp_path: Path) -> None:
+    bad = GOOD.replace("softerr", "hard")
+    assert findings(tmp_path, bad, path="/mnt/with space")[0].startswith("/mnt/with space: hard")
+    assert findings(tmp_path, bad, path="/mnt/a/not/yet/there")
+    assert findings(tmp_path, bad, path="/mnt/a/../a")
+    for other in ("/mnt/ab", "/mnt", "/", str(tmp_path)):
+        assert findings(tmp_path, bad, path=other) == []
+    link = tmp_path / "link"
+    link.symlink_to("/mnt/a")
+    assert findings(tmp_path, bad, path=str(link / "kv"))
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    assert findings(tmp_path, bad, path=str(loop)) == []
+
+
+def test_this_machines_mounts_can_be_read(tmp_path: Path) -> None:
+    assert isinstance(mount_findings(tmp_path), list)

@@ -1,0 +1,541 @@
+"""Every key of S3Options changes what is sent, and no secret is ever shown."""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import hashlib
+import importlib
+import ipaddress
+import json
+import logging
+import os
+import socket
+import ssl
+import stat
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from tiers.errors import (
+    ConfigError,
+    StoreConfigError,
+    StoreError,
+    StorePermissionError,
+    StoreTimeoutError,
+    StoreUnavailableError,
+)
+from tiers.stores.s3 import S3Store
+from tiers.stores.s3_options import S3Options
+from tiers.stores.s3_session import S3Session, cap_chatty_loggers
+from tiers.testing.contract import as_parts, fetch
+from tiers.testing.http_faults import Fault, HttpFaultServer, Request
+
+SECRET = "CanarySecretWJalrXUtnFEMIK7MDENG"
+TOKEN = "CanaryTokenFwoGZXIvYXdzEBY"
+DATA = bytes(range(256)) * 20
+
+
+@pytest.fixture
+def server() -> Iterator[HttpFaultServer]:
+    with HttpFaultServer(buckets=("bucket", "other-bucket")) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def _credentials(boto_models_once: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Canary credentials from the environment; no file of this machine is read."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    for name, value in {
+        "AWS_ACCESS_KEY_ID": "AKIACANARY",
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_SESSION_TOKEN": TOKEN,
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_CONFIG_FILE": str(tmp_path / "config"),
+        "AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "credentials"),
+    }.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture(params=["obstore", "boto3"])
+def options(server: HttpFaultServer, request: pytest.FixtureRequest) -> S3Options:
+    return S3Options(bucket="bucket", endpoint_url=server.endpoint_url, client=request.param, retries=0)
+
+
+def put(options: S3Options, server: HttpFaultServer) -> Request:
+    """The request that a put sends."""
+    store = S3Store(options)
+    store.put("f/a", as_parts(DATA, 4096))
+    store.close()
+    return server.requests("PUT")[-1]
+
+
+# -- where -------------------------------------------------------------------------------------------------------------
+
+
+def test_plain_put(options: S3Options, server: HttpFaultServer) -> None:
+    sent = put(options, server)
+    assert (sent.path, sent.body) == ("/bucket/f/a", DATA)
+    assert sent.headers["if-none-match"] == "*"
+    assert sent.headers["content-length"] == str(len(DATA))
+    assert "/us-east-1/s3/aws4_request" in sent.headers["authorization"]
+    assert "Credential=AKIACANARY/" in sent.headers["authorization"]
+    assert sent.headers["x-amz-security-token"] == TOKEN
+    absent = {"x-amz-server-side-encryption", "x-amz-storage-class", "transfer-encoding"}
+    assert not absent & sent.headers.keys()
+
+
+def test_bucket(options: S3Options, server: HttpFaultServer) -> None:
+    assert put(replace(options, bucket="other-bucket"), server).path == "/other-bucket/f/a"
+
+
+def test_prefix(options: S3Options, server: HttpFaultServer) -> None:
+    assert put(replace(options, prefix="team/kv"), server).path == "/bucket/team/kv/f/a"
+
+
+def test_endpoint_url(options: S3Options, server: HttpFaultServer) -> None:
+    with HttpFaultServer() as second:
+        put(replace(options, endpoint_url=second.endpoint_url), second)
+    assert server.requests() == []
+
+
+def test_endpoint_of_the_environment(
+    options: S3Options, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", server.endpoint_url)
+    assert put(replace(options, endpoint_url=None), server).path == "/bucket/f/a"
+    with HttpFaultServer() as second:  # the option wins
+        put(replace(options, endpoint_url=second.endpoint_url), second)
+
+
+def test_insecure_endpoint_of_the_environment_is_refused(options: S3Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://storage.example")
+    store = S3Store(replace(options, endpoint_url=None))
+    with pytest.raises(StoreConfigError, match=r"^endpoint: .*allow_insecure"):
+        store.size("a")
+
+
+def test_region(options: S3Options, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-north-1")
+    assert "/eu-north-1/s3/" in put(options, server).headers["authorization"]
+    assert "/eu-west-3/s3/" in put(replace(options, region="eu-west-3"), server).headers["authorization"]
+
+
+def test_addressing_style(options: S3Options, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As a proxy the server is asked for any host, so no name has to resolve.
+    monkeypatch.setenv("HTTP_PROXY", server.endpoint_url)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    clone = replace(options, endpoint_url="http://s3.test", allow_insecure=True)
+    sent = put(replace(clone, addressing_style="virtual"), server)
+    assert (sent.host, sent.path) == ("bucket.s3.test", "/f/a")
+    assert put(replace(clone, addressing_style="path"), server).host == "s3.test"
+    sent = put(replace(clone, addressing_style="auto"), server)
+    assert (sent.host, sent.path) == ("s3.test", "/bucket/f/a")
+
+
+@pytest.mark.parametrize(
+    ("style", "bucket", "virtual"),
+    [
+        ("auto", "bucket", True),
+        ("auto", "dotted.bucket", False),
+        ("path", "bucket", False),
+        ("virtual", "bucket", True),
+    ],
+)
+def test_addressing_style_on_aws(style: Any, bucket: str, virtual: bool) -> None:
+    session = S3Session(S3Options(bucket=bucket, addressing_style=style, region="eu-west-1"))
+    assert session.endpoint_url == "https://s3.eu-west-1.amazonaws.com"
+    assert session.virtual_host is virtual
+    url = session.client.generate_presigned_url("get_object", Params={"Bucket": bucket, "Key": "k"})
+    assert url.startswith(f"https://{bucket}.s3." if virtual else f"https://s3.eu-west-1.amazonaws.com/{bucket}/")
+
+
+# -- who ---------------------------------------------------------------------------------------------------------------
+
+
+def test_profile(options: S3Options, server: HttpFaultServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "credentials").write_text("[team]\naws_access_key_id = AKIATEAM\naws_secret_access_key = s\n")
+    (tmp_path / "config").write_text("[profile team]\nregion = eu-south-2\n")
+    assert "Credential=AKIATEAM/" in put(replace(options, profile="team"), server).headers["authorization"]
+    assert "/eu-south-2/" in put(replace(options, profile="team"), server).headers["authorization"]
+    assert "Credential=AKIACANARY/" in put(options, server).headers["authorization"]
+    with pytest.raises(StoreConfigError, match=r"^profile: "):
+        S3Store(replace(options, profile="no-such")).size("a")
+
+
+def test_credential_process(
+    options: S3Options, server: HttpFaultServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = {"Version": 1, "AccessKeyId": "AKIAPROCESS", "SecretAccessKey": "s"}
+    script = tmp_path / "get-credentials"
+    script.write_text(f"#!{sys.executable}\nprint('''{json.dumps(answer)}''')\n")
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    (tmp_path / "config").write_text(f"[profile p]\ncredential_process = {script}\n")
+    assert "Credential=AKIAPROCESS/" in put(replace(options, profile="p"), server).headers["authorization"]
+    script.write_text(f"#!{sys.executable}\nimport sys\nsys.exit('{SECRET}')\n")
+    with pytest.raises(StorePermissionError, match=r"^secret: .*credential chain failed") as caught:
+        S3Store(replace(options, profile="p")).size("a")
+    assert SECRET not in "".join(traceback.format_exception(caught.value))
+
+
+def test_role_arn(options: S3Options, server: HttpFaultServer, moto_sts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_STS", moto_sts)
+    sent = put(replace(options, role_arn="arn:aws:iam::123456789012:role/kv"), server)
+    assert "Credential=ASIA" in sent.headers["authorization"]  # what STS hands out
+    assert sent.headers["x-amz-security-token"] != TOKEN
+
+
+def test_role_that_may_not_be_assumed(options: S3Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    with HttpFaultServer() as sts:
+        sts.inject(Fault.ACCESS_DENIED)
+        monkeypatch.setenv("AWS_ENDPOINT_URL_STS", sts.endpoint_url)
+        store = S3Store(replace(options, role_arn="arn:aws:iam::123456789012:role/kv"))
+        with pytest.raises(StorePermissionError, match=r"^secret: STS does not let"):
+            store.size("a")
+
+
+@pytest.fixture
+def moto_sts(moto: Any) -> str:
+    return str(moto.endpoint_url)
+
+
+def test_no_credentials(options: S3Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    store = S3Store(options)
+    with pytest.raises(StorePermissionError, match=r"^secret: no credentials found; set AWS_ACCESS_KEY_ID"):
+        store.size("a")
+
+
+# -- how the connection is made ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with ``ca.pem``, and ``server.pem``: certificate of 127.0.0.1 signed by it, and its key."""
+    folder = tmp_path_factory.mktemp("tls")
+    now = datetime.datetime.now(datetime.UTC)
+
+    def make(name: str, key: ec.EllipticCurvePrivateKey, signer: ec.EllipticCurvePrivateKey, ca: bool) -> bytes:
+        subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+        issuer = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "kvtiers test CA")])
+        address = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+        made = (
+            x509.CertificateBuilder(issuer, subject, key.public_key(), x509.random_serial_number())
+            .not_valid_before(now - datetime.timedelta(days=1))
+            .not_valid_after(now + datetime.timedelta(days=1))
+            .add_extension(address, critical=False)
+            .add_extension(x509.BasicConstraints(ca=ca, path_length=None), critical=True)
+            .sign(signer, hashes.SHA256())
+        )
+        return made.public_bytes(serialization.Encoding.PEM)
+
+    ca_key, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
+    plain = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    (folder / "ca.pem").write_bytes(make("kvtiers test CA", ca_key, ca_key, True))
+    (folder / "server.pem").write_bytes(
+        make("127.0.0.1", key, ca_key, False) + key.private_bytes(serialization.Encoding.PEM, *plain)
+    )
+    return folder
+
+
+@pytest.fixture
+def https(certificate: Path) -> Iterator[HttpFaultServer]:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate / "server.pem")
+    with HttpFaultServer(ssl_context=context) as server:
+        yield server
+
+
+@pytest.mark.filterwarnings("ignore::urllib3.exceptions.InsecureRequestWarning")
+def test_ca_bundle_and_verify(options: S3Options, https: HttpFaultServer, certificate: Path) -> None:
+    secure = replace(options, endpoint_url=https.endpoint_url)
+    with pytest.raises((StoreUnavailableError, StoreConfigError), match=r"^endpoint: "):
+        put(secure, https)
+    with pytest.raises(StoreConfigError, match=r"^endpoint: the certificate .* is not trusted; set ca_bundle"):
+        S3Store(secure).check()
+    assert https.requests() == []
+    assert put(replace(secure, ca_bundle=str(certificate / "ca.pem")), https).body == DATA
+    assert put(replace(secure, verify=False), https).body == DATA
+    S3Store(replace(secure, ca_bundle=str(certificate / "ca.pem"))).check()
+
+
+def test_ca_bundle_that_is_not_there(options: S3Options) -> None:
+    with pytest.raises(StoreConfigError, match=r"^ca_bundle: /no/such\.pem cannot be read"):
+        S3Store(replace(options, ca_bundle="/no/such.pem")).size("a")
+
+
+def test_allow_insecure() -> None:
+    with pytest.raises(ConfigError, match=r"^endpoint_url: .*allow_insecure"):
+        S3Options(bucket="bucket", endpoint_url="http://storage.example:9000")
+    S3Options(bucket="bucket", endpoint_url="http://storage.example:9000", allow_insecure=True)
+    for host in ("localhost", "127.0.0.1", "127.8.8.8", "[::1]", "bucket.localhost"):
+        S3Options(bucket="bucket", endpoint_url=f"http://{host}:9000")
+
+
+def test_request_timeout(options: S3Options, server: HttpFaultServer) -> None:
+    server.inject(Fault.STALL)
+    store = S3Store(replace(options, request_timeout_s=0.5, retries=5))
+    with pytest.raises(StoreTimeoutError, match=r"did not answer within 0\.25 s"):
+        store.size("a")
+    assert len(server.requests()) == 1  # a late answer is not asked for again: half of the time is gone
+
+
+def test_connect_timeout(options: S3Options) -> None:
+    """Against an address that takes no connection: the listener's backlog is full."""
+    with ExitStack() as open_sockets:
+        listener = open_sockets.enter_context(socket.socket())
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        address = listener.getsockname()
+        for _ in range(3):
+            filler = open_sockets.enter_context(socket.socket())
+            filler.setblocking(False)
+            filler.connect_ex(address)
+        store = S3Store(
+            replace(
+                options, endpoint_url=f"http://127.0.0.1:{address[1]}", connect_timeout_s=0.2, request_timeout_s=60.0
+            )
+        )
+        with pytest.raises((StoreTimeoutError, StoreUnavailableError), match=r"^endpoint: "):
+            store.size("a")
+
+
+@pytest.mark.parametrize("retries", [0, 1, 3])
+def test_retries(options: S3Options, server: HttpFaultServer, retries: int) -> None:
+    pauses: list[float] = []
+    store = S3Store(replace(options, retries=retries), sleep=pauses.append, rng=lambda: 1.0)
+    server.inject(Fault.INTERNAL_ERROR)
+    with pytest.raises(StoreUnavailableError, match="InternalError, HTTP 500"):
+        fetch(store, "a", 1)
+    assert len(server.requests("GET")) == retries + 1
+    assert pauses == [0.05, 0.1, 0.2][:retries]
+
+
+@pytest.mark.parametrize("limit", [1, 3])
+def test_max_connections(options: S3Options, server: HttpFaultServer, limit: int) -> None:
+    store = S3Store(replace(options, max_connections=limit))
+    errors: list[BaseException] = []
+
+    def work(i: int) -> None:
+        try:
+            for j in range(5):
+                store.put(f"{i}/{j}", as_parts(DATA))
+        except BaseException as e:
+            errors.append(e)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert errors == []
+    assert len(server.requests("PUT")) == 40
+    assert server.most_under_way <= limit
+    # Connections are kept and used again; obstore opens one more when the last is free a moment too late.
+    assert len({request.client_port for request in server.requests("PUT")}) < 20
+
+
+def test_client(server: HttpFaultServer) -> None:
+    plain = S3Options(bucket="bucket", endpoint_url=server.endpoint_url)
+    assert "Boto3" not in put(plain, server).headers["user-agent"]
+    assert "Boto3" in put(replace(plain, client="boto3"), server).headers["user-agent"]
+
+
+# -- what is stored ----------------------------------------------------------------------------------------------------
+
+
+def test_sse(options: S3Options, server: HttpFaultServer) -> None:
+    assert put(replace(options, sse="AES256"), server).headers["x-amz-server-side-encryption"] == "AES256"
+    sent = put(replace(options, sse="aws:kms"), server).headers
+    assert sent["x-amz-server-side-encryption"] == "aws:kms"
+    assert "x-amz-server-side-encryption-aws-kms-key-id" not in sent
+    key_id = "arn:aws:kms:us-east-1:123456789012:key/abcd"
+    sent = put(replace(options, sse="aws:kms", sse_kms_key_id=key_id), server).headers
+    assert sent["x-amz-server-side-encryption-aws-kms-key-id"] == key_id
+
+
+def test_storage_class(options: S3Options, server: HttpFaultServer) -> None:
+    assert put(replace(options, storage_class="STANDARD_IA"), server).headers["x-amz-storage-class"] == "STANDARD_IA"
+
+
+def test_checksum(options: S3Options, server: HttpFaultServer) -> None:
+    checksums = importlib.import_module("awscrt.checksums")
+    crc64 = checksums.crc64nvme(DATA).to_bytes(8, "big")
+    crc32c = checksums.crc32c(DATA).to_bytes(4, "big")
+    sha256 = hashlib.sha256(DATA)
+    expected = {"crc64nvme": crc64, "sha256": sha256.digest()}
+    if options.client == "boto3":
+        expected["crc32c"] = crc32c
+    for name, value in expected.items():
+        sent = put(replace(options, checksum=name), server).headers  # type: ignore[arg-type]
+        assert base64.b64decode(sent[f"x-amz-checksum-{name}"]) == value
+        assert sent["x-amz-content-sha256"] == "UNSIGNED-PAYLOAD"
+        assert f"x-amz-checksum-{name}" in sent["authorization"]  # signed, so nobody on the way replaces it
+    sent = put(replace(options, checksum="none"), server).headers
+    assert not [name for name in sent if "checksum" in name]
+    assert sent["x-amz-content-sha256"] == sha256.hexdigest()
+
+
+def test_checksum_that_a_clone_refuses_is_left_out_from_then_on(
+    options: S3Options, server: HttpFaultServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.inject(Fault.REFUSE_CHECKSUM)
+    store = S3Store(options)
+    for key in ("a", "b", "c"):
+        store.put(key, as_parts(DATA))
+        assert server.get_object("bucket", key) == DATA
+    assert len(server.requests("PUT")) == 4  # one of them refused
+    assert server.requests("PUT")[-1].headers["x-amz-content-sha256"] == hashlib.sha256(DATA).hexdigest()
+    assert [record.getMessage() for record in caplog.records if "refuses crc64nvme" in record.getMessage()] == [
+        f"{store!r}: the server refuses crc64nvme; payloads are signed instead"
+    ]
+
+
+def test_refusal_for_another_reason_does_not_drop_the_checksum(options: S3Options, server: HttpFaultServer) -> None:
+    server.inject(Fault.NOT_IMPLEMENTED, times=2)
+    store = S3Store(options)
+    with pytest.raises(StoreConfigError, match="NotImplemented, HTTP 501"):
+        store.put("a", as_parts(DATA))
+    store.put("a", as_parts(DATA))
+    assert "x-amz-checksum-crc64nvme" in server.requests("PUT")[-1].headers
+
+
+def test_missing_awscrt_is_named(options: S3Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "awscrt.checksums", None)
+    store = S3Store(replace(options, client="boto3"))
+    with pytest.raises(StoreConfigError, match=r"^checksum: crc64nvme with client: boto3 needs awscrt: pip install"):
+        store.size("a")
+
+
+def test_every_key_has_a_test() -> None:
+    here = Path(__file__).read_text()
+    for field in fields(S3Options):
+        name = {
+            "ca_bundle": "ca_bundle_and_verify",
+            "verify": "ca_bundle_and_verify",
+            "sse_kms_key_id": "sse",
+            "request_timeout_s": "request_timeout",
+        }.get(field.name, field.name.removesuffix("_s"))
+        assert f"def test_{name}(" in here, f"no test shows what {field.name} changes"
+
+
+# -- bad values --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("bucket", "", "is no bucket name"),
+        ("bucket", "a", "is no bucket name"),
+        ("bucket", "a/b/c", "is no bucket name"),
+        ("bucket", "../x", "is no bucket name"),
+        ("bucket", "a..b", "is no bucket name"),
+        ("bucket", "bucket\n", "is no bucket name"),
+        ("prefix", "/a", "is no prefix"),
+        ("prefix", "a/", "is no prefix"),
+        ("prefix", "a//b", "is no prefix"),
+        ("prefix", "a/../b", "is no prefix"),
+        ("prefix", "a\x00b", "is no prefix"),
+        ("prefix", "p" * 513, "is no prefix"),
+        ("endpoint_url", "storage.example", "write https://host"),
+        ("endpoint_url", "ftp://storage.example", "write https://host"),
+        ("endpoint_url", "https://", "write https://host"),
+        ("endpoint_url", "https://h:99999", "is no URL"),
+        ("endpoint_url", "https://h/?a=b", "write https://host"),
+        ("region", "us east", "not accepted"),
+        ("addressing_style", "dns", "write one of auto, path, virtual"),
+        ("role_arn", "arn\r\nx: y", "not accepted"),
+        ("sse", "rot13", "write one of AES256, aws:kms"),
+        ("sse_kms_key_id", "abcd", "needs sse: aws:kms"),
+        ("storage_class", "", "not accepted"),
+        ("checksum", "md5", "write one of crc64nvme, crc32c, sha256, none"),
+        ("checksum", "crc32c", "for crc32c set client: boto3"),
+        ("request_timeout_s", 0, "is not in 0..3600"),
+        ("request_timeout_s", float("nan"), "is not in 0..3600"),
+        ("connect_timeout_s", -1, "is not in 0..3600"),
+        ("retries", -1, "is not in 0..20"),
+        ("retries", 21, "is not in 0..20"),
+        ("max_connections", 0, "is not in 1..1024"),
+        ("client", "minio", "write one of obstore, boto3"),
+    ],
+)
+def test_bad_value_names_its_field(key: str, value: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        S3Options(**{"bucket": "bucket", key: value})
+    assert caught.value.field == key
+
+
+def test_password_in_the_endpoint_is_refused_and_not_repeated() -> None:
+    with pytest.raises(ConfigError, match="holds credentials") as caught:
+        S3Options(bucket="bucket", endpoint_url=f"https://user:{SECRET}@storage.example")
+    assert SECRET not in "".join(traceback.format_exception(caught.value))
+
+
+# -- secrets (X4) ------------------------------------------------------------------------------------------------------
+
+
+def test_secrets_are_shown_nowhere(
+    options: S3Options, server: HttpFaultServer, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Every kind of call and of failure, with every logger at DEBUG."""
+    caplog.set_level(logging.DEBUG)
+    for name in ("botocore.auth", "botocore.endpoint", "urllib3.connectionpool"):
+        caplog.set_level(logging.DEBUG, logger=name)
+    shown: list[str] = []
+    raised: list[StoreError] = []
+    store = S3Store(options)
+    store.put("a", as_parts(DATA))
+    calls = (
+        lambda: store.put("b", as_parts(DATA)),
+        lambda: fetch(store, "a", len(DATA)),
+        lambda: store.size("a"),
+        lambda: store.get_tail("a", 10),
+        lambda: store.delete("a"),
+        lambda: list(store.keys()),
+        lambda: store.size_many(["a"]),
+        lambda: store.delete_many(["a"]),
+        store.check,
+    )
+    for fault in (*Fault, None):
+        if fault in (Fault.STALL, Fault.SLOW_LORIS):
+            continue  # half the timeout each, and nothing is said by the server
+        server.heal()
+        if fault is not None:
+            server.inject(fault)
+        for call in calls:
+            try:
+                shown.append(repr(call()))
+            except StoreError as e:
+                raised.append(e)
+    assert not [e for e in raised if e.__context__ or e.__cause__]
+    shown += [line for e in raised for line in traceback.format_exception(e)]
+    process = store._current()
+    shown += [repr(store), repr(options), repr(process), str(vars(store)), caplog.text, *capfd.readouterr()]
+    everything = "\n".join(shown)
+    for secret in (SECRET, TOKEN, "x-amz-security-token"):
+        assert secret not in everything
+    assert "InternalError, HTTP 500" in everything
+
+
+def test_loggers_are_capped_whatever_comes_later() -> None:
+    child = logging.getLogger("botocore.some.child")
+    child.setLevel(logging.DEBUG)
+    cap_chatty_loggers()
+    level = logging.root.level
+    try:
+        logging.root.setLevel(logging.DEBUG)
+        for name in ("boto3", "botocore", "botocore.auth", "botocore.some.child", "urllib3", "urllib3.connectionpool"):
+            assert not logging.getLogger(name).isEnabledFor(logging.DEBUG)
+    finally:
+        logging.root.setLevel(level)

@@ -1,0 +1,496 @@
+"""S3Store against a server that misbehaves: what each fault must become, with both clients.
+
+An error is an error of that one operation, a wrong size touches no byte, a put is visible whole or not at all, and
+nothing takes longer than ``request_timeout_s``: the tests of hanging servers end because of that and of nothing else.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.identity import FakeSpec, block_key
+from tiers.base import JobMetadata
+from tiers.errors import (
+    BlobCorruptError,
+    BlobNotFoundError,
+    SealError,
+    StoreConfigError,
+    StoreError,
+    StoreFullError,
+    StorePermissionError,
+    StoreThrottledError,
+    StoreTimeoutError,
+    StoreUnavailableError,
+)
+from tiers.file_mapper import FileMapper, strict_fields
+from tiers.seal import TRAILER_BYTES, Seal
+from tiers.store_tier import StoreTierManager
+from tiers.stores.s3 import S3Store
+from tiers.stores.s3_errors import CredentialsExpiredError
+from tiers.stores.s3_options import S3Options
+from tiers.testing.contract import GuardedParts, as_parts, fetch, make_data
+from tiers.testing.http_faults import Fault, HttpFaultServer
+from tiers.testing.servers import S3Server
+
+DATA = make_data(300_000)  # more than one piece of a streamed body
+
+ERRORS = [
+    (Fault.SLOW_DOWN, StoreThrottledError),
+    (Fault.TOO_MANY_REQUESTS, StoreThrottledError),
+    (Fault.INTERNAL_ERROR, StoreUnavailableError),
+    (Fault.NOT_IMPLEMENTED, StoreConfigError),
+    (Fault.EXPIRED_TOKEN, CredentialsExpiredError),
+    (Fault.CLOCK_SKEW, StorePermissionError),
+    (Fault.ACCESS_DENIED, StorePermissionError),
+    (Fault.SIGNATURE, StorePermissionError),
+    (Fault.BUCKET_GONE, StoreConfigError),
+    (Fault.OTHER_REGION, StoreConfigError),
+    (Fault.QUOTA, StoreFullError),
+    (Fault.RESET_BEFORE, StoreUnavailableError),
+]
+
+
+@pytest.fixture
+def server() -> Iterator[HttpFaultServer]:
+    with HttpFaultServer() as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def _credentials(boto_models_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in S3Server("", "first", "secret").environment.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture(params=["obstore", "boto3"])
+def store(server: HttpFaultServer, request: pytest.FixtureRequest) -> Iterator[S3Store]:
+    options = S3Options(bucket="bucket", endpoint_url=server.endpoint_url, client=request.param, request_timeout_s=60.0)
+    store = S3Store(options, sleep=lambda _: None, rng=lambda: 0.0)
+    yield store
+    store.close()
+
+
+def hurried(store: S3Store) -> S3Store:
+    """The same place for somebody who does not wait for a server that hangs."""
+    return S3Store(replace(store.options, request_timeout_s=0.6))
+
+
+@pytest.fixture
+def stored(store: S3Store, server: HttpFaultServer) -> S3Store:
+    """The store, with DATA under "f/a"."""
+    server.put_object("bucket", "f/a", DATA)
+    return store
+
+
+# -- errors ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("fault", "error"), ERRORS)
+def test_lasting_fault_of_get(stored: S3Store, server: HttpFaultServer, fault: Fault, error: type[StoreError]) -> None:
+    server.inject(fault)
+    target = GuardedParts(len(DATA) - 4096, 4096)
+    before = target.joined()
+    with pytest.raises(error) as caught:
+        stored.get_into("f/a", target.parts)
+    assert caught.value.key == "f/a"
+    assert target.joined() == before
+    target.assert_only_parts_touched()
+    again = 4 if caught.value.retryable else 1
+    if fault is not Fault.OTHER_REGION:  # which boto3 follows by itself
+        assert len(server.requests("GET")) == again
+    server.heal()
+    stored.get_into("f/a", target.parts)
+    assert target.joined() == DATA
+
+
+@pytest.mark.parametrize(("fault", "error"), ERRORS)
+def test_lasting_fault_of_put(store: S3Store, server: HttpFaultServer, fault: Fault, error: type[StoreError]) -> None:
+    server.inject(fault)
+    for overwrite in (False, True):
+        with pytest.raises(error):
+            store.put("f/a", as_parts(DATA), overwrite=overwrite)
+    assert server.get_object("bucket", "f/a") is None
+    server.heal()
+    store.put("f/a", as_parts(DATA))
+    assert server.get_object("bucket", "f/a") == DATA
+
+
+@pytest.mark.parametrize(("fault", "error"), ERRORS)
+def test_lasting_fault_of_the_other_calls(
+    stored: S3Store, server: HttpFaultServer, fault: Fault, error: type[StoreError]
+) -> None:
+    server.inject(fault)
+    calls: list[Callable[[], object]] = [
+        lambda: stored.delete("f/a"),
+        lambda: list(stored.keys()),
+        lambda: stored.get_tail("f/a", 10),
+    ]
+    for call in calls:
+        with pytest.raises(error):
+            call()
+    (outcome,) = stored.delete_many(["f/a"])
+    assert isinstance(outcome, error)
+    # A HEAD's answer has no body, so of the code only the status is left: enough for the family of the error.
+    blind: dict[Fault, type[StoreError]] = {
+        Fault.QUOTA: StorePermissionError,
+        Fault.EXPIRED_TOKEN: StoreConfigError,
+    }
+    if fault is Fault.BUCKET_GONE:
+        assert stored.size("f/a") is None
+    else:
+        with pytest.raises(blind.get(fault, error)):
+            stored.size("f/a")
+        assert isinstance(stored.size_many(["f/a"])[0], blind.get(fault, error))
+    server.heal()
+    assert stored.size("f/a") == len(DATA)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault.SLOW_DOWN,
+        Fault.TOO_MANY_REQUESTS,
+        Fault.INTERNAL_ERROR,
+        Fault.RESET_BEFORE,
+        Fault.RESET_INSIDE,
+        Fault.TRUNCATED,
+    ],
+)
+def test_passing_fault_is_retried(stored: S3Store, server: HttpFaultServer, fault: Fault) -> None:
+    server.inject(fault, times=3)
+    assert fetch(stored, "f/a", len(DATA)) == DATA
+    assert len(server.requests("GET")) == 4
+    server.inject(fault, times=3)
+    stored.put("f/b", as_parts(DATA))
+    assert server.get_object("bucket", "f/b") == DATA
+    assert stored.size("f/b") == len(DATA)
+
+
+def test_refused_connection(store: S3Store, server: HttpFaultServer) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        refused = S3Store(replace(store.options, endpoint_url=f"http://127.0.0.1:{closed.getsockname()[1]}"))
+        with pytest.raises(StoreUnavailableError, match=r"^endpoint: http://127\.0\.0\.1:\d+ refused"):
+            refused.put("f/a", as_parts(DATA))
+        with pytest.raises(StoreUnavailableError):
+            fetch(refused, "f/a", 1)
+        assert [type(answer) for answer in refused.size_many(["a", "b"])] == [StoreUnavailableError] * 2
+        refused.close()
+
+
+@pytest.mark.parametrize("fault", [Fault.STALL, Fault.SLOW_LORIS])
+def test_get_from_a_server_that_hangs(stored: S3Store, server: HttpFaultServer, fault: Fault) -> None:
+    """The trickling one sends a byte every 20 ms, far within any socket timeout, for most of an hour."""
+    store = hurried(stored)
+    server.inject(fault)
+    target = GuardedParts(len(DATA))
+    with pytest.raises(StoreTimeoutError, match=r"did not answer within 0\.3 s"):
+        store.get_into("f/a", target.parts)
+    target.assert_only_parts_touched()
+    assert len(server.requests("GET")) == 1
+    server.heal()
+    store.get_into("f/a", target.parts)
+    assert target.joined() == DATA
+    store.close()
+
+
+def test_other_calls_to_a_server_that_hangs(stored: S3Store, server: HttpFaultServer) -> None:
+    store = hurried(stored)
+    server.inject(Fault.STALL)
+    calls: list[Callable[[], object]] = [
+        lambda: store.put("f/b", as_parts(DATA)),
+        lambda: store.size("f/a"),
+        lambda: store.get_tail("f/a", 10),
+        lambda: store.delete("f/a"),
+        lambda: list(store.keys()),
+        store.check,
+    ]
+    for call in calls:
+        with pytest.raises(StoreTimeoutError, match=r"^endpoint: http://127\.0\.0\.1:\d+ did not answer"):
+            call()
+    server.heal()
+    assert store.size("f/a") == len(DATA)
+    store.close()
+
+
+# -- bodies ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", [Fault.LONGER, Fault.HTML_WITH_200])
+def test_other_length_touches_no_byte(stored: S3Store, server: HttpFaultServer, fault: Fault) -> None:
+    server.inject(fault)
+    target = GuardedParts(len(DATA))
+    before = target.joined()
+    with pytest.raises(BlobCorruptError):
+        stored.get_into("f/a", target.parts)
+    assert target.joined() == before
+    target.assert_only_parts_touched()
+    assert len(server.requests("GET")) == 1
+    server.heal()
+    stored.get_into("f/a", target.parts)
+    assert target.joined() == DATA
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        (Fault.RESET_INSIDE, StoreUnavailableError),
+        (Fault.TRUNCATED, StoreUnavailableError),
+        (Fault.NO_LENGTH, StoreUnavailableError),
+    ],
+)
+def test_body_that_never_ends_well(
+    stored: S3Store, server: HttpFaultServer, fault: Fault, error: type[StoreError]
+) -> None:
+    server.inject(fault)
+    target = GuardedParts(len(DATA))
+    with pytest.raises(error):
+        stored.get_into("f/a", target.parts)
+    target.assert_only_parts_touched()
+    server.heal()
+    stored.get_into("f/a", target.parts)
+    assert target.joined() == DATA
+
+
+@pytest.mark.parametrize("fault", [Fault.FLIPPED, Fault.FLIPPED_WITH_CHECKSUM])
+def test_flipped_body_is_caught_by_the_seal(store: S3Store, server: HttpFaultServer, fault: Fault) -> None:
+    """The clients take it for good, with a checksum beside it or not: that is why blocks are sealed."""
+    seal = Seal(bytes(32), 0)
+    key, payload = block_key(1), memoryview(make_data(8192))
+    store.put("f/a", [payload, memoryview(seal.trailer(key, payload))])
+    server.inject(fault)
+    slot, trailer = bytearray(8192), bytearray(TRAILER_BYTES)
+    store.get_into("f/a", [memoryview(slot), memoryview(trailer)])
+    assert slot != payload
+    with pytest.raises(SealError, match="payload_checksum"):
+        seal.verify(key, memoryview(slot), trailer)
+
+
+def test_tail_of_a_server_that_ignores_ranges(stored: S3Store, server: HttpFaultServer) -> None:
+    server.inject(Fault.IGNORE_RANGE)
+    assert stored.get_tail("f/a", 4096) == (len(DATA), DATA[-4096:])
+
+
+# -- puts that somebody else, or we ourselves, did already ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", [Fault.CONFLICT, Fault.PRECONDITION])
+def test_create_that_loses_is_success(store: S3Store, server: HttpFaultServer, fault: Fault) -> None:
+    server.inject(fault)
+    store.put("f/a", as_parts(DATA))
+    assert len(server.requests("PUT")) == 1
+    with pytest.raises(StoreUnavailableError):
+        store.put("f/a", as_parts(DATA), overwrite=True)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_lost_acknowledgement(store: S3Store, server: HttpFaultServer, overwrite: bool) -> None:
+    """The first attempt is done, but not heard of; the second meets 412, or does it again."""
+    server.inject(Fault.LOST_ACK, times=1)
+    store.put("f/a", as_parts(DATA), overwrite=overwrite)
+    assert len(server.requests("PUT")) == 2
+    assert server.get_object("bucket", "f/a") == DATA
+    server.inject(Fault.LOST_ACK, times=1)
+    store.delete("f/a")
+    assert server.get_object("bucket", "f/a") is None
+
+
+def test_put_that_is_answered_by_a_proxys_page_is_no_success(store: S3Store, server: HttpFaultServer) -> None:
+    server.inject(Fault.HTML_WITH_200)
+    with pytest.raises(StoreUnavailableError):
+        store.put("f/a", as_parts(DATA))
+    assert server.get_object("bucket", "f/a") is None
+
+
+# -- credentials that come back -------------------------------------------------------------------------------------
+
+
+def test_renewed_credentials_are_found(
+    stored: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.inject(Fault.EXPIRED_TOKEN, times=1)
+    with pytest.raises(CredentialsExpiredError, match=r"^secret: the session token has expired; renew it"):
+        fetch(stored, "f/a", len(DATA))
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "second")
+    assert fetch(stored, "f/a", len(DATA)) == DATA
+    used = [request.headers["authorization"].partition("Credential=")[2] for request in server.requests("GET")]
+    assert [credential.partition("/")[0] for credential in used] == ["first", "second"]
+
+
+# -- many questions -------------------------------------------------------------------------------------------------
+
+
+def test_size_many_gives_up_on_a_server_that_stopped_answering(store: S3Store, server: HttpFaultServer) -> None:
+    """1,000 keys of half a second each would be minutes; it is two rounds."""
+    server.inject(Fault.STALL)
+    store = S3Store(replace(store.options, request_timeout_s=0.2, max_connections=8))
+    answers = store.size_many([f"{i}/a" for i in range(1000)])
+    assert {type(answer) for answer in answers} == {StoreTimeoutError}
+    assert len(server.requests("HEAD")) < 100
+
+
+def test_one_bad_answer_is_one_keys_affair(stored: S3Store, server: HttpFaultServer) -> None:
+    server.inject(Fault.ACCESS_DENIED, path_contains="/f/b")
+    absent, denied, present = stored.size_many(["f/c", "f/b", "f/a"])
+    assert (absent, present) == (None, len(DATA))
+    assert isinstance(denied, StorePermissionError)
+
+
+# -- check ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "says"),
+    [
+        (Fault.EXPIRED_TOKEN, StorePermissionError, "secret: the session token has expired"),
+        (Fault.CLOCK_SKEW, StorePermissionError, "clock: this machine's clock"),
+        (Fault.ACCESS_DENIED, StorePermissionError, "secret: these credentials may not do this; grant s3:GetObject"),
+        (Fault.SIGNATURE, StorePermissionError, "secret: the key id is known, its secret is not right"),
+        (Fault.BUCKET_GONE, StoreConfigError, "bucket: bucket does not exist at http://127.0.0.1"),
+        (Fault.OTHER_REGION, StoreConfigError, "region: bucket bucket is not in us-east-1; set region"),
+        (Fault.HTML_WITH_200, StoreConfigError, "endpoint: http://127.0.0.1"),
+        (Fault.RESET_BEFORE, StoreUnavailableError, "endpoint: http://127.0.0.1"),
+        (Fault.INTERNAL_ERROR, StoreUnavailableError, "the server has a fault of its own"),
+    ],
+)
+def test_check_says_what_is_wrong(
+    store: S3Store, server: HttpFaultServer, fault: Fault, error: type[StoreError], says: str
+) -> None:
+    store.check()
+    server.inject(fault)
+    with pytest.raises(error) as caught:
+        store.check()
+    assert str(caught.value).startswith(says)
+    assert "\n" not in str(caught.value)
+
+
+def test_check_does_not_wait_for_a_hung_server(
+    store: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With patient options, the check's own limit ends it."""
+    monkeypatch.setattr("tiers.stores.s3.CHECK_S_MAX", 0.2)
+    server.inject(Fault.STALL)
+    patient = S3Store(replace(store.options, request_timeout_s=600.0))
+    with pytest.raises(StoreTimeoutError, match=r"^endpoint: http://127\.0\.0\.1:\d+ did not answer within 0\.2 s"):
+        patient.check()
+
+
+# -- whole tiers (W1, W2, W4) ---------------------------------------------------------------------------------------
+
+ROWS, ROW_BYTES = 16, 8192
+BLOB_BYTES = ROW_BYTES + TRAILER_BYTES
+KEYS = [block_key(n) for n in range(ROWS)]
+
+
+class Tier:
+    """A StoreTierManager on the store, with KEYS stored, and what it loads."""
+
+    def __init__(self, store: S3Store, server: HttpFaultServer) -> None:
+        self.server = server
+        self.region = np.random.default_rng(1).integers(-128, 128, (ROWS, ROW_BYTES), np.int8)
+        self.original = self.region.copy()
+        spec = FakeSpec()
+        self.mapper = FileMapper.from_offloading_spec("", spec, extra_fields=strict_fields(spec))
+        self.manager = StoreTierManager(spec, self.region.data, "s3", store=store, mapper=self.mapper)
+        self.jobs = 0
+        self.manager.submit_store(self.job())
+        self.manager.drain_jobs()
+        (result,) = self.manager.get_finished()
+        assert result.success
+
+    def job(self) -> JobMetadata:
+        self.jobs += 1
+        return JobMetadata(self.jobs, KEYS, np.arange(ROWS, dtype=np.int32))
+
+    def load(self) -> set[int]:
+        """Which blocks a load says are good; each of them is, or the test fails."""
+        self.region[:] = 0
+        self.manager.submit_load(self.job())
+        self.manager.drain_jobs()
+        (result,) = self.manager.get_finished()
+        good = {KEYS.index(key) for key in result.successful_keys}
+        for i in good:
+            assert (self.region[i] == self.original[i]).all(), "a load succeeded with wrong bytes"
+        return good
+
+    def name(self, index: int) -> str:
+        return self.mapper.relative_name(KEYS[index])
+
+    def blob(self, index: int) -> bytes:
+        found = self.server.get_object("bucket", self.name(index))
+        assert found is not None
+        return found
+
+    def plant(self, index: int, data: bytes) -> None:
+        self.server.put_object("bucket", self.name(index), data)
+
+
+@pytest.fixture
+def tier(store: S3Store, server: HttpFaultServer) -> Iterator[Tier]:
+    made = Tier(S3Store(replace(store.options, request_timeout_s=4.0, retries=1)), server)
+    yield made
+    made.manager.shutdown()
+
+
+@pytest.mark.parametrize("count", [320, pytest.param(10_000, marks=pytest.mark.full)])
+def test_corruptions_are_misses(tier: Tier, count: int) -> None:
+    """W1: flip, truncate, extend, swap, zero page."""
+    dice = random.Random(5)
+    good = [tier.blob(i) for i in range(ROWS)]
+
+    def corrupt(i: int) -> bytes:
+        blob = bytearray(good[i])
+        kind = dice.randrange(5)
+        if kind == 0:
+            blob[dice.randrange(BLOB_BYTES)] ^= 1 << dice.randrange(8)
+        elif kind == 1:
+            del blob[dice.choice((0, 1, 4095, BLOB_BYTES - 1)) :]
+        elif kind == 2:
+            blob += bytes(dice.choice((1, 4095)))
+        elif kind == 3:
+            return good[(i + 1) % ROWS]
+        else:
+            page = dice.randrange(BLOB_BYTES // 4096) * 4096
+            blob[page : page + 4096] = bytes(4096)
+        return bytes(blob)
+
+    for _ in range(count // ROWS):
+        for i in range(ROWS):
+            tier.plant(i, corrupt(i))
+        assert tier.load() == set()
+    for i in range(ROWS):
+        tier.plant(i, good[i])
+    assert tier.load() == set(range(ROWS))
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault.FLIPPED,
+        Fault.FLIPPED_WITH_CHECKSUM,
+        Fault.LONGER,
+        Fault.TRUNCATED,
+        Fault.HTML_WITH_200,
+        Fault.RESET_INSIDE,
+        Fault.ACCESS_DENIED,
+        Fault.INTERNAL_ERROR,
+        Fault.STALL,
+        Fault.SLOW_LORIS,
+    ],
+)
+def test_fault_is_a_miss_of_exactly_those_keys(tier: Tier, server: HttpFaultServer, fault: Fault) -> None:
+    """W4."""
+    for i in (2, 5):
+        server.inject(fault, methods=("GET",), path_contains=tier.name(i))
+    assert tier.load() == set(range(ROWS)) - {2, 5}
+
+
+def test_absent_block_is_a_miss(stored: S3Store) -> None:
+    with pytest.raises(BlobNotFoundError):
+        fetch(stored, "f/b", 1)

@@ -1,0 +1,262 @@
+"""S3Store on moto's server: the contract with both clients, and what only an object store does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import pytest
+from moto.core.models import DEFAULT_ACCOUNT_ID
+from moto.s3.models import s3_backends
+
+from tiers.errors import InvalidKeyError, StoreConfigError
+from tiers.store import Store, SupportsDeleteMany, SupportsSizeMany, SupportsTail
+from tiers.stores.s3 import LIST_WORTH_KEYS, S3Store
+from tiers.stores.s3_options import S3Options
+from tiers.testing.contract import StoreContract, as_parts, fetch, list_keys
+from tiers.testing.servers import S3Server
+
+_bucket_numbers = count()
+
+
+@pytest.fixture(autouse=True)
+def _credentials(moto: S3Server, boto_models_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in moto.environment.items():
+        monkeypatch.setenv(name, value)
+
+
+def backend() -> Any:
+    """The memory of moto's server."""
+    return s3_backends[DEFAULT_ACCOUNT_ID]["aws"]
+
+
+@pytest.fixture
+def options(moto: S3Server) -> S3Options:
+    """Of a fresh bucket."""
+    bucket = f"bucket-{next(_bucket_numbers)}"
+    backend().create_bucket(bucket, "us-east-1")
+    return S3Options(bucket=bucket, endpoint_url=moto.endpoint_url)
+
+
+@pytest.fixture(params=["obstore", "boto3"])
+def store(options: S3Options, request: pytest.FixtureRequest) -> Iterator[S3Store]:
+    store = S3Store(replace(options, client=request.param))
+    yield store
+    store.close()
+
+
+class S3Contract(StoreContract):
+    """The contract, with moto's own memory behind the store's back."""
+
+    @pytest.fixture(autouse=True)
+    def _use_options(self, options: S3Options) -> None:
+        self.options = options
+
+    def reopen(self, store: Store) -> S3Store:
+        assert isinstance(store, S3Store)
+        return S3Store(store.options)
+
+    def plant(self, store: Store, key: str, data: bytes) -> None:
+        backend().put_object(self.options.bucket, key, data)
+
+    def peek(self, store: Store, key: str) -> bytes | None:
+        found = backend().get_object(self.options.bucket, key)
+        return None if found is None else bytes(found.value)
+
+
+class TestObstoreS3Store(S3Contract):
+    def make_store(self) -> S3Store:
+        return S3Store(self.options)
+
+
+class TestBoto3S3Store(S3Contract):
+    def make_store(self) -> S3Store:
+        return S3Store(replace(self.options, client="boto3"))
+
+
+def test_protocols_and_repr(store: S3Store) -> None:
+    assert isinstance(store, SupportsTail)
+    assert isinstance(store, SupportsSizeMany)
+    assert isinstance(store, SupportsDeleteMany)
+    assert repr(store).startswith(f"S3Store('{store.options.bucket}'")
+
+
+def test_prefix_is_a_folder_of_its_own(options: S3Options) -> None:
+    inner = S3Store(replace(options, prefix="team/kv"))
+    outer = S3Store(options)
+    inner.put("f/a", as_parts(b"inner"))
+    outer.put("f/a", as_parts(b"the other"))
+    outer.put("team/kv-not", as_parts(b"near by"))
+    assert fetch(outer, "team/kv/f/a", 5) == b"inner"
+    assert list_keys(inner) == ["f/a"]
+    assert list_keys(inner, "f/") == ["f/a"]
+    assert inner.get_tail("f/a", 2) == (5, b"er")
+    assert inner.size_many(["f/a", "kv-not"]) == [5, None]
+    assert inner.delete_many(["f/a", "kv-not"]) == [None, None]
+    assert list_keys(outer) == ["f/a", "team/kv-not"]
+    inner.close()
+    outer.close()
+
+
+def test_key_that_is_too_long_with_the_prefix_is_refused(options: S3Options) -> None:
+    store = S3Store(replace(options, prefix="p" * 100))
+    longest = "/".join(["d" * 203] * 4) + "/" + "n" * 208
+    with pytest.raises(InvalidKeyError, match="with its prefix"):
+        store.size(longest)
+    assert isinstance(store.size_many([longest])[0], InvalidKeyError)
+    store.close()
+
+
+def test_foreign_objects_are_no_blobs(store: S3Store) -> None:
+    for name in ("f/", "a//b", "a/./b", "f/.hidden", "line\nbreak"):
+        backend().put_object(store.options.bucket, name, b"")
+    store.put("f/a", as_parts(b"1"))
+    assert list_keys(store) == ["f/a"]
+
+
+class TestSizeMany:
+    def test_many_keys_of_a_folder_cost_a_page_and_not_a_request_each(self, store: S3Store) -> None:
+        stored = {f"m/{i:05d}.bin": i % 3 for i in range(0, 3 * LIST_WORTH_KEYS, 3)}
+        for key, size in stored.items():
+            backend().put_object(store.options.bucket, key, bytes(size))
+        asked = [f"m/{i:05d}.bin" for i in range(3 * LIST_WORTH_KEYS)]
+        heads = _count_calls(store, "size")
+        pages = _count_calls(store, "list_sizes")
+        assert store.size_many(asked) == [stored.get(key) for key in asked]
+        assert len(pages) == 1
+        # An empty object may be how a client shows a folder marker: those are asked one by one.
+        assert len(heads) == sum(size == 0 for size in stored.values())
+
+    def test_more_than_a_page_goes_on_while_pages_pay(self, store: S3Store) -> None:
+        for i in range(2500):
+            backend().put_object(store.options.bucket, f"m/{i:05d}", b"1")
+        pages = _count_calls(store, "list_sizes")
+        heads = _count_calls(store, "size")
+        assert store.size_many([f"m/{i:05d}" for i in range(0, 2600, 2)]) == [1] * 1250 + [None] * 50
+        assert len(pages) == 3
+        assert heads == []
+
+    def test_scattered_keys_are_asked_one_by_one(self, store: S3Store) -> None:
+        """More than a page of others after the first asked key: a page answers one question, so HEADs are cheaper."""
+        for i in range(1100):
+            backend().put_object(store.options.bucket, f"m/000/{i:04d}", b"1")
+        asked = [f"m/{i:03d}/0000" for i in range(LIST_WORTH_KEYS)]
+        pages = _count_calls(store, "list_sizes")
+        assert store.size_many(asked) == [1] + [None] * (LIST_WORTH_KEYS - 1)
+        assert len(pages) == 1
+
+    def test_few_keys_are_asked_by_several_threads(self, store: S3Store) -> None:
+        threads = set()
+        client: Any = store._clients(store._current()).data
+        size = client.size
+
+        def spy(name: str) -> object:
+            threads.add(threading.current_thread().name)
+            barrier.wait(30)  # passes only if so many are asked at once
+            return size(name)
+
+        barrier = threading.Barrier(4)
+        client.size = spy
+        assert store.size_many([f"k{i}" for i in range(32)]) == [None] * 32
+        assert len(threads) == 4
+
+    def test_an_unordered_listing_proves_nothing(self, store: S3Store) -> None:
+        store.put("m/00002", as_parts(b"12"))
+        client = store._clients(store._current()).data
+        client.list_sizes = lambda folder, after: ([("m/9", 1), ("m/1", 1)], False)  # type: ignore[method-assign]
+        asked = [f"m/{i:05d}" for i in range(LIST_WORTH_KEYS)]
+        assert store.size_many(asked) == [2 if key == "m/00002" else None for key in asked]
+
+    def test_a_failed_listing_is_no_answer(self, store: S3Store) -> None:
+        def fail(folder: str, after: str) -> tuple[list[tuple[str, int]], bool]:
+            raise StoreConfigError("may not list")
+
+        client = store._clients(store._current()).data
+        client.list_sizes = fail  # type: ignore[method-assign]
+        assert store.size_many([f"m/{i:05d}" for i in range(LIST_WORTH_KEYS)]) == [None] * LIST_WORTH_KEYS
+
+
+def test_delete_many_more_than_a_request_takes(store: S3Store) -> None:
+    keys = [f"d/{i}" for i in range(1100)]
+    for key in keys:
+        backend().put_object(store.options.bucket, key, b"")
+    assert store.delete_many(keys) == [None] * 1100
+    assert list_keys(store) == []
+
+
+class TestLifecycle:
+    def test_rule_is_set_replaced_and_removed(self, moto: S3Server, options: S3Options) -> None:
+        client = moto.client()
+        foreign = {"ID": "theirs", "Status": "Enabled", "Filter": {"Prefix": "logs/"}, "Expiration": {"Days": 90}}
+        client.put_bucket_lifecycle_configuration(Bucket=options.bucket, LifecycleConfiguration={"Rules": [foreign]})
+        store = S3Store(replace(options, prefix="kv"))
+
+        def rules() -> dict[str, tuple[str, int]]:
+            found = client.get_bucket_lifecycle_configuration(Bucket=options.bucket)["Rules"]
+            return {rule["ID"]: (rule["Filter"]["Prefix"], rule["Expiration"]["Days"]) for rule in found}
+
+        store.expire_after(7)
+        store.expire_after(30)
+        assert rules() == {"theirs": ("logs/", 90), "kvtiers:kv": ("kv/", 30)}
+        store.expire_after(None)
+        assert rules() == {"theirs": ("logs/", 90)}
+        store.close()
+
+    def test_days_are_whole_and_positive(self, options: S3Options) -> None:
+        store = S3Store(options)
+        with pytest.raises(ValueError, match="1 or more"):
+            store.expire_after(0)
+        store.expire_after(None)  # nothing to remove is fine
+        store.close()
+
+
+class TestCheck:
+    def test_good_bucket(self, store: S3Store) -> None:
+        store.check()
+
+    def test_bucket_that_is_not_there(self, options: S3Options) -> None:
+        store = S3Store(replace(options, bucket="no-such-bucket"))
+        with pytest.raises(
+            StoreConfigError, match=r"^bucket: no-such-bucket does not exist at http://127.0.0.1:\d+; create"
+        ):
+            store.check()
+        store.close()
+
+
+class TestFork:
+    @pytest.mark.parametrize("used_before", [True, False])
+    def test_store_works_in_a_forked_child(self, store: S3Store, used_before: bool) -> None:
+        if used_before:
+            store.put("a", as_parts(b"1234"))
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                signal.alarm(30)  # obstore's runtime would hang here for ever
+                store.put("b", as_parts(b"from the child"))
+                if fetch(store, "b", 14) == b"from the child" and store.size_many(["a", "b"])[1] == 14:
+                    code = 0
+            finally:
+                os._exit(code)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        assert fetch(store, "b", 14) == b"from the child"
+
+
+def _count_calls(store: S3Store, method: str) -> list[tuple[object, ...]]:
+    """From now on, the arguments of every call of a method of the store's client."""
+    client = store._clients(store._current()).data
+    inner = getattr(client, method)
+    calls: list[tuple[object, ...]] = []
+
+    def spy(*args: object) -> object:
+        calls.append(args)
+        return inner(*args)
+
+    setattr(client, method, spy)
+    return calls

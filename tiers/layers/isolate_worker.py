@@ -1,0 +1,275 @@
+"""The worker's side of ``tiers.layers.isolate``: a process with one store, that does one request at a time.
+
+A frame, both ways, over a stream socket: two lengths (big-endian u32), a JSON text, raw bytes::
+
+    request  [operation, arguments, bytes of the bounce file that are in use]
+    answer   [value, errors]      errors: parallel to the blobs of a batch; null is success
+
+A blob's parts travel as segments ``[offset, length]``: inside the region where offset >= 0. Those with offset -1 are
+the next ``length`` bytes of what lies outside of it, which is either the frame's raw bytes or, where it is too much
+for a socket, the bounce file.
+
+This module imports the standard library and ``tiers.errors`` only: a worker that replaces a killed one is waited for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import mmap
+import os
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from itertools import islice
+from typing import Any
+
+from tiers import errors
+from tiers.errors import StoreError
+
+FRAME_BYTES_MAX = 1 << 28  # a length beyond it is no frame of ours
+LISTING_PAGE_KEYS = 256
+OPTIONAL_METHODS = ("get_tail", "quarantine")  # what the parent offers only where the store does
+
+_LENGTHS = struct.Struct("!II")
+_PR_SET_PDEATHSIG = 1
+
+
+# ---- frames ----------------------------------------------------------------------------------------------------------
+
+
+def send_frame(sock: socket.socket, content: object, raw: bytes = b"") -> None:
+    """Send one frame."""
+    text = json.dumps(content, separators=(",", ":")).encode()
+    sock.sendall(b"".join((_LENGTHS.pack(len(text), len(raw)), text, raw)))
+
+
+def receive_frame(sock: socket.socket, wait: Callable[[], None] = lambda: None) -> tuple[Any, memoryview]:
+    """Receive one frame. ``wait`` is called before each receive, to set what is left of a timeout.
+
+    Raises:
+        EOFError: the other side is gone.
+        OSError: as the socket raises it.
+    """
+    lengths = _receive(sock, _LENGTHS.size, wait)
+    text_bytes, raw_bytes = _LENGTHS.unpack(lengths)
+    if max(text_bytes, raw_bytes) > FRAME_BYTES_MAX:
+        raise EOFError(f"a frame of {text_bytes} + {raw_bytes} bytes is none of ours")
+    data = _receive(sock, text_bytes + raw_bytes, wait)
+    return json.loads(bytes(data[:text_bytes])), data[text_bytes:]
+
+
+def _receive(sock: socket.socket, size: int, wait: Callable[[], None]) -> memoryview:
+    data = memoryview(bytearray(size))
+    done = 0
+    while done < size:
+        wait()
+        got = sock.recv_into(data[done:])
+        if not got:
+            raise EOFError
+        done += got
+    return data
+
+
+def encode_error(error: BaseException) -> list[str]:
+    """A store's error as ``[class, message, key]``; what is none becomes StoreError, as only that leaves a store."""
+    if not isinstance(error, StoreError):
+        return ["StoreError", f"{type(error).__name__}: {error}", ""]
+    # A store of other people may have a subclass of its own, which the parent need not know.
+    name = next(cls.__name__ for cls in type(error).__mro__ if cls.__module__ == errors.__name__)
+    return [name, str(error).removesuffix(f" (key {error.key!r})"), error.key]
+
+
+def decode_error(encoded: Sequence[str]) -> StoreError:
+    """What ``encode_error`` made a list of."""
+    name, message, key = encoded
+    error: StoreError = getattr(errors, name)(message, key=key)
+    return error
+
+
+def decode_option(value: Any) -> Any:
+    """A recipe's option as the parent had it: dataclasses are made again, all else is as JSON has it."""
+    if isinstance(value, list):
+        return [decode_option(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    fields = {name: decode_option(item) for name, item in value.items()}
+    place = fields.pop("$dataclass", None)
+    return _find(*place)(**fields) if place else fields
+
+
+def _find(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)
+
+
+# ---- the process -----------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Serve the socket whose descriptor is the first argument, until its other end is closed."""
+    fd, parent_pid = int(sys.argv[1]), int(sys.argv[2])
+    # A worker in a hung call does not see the socket close; SIGKILL reaches it there. Then, as it may be too late:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to handle
+    with socket.socket(fileno=fd) as sock:
+        try:
+            config, _ = receive_frame(sock)
+            worker = _Worker(config)
+            worker.open_early()
+            while True:
+                worker.serve(sock, *receive_frame(sock))
+        except (EOFError, ConnectionError):
+            return
+
+
+class _Worker:
+    """The process's store and what it maps.
+
+    Args:
+        config: ``module``, ``name`` and ``options`` of the store, ``bounce_fd``, and ``region``: [descriptor, offset,
+            length] or null.
+    """
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._config = config
+        self._store: Any = None
+        self._region = memoryview(b"")
+        if config["region"] is not None:
+            fd, offset, length = config["region"]
+            before = offset % mmap.ALLOCATIONGRANULARITY
+            self._region = memoryview(mmap.mmap(fd, before + length, offset=offset - before))[before:]
+            os.close(fd)
+
+    def open_early(self) -> None:
+        """Make the store before anybody waits for it. Why it cannot be made is for a request to hear."""
+        try:
+            self._open()
+        except Exception:  # noqa: BLE001 - the next request raises it again, and reports it
+            pass
+
+    def serve(self, sock: socket.socket, request: Any, raw: memoryview) -> None:
+        operation, arguments, bounce_bytes = request
+        if operation == "keys":
+            for page in self._pages(*arguments):
+                send_frame(sock, page)
+            return
+        answer: tuple[object, object]
+        back = b""
+        try:
+            self._open()
+        except Exception as e:  # noqa: BLE001 - a process's edge: whatever it was, the caller must hear of it
+            answer = None, [encode_error(e)] * (len(arguments) if operation in ("put", "get") else 1)
+        else:
+            if bounce_bytes:
+                with mmap.mmap(self._config["bounce_fd"], bounce_bytes) as bounce:
+                    answer, _ = self._answer(operation, arguments, memoryview(bounce))
+            else:
+                answer, back = self._answer(operation, arguments, raw)
+        send_frame(sock, answer, back)
+
+    def _open(self) -> None:
+        if self._store is None:
+            config = self._config
+            options = {name: decode_option(value) for name, value in config["options"].items()}
+            self._store = _find(config["module"], config["name"])(**options)
+
+    def _answer(self, operation: str, arguments: Any, outside: memoryview) -> tuple[tuple[object, object], bytes]:
+        store = self._store
+        if operation == "put":
+            rest = outside
+            failures: list[object] = []
+            for key, overwrite, segments in arguments:
+                parts, rest = self._parts(segments, rest)
+                failures.append(_outcome(store.put, key, parts, overwrite=overwrite))
+            return (None, failures), b""
+        if operation == "get":
+            return self._get(arguments, outside)
+        if operation == "describe":
+            extras = [name for name in OPTIONAL_METHODS if hasattr(store, name)]
+            return ((asdict(store.capabilities), extras), [None]), b""
+        try:
+            value = getattr(self, f"_{operation}")(*arguments)
+        except Exception as e:  # noqa: BLE001 - a process's edge: whatever it was, the caller must hear of it
+            return (None, [encode_error(e)]), b""
+        if operation == "get_tail" and value is not None:
+            return (value[0], [None]), value[1]
+        return (value, [None]), b""
+
+    def _get(self, arguments: Any, outside: memoryview) -> tuple[tuple[object, object], bytes]:
+        bounced = len(outside) > 0
+        if not bounced:
+            size = sum(length for _, segments in arguments for offset, length in segments if offset < 0)
+            outside = memoryview(bytearray(size))
+        rest = outside
+        requests = []
+        for key, segments in arguments:
+            parts, rest = self._parts(segments, rest)
+            requests.append((key, parts))
+        if len(requests) > 1 and hasattr(self._store, "get_many_into"):
+            many = self._store.get_many_into(requests)
+            failures = [None if failure is None else encode_error(failure) for failure in many]
+        else:
+            failures = [_outcome(self._store.get_into, key, parts) for key, parts in requests]
+        return (None, failures), b"" if bounced else bytes(outside)
+
+    def _parts(self, segments: Any, outside: memoryview) -> tuple[list[memoryview], memoryview]:
+        parts = []
+        for offset, length in segments:
+            if offset >= 0:
+                assert offset + length <= len(self._region), "a part must lie inside the region"
+                parts.append(self._region[offset : offset + length])
+            else:
+                parts.append(outside[:length])
+                outside = outside[length:]
+        return parts, outside
+
+    # ---- operations of one result ------------------------------------------------------------------------------------
+
+    def _size_many(self, keys: list[str]) -> list[object]:
+        if hasattr(self._store, "size_many"):
+            return [encode_error(size) if isinstance(size, Exception) else size for size in self._store.size_many(keys)]
+        return [_value_or_error(self._store.size, key) for key in keys]
+
+    def _delete_many(self, keys: list[str]) -> list[object]:
+        if hasattr(self._store, "delete_many"):
+            return [None if failure is None else encode_error(failure) for failure in self._store.delete_many(keys)]
+        return [_outcome(self._store.delete, key) for key in keys]
+
+    def _get_tail(self, key: str, length: int) -> tuple[int, bytes] | None:
+        tail: tuple[int, bytes] | None = self._store.get_tail(key, length)
+        return tail
+
+    def _quarantine(self, key: str) -> None:
+        self._store.quarantine(key)
+
+    def _pages(self, prefix: str) -> Iterator[tuple[object, object]]:
+        try:
+            self._open()
+            listing = iter(self._store.keys(prefix))
+            while page := [(info.key, info.size, info.mtime) for info in islice(listing, LISTING_PAGE_KEYS)]:
+                yield page, [None]
+        except Exception as e:  # noqa: BLE001 - a process's edge: whatever it was, the caller must hear of it
+            yield None, [encode_error(e)]
+        else:
+            yield [], [None]
+
+
+def _outcome(call: Callable[..., object], *arguments: Any, **options: Any) -> list[str] | None:
+    try:
+        call(*arguments, **options)
+    except Exception as e:  # noqa: BLE001 - a process's edge: whatever it was, the caller must hear of it
+        return encode_error(e)
+    return None
+
+
+def _value_or_error(call: Callable[[str], object], key: str) -> object:
+    try:
+        return call(key)
+    except Exception as e:  # noqa: BLE001 - a process's edge: whatever it was, the caller must hear of it
+        return encode_error(e)

@@ -1,0 +1,83 @@
+"""Layer: a Store that holds a Store, and changes one thing about every call.
+
+Layers from the caller inwards: measure, limit, retry, store. Retry is innermost, so that what is measured and limited
+is what the caller asked for, and a call that waits for another attempt still counts as one under way. A timeout
+outside of a retry would cut off the attempt that was about to succeed, so stores bring their own deadlines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Final, TypeVar
+
+from tiers.store import KeyInfo, Store, parts_size
+
+T = TypeVar("T")
+
+#: Methods of the optional protocols. What a batch's outcome says of one key is in its place, not raised.
+BATCH_METHODS: Final = ("size_many", "delete_many", "get_many_into")
+SINGLE_METHODS: Final = ("get_tail", "quarantine")
+
+
+class Layer(Store):
+    """Passes every call on. A subclass overrides ``_around`` (and ``_around_batch`` or ``keys`` where it must).
+
+    The optional protocols are exactly the inner store's: their methods are set on the instance when it has them, which
+    is what isinstance looks for.
+
+    Args:
+        inner: closed with the layer.
+    """
+
+    def __init__(self, inner: Store) -> None:
+        self.inner = inner
+        self.capabilities = inner.capabilities
+        for name in SINGLE_METHODS:
+            if hasattr(inner, name):
+                setattr(self, name, partial(self._single, name))
+        for name in BATCH_METHODS:
+            if hasattr(inner, name):
+                setattr(self, name, partial(self._batch, name))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.inner!r})"
+
+    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> None:
+        self._around("put", lambda: self.inner.put(key, parts, overwrite=overwrite), parts_size(parts))
+
+    def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
+        self._around("get_into", lambda: self.inner.get_into(key, parts), parts_size(parts))
+
+    def size(self, key: str) -> int | None:
+        return self._around("size", lambda: self.inner.size(key), 0)
+
+    def delete(self, key: str) -> None:
+        self._around("delete", lambda: self.inner.delete(key), 0)
+
+    def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
+        return self.inner.keys(prefix)
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def _single(self, method: str, *arguments: Any) -> Any:
+        return self._around(method, lambda: getattr(self.inner, method)(*arguments), 0)
+
+    def _batch(self, method: str, items: Sequence[Any]) -> list[Any]:
+        size = sum(parts_size(parts) for _, parts in items) if method == "get_many_into" else 0
+        return self._around_batch(method, items, size)
+
+    def _around(self, method: str, call: Callable[[], T], size: int) -> T:  # noqa: ARG002 - for subclasses
+        """Make one call.
+
+        Args:
+            method: its name.
+            call: makes it.
+            size: payload bytes that it moves if it succeeds.
+        """
+        return call()
+
+    def _around_batch(self, method: str, items: Sequence[Any], size: int) -> list[Any]:
+        """Make one call of many keys; outcomes parallel to ``items``."""
+        return self._around(method, lambda: getattr(self.inner, method)(items), size)

@@ -1,0 +1,91 @@
+"""LimitStore: bounds what is under way in a store at once, in calls and in bytes."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from tiers.errors import ConfigError, StoreThrottledError
+from tiers.layers.layer import Layer
+from tiers.store import Store
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitOptions:
+    """Limits of a LimitStore.
+
+    Attributes:
+        calls_max: calls under way at once.
+        bytes_max: payload bytes of the puts and gets under way; a larger one goes alone.
+        wait_s_max: how long a call waits for its turn.
+        waiting_max: calls that wait; more are refused at once.
+    """
+
+    calls_max: int = 32
+    bytes_max: int = 1 << 30
+    wait_s_max: float = 5.0
+    waiting_max: int = 1024
+
+    def __post_init__(self) -> None:
+        for name in ("calls_max", "bytes_max"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{getattr(self, name)} is not accepted: 1 or more", field=name)
+
+
+class LimitStore(Layer):
+    """Lets calls in first come, first served, so that a large one is not overtaken for ever by small ones.
+
+    A call that is not let in is StoreThrottledError. Listings are not counted: their callers may pause in the middle.
+    Any thread may call. ``_changed`` owns every field below it.
+
+    Args:
+        inner: the store.
+        options: limits.
+    """
+
+    def __init__(self, inner: Store, options: LimitOptions | None = None) -> None:
+        super().__init__(inner)
+        self.options = options or LimitOptions()
+        self._changed = threading.Condition()
+        self._calls = 0
+        self._bytes = 0
+        self._waiting: deque[object] = deque()
+
+    def _around(self, method: str, call: Callable[[], T], size: int) -> T:
+        size = min(size, self.options.bytes_max)
+        self._enter(method, size)
+        try:
+            return call()
+        finally:
+            with self._changed:
+                self._calls -= 1
+                self._bytes -= size
+                self._changed.notify_all()
+
+    def _enter(self, method: str, size: int) -> None:
+        options = self.options
+        ticket = object()
+        with self._changed:
+            if len(self._waiting) >= options.waiting_max:
+                raise StoreThrottledError(f"{method} was refused: {options.waiting_max} calls wait already")
+            self._waiting.append(ticket)
+            try:
+                if not self._changed.wait_for(lambda: self._is_next(ticket, size), options.wait_s_max):
+                    raise StoreThrottledError(
+                        f"{method} was not let in within {options.wait_s_max:g} s: {self._calls} calls with "
+                        f"{self._bytes} bytes are under way"
+                    )
+                self._calls += 1
+                self._bytes += size
+            finally:
+                self._waiting.remove(ticket)
+                self._changed.notify_all()
+
+    def _is_next(self, ticket: object, size: int) -> bool:
+        fits = self._calls < self.options.calls_max and self._bytes + size <= self.options.bytes_max
+        return fits and self._waiting[0] is ticket

@@ -1,0 +1,96 @@
+"""MeasureStore: tells an observer what every call of a store cost and how it ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from tiers.layers.layer import Layer
+from tiers.store import KeyInfo, Store
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """One call of a store.
+
+    Attributes:
+        method: such as "put"; "keys" is a listing from its start to its end, or to where its caller left it.
+        outcome: "ok", or the name of the exception's class. Of a batch the first one that a key had.
+        seconds: how long it took.
+        keys: how many it was about; of a listing, how many it gave.
+        bytes: payload bytes that it moved: none where it failed.
+    """
+
+    method: str
+    outcome: str
+    seconds: float
+    keys: int
+    bytes: int
+
+
+class MeasureStore(Layer):
+    """Passes calls on and observations out. Any thread may call; nothing changes after the constructor.
+
+    Args:
+        inner: the store.
+        observe: called by the thread that made the call, after it; must be quick, and must not raise.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        inner: Store,
+        observe: Callable[[Observation], None],
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        super().__init__(inner)
+        self._observe = observe
+        self._clock = clock
+
+    def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
+        started = self._clock()
+        count = 0
+        outcome = "ok"
+        try:
+            for info in self.inner.keys(prefix):
+                count += 1
+                yield info
+        except GeneratorExit:
+            raise  # left early is no failure
+        except BaseException as e:
+            outcome = type(e).__name__
+            raise
+        finally:
+            self._observe(Observation("keys", outcome, self._clock() - started, count, 0))
+
+    def _around(self, method: str, call: Callable[[], T], size: int) -> T:
+        started = self._clock()
+        outcome = "ok"
+        try:
+            return call()
+        except BaseException as e:
+            outcome = type(e).__name__
+            raise
+        finally:
+            moved = size if outcome == "ok" else 0
+            self._observe(Observation(method, outcome, self._clock() - started, 1, moved))
+
+    def _around_batch(self, method: str, items: Sequence[Any], size: int) -> list[Any]:
+        started = self._clock()
+        outcome = "ok"
+        try:
+            outcomes: list[Any] = getattr(self.inner, method)(items)
+            failed = next((e for e in outcomes if isinstance(e, Exception)), None)
+            outcome = type(failed).__name__ if failed else "ok"
+            return outcomes
+        except BaseException as e:
+            outcome = type(e).__name__
+            raise
+        finally:
+            moved = size if outcome == "ok" else 0
+            self._observe(Observation(method, outcome, self._clock() - started, len(items), moved))

@@ -1,0 +1,428 @@
+"""FsspecStore: blobs behind any URL that fsspec knows: s3://, gs://, abfs://, hf://, sftp://, file://, memory:// …
+
+fsspec is the widest interface and not the fastest. Its calls take and give one bytes object, so a put to an object
+store joins the parts and a get copies once; only local files are read and written without. Where a protocol has a
+store of its own here (``fs``, ``nfs``, ``s3``), that one is better.
+
+Publishing: object stores put a blob in one step. Everywhere else a blob is written under a temporary name in ``.tmp``
+of the root and moved; temporary files that nobody moved for an hour are swept by the next process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
+from typing import Any, Final, TypeVar
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from tiers.errors import (
+    BlobCorruptError,
+    BlobNotFoundError,
+    InvalidKeyError,
+    StoreClosedError,
+    StoreConfigError,
+    StoreError,
+    StorePermissionError,
+    StoreTimeoutError,
+    StoreUnavailableError,
+)
+from tiers.posix import is_absent, store_error
+from tiers.store import Capabilities, KeyInfo, Store, check_key, parts_size
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+TEMPORARY_FOLDER: Final = ".tmp"
+TEMPORARY_S_MAX: Final = 3600.0
+# Folders this deep are listed one by one, what is below each of them at once: the layout has 4,096 folders at the depth
+# of 2, so a listing holds a 4,096th of a namespace in memory.
+LISTED_DEPTH: Final = 2
+
+#: Protocols whose put is one step.
+ATOMIC_PUT: Final = frozenset(
+    ["abfs", "abfss", "adl", "az", "gcs", "gs", "hf", "memory", "oci", "oss", "r2", "s3", "s3a"]
+)
+#: Protocols whose drivers put with If-None-Match.
+EXCLUSIVE_CREATE: Final = frozenset(["s3", "s3a"])
+_LOCAL: Final = frozenset(["file", "local"])
+#: Where drivers keep a file's time.
+_TIME_FIELDS: Final = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A driver's file system and our root in it, in one process."""
+
+    pid: int
+    fs: Any
+    root: str
+
+    def path(self, key: str) -> str:
+        return f"{self.root}/{key}"
+
+
+class FsspecStore(Store):
+    """Blobs below a URL. Any thread may call; ``_place`` is replaced after a fork.
+
+    Args:
+        url: of the root folder; what it may say besides is the driver's affair, chains with ``::`` included.
+        storage_options: for the driver. May hold secrets: they are shown nowhere.
+        request_timeout_s: of one operation, for drivers that are asynchronous (all of object stores).
+        clock: Unix seconds.
+
+    Raises:
+        StoreConfigError: fsspec or the driver is not installed, or the URL or an option is not accepted.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        storage_options: Mapping[str, Any] | None = None,
+        *,
+        request_timeout_s: float = 30.0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._url = url
+        self._storage_options = dict(storage_options or {})
+        self._timeout_s = request_timeout_s
+        self._clock = clock
+        self._closed = False
+        self._place = self._connect()
+        protocol = self._place.fs.protocol
+        self._protocols = {protocol} if isinstance(protocol, str) else set(protocol)
+        self._is_local = bool(self._protocols & _LOCAL)
+        self._is_atomic = bool(self._protocols & ATOMIC_PUT)
+        if not self._place.root and self._is_atomic and "memory" not in self._protocols:
+            raise StoreConfigError(f"{self!r} names no bucket; write protocol://bucket/folder")
+        self.capabilities = Capabilities(
+            exclusive_create=bool(self._protocols & EXCLUSIVE_CREATE),
+            shared="memory" not in self._protocols,
+            latency_bound=not self._protocols & {*_LOCAL, "memory"},
+        )
+        if not self._is_atomic:
+            self._sweep()
+
+    def __repr__(self) -> str:
+        parts = urlsplit(self._url)
+        return f"FsspecStore('{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}')"
+
+    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> None:
+        check_key(key)
+        place = self._current(key)
+        if not overwrite and not self.capabilities.exclusive_create and self.size(key) is not None:
+            return
+        try:
+            if self._is_atomic:
+                self._run(key, lambda: self._put_at_once(place, key, parts, overwrite=overwrite))
+            else:
+                self._run(key, lambda: self._put_and_move(place, key, parts))
+        except BlobNotFoundError:
+            raise StoreConfigError(f"{self!r}: the bucket or the root does not exist", key=key) from None
+
+    def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
+        check_key(key)
+        place = self._current(key)
+        plain = [part.cast("B") for part in parts if part.nbytes]
+        read = self._read_local if self._is_local else self._read_at_once
+        self._run(key, lambda: read(place.path(key), plain, parts_size(plain)))
+
+    def size(self, key: str) -> int | None:
+        check_key(key)
+        place = self._current(key)
+        return self._run(key, lambda: self._size(place, key))
+
+    def delete(self, key: str) -> None:
+        check_key(key)
+        place = self._current(key)
+        try:
+            self._run(key, lambda: self._call("rm_file", place.path(key)))
+        except (BlobNotFoundError, BlobCorruptError):
+            pass
+
+    def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
+        """List blobs. Holds about a 4,096th of them in memory."""
+        place = self._current("")
+        folder = prefix.rpartition("/")[0]
+        if any(part in ("", "..", ".") for part in folder.split("/") if folder):
+            return
+        for info in self._walk(place, place.path(folder) if folder else place.root, 0, place.path(prefix)):
+            key = info["name"].removeprefix(place.root).removeprefix("/")
+            try:
+                check_key(key)
+            except InvalidKeyError:
+                continue
+            if key.startswith(prefix):
+                yield KeyInfo(key, info["size"], _mtime(info))
+
+    def close(self) -> None:
+        self._closed = True
+
+    # -- optional protocols ----------------------------------------------------------------------------------------
+
+    def get_tail(self, key: str, length: int) -> tuple[int, bytes] | None:
+        """See ``SupportsTail``."""
+        check_key(key)
+        place = self._current(key)
+        size = self._run(key, lambda: self._size(place, key))
+        start = max(0, (size or 0) - length)
+        if size is None or start == size:
+            return None if size is None else (size, b"")
+        tail = self._run(key, lambda: self._call("cat_file", place.path(key), start=start, end=size))
+        return size, bytes(tail)
+
+    def size_many(self, keys: Sequence[str]) -> list[int | Exception | None]:
+        """See ``SupportsSizeMany``. All at once where the driver is asynchronous, one by one elsewhere."""
+        place = self._current("")
+        answers: dict[str, int | Exception | None] = {}
+        good: list[str] = []
+        for key in dict.fromkeys(keys):
+            try:
+                good.append(check_key(key))
+            except InvalidKeyError as e:
+                answers[key] = e
+        if not place.fs.async_impl:
+            for key in good:
+                try:
+                    answers[key] = self.size(key)
+                except StoreError as e:
+                    answers[key] = e
+        else:
+            infos = self._run("", lambda: self._info_many([place.path(key) for key in good]))
+            for key, info in zip(good, infos, strict=True):
+                try:
+                    answers[key] = self._run(key, partial(_size_of, info))
+                except BlobNotFoundError:
+                    answers[key] = None
+                except StoreError as e:
+                    answers[key] = e
+        return [answers[key] for key in keys]
+
+    # -- private ---------------------------------------------------------------------------------------------------
+
+    def _connect(self) -> _Place:
+        try:
+            from fsspec.core import url_to_fs
+        except ImportError:
+            raise StoreConfigError("fsspec is not installed: pip install 'kvtiers[fsspec]'") from None
+        try:
+            # An instance of our own: the listings cache is turned off in it, because it would show what was.
+            fs, root = url_to_fs(self._url, skip_instance_cache=True, **self._storage_options)
+        except ImportError as e:
+            raise StoreConfigError(f"{self!r}: the driver is not installed: pip install {_package(e)}") from None
+        except (ValueError, TypeError) as e:
+            raise StoreConfigError(
+                f"{self!r}: fsspec does not accept the URL or an option: {type(e).__name__}"
+            ) from None
+        fs.dircache.use_listings_cache = False
+        return _Place(os.getpid(), fs, str(root).rstrip("/"))
+
+    def _current(self, key: str) -> _Place:
+        if self._closed:
+            raise StoreClosedError(f"{self!r} is closed", key=key)
+        if self._place.pid != os.getpid():
+            self._place = self._connect()
+        return self._place
+
+    def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        """Call the driver; with a deadline where it has a loop. What is late then only touches its own bytes."""
+        fs = self._place.fs
+        if not fs.async_impl:
+            return getattr(fs, method)(*arguments, **options)
+        from fsspec.asyn import sync
+
+        return sync(fs.loop, getattr(fs, f"_{method}"), *arguments, timeout=self._timeout_s, **options)
+
+    def _info_many(self, paths: Sequence[str]) -> list[Any]:
+        import asyncio
+
+        from fsspec.asyn import sync
+
+        fs = self._place.fs
+
+        async def ask() -> list[Any]:
+            turns = asyncio.Semaphore(fs.batch_size or 128)
+
+            async def one(path: str) -> Any:
+                async with turns:
+                    return await asyncio.wait_for(fs._info(path), self._timeout_s)
+
+            return await asyncio.gather(*map(one, paths), return_exceptions=True)
+
+        found: list[Any] = sync(fs.loop, ask)
+        return found
+
+    def _size(self, place: _Place, key: str) -> int | None:
+        try:
+            return _size_of(self._call("info", place.path(key)))
+        except OSError as e:
+            if isinstance(e, FileNotFoundError) or is_absent(e):
+                return None
+            raise
+
+    def _put_at_once(self, place: _Place, key: str, parts: Sequence[memoryview], *, overwrite: bool) -> None:
+        create = self.capabilities.exclusive_create and not overwrite
+        options = {"mode": "create"} if create else {}
+        try:
+            self._call("pipe_file", place.path(key), b"".join(parts), **options)
+        except FileExistsError:
+            if not create:
+                raise
+        except OSError:
+            # Not every server says in its 412 which condition it was, which is how s3fs tells.
+            if not create or self._size(place, key) is None:
+                raise
+
+    def _put_and_move(self, place: _Place, key: str, parts: Sequence[memoryview]) -> None:
+        fs = place.fs
+        target = place.path(key)
+        if fs.isdir(target):
+            raise BlobCorruptError("there is a folder")  # a move would put the blob into it
+        folder = place.path(TEMPORARY_FOLDER)
+        temporary = f"{folder}/.{uuid.uuid4().hex}"  # a dot name, wherever it may end up
+        try:
+            _with_folder(fs, folder, lambda: _write(fs, temporary, parts))
+            _with_folder(fs, target.rpartition("/")[0], lambda: fs.mv(temporary, target))
+        except BaseException:
+            try:
+                fs.rm_file(temporary)
+            except Exception as e:  # noqa: BLE001 - any driver, any exception; the sweep will find it
+                logger.debug("%r: a temporary file stays: %s", self, type(e).__name__)
+            raise
+
+    def _read_at_once(self, path: str, parts: Sequence[memoryview], size: int) -> None:
+        """One request for a byte more than is wanted, so that a longer blob shows."""
+        try:
+            data = self._call("cat_file", path, start=0, end=size + 1)
+        except FileNotFoundError:
+            raise
+        except OSError:
+            # An empty object has no range: some drivers make an error of it.
+            actual = _size_of(self._call("info", path))
+            if actual == 0 == size:
+                return
+            if actual != size:
+                raise BlobCorruptError(f"{actual} bytes are stored, {size} were asked for") from None
+            raise
+        if len(data) != size:
+            stored = f"{len(data)} bytes are" if len(data) < size else f"more than {size} bytes are"
+            raise BlobCorruptError(f"{stored} stored, {size} were asked for")
+        source = np.frombuffer(data, np.uint8)
+        for part in parts:
+            np.frombuffer(part, np.uint8)[:] = source[: len(part)]  # numpy copies off the GIL
+            source = source[len(part) :]
+
+    def _read_local(self, path: str, parts: Sequence[memoryview], size: int) -> None:
+        with self._place.fs.open(path, "rb") as file:
+            actual = file.seek(0, os.SEEK_END)
+            if actual != size:
+                raise BlobCorruptError(f"{actual} bytes are stored, {size} were asked for")
+            file.seek(0)
+            for part in parts:
+                if file.readinto(part) != len(part):
+                    raise StoreUnavailableError("the file ended early")
+
+    def _walk(self, place: _Place, path: str, depth: int, wanted: str) -> Iterator[Mapping[str, Any]]:
+        """Files below ``path`` that may be below ``wanted``, a string prefix of paths."""
+        if depth == LISTED_DEPTH:
+            found = self._run("", lambda: self._call("find", path, detail=True, withdirs=False))
+            yield from found.values()
+            return
+        try:
+            entries = self._run("", lambda: self._call("ls", path, detail=True))
+        except BlobNotFoundError:
+            return
+        for entry in entries:
+            name = entry["name"]
+            if entry["type"] != "directory":
+                yield entry
+            elif (name.startswith(wanted) or wanted.startswith(f"{name}/")) and not _is_hidden(name):
+                yield from self._walk(place, name, depth + 1, wanted)
+
+    def _sweep(self) -> None:
+        """Remove temporary files of writers that died."""
+        try:
+            folder = self._place.path(TEMPORARY_FOLDER)
+            for entry in self._place.fs.ls(folder, detail=True):
+                if self._clock() - _mtime(entry) > TEMPORARY_S_MAX:
+                    self._place.fs.rm_file(entry["name"])
+        except Exception as e:  # noqa: BLE001 - any driver, any exception; litter is no reason not to start
+            if not isinstance(e, FileNotFoundError):
+                logger.warning("%r: temporary files could not be swept: %s", self, type(e).__name__)
+
+    def _run(self, key: str, call: Callable[[], T]) -> T:
+        """Make a call of the driver; whatever it raises becomes a StoreError without the driver's own words."""
+        try:
+            return call()
+        except StoreError as e:
+            error = type(e)(str(e), key=key)
+        except Exception as e:  # noqa: BLE001 - any driver, any exception
+            error = _translate(e, key)
+        raise error
+
+
+def _package(error: ImportError) -> str:
+    """What was missing: fsspec raises its own ImportError from the one that names it."""
+    return error.name or getattr(error.__cause__, "name", None) or "the one for this protocol"
+
+
+def _with_folder(fs: Any, folder: str, call: Callable[[], None]) -> None:
+    """Make the call, and the folder only if it turns out to be missing."""
+    try:
+        call()
+    except FileNotFoundError:
+        fs.makedirs(folder, exist_ok=True)
+        call()
+
+
+def _write(fs: Any, path: str, parts: Sequence[memoryview]) -> None:
+    with fs.open(path, "wb") as file:
+        for part in parts:
+            file.write(part)
+
+
+def _is_hidden(path: str) -> bool:
+    return path.rpartition("/")[2].startswith(".")
+
+
+def _size_of(info: Any) -> int | None:
+    """The size of a blob; None of a folder. Raises what stands in the place of an info."""
+    if isinstance(info, BaseException):
+        raise info
+    return None if info["type"] == "directory" else int(info["size"])
+
+
+def _mtime(info: Mapping[str, Any]) -> float:
+    for name in _TIME_FIELDS:
+        value = info.get(name)
+        if isinstance(value, str):
+            value = datetime.fromisoformat(value)
+        if isinstance(value, datetime):
+            return value.timestamp()
+        if isinstance(value, (int, float)):
+            return float(value)
+    return 0.0
+
+
+def _translate(error: Exception, key: str) -> StoreError:
+    name = type(error).__name__
+    if isinstance(error, TimeoutError) or name == "FSTimeoutError":
+        return StoreTimeoutError(f"the driver was not done in time ({name})", key=key)
+    if isinstance(error, PermissionError) or name.endswith(("CredentialsError", "AuthenticationError", "RefreshError")):
+        return StorePermissionError(f"the driver got no access ({name}); check its storage_options", key=key)
+    if isinstance(error, FileNotFoundError):
+        return BlobNotFoundError("not stored", key=key)
+    if isinstance(error, OSError):
+        # The kind by the errno; without the text, which may hold a URL with a signature in it.
+        return store_error(OSError(error.errno or 0, name), key)
+    if isinstance(error, (ValueError, TypeError, NotImplementedError)):
+        return StoreConfigError(f"the driver does not do this ({name})", key=key)
+    return StoreUnavailableError(f"the driver failed ({name})", key=key)

@@ -1,0 +1,224 @@
+"""NfsStore: one file per blob, ``<root_dir>/<key>``, on a folder that several hosts have mounted by NFS.
+
+What NFS (v3 and v4) does otherwise than a local file system, and what is done about it:
+
+- Names are cached, absent ones too: a name that was looked up before another host made it stays absent here for up
+  to 30 s (``acdirmin``). Mount with ``lookupcache=pos``. And nothing is looked up that need not be: a blob is
+  published and read without asking first; only ``size`` and ``get_tail`` ask.
+- Contents are cached: a file written in place is read stale elsewhere. No file is ever changed once it has a name;
+  ``overwrite`` is a rename over the old one.
+- A write may fail at close only: it is checked, before the file gets its name.
+- A file that another host removed while it was open is ESTALE: opened once more, then it is a miss.
+- No O_TMPFILE, no RENAME_NOREPLACE, no locks, no times of access, no extended attributes: none is used. Publishing is
+  link and unlink, or rename, from a private name that says host, process and boot.
+- Clocks differ: the age of another host's private file is told by the server's clock.
+- Reads and writes go through the page cache: with O_DIRECT the kernel may fill a buffer after its process is gone.
+
+A hung server hangs every call here, and no thread can be called back: use it in ``tiers.layers.isolate``.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from tiers.errors import BlobNotFoundError, StoreUnavailableError
+from tiers.folder_store import FolderStore
+from tiers.publish import Publisher, storage_time
+from tiers.store import Capabilities
+
+T = TypeVar("T")
+
+RECOMMENDED_OPTIONS = (
+    "vers=4.2,proto=tcp,softerr,timeo=50,retrans=2,lookupcache=pos,noatime,nconnect=4,rsize=1048576,wsize=1048576"
+)
+TRANSFER_BYTES_MIN = 256 << 10
+NAMES_CACHED_S_MAX = 60  # acdirmax's default
+
+
+class NfsStore(FolderStore):
+    """Blobs as files that other hosts see; see ``FolderStore``.
+
+    Args:
+        root_dir, min_free_bytes, quarantine_count_max, monotonic: see ``FolderStore``.
+
+    Raises:
+        ConfigError: an argument is not accepted.
+        StoreConfigError, StorePermissionError, StoreUnavailableError: the root is no folder or cannot be made.
+    """
+
+    # link(2) has one winner, also among hosts. A call mostly waits for the server.
+    capabilities = Capabilities(exclusive_create=True, shared=True, latency_bound=True)
+
+    def __init__(
+        self,
+        root_dir: str | os.PathLike[str],
+        *,
+        min_free_bytes: int = 0,
+        quarantine_count_max: int = 1024,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(
+            root_dir,
+            publisher=Publisher(unnamed_files=False),
+            min_free_bytes=min_free_bytes,
+            quarantine_count_max=quarantine_count_max,
+            now=storage_time,
+            monotonic=monotonic,
+        )
+
+    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> None:
+        _again_if_stale(lambda: super(NfsStore, self).put(key, parts, overwrite=overwrite))
+
+    def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
+        try:
+            _again_if_stale(lambda: super(NfsStore, self).get_into(key, parts))
+        except StoreUnavailableError as e:
+            if _is_stale(e):
+                raise BlobNotFoundError("removed by another host", key=key) from e
+            raise
+
+    def size(self, key: str) -> int | None:
+        return self._none_if_stale(lambda: super(NfsStore, self).size(key))
+
+    def delete(self, key: str) -> None:
+        self._none_if_stale(lambda: super(NfsStore, self).delete(key))
+
+    def get_tail(self, key: str, length: int) -> tuple[int, bytes] | None:
+        """See ``SupportsTail``."""
+        return self._none_if_stale(lambda: super(NfsStore, self).get_tail(key, length))
+
+    def quarantine(self, key: str) -> None:
+        """See ``SupportsQuarantine``."""
+        self._none_if_stale(lambda: super(NfsStore, self).quarantine(key))
+
+    @staticmethod
+    def _none_if_stale(call: Callable[[], T | None]) -> T | None:
+        try:
+            return _again_if_stale(call)
+        except StoreUnavailableError as e:
+            if _is_stale(e):
+                return None
+            raise
+
+
+def _again_if_stale(call: Callable[[], T]) -> T:
+    """Once more, by which names are looked up anew, and the root opened anew where it is what was removed."""
+    try:
+        return call()
+    except StoreUnavailableError as e:
+        if not _is_stale(e):
+            raise
+    return call()
+
+
+def _is_stale(error: StoreUnavailableError) -> bool:
+    return isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.ESTALE
+
+
+# ---- the mount -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Mount:
+    point: str
+    type: str
+    options: dict[str, str]
+
+
+def mount_findings(root_dir: str | os.PathLike[str], *, mountinfo: str = "/proc/self/mountinfo") -> list[str]:
+    """What is unwise about the NFS mount a folder is on, for an operator; empty where nothing is, or it is no NFS.
+
+    Looks at nothing inside the mount, which may hang.
+
+    Args:
+        root_dir: need not exist.
+        mountinfo: see proc(5).
+
+    Raises:
+        OSError: ``mountinfo`` cannot be read.
+    """
+    with open(mountinfo, encoding="utf-8", errors="surrogateescape") as f:
+        mounts = [_parse_mount(line) for line in f]
+    mount = _mount_of(os.path.abspath(root_dir), mounts)
+    if mount is None or mount.type not in ("nfs", "nfs4"):
+        return []
+    found = list(_judge(mount.options))
+    if found:
+        found.append(f"recommended: mount -t nfs -o {RECOMMENDED_OPTIONS} SERVER:/EXPORT {mount.point}")
+    return [f"{mount.point}: {finding}" for finding in found]
+
+
+def _judge(options: dict[str, str]) -> Iterator[str]:
+    if "ro" in options:
+        yield "ro: nothing can be stored"
+    if "hard" in options:
+        yield (
+            "hard: a call to a dead server waits for ever. Keep isolation: process, whose workers can be killed then, "
+            "or mount with softerr"
+        )
+    lookupcache = options.get("lookupcache", "all")
+    if lookupcache == "none":
+        yield "lookupcache=none: every open asks the server for each folder on the way; lookupcache=pos is enough"
+    elif lookupcache != "pos":
+        yield (
+            "no lookupcache=pos: a block that was asked for before another host stored it stays a miss here for up to "
+            f"{options.get('acdirmax', NAMES_CACHED_S_MAX)} s"
+        )
+    version = options.get("vers", "")
+    if version.startswith(("2", "3")):
+        yield f"vers={version}: a block deleted elsewhere while it is read fails (ESTALE) and is a miss; use vers=4.2"
+    if "noac" in options:
+        yield "noac: no attribute is cached and every write waits for the server's disk"
+    if int(options.get("acdirmax", NAMES_CACHED_S_MAX)) > NAMES_CACHED_S_MAX:
+        yield f"acdirmax={options['acdirmax']} (or actimeo): changes by other hosts are seen that many seconds late"
+    if "sync" in options:
+        yield "sync: every write waits for the server's disk"
+    if options.get("proto", "tcp").startswith("udp"):
+        yield "proto=udp: lost packets stall whole blocks, and above 1 Gbit/s data may be corrupted (nfs(5))"
+    for name in ("rsize", "wsize"):
+        if int(options.get(name, TRANSFER_BYTES_MIN)) < TRANSFER_BYTES_MIN:
+            yield f"{name}={options[name]}: many small requests a block; 1048576 is usual"
+
+
+def _parse_mount(line: str) -> _Mount:
+    """``36 35 0:49 / /mnt/a rw,noatime shared:1 - nfs4 server:/export rw,vers=4.2,hard``."""
+    before, _, after = line.rstrip("\n").partition(" - ")
+    point, own = before.split(" ")[4:6]
+    kind, _, options = after.split(" ", 2)
+    pairs = (option.partition("=") for option in f"{own},{options}".split(","))
+    return _Mount(_unescape(point), kind, {name: value for name, _, value in pairs})
+
+
+def _unescape(text: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)
+
+
+def _mount_of(path: str, mounts: Sequence[_Mount]) -> _Mount | None:
+    """The mount a path is on. Symbolic links are followed as far as no NFS has to be asked for them."""
+    for _ in range(40):  # as many links as Linux follows
+        mount = _innermost(path, mounts)
+        parts = path.strip("/").split("/")
+        prefixes = ["/" + "/".join(parts[: i + 1]) for i in range(len(parts))]
+        for prefix in prefixes:
+            inner = _innermost(prefix, mounts)
+            if inner is not None and inner.type.startswith("nfs"):
+                return mount
+            if os.path.islink(prefix):
+                target = os.path.join(os.path.dirname(prefix), os.readlink(prefix))
+                path = os.path.normpath(target + path[len(prefix) :])
+                break
+        else:
+            return mount
+    return None
+
+
+def _innermost(path: str, mounts: Sequence[_Mount]) -> _Mount | None:
+    within = [m for m in mounts if m.point == "/" or path == m.point or path.startswith(m.point + "/")]
+    # Of several at one point the last one is on top.
+    return max(enumerate(within), key=lambda item: (len(item[1].point), item[0]))[1] if within else None

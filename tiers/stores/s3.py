@@ -1,0 +1,415 @@
+"""S3Store: blobs as objects of a bucket on AWS or anything that speaks S3.
+
+A put is one request: an object is visible whole or not at all, and with ``If-None-Match: *`` the first of many writers
+wins (412 and 409: somebody else stored it, which is success, also when a lost acknowledgement made us ask twice).
+
+Two data planes behind one protocol, chosen by ``S3Options.client``; credentials and everything rare go through boto3.
+Layers of time, inside out: an attempt has the client's own total timeout, half of ``request_timeout_s``; an operation
+retries what is retryable with growing, jittered pauses, and starts no attempt in the second half of its time.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import threading
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from posixpath import commonpath, dirname
+from typing import Final, Protocol, TypeVar
+
+from tiers.errors import BlobCorruptError, InvalidKeyError, StoreClosedError, StoreError, StoreTimeoutError
+from tiers.store import KEY_LENGTH_MAX, KEY_PART_LENGTH_MAX, Capabilities, KeyInfo, Store, check_key, parts_size
+from tiers.stores.s3_boto3 import Boto3Client
+from tiers.stores.s3_errors import CredentialsExpiredError, Place, RequestRefusedError, deadline_error
+from tiers.stores.s3_obstore import ObstoreClient, usable
+from tiers.stores.s3_options import S3Options
+from tiers.stores.s3_session import DELETE_KEYS_MAX, S3Session
+
+__all__ = ["S3Options", "S3Store"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+CHECK_S_MAX: Final = 5.0
+BACKOFF_S_FIRST: Final = 0.05
+BACKOFF_S_MAX: Final = 2.0
+# Threads that ask for sizes: one per so many keys, so that a small batch does not pay for threads it cannot use.
+KEYS_PER_ASKER: Final = 8
+ASKERS_MAX: Final = 32
+# A LIST costs about as much time as this many HEADs asked together, and more money. One page is worth trying for this
+# many open questions, and another one if the last answered at least half as many.
+LIST_WORTH_KEYS: Final = 200
+
+
+class DataPlane(Protocol):
+    """One attempt at one operation on one object. Keys are the objects' whole names; StoreErrors come out."""
+
+    def put(self, key: str, parts: Sequence[memoryview], *, create: bool, checked: bool) -> None:
+        """Put an object; with ``create`` only if there is none, and one that is there is success."""
+
+    def get_into(self, key: str, parts: Sequence[memoryview], size: int) -> None:
+        """Fill the parts, ``size`` bytes together. No byte is written before the server has announced that size."""
+
+    def get_tail(self, key: str, length: int) -> tuple[int, bytes] | None:
+        """The object's size and its last ``length`` bytes (at least 1); None if absent."""
+
+    def size(self, key: str) -> int | None:
+        """The object's size; None if absent."""
+
+    def delete(self, key: str) -> None:
+        """Delete an object; absent is success."""
+
+    def list_sizes(self, folder: str, after: str) -> tuple[list[tuple[str, int]], bool]:
+        """About 1,000 names after ``after`` below ``folder``, with their sizes, and whether there are more.
+
+        For lookups, which know what they look for: how names that are no keys are shown is the client's affair.
+        """
+
+    def close(self) -> None:
+        """Release what the constructor made."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Clients:
+    session: S3Session
+    data: DataPlane
+
+
+@dataclass(slots=True)
+class _Process:
+    """What must not cross a fork: clients, and locks that another thread may have held. ``lock`` owns ``clients``."""
+
+    slots: threading.BoundedSemaphore
+    pid: int = field(default_factory=os.getpid)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    clients: _Clients | None = None
+
+
+class S3Store(Store):
+    """Blobs in an S3 bucket.
+
+    Any thread may call. Clients are made by the first call, so constructing a store does no I/O. ``_process`` is
+    replaced after a fork and when credentials have expired; ``_checksum_refused`` goes from False to True once.
+
+    Args:
+        options: where and how.
+        clock: monotonic seconds.
+        sleep: between attempts.
+        rng: numbers in 0..1 for the jitter.
+    """
+
+    capabilities = Capabilities(exclusive_create=True, shared=True, latency_bound=True)
+
+    def __init__(
+        self,
+        options: S3Options,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+        rng: Callable[[], float] = random.random,
+    ) -> None:
+        self.options = options
+        self._clock = clock
+        self._sleep = sleep
+        self._rng = rng
+        self._closed = False
+        self._checksum_refused = False
+        self._process = self._new_process()
+
+    def __repr__(self) -> str:
+        return f"S3Store({self.options.bucket!r}, prefix={self.options.prefix!r}, client={self.options.client!r})"
+
+    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> None:
+        name = self._name(key)
+        plain = _as_bytes(parts)
+        self._run(key, lambda clients: self._put(clients.data, name, plain, create=not overwrite))
+
+    def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
+        name = self._name(key)
+        plain = _as_bytes(parts)
+        size = parts_size(plain)
+        self._run(key, lambda clients: clients.data.get_into(name, plain, size))
+
+    def size(self, key: str) -> int | None:
+        name = self._name(key)
+        return self._run(key, lambda clients: clients.data.size(name))
+
+    def delete(self, key: str) -> None:
+        name = self._name(key)
+        self._run(key, lambda clients: clients.data.delete(name))
+
+    def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
+        """List blobs, 1,000 a request. Objects whose names are no keys (folder markers, say) are left out."""
+        root = self.options.object_key("")
+        token = ""
+        while True:
+            page, token = self._run("", partial(_list_page, prefix=root + prefix, token=token))
+            for info in page:
+                key = info.key[len(root) :]
+                try:
+                    check_key(key)
+                except InvalidKeyError:
+                    continue
+                # Some servers read "a//" as "a/".
+                if key.startswith(prefix):
+                    yield KeyInfo(key, info.size, info.mtime)
+            if not token:
+                return
+
+    def close(self) -> None:
+        self._closed = True
+        self._replace(self._process)
+
+    # -- optional protocols ----------------------------------------------------------------------------------------
+
+    def get_tail(self, key: str, length: int) -> tuple[int, bytes] | None:
+        """See ``SupportsTail``."""
+        name = self._name(key)
+        if length > 0:
+            try:
+                return self._run(key, lambda clients: clients.data.get_tail(name, length))
+            except BlobCorruptError:
+                pass  # an empty object, which has no range, or a server that ignores ranges
+        size = self.size(key)
+        if size is None or min(size, length) == 0:
+            return None if size is None else (size, b"")
+        whole = bytearray(size)
+        self.get_into(key, [memoryview(whole)])
+        return size, bytes(whole[-length:])
+
+    def size_many(self, keys: Sequence[str]) -> list[int | Exception | None]:
+        """See ``SupportsSizeMany``. Many questions about one folder are first tried with a LIST; HEADs answer the rest.
+
+        When nothing was answered for ``request_timeout_s``, the questions left become StoreTimeoutErrors.
+        """
+        self._raise_if_closed("")
+        answers: dict[str, int | Exception | None] = {}
+        names: dict[str, str] = {}
+        for key in dict.fromkeys(keys):
+            try:
+                names[self._name(key)] = key
+            except InvalidKeyError as e:
+                answers[key] = e
+        answered_at = self._clock()
+        self._list_sizes(names, answers)
+        self._ask_sizes([key for key in names.values() if key not in answers], answers, answered_at)
+        return [answers[key] for key in keys]
+
+    def delete_many(self, keys: Sequence[str]) -> list[Exception | None]:
+        """See ``SupportsDeleteMany``. 1,000 keys a request."""
+        self._raise_if_closed("")
+        outcomes: dict[str, Exception | None] = {}
+        names: dict[str, str] = {}
+        for key in dict.fromkeys(keys):
+            try:
+                names[self._name(key)] = key
+            except InvalidKeyError as e:
+                outcomes[key] = e
+        unique = list(names)
+        for start in range(0, len(unique), DELETE_KEYS_MAX):
+            batch = unique[start : start + DELETE_KEYS_MAX]
+            try:
+                failed = self._run("", partial(_delete_batch, names=batch))
+            except StoreError as e:
+                failed = dict.fromkeys(batch, e)
+            for name in batch:
+                error = failed.get(name)
+                outcomes[names[name]] = error and type(error)(str(error), key=names[name])
+        return [outcomes[key] for key in keys]
+
+    # -- control plane ---------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Ask the bucket one question that needs endpoint, credentials, clock, bucket and region to be right.
+
+        In a thread of its own: a name that does not resolve can hold its caller for half a minute.
+
+        Raises:
+            StoreError: one line that begins with what is wrong (endpoint, secret, clock, bucket or region) and says
+                what to do about it. Within 5 s.
+        """
+        self._raise_if_closed("")
+        outcome: list[StoreError | None] = []
+
+        def ask() -> None:
+            try:
+                self._clients(self._current()).session.check()
+            except StoreError as e:
+                outcome.append(type(e)(str(e)))  # without the client's exception, as in _run
+            else:
+                outcome.append(None)
+
+        thread = threading.Thread(target=ask, name="kvtiers-s3-check", daemon=True)
+        thread.start()
+        thread.join(CHECK_S_MAX)
+        options = self.options
+        place = Place(options.bucket, options.region or "", options.endpoint_url or "the endpoint")
+        error = outcome[0] if outcome else deadline_error(CHECK_S_MAX, place)
+        if error is not None:
+            raise error
+
+    def expire_after(self, days: int | None) -> None:
+        """Have the bucket itself delete blobs ``days`` after they were written; None: no longer. Other rules stay.
+
+        Raises:
+            StoreError: the bucket refused, or has no lifecycle rules.
+        """
+        self._run("", lambda clients: clients.session.expire_after(days))
+
+    # -- private ---------------------------------------------------------------------------------------------------
+
+    def _name(self, key: str) -> str:
+        name = self.options.object_key(check_key(key))
+        if len(name) > KEY_PART_LENGTH_MAX and len(name.encode()) > KEY_LENGTH_MAX:
+            raise InvalidKeyError(f"with its prefix longer than {KEY_LENGTH_MAX} bytes", key=key)
+        return name
+
+    def _put(self, data: DataPlane, name: str, parts: Sequence[memoryview], *, create: bool) -> None:
+        checked = self.options.checksum != "none" and not self._checksum_refused
+        try:
+            data.put(name, parts, create=create, checked=checked)
+        except RequestRefusedError as refused:
+            if not checked:
+                raise
+            try:
+                data.put(name, parts, create=create, checked=False)
+            except RequestRefusedError:
+                raise refused from None  # so the checksum was not the reason
+            if not self._checksum_refused:
+                self._checksum_refused = True
+                logger.warning("%r: the server refuses %s; payloads are signed instead", self, self.options.checksum)
+
+    def _list_sizes(self, names: Mapping[str, str], answers: dict[str, int | Exception | None]) -> None:
+        """Answer what a LIST of the names' common folder answers for less than HEADs. Errors are left to the HEADs."""
+        asked = sorted(names)
+        while len(asked) >= LIST_WORTH_KEYS:
+            folder = commonpath((dirname(asked[0]), dirname(asked[-1])))
+            try:
+                # The name without its last character sorts before it, and nothing that is asked does.
+                page, more = self._run("", partial(_list_sizes, folder=folder, after=asked[0][:-1]))
+            except StoreError:
+                return
+            if any(name >= after for (name, _), (after, _) in pairwise(page)):
+                return  # no order (S3 Express): absence proves nothing
+            known = bisect_right(asked, page[-1][0]) if more else len(asked)
+            sizes = dict(page)
+            for name in asked[:known]:
+                size = sizes.get(name)
+                if size != 0:  # may be a folder marker: a HEAD knows
+                    answers[names[name]] = size
+            del asked[:known]
+            if known < LIST_WORTH_KEYS // 2:
+                return
+
+    def _ask_sizes(self, keys: Sequence[str], answers: dict[str, int | Exception | None], answered_at: float) -> None:
+        """A HEAD for each key, by some threads that live no longer than this call. Threads beat asyncio here 3 : 1."""
+        waiting = iter(keys)  # next() of a list's iterator is one step for all threads
+
+        def ask() -> None:
+            nonlocal answered_at
+            for key in waiting:
+                try:
+                    if self._clock() - answered_at > self.options.request_timeout_s:
+                        raise StoreTimeoutError("not asked: the server stopped answering", key=key)
+                    answers[key] = self.size(key)
+                    answered_at = self._clock()
+                except StoreError as e:
+                    answers[key] = e
+
+        count = min(ASKERS_MAX, self.options.max_connections, -(-len(keys) // KEYS_PER_ASKER))
+        threads = [threading.Thread(target=ask, name=f"kvtiers-s3-head-{i}", daemon=True) for i in range(1, count)]
+        for thread in threads:
+            thread.start()
+        ask()
+        for thread in threads:
+            thread.join()
+
+    def _run(self, key: str, action: Callable[[_Clients], T]) -> T:
+        """Attempt ``action`` until it succeeds, fails for good or its time is up."""
+        self._raise_if_closed(key)
+        latest_start = self._clock() + self.options.request_timeout_s / 2
+        attempt = 0
+        while True:
+            process = self._current()
+            try:
+                return self._attempt(action, process, latest_start)
+            except StoreError as e:
+                # Made anew and raised outside of this handler: it names the caller's key, not the object, and it drops
+                # the client's exception, which quotes the server and whose frames hold the caller's memory.
+                error = type(e)(str(e), key=key)
+            if isinstance(error, CredentialsExpiredError):
+                self._replace(process)  # somebody may have renewed them meanwhile
+            pause_s = self._rng() * min(BACKOFF_S_MAX, BACKOFF_S_FIRST * 2**attempt)
+            out_of_time = isinstance(error, StoreTimeoutError) or self._clock() + pause_s > latest_start
+            if not error.retryable or attempt == self.options.retries or out_of_time:
+                raise error
+            attempt += 1
+            self._sleep(pause_s)
+
+    def _attempt(self, action: Callable[[_Clients], T], process: _Process, latest_start: float) -> T:
+        if not process.slots.acquire(timeout=max(0.0, latest_start - self._clock())):
+            raise StoreTimeoutError(f"no connection of {self.options.max_connections} came free in time")
+        try:
+            return action(self._clients(process))
+        finally:
+            process.slots.release()
+
+    def _current(self) -> _Process:
+        process = self._process
+        if process.pid != os.getpid():
+            process = self._process = self._new_process()
+        return process
+
+    def _new_process(self) -> _Process:
+        return _Process(threading.BoundedSemaphore(self.options.max_connections))
+
+    def _replace(self, process: _Process) -> None:
+        if self._process is process:
+            self._process = self._new_process()
+        clients = process.clients
+        if clients is not None and process.pid == os.getpid():
+            clients.data.close()
+            clients.session.close()
+
+    def _clients(self, process: _Process) -> _Clients:
+        with process.lock:
+            if process.clients is None:
+                session = S3Session(self.options)
+                data: DataPlane
+                if self.options.client == "boto3":
+                    data = Boto3Client(session, clock=self._clock)
+                elif usable():
+                    data = ObstoreClient(session, clock=self._clock)
+                else:
+                    logger.warning("%r: obstore cannot be used in a forked process; boto3 takes its place", self)
+                    data = Boto3Client(session, clock=self._clock)
+                process.clients = _Clients(session, data)
+            return process.clients
+
+    def _raise_if_closed(self, key: str) -> None:
+        if self._closed:
+            raise StoreClosedError(f"{self!r} is closed", key=key)
+
+
+def _list_page(clients: _Clients, *, prefix: str, token: str) -> tuple[list[KeyInfo], str]:
+    return clients.session.list_page(prefix, token=token)
+
+
+def _list_sizes(clients: _Clients, *, folder: str, after: str) -> tuple[list[tuple[str, int]], bool]:
+    return clients.data.list_sizes(folder, after)
+
+
+def _delete_batch(clients: _Clients, *, names: Sequence[str]) -> dict[str, StoreError]:
+    return clients.session.delete_batch(names)
+
+
+def _as_bytes(parts: Sequence[memoryview]) -> list[memoryview]:
+    """The non-empty parts as plain unsigned bytes, the only form that obstore takes."""
+    return [part.cast("B") for part in parts if part.nbytes]

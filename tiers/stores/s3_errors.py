@@ -1,0 +1,141 @@
+"""One table from what an S3 server says to our exceptions.
+
+Both clients use it. A message never repeats what the server or the client library wrote: S3 echoes the canonical
+request, session token included, when a signature is wrong, and libraries quote what a credential process printed. So
+every exception is raised ``from None``, with the code, the status and a hint of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tiers.errors import (
+    BlobCorruptError,
+    BlobNotFoundError,
+    StoreConfigError,
+    StoreError,
+    StoreFullError,
+    StorePermissionError,
+    StoreThrottledError,
+    StoreTimeoutError,
+    StoreUnavailableError,
+)
+
+
+class CredentialsExpiredError(StorePermissionError):
+    """The credentials were good once: reading the chain again may find newer ones."""
+
+
+class RequestRefusedError(StoreConfigError):
+    """The server does not take requests of this form: the only error a put without a checksum may get around."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a hint may name. Nothing secret."""
+
+    bucket: str
+    region: str
+    endpoint_url: str
+
+
+_RIGHTS = "grant s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket on {bucket}"
+_EXPIRED = "secret: the session token has expired; renew it (SSO: aws sso login), or let a role or profile renew it"
+_REGION = "region: bucket {bucket} is not in {region}; set region, or endpoint_url if it is not at {endpoint_url}"
+_SECRET = "secret: the key id is known, its secret is not right; correct AWS_SECRET_ACCESS_KEY or the profile's"
+_KEY_ID = "secret: nobody has this access key id at {endpoint_url}; correct AWS_ACCESS_KEY_ID or the profile's"
+_TOKEN = "secret: the session token is not one of this endpoint; correct or unset AWS_SESSION_TOKEN"
+_CLOCK = "clock: this machine's clock is too far from the server's; run NTP (chronyc makestep)"
+_BUCKET = "bucket: {bucket} does not exist at {endpoint_url}; create it or correct bucket"
+_KMS = "secret: the KMS key cannot be used; check sse_kms_key_id and grant kms:GenerateDataKey and kms:Decrypt"
+_FORM = "the server does not take this request"
+
+#: S3 error code -> exception and hint. Codes from AWS's list, MinIO's (XMinio...) and Ceph's.
+CODES: Mapping[str, tuple[type[StoreError], str]] = {
+    "AccessDenied": (StorePermissionError, f"secret: these credentials may not do this; {_RIGHTS}"),
+    "AccountProblem": (StorePermissionError, "secret: the account is not in order; ask its owner"),
+    "AllAccessDisabled": (StorePermissionError, "bucket: access to {bucket} was disabled; ask its owner"),
+    "AuthorizationHeaderMalformed": (StoreConfigError, _REGION),
+    "BadDigest": (StoreUnavailableError, "the bytes changed on their way"),
+    "BandwidthLimitExceeded": (StoreThrottledError, "the server asks to slow down"),
+    "ConditionalRequestConflict": (StoreUnavailableError, "another writer is at this key"),
+    "EntityTooLarge": (StoreConfigError, "the blob is larger than the server takes"),
+    "ExpiredToken": (CredentialsExpiredError, _EXPIRED),
+    "IllegalLocationConstraintException": (StoreConfigError, _REGION),
+    "IncompleteBody": (StoreUnavailableError, "the connection broke inside the body"),
+    "InternalError": (StoreUnavailableError, "the server has a fault of its own"),
+    "InvalidAccessKeyId": (StorePermissionError, _KEY_ID),
+    "InvalidBucketName": (StoreConfigError, "bucket: {bucket} is no name that {endpoint_url} takes"),
+    "InvalidObjectState": (BlobCorruptError, "archived: its storage class cannot be read at once"),
+    "InvalidRange": (BlobCorruptError, "the blob is shorter than what was asked for"),
+    "InvalidStorageClass": (StoreConfigError, "storage_class: the server has no such class"),
+    "InvalidToken": (CredentialsExpiredError, _TOKEN),
+    "KMS.DisabledException": (StorePermissionError, _KMS),
+    "KMS.KMSInvalidStateException": (StorePermissionError, _KMS),
+    "KMS.NotFoundException": (StorePermissionError, _KMS),
+    "NoSuchBucket": (StoreConfigError, _BUCKET),
+    "NoSuchKey": (BlobNotFoundError, "not stored"),
+    "OperationAborted": (StoreUnavailableError, "another writer is at this key"),
+    "PermanentRedirect": (StoreConfigError, _REGION),
+    "QuotaExceeded": (StoreFullError, "bucket: the quota of {bucket} is used up"),
+    "RequestExpired": (StorePermissionError, _CLOCK),
+    "RequestLimitExceeded": (StoreThrottledError, "the server asks to slow down"),
+    "RequestTimeTooSkewed": (StorePermissionError, _CLOCK),
+    "RequestTimeout": (StoreUnavailableError, "the server waited too long for the body"),
+    "ServiceUnavailable": (StoreUnavailableError, "the server is out of service"),
+    "SignatureDoesNotMatch": (StorePermissionError, _SECRET),
+    "SlowDown": (StoreThrottledError, "the server asks to slow down"),
+    "SlowDownRead": (StoreThrottledError, "the server asks to slow down"),
+    "SlowDownWrite": (StoreThrottledError, "the server asks to slow down"),
+    "TemporaryRedirect": (StoreConfigError, _REGION),
+    "TokenRefreshRequired": (CredentialsExpiredError, _EXPIRED),
+    "XAmzContentSHA256Mismatch": (StoreUnavailableError, "the bytes changed on their way"),
+    "XMinioAdminBucketQuotaExceeded": (StoreFullError, "bucket: the quota of {bucket} is used up"),
+    "XMinioStorageFull": (StoreFullError, "the server's disks are full"),
+}
+
+#: For answers without a code we know: HEAD has no body, proxies have their own.
+_STATUSES: Mapping[int, tuple[type[StoreError], str]] = {
+    301: (StoreConfigError, _REGION),
+    307: (StoreConfigError, _REGION),
+    308: (StoreConfigError, _REGION),
+    400: (RequestRefusedError, _FORM),
+    401: (StorePermissionError, f"secret: the server wants other credentials; {_RIGHTS}"),
+    403: (StorePermissionError, f"secret: these credentials may not do this, or the clock is off; {_RIGHTS}"),
+    404: (BlobNotFoundError, "not stored"),
+    405: (RequestRefusedError, "endpoint: {endpoint_url} does not seem to speak S3"),
+    408: (StoreUnavailableError, "the server waited too long for the body"),
+    409: (StoreUnavailableError, "another writer is at this key"),
+    412: (StoreUnavailableError, "another writer is at this key"),
+    416: (BlobCorruptError, "the blob is shorter than what was asked for"),
+    429: (StoreThrottledError, "the server asks to slow down"),
+    501: (RequestRefusedError, _FORM),
+    503: (StoreThrottledError, "the server asks to slow down"),
+    507: (StoreFullError, "the server's disks are full"),
+}
+
+
+def server_error(status: int, code: str, *, place: Place) -> StoreError:
+    """The exception for an answer that is no success.
+
+    Args:
+        status: of HTTP.
+        code: of S3's error document; "" where there was none.
+    """
+    fallback = (StoreUnavailableError, "the server has a fault") if status >= 500 else (RequestRefusedError, _FORM)
+    error, hint = CODES.get(code) or _STATUSES.get(status) or fallback
+    said = f"{code}, HTTP {status}" if code else f"HTTP {status}"
+    return error(f"{hint.format(bucket=place.bucket, region=place.region, endpoint_url=place.endpoint_url)} ({said})")
+
+
+def connection_error(place: Place) -> StoreError:
+    """The exception for a request that got no answer, or not all of it."""
+    return StoreUnavailableError(
+        f"endpoint: {place.endpoint_url} refused the connection, broke it off or is no known host"
+    )
+
+
+def deadline_error(timeout_s: float, place: Place) -> StoreError:
+    """The exception for an answer that was not complete in time."""
+    return StoreTimeoutError(f"endpoint: {place.endpoint_url} did not answer within {timeout_s:g} s")

@@ -1,0 +1,250 @@
+"""ObstoreClient: S3's data plane by obstore, Rust's object_store. Off the GIL but for one copy of what is read.
+
+What obstore 0.12 can and cannot do, as measured and read:
+
+- A put takes the parts as they lie in memory; nothing is joined or copied. Its checksums are crc64nvme and sha256.
+- A get hands out bytes of its own, so there is one copy into the slot, in pieces small enough for the GIL (256 KiB take
+  10-20 µs). It does not verify checksums that a server sends along: the seal does.
+- ``timeout`` covers a request from connecting to the last byte of the body, slow trickles included.
+- Errors are a handful of classes and a text. Only where the class does not tell, the text is read, and of it only the
+  status and S3's ``<Code>``.
+- Its runtime does not survive a fork: every call in a child of a process that used it hangs. ``usable`` says so.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final
+
+import obstore
+from obstore.exceptions import (
+    AlreadyExistsError,
+    BaseError,
+    PermissionDeniedError,
+    PreconditionError,
+    UnauthenticatedError,
+)
+from obstore.store import S3Store as ObstoreS3
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, S3Config
+
+from tiers.errors import BlobCorruptError, BlobNotFoundError, InvalidKeyError, StoreError
+from tiers.stores.s3_errors import connection_error, deadline_error, server_error
+from tiers.stores.s3_session import S3Session
+
+CHUNK_BYTES: Final = 256 << 10
+LIST_PAGE_KEYS: Final = 1000
+
+_IMPORTED_BY_PID: Final = os.getpid()
+
+# The one place where text is read, because GenericError carries nothing else (object_store's error as text).
+# All of it is what object_store 0.14 writes; the tests of faults fail when a later one writes something else.
+_STATUS = re.compile(r"Server returned non-2xx status code: (\d{3})\b")
+_CODE = re.compile(r"<Code>([A-Za-z0-9.]{1,64})</Code>")
+# A 301 without Location, which is how AWS says "other region".
+_BARE_REDIRECT = "Received redirect without LOCATION"
+# A 200 where a 206 was due.
+_NOT_PARTIAL = "Received non-partial response when range requested"
+
+_STATUS_BY_CLASS: tuple[tuple[type[Exception], int], ...] = (
+    (FileNotFoundError, 404),
+    (AlreadyExistsError, 409),
+    (PreconditionError, 412),
+    (PermissionDeniedError, 403),
+    (UnauthenticatedError, 401),
+)
+
+
+def usable() -> bool:
+    """Whether obstore may be called in this process: not in one forked after it was imported."""
+    return os.getpid() == _IMPORTED_BY_PID
+
+
+class ObstoreClient:
+    """One attempt at one operation. Any thread may call; nothing changes after the constructor.
+
+    Keys are the objects' whole names. Methods raise StoreError only.
+    """
+
+    def __init__(self, session: S3Session, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._session = session
+        self._options = session.options
+        self._clock = clock
+        self._plain = self._make(None)
+        checksum = session.options.checksum
+        self._checked = self._plain if checksum == "none" else self._make(checksum)
+        storage_class = session.options.storage_class
+        self._attributes: dict[str, str] | None = {"Storage-Class": storage_class} if storage_class else None
+
+    def put(self, key: str, parts: Sequence[memoryview], *, create: bool, checked: bool) -> None:
+        """Put an object; with ``create`` only if there is none, and one that is there is success."""
+        store = self._checked if checked else self._plain
+        started = self._clock()
+        try:
+            obstore.put(
+                store,
+                key,
+                parts,
+                attributes=self._attributes,
+                mode="create" if create else "overwrite",
+                use_multipart=False,
+            )
+        except AlreadyExistsError as e:
+            if not create:  # a plain 409
+                raise self._translate(e, started) from None
+        except (BaseError, OSError, ValueError) as e:
+            raise self._translate(e, started) from None
+
+    def get_into(self, key: str, parts: Sequence[memoryview], size: int) -> None:
+        """Fill the parts, ``size`` bytes together. No byte is written before the server has announced that size."""
+        started = self._clock()
+        try:
+            result = obstore.get(self._plain, key)
+            announced = result.meta["size"]
+            if announced != size:
+                raise BlobCorruptError(f"{announced} bytes are stored, {size} were asked for")
+            filled = 0
+            for chunk in result.stream(min_chunk_size=CHUNK_BYTES):
+                filled = _scatter(chunk, parts, filled)
+        except (BaseError, OSError, ValueError) as e:
+            raise self._translate(e, started) from None
+        if filled != size:
+            raise connection_error(self._session.place)
+
+    def get_tail(self, key: str, length: int) -> tuple[int, bytes] | None:
+        """The object's size and its last ``length`` bytes (at least 1); None if absent."""
+        started = self._clock()
+        try:
+            result = obstore.get(self._plain, key, options={"range": {"suffix": length}})
+            return result.meta["size"], bytes(result.bytes())
+        except FileNotFoundError as e:
+            self._raise_unless_absent(e, started)
+            return None
+        except (BaseError, OSError, ValueError) as e:
+            raise self._translate(e, started) from None
+
+    def size(self, key: str) -> int | None:
+        """The object's size; None if absent."""
+        started = self._clock()
+        try:
+            return obstore.head(self._plain, key)["size"]
+        except FileNotFoundError as e:
+            self._raise_unless_absent(e, started)
+            return None
+        except (BaseError, OSError, ValueError) as e:
+            raise self._translate(e, started) from None
+
+    def delete(self, key: str) -> None:
+        """Delete an object; absent is success."""
+        started = self._clock()
+        try:
+            obstore.delete(self._plain, key)
+        except FileNotFoundError as e:
+            self._raise_unless_absent(e, started)
+        except (BaseError, OSError, ValueError) as e:
+            raise self._translate(e, started) from None
+
+    def list_sizes(self, folder: str, after: str) -> tuple[list[tuple[str, int]], bool]:
+        """See ``DataPlane``. A folder marker "a/" is shown as "a"."""
+        started = self._clock()
+        try:
+            pages = obstore.list(self._plain, folder or None, offset=after or None, chunk_size=LIST_PAGE_KEYS)
+            page = next(iter(pages), ())
+            return [(found["path"], found["size"]) for found in page], len(page) == LIST_PAGE_KEYS
+        except (BaseError, OSError, ValueError) as e:
+            raise self._translate(e, started) from None
+
+    def close(self) -> None:
+        """Nothing to do: connections close with the last reference."""
+
+    # -- private ---------------------------------------------------------------------------------------------------
+
+    def _make(self, checksum: str | None) -> ObstoreS3:
+        options = self._options
+        session = self._session
+        scheme, _, rest = session.endpoint_url.partition("://")
+        client: ClientConfig = {
+            "allow_http": scheme == "http",
+            "allow_invalid_certificates": not options.verify,
+            "connect_timeout": timedelta(seconds=options.connect_timeout_s),
+            "timeout": timedelta(seconds=options.attempt_timeout_s),
+            "pool_max_idle_per_host": str(options.max_connections),
+            "user_agent": "kvtiers",
+        }
+        if session.ca_pem is not None:
+            client["root_certificate"] = session.ca_pem
+        endpoint = f"{scheme}://{options.bucket}.{rest}" if session.virtual_host else session.endpoint_url
+        config: S3Config = {
+            "region": session.region,
+            "endpoint": endpoint,
+            # Without it, an AWS_ENDPOINT_URL_S3 in the environment would win over ``endpoint``.
+            "aws_endpoint_url_s3": endpoint,
+            "virtual_hosted_style_request": session.virtual_host,
+            # One of the two proves a put to the server: the checksum, or the payload's hash in the signature.
+            "unsigned_payload": checksum is not None,
+            # Bulk deletion is a POST with a checksum of its own, which clones refuse; one key needs none.
+            "disable_bulk_delete": True,
+        }
+        if checksum is not None:
+            config["checksum_algorithm"] = checksum
+        if options.sse is not None:
+            config["server_side_encryption"] = options.sse
+        if options.sse_kms_key_id is not None:
+            config["sse_kms_key_id"] = options.sse_kms_key_id
+        return ObstoreS3(
+            options.bucket,
+            config=config,
+            client_options=client,
+            retry_config={"max_retries": 0},  # S3Store retries, for both clients alike
+            credential_provider=session.credentials,
+        )
+
+    def _raise_unless_absent(self, error: FileNotFoundError, started: float) -> None:
+        """A 404 is an absent key or an absent bucket. A HEAD's has no body and cannot tell: it passes for the key's."""
+        translated = self._translate(error, started)
+        if not isinstance(translated, BlobNotFoundError):
+            raise translated from None
+
+    def _translate(self, error: Exception, started: float) -> StoreError:
+        place = self._session.place
+        if isinstance(error, UnauthenticatedError) and self._session.credentials_error is not None:
+            return self._session.credentials_error
+        if isinstance(error, ValueError):
+            return InvalidKeyError("obstore does not take it")
+        text = str(error).partition("\n\nDebug source")[0]
+        code = _CODE.search(text)
+        for kind, status in _STATUS_BY_CLASS:
+            if isinstance(error, kind):
+                return server_error(status, code[1] if code else "", place=place)
+        found = _STATUS.search(text)
+        if found:
+            return server_error(int(found[1]), code[1] if code else "", place=place)
+        if _NOT_PARTIAL in text:
+            return BlobCorruptError("the server sent more than the range that was asked for")
+        if _BARE_REDIRECT in text:
+            return server_error(301, "", place=place)
+        if self._clock() - started >= self._options.attempt_timeout_s:
+            return deadline_error(self._options.attempt_timeout_s, place)
+        return connection_error(place)
+
+
+def _scatter(chunk: bytes, parts: Sequence[memoryview], filled: int) -> int:
+    """Copy ``chunk`` to where the joined parts continue after ``filled`` bytes; the new ``filled``."""
+    source = memoryview(chunk)
+    start = filled
+    for part in parts:
+        if not source:
+            break
+        if start >= len(part):
+            start -= len(part)
+            continue
+        count = min(len(part) - start, len(source))
+        part[start : start + count] = source[:count]
+        source = source[count:]
+        start = 0
+    return filled + len(chunk)

@@ -1,0 +1,174 @@
+"""S3Options: everything an S3 store is told, and nothing secret. Imports no client library."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from dataclasses import dataclass
+from typing import Literal, get_args
+from urllib.parse import urlsplit
+
+from tiers.errors import ConfigError
+
+AddressingStyle = Literal["auto", "path", "virtual"]
+Checksum = Literal["crc64nvme", "crc32c", "sha256", "none"]
+Client = Literal["obstore", "boto3"]
+Encryption = Literal["AES256", "aws:kms"]
+
+# The superset of what S3 and its clones take as a name; it keeps anything out that would change the URL's meaning.
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,253}[A-Za-z0-9]")
+_HEADER_TOKEN = re.compile(r"[A-Za-z0-9_:/.@+=,-]{1,512}")
+
+_CHOICES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
+    ("addressing_style", get_args(AddressingStyle)),
+    ("sse", (None, *get_args(Encryption))),
+    ("checksum", get_args(Checksum)),
+    ("client", get_args(Client)),
+)
+
+PREFIX_LENGTH_MAX = 512  # bytes; leaves 511 of S3's 1,024 for the key
+TIMEOUT_S_MAX = 3600.0
+RETRIES_MAX = 20
+CONNECTIONS_MAX = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class S3Options:
+    """Where and how an S3 store keeps its blobs.
+
+    Credentials are not here: they come from boto3's chain (environment, profile, SSO, assume-role, web identity,
+    container and instance metadata, ``credential_process``) and are refreshed by it.
+
+    Attributes:
+        bucket: must exist.
+        prefix: folder inside the bucket; "" is the bucket's root.
+        endpoint_url: of an S3 that is not AWS's; None: boto3's chain (``AWS_ENDPOINT_URL``, profile), else AWS.
+        region: None: boto3's chain, else us-east-1.
+        addressing_style: ``path`` is endpoint/bucket/key, ``virtual`` is bucket.endpoint/key. ``auto`` is virtual on
+            AWS (for names without dots, which no wildcard certificate covers) and path elsewhere.
+        profile: of ~/.aws/config.
+        role_arn: assumed by STS with what the chain finds.
+        ca_bundle: PEM file of the certificate authorities to trust for a private endpoint.
+        verify: False accepts any certificate: for a moment's test only.
+        allow_insecure: allow http to hosts other than this one.
+        sse, sse_kms_key_id: server-side encryption of new blobs.
+        storage_class: of new blobs, such as ``STANDARD_IA`` or ``EXPRESS_ONEZONE``.
+        checksum: sent with each put for the server to verify. ``none`` signs the payload's SHA-256 instead, which
+            every server takes, AWS and MinIO verify, and which costs 0.5 ms of CPU a MiB; a server that refuses a
+            checksum gets that by itself. ``crc32c`` only with ``client: boto3``.
+        request_timeout_s: one operation with all its retries. One attempt may take half of it, and no attempt
+            starts after half of it, so the whole never takes longer.
+        connect_timeout_s: of one connection.
+        retries: further attempts after a 5xx, a 429 or a broken connection.
+        max_connections: requests under way at once; more wait.
+        client: ``obstore`` (Rust) or ``boto3`` for those who may run nothing but AWS's own.
+
+    Raises:
+        ConfigError: a value that cannot work; names the field.
+    """
+
+    bucket: str
+    prefix: str = ""
+    endpoint_url: str | None = None
+    region: str | None = None
+    addressing_style: AddressingStyle = "auto"
+    profile: str | None = None
+    role_arn: str | None = None
+    ca_bundle: str | None = None
+    verify: bool = True
+    allow_insecure: bool = False
+    sse: Encryption | None = None
+    sse_kms_key_id: str | None = None
+    storage_class: str | None = None
+    checksum: Checksum = "crc64nvme"
+    request_timeout_s: float = 10.0
+    connect_timeout_s: float = 2.0
+    retries: int = 3
+    max_connections: int = 32
+    client: Client = "obstore"
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES:
+            if getattr(self, name) not in choices:
+                raise ConfigError(
+                    f"{getattr(self, name)!r} is not accepted: write one of {', '.join(filter(None, choices))}",
+                    field=name,
+                )
+        if not _BUCKET.fullmatch(self.bucket) or ".." in self.bucket:
+            raise ConfigError(
+                f"{self.bucket!r} is no bucket name; accepted are 3..255 letters, digits, '.', '-' and '_'",
+                field="bucket",
+            )
+        self._check_prefix()
+        if self.endpoint_url is not None:
+            check_endpoint(self.endpoint_url, allow_insecure=self.allow_insecure)
+        for name in ("region", "role_arn", "sse_kms_key_id", "storage_class"):
+            value = getattr(self, name)
+            if value is not None and not _HEADER_TOKEN.fullmatch(value):
+                raise ConfigError(f"{value!r} is not accepted: letters, digits and _:/.@+=,- only", field=name)
+        if self.sse_kms_key_id is not None and self.sse != "aws:kms":
+            raise ConfigError(f"needs sse: aws:kms, sse is {self.sse!r}", field="sse_kms_key_id")
+        if self.checksum == "crc32c" and self.client == "obstore":
+            raise ConfigError(
+                "obstore can send crc64nvme, sha256 or none; for crc32c set client: boto3", field="checksum"
+            )
+        for name, limit in (("request_timeout_s", TIMEOUT_S_MAX), ("connect_timeout_s", TIMEOUT_S_MAX)):
+            if not 0 < getattr(self, name) <= limit:
+                raise ConfigError(f"{getattr(self, name)} is not in 0..{limit:g} seconds", field=name)
+        if not 0 <= self.retries <= RETRIES_MAX:
+            raise ConfigError(f"{self.retries} is not in 0..{RETRIES_MAX}", field="retries")
+        if not 1 <= self.max_connections <= CONNECTIONS_MAX:
+            raise ConfigError(f"{self.max_connections} is not in 1..{CONNECTIONS_MAX}", field="max_connections")
+
+    @property
+    def attempt_timeout_s(self) -> float:
+        """How long one request may take, connecting included."""
+        return self.request_timeout_s / 2
+
+    def object_key(self, key: str) -> str:
+        """The object's name in the bucket."""
+        return f"{self.prefix}/{key}" if self.prefix else key
+
+    def _check_prefix(self) -> None:
+        if not self.prefix:
+            return
+        parts = self.prefix.split("/")
+        bad = any(part in ("", ".", "..") or re.search(r"[\x00-\x1f\x7f\\]", part) for part in parts)
+        if bad or len(self.prefix.encode(errors="replace")) > PREFIX_LENGTH_MAX:
+            raise ConfigError(
+                f"{self.prefix!r} is no prefix; accepted are folder names joined by single '/', at most "
+                f"{PREFIX_LENGTH_MAX} bytes, without a slash at either end",
+                field="prefix",
+            )
+
+
+def check_endpoint(url: str, *, allow_insecure: bool) -> None:
+    """Refuse an endpoint that is no plain URL, holds credentials, or would carry blocks in the clear.
+
+    Raises:
+        ConfigError: for the field ``endpoint_url``. The URL is not repeated where it may hold a password.
+    """
+    field = "endpoint_url"
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname, parts.port
+    except ValueError as e:
+        raise ConfigError(f"is no URL: {e}; write https://host or https://host:port", field=field) from None
+    if "@" in parts.netloc:
+        raise ConfigError("holds credentials; put them into the environment or ~/.aws/credentials", field=field)
+    if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment:
+        raise ConfigError(f"{url!r} is not accepted: write https://host or https://host:port", field=field)
+    if parts.scheme == "http" and not allow_insecure and not is_loopback(host):
+        raise ConfigError(
+            f"{url!r} would send blocks and signatures unencrypted; use https, or set allow_insecure: true", field=field
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether packets to this host name or address stay on this machine."""
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

