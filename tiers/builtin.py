@@ -9,7 +9,7 @@ import logging
 from typing import Any
 
 from tiers.config import parse_tier
-from tiers.errors import StoreError
+from tiers.errors import ConfigError, StoreError
 from tiers.file_mapper import FileMapper, strict_fields
 from tiers.lookup import LookupOptions
 from tiers.seal import Checksum
@@ -78,6 +78,8 @@ class S3TierManager(StoreTierManager):
 
         config = parse_tier({"type": "s3", **options})
         assert isinstance(config, S3TierConfig)
+        if config.embedded:
+            raise ConfigError("only kvtiers demo has such a server; give an endpoint_url", field="embedded")
         store = S3Store(config.store_options())
         try:
             store.check()

@@ -217,7 +217,7 @@ class StoreTierManager(SecondaryTierManager):
         return events
 
     def drain_jobs(self) -> None:
-        """Wait until no job runs or waits, but not for a task that is stuck: past ``job_deadline_s`` it may never end."""
+        """Wait until no job runs or waits, but not for a stuck task: past ``job_deadline_s`` it may never end."""
         while not self._pool.wait_idle(timeout_s=0.5):
             if self._pool.longest_running_s() > self._options.job_deadline_s:
                 in_flight = self._pool.jobs_in_flight

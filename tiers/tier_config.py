@@ -170,6 +170,8 @@ class S3TierConfig(TierConfig):
         "obstore", description="obstore (Rust, fast), or boto3 where policy allows only AWS's own."
     )
 
+    embedded: bool = Field(False, description="kvtiers demo starts an S3 server of its own for this tier.")
+
     def store_options(self) -> S3Options:
         """What the store is told.
 

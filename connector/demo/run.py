@@ -25,6 +25,7 @@ from typing import IO, Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
+from connector.demo.embedded_s3 import start_embedded_s3
 from connector.demo.model import check_extra, find_model
 from connector.demo.report import DemoReport, ProcessFigures
 from tiers.config import load_config
@@ -233,7 +234,7 @@ def _deployment(options: DemoOptions, cleanup: contextlib.ExitStack) -> dict[str
         config = load_config(options.config_file, SecondaryTierFactory.tier_types())
         # Each tier by its own model: the deployment's own dump knows only what all tiers have in common.
         tiers = [tier.model_dump(mode="json") for tier in config.tiers]
-        return config.model_dump(mode="json", exclude={"tiers"}) | {"tiers": tiers}
+        return start_embedded_s3(config.model_dump(mode="json", exclude={"tiers"}) | {"tiers": tiers}, cleanup)
     if options.root_dir is not None:
         root = options.root_dir.absolute()
     else:

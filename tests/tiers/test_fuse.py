@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import wait_for
 from tiers.errors import (
     BlobNotFoundError,
     StoreError,
@@ -67,14 +68,6 @@ def store(request: pytest.FixtureRequest, mount: FuseMount) -> Iterator[Store]:
     store.close()
 
 
-def wait_for(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S_MAX
-    while not condition():
-        if time.monotonic() > deadline:
-            pytest.fail(f"not within {WAIT_S_MAX} s: {what}")
-        time.sleep(0.005)
-
-
 # ---- the mount itself ------------------------------------------------------------------------------------------------
 
 
@@ -113,7 +106,7 @@ def test_faults_strike_when_and_where_they_are_told(mount: FuseMount) -> None:
     (mount.path / "other").write_bytes(b"")
     mount.plan = [FuseFault("open", errno=errno.ESTALE, path="other")]
     assert (error_of(file.read_bytes), error_of((mount.path / "other").read_bytes)) == (0, errno.ESTALE)
-    assert mount.calls()["open"] == 2
+    assert mount.calls()["open"] >= 2  # Linux opens a stale name again
     mount.plan = [FuseFault("read", flip_bit=9)]
     assert file.read_bytes() == b"0323456789"
     mount.plan = [FuseFault("flush", errno=errno.EDQUOT)]
@@ -263,7 +256,7 @@ def test_close_on_a_hung_mount(mount: FuseMount) -> None:
     store.put("f/old", as_parts(OLD))
     with mount.stopped(), ThreadPoolExecutor(2) as pool:
         calls = [pool.submit(store.size, "f/old") for _ in range(2)]
-        wait_for(lambda: len(store._workers) == 2 and not store._idle, "two calls")
+        wait_for(lambda: len(store._workers) == 2 and not store._idle, within_s=WAIT_S_MAX)
         store.close()
         for call in calls:
             with pytest.raises(StoreError):
@@ -287,7 +280,7 @@ def test_a_call_that_cannot_be_killed_keeps_its_caller(mount: FuseMount) -> None
 
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(get)
-        wait_for(lambda: store.stuck_calls == 1, "a stuck call")
+        wait_for(lambda: store.stuck_calls == 1, within_s=WAIT_S_MAX)
         assert not ended.is_set()
         mount.plan = []
         with pytest.raises(StoreTimeoutError):

@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from tests.tiers.misbehaving_store import OptionsDataclass, PlainStore
+from tests.waiting import wait_for
 from tiers.errors import (
     BlobNotFoundError,
     RegionError,
@@ -108,14 +109,6 @@ def make(tmp_path: Path, region: Region) -> Iterator[Callable[..., ProcessIsolat
 
 def workers_of(store: ProcessIsolatedStore) -> list[int]:
     return sorted(worker.process.pid for worker in store._workers)
-
-
-def wait_for(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S_MAX
-    while not condition():
-        if time.monotonic() > deadline:
-            pytest.fail(f"not within {WAIT_S_MAX} s: {what}")
-        time.sleep(0.005)
 
 
 def is_gone(pid: int) -> bool:
@@ -321,12 +314,12 @@ def test_every_call_has_the_deadline(make: Callable[..., ProcessIsolatedStore], 
         lambda: getattr(store, "get_tail")("a", 1),  # noqa: B009 - an extra
     ]
     for call in calls:
-        wait_for(lambda: bool(store._idle), "a worker")
+        wait_for(lambda: bool(store._idle), within_s=WAIT_S_MAX)
         for pid in workers_of(store):
             os.kill(pid, signal.SIGSTOP)
         with pytest.raises(StoreTimeoutError):
             call()
-    wait_for(lambda: bool(store._idle), "a worker")
+    wait_for(lambda: bool(store._idle), within_s=WAIT_S_MAX)
     os.kill(workers_of(store)[0], signal.SIGSTOP)
     (outcome, other) = store.get_many_into([("a", [region.block(0)]), ("b", [region.block(1)])])
     assert isinstance(outcome, StoreTimeoutError)
@@ -358,7 +351,7 @@ def test_a_stuck_call_is_seen(make: Callable[..., ProcessIsolatedStore], monkeyp
     monkeypatch.setattr(worker.process, "wait", wait)
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(store.size, "hang")
-        wait_for(lambda: store.stuck_calls == 1, "a stuck call")
+        wait_for(lambda: store.stuck_calls == 1, within_s=WAIT_S_MAX)
         assert not call.done()
         may_be_reaped.set()
         with pytest.raises(StoreTimeoutError):
@@ -401,10 +394,10 @@ def test_a_worker_that_dies_idle_costs_no_call(make: Callable[..., ProcessIsolat
     store = make(n_workers=2)
     store.put("a", as_parts(b"1"))
     for _ in range(5):
-        wait_for(lambda: len(store._idle) == 2, "two workers")
+        wait_for(lambda: len(store._idle) == 2, within_s=WAIT_S_MAX)
         for pid in workers_of(store):
             os.kill(pid, signal.SIGKILL)
-        wait_for(lambda: all(worker.process.poll() is not None for worker in set(store._workers)), "deaths")
+        wait_for(lambda: all(worker.process.poll() is not None for worker in set(store._workers)), within_s=WAIT_S_MAX)
         assert fetch(store, "a", 1) == b"1"
 
 
@@ -454,7 +447,7 @@ def test_workers_killed_at_random(make: Callable[..., ProcessIsolatedStore], reg
             assert fetch(store, f"f0/{i}-0", BLOCK_BYTES) == make_data(BLOCK_BYTES, seed=i)
         except BlobNotFoundError:
             pass
-    wait_for(lambda: len(store._idle) == 3, "all workers replaced")
+    wait_for(lambda: len(store._idle) == 3, within_s=WAIT_S_MAX)
 
 
 def test_workers_die_with_their_parent(tmp_path: Path) -> None:
@@ -480,7 +473,7 @@ time.sleep(600)
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    wait_for(lambda: all(is_gone(pid) for pid in pids), "the workers' end")
+    wait_for(lambda: all(is_gone(pid) for pid in pids), within_s=WAIT_S_MAX)
 
 
 def test_the_thread_that_first_called_may_end(make: Callable[..., ProcessIsolatedStore]) -> None:
@@ -515,11 +508,11 @@ def test_a_fork_is_refused(make: Callable[..., ProcessIsolatedStore]) -> None:
 
 def test_close_with_everything_hung(make: Callable[..., ProcessIsolatedStore]) -> None:
     store = make(PlainStore, n_workers=3, deadline_s=600.0, close_s=1.0)
-    wait_for(lambda: len(store._idle) == 3, "three workers")
+    wait_for(lambda: len(store._idle) == 3, within_s=WAIT_S_MAX)
     pids = workers_of(store)
     with ThreadPoolExecutor(2) as pool:
         calls = [pool.submit(store.size, "hang") for _ in range(2)]
-        wait_for(lambda: len(store._idle) == 1, "two calls")
+        wait_for(lambda: len(store._idle) == 1, within_s=WAIT_S_MAX)
         os.kill(store._idle[0].process.pid, signal.SIGSTOP)
         store.close()
         for call in calls:
@@ -533,7 +526,7 @@ def test_close_lets_running_calls_end(make: Callable[..., ProcessIsolatedStore])
     store = make(PlainStore, n_workers=1, close_s=2 * WAIT_S_MAX)
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(store.size, "slow")
-        wait_for(lambda: not store._idle and not store._starting, "the call")
+        wait_for(lambda: not store._idle and not store._starting, within_s=WAIT_S_MAX)
         store.close()
         assert call.result(WAIT_S_MAX) == 4
 

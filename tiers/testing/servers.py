@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 START_S_MAX = 60.0
+STUB_BUCKET = "kvtiers"
 GRPC_PORT_OFFSET = 10_000  # weed's own
 POLL_S = 0.05
 
@@ -175,7 +176,8 @@ def seaweed_server() -> Iterator[SeaweedServer]:
 def nginx_stub() -> Iterator[str]:
     """nginx with DAV methods on a folder in memory: PUT, GET, HEAD, DELETE, no authentication. Yields its URL.
 
-    It answers a PUT with an ETag, which S3 clients insist on and DAV does not have.
+    It answers a PUT with an ETag, which S3 clients insist on and DAV does not have, and any listing of the bucket
+    ``STUB_BUCKET`` with an empty one.
     """
     nginx = find_nginx()
     if nginx is None:
@@ -185,7 +187,7 @@ def nginx_stub() -> Iterator[str]:
         for name in ("data", "tmp"):
             (folder / name).mkdir()
         (folder / "nginx.conf").write_text(
-            _NGINX.format(folder=folder, port=port, user="user root; " if os.geteuid() == 0 else "")
+            _NGINX.format(folder=folder, port=port, bucket=STUB_BUCKET, user="user root; " if os.geteuid() == 0 else "")
         )
         process = subprocess.Popen(
             [nginx, "-p", str(folder), "-c", str(folder / "nginx.conf"), "-e", str(folder / "error.log")],
@@ -216,6 +218,10 @@ http {{
   map $request_method $put_etag {{ PUT '"stub"'; default ""; }}
   server {{
     listen 127.0.0.1:{port}; root {folder}/data; add_header ETag $put_etag always;
+    location = /{bucket} {{
+      default_type application/xml;
+      return 200 '<ListBucketResult><Name>{bucket}</Name><KeyCount>0</KeyCount></ListBucketResult>';
+    }}
     location / {{ dav_methods PUT DELETE; create_full_put_path on; }}
   }}
 }}

@@ -1,0 +1,481 @@
+"""PrefixStore: KV of prompt prefixes as per-layer safetensors, in a folder or under any fsspec URL. Knows no engine.
+
+A prefix is a chain of chunks, a chunk a run of engine blocks. Blocks are named by chained hashes, each covering its
+parent's, so the hash of a chunk's first block says all that comes before it::
+
+    <model>_<digest12>_r<rank>/<first block's hash>/<blocks>-<last block's hash>.json     the manifest
+    <model>_<digest12>_r<rank>/<first block's hash>/<attempt>/<layer>.safetensors         its layers
+
+Publish: the layers are written under the name of an attempt of their own, then the manifest, in one piece. Who reads
+goes by the manifest, so a chunk is visible when all its layers are, and two writers of one chunk never mix.
+
+The manifest seals the chunk: identity of the namespace, every block's hash, size and checksum of every layer's file,
+and a checksum of itself. What does not fit is a miss, and its manifest is removed, so that the next store heals it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import urllib.parse
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from tiers.errors import (
+    BlobNotFoundError,
+    ConfigError,
+    SealError,
+    SealReason,
+    StoreError,
+    StoreFullError,
+    StorePermissionError,
+    StoreUnavailableError,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+FORMAT = "prefix-1"
+MANIFEST_BYTES_MAX = 4 << 20
+CANDIDATES_MAX = 16  # chunks that begin alike and are read to find where they part from a prompt
+CHUNK_BLOCKS_MAX = 128
+FILES_AT_ONCE = 16  # in memory, and requests under way on an object store
+_TENSOR = "kv"
+_MANIFEST = re.compile(r"(\d{1,6})-([0-9a-f]{8,128})\.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A stored run of blocks, or its first ones.
+
+    Attributes:
+        path: of the manifest.
+        blocks: how many of its blocks are meant, from its first.
+    """
+
+    path: str
+    blocks: int
+
+
+@dataclass(slots=True)
+class PrefixCounts:
+    """What a PrefixStore did since it was made."""
+
+    chunks_stored: int = 0
+    chunks_loaded: int = 0
+    bytes_stored: int = 0
+    bytes_loaded: int = 0
+    verify_failures: int = 0
+    errors: int = 0
+
+
+class PrefixStore:
+    """Prefixes of one namespace and rank. Any thread; concurrent calls are fine.
+
+    Args:
+        url: a folder, or any fsspec URL such as ``s3://bucket/folder``.
+        namespace: folder of the namespace, without the rank (``FileMapper.base_path`` with an empty root).
+        fingerprint: SHA-256 of the namespace's identity.
+        rank: the worker whose KV it is.
+        storage_options: passed to the fsspec file system; not for a folder.
+
+    Raises:
+        ConfigError: the URL's scheme is unknown or its package is missing.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        namespace: str,
+        fingerprint: bytes,
+        *,
+        rank: int = 0,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._files = _files_for(url, dict(storage_options or {}))
+        self._base = f"{namespace}_r{rank}"
+        self._identity = f"{fingerprint.hex()}:{rank}"
+        self.counts = PrefixCounts()
+
+    def match(self, hashes: Sequence[bytes]) -> list[Chunk]:
+        """The chunks of the longest stored prefix of these blocks. An error of the storage ends the prefix there."""
+        chunks: list[Chunk] = []
+        position = 0
+        while position < len(hashes):
+            chunk = self._longest(hashes[position : position + CHUNK_BLOCKS_MAX])
+            if chunk is None:
+                break
+            chunks.append(chunk)
+            position += chunk.blocks
+        return chunks
+
+    def publish(self, hashes: Sequence[bytes], layers: Mapping[str, torch.Tensor]) -> bool:
+        """Store a chunk, if it is not there.
+
+        Args:
+            hashes: of its blocks, 1 to ``CHUNK_BLOCKS_MAX``.
+            layers: layer name -> (tokens, …), contiguous, CPU; tokens are those of all blocks.
+
+        Returns:
+            Whether it was stored now.
+
+        Raises:
+            StoreError: the storage refused.
+        """
+        import safetensors.torch
+
+        if not 1 <= len(hashes) <= CHUNK_BLOCKS_MAX:
+            raise ValueError(f"a chunk of {len(hashes)} blocks; accepted are 1..{CHUNK_BLOCKS_MAX}")
+        folder = f"{self._base}/{hashes[0].hex()}"
+        path = f"{folder}/{len(hashes)}-{hashes[-1].hex()}.json"
+        if self._files.exists(path):
+            return False
+        attempt = uuid.uuid4().hex
+        entries, total = {}, 0
+        try:
+            files = {}
+            for layer, tensor in layers.items():
+                data = safetensors.torch.save({_TENSOR: tensor})
+                files[f"{folder}/{attempt}/{_file_name(layer)}"] = data
+                entries[layer] = [len(data), xxhash.xxh3_128_hexdigest(data)]
+                total += len(data)
+                if len(files) == FILES_AT_ONCE:
+                    self._files.write_all(files)
+                    files = {}
+            self._files.write_all(files)
+            body = {
+                "format": FORMAT,
+                "identity": self._identity,
+                "hashes": [block.hex() for block in hashes],
+                "attempt": attempt,
+                "layers": entries,
+            }
+            self._files.write(path, _seal(body))
+        except BaseException:
+            with contextlib.suppress(StoreError):
+                self._files.delete_folder(f"{folder}/{attempt}")
+            self.counts.errors += 1
+            raise
+        self.counts.chunks_stored += 1
+        self.counts.bytes_stored += total
+        return True
+
+    def load(self, chunk: Chunk, hashes: Sequence[bytes]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (layer name, tensor (tokens of the whole chunk, …)) for every layer, each verified before it is seen.
+
+        Args:
+            hashes: of the blocks that the caller expects, ``chunk.blocks`` of them.
+
+        Raises:
+            SealError: it is not what it should be; its manifest was removed.
+            StoreError: the storage failed.
+        """
+        import safetensors.torch
+
+        try:
+            body = self._manifest(chunk.path)
+            if body["hashes"][: chunk.blocks] != [block.hex() for block in hashes]:
+                raise SealError(SealReason.KEY, f"{chunk.path} holds other blocks")
+            folder = chunk.path.rsplit("/", 1)[0]
+            names = {layer: f"{folder}/{body['attempt']}/{_file_name(layer)}" for layer in body["layers"]}
+            for layer, data in self._files.read_all(names):
+                size, checksum = body["layers"][layer]
+                if len(data) != size:
+                    raise SealError(SealReason.SIZE, f"{layer} of {chunk.path} has {len(data)} bytes, not {size}")
+                if xxhash.xxh3_128_hexdigest(data) != checksum:
+                    raise SealError(SealReason.PAYLOAD_CHECKSUM, f"{layer} of {chunk.path}")
+                self.counts.bytes_loaded += size
+                yield layer, safetensors.torch.load(data)[_TENSOR]
+        except (SealError, BlobNotFoundError) as e:
+            self.counts.verify_failures += 1
+            logger.warning("prefix chunk is not what it should be and counts as absent: %s", e)
+            with contextlib.suppress(StoreError):
+                self._files.delete(chunk.path)
+            if isinstance(e, BlobNotFoundError):
+                raise SealError(SealReason.SIZE, f"a layer of {chunk.path} is gone") from e
+            raise
+        self.counts.chunks_loaded += 1
+
+    def close(self) -> None:
+        """Release what the storage's client holds."""
+
+    # -- privates ----------------------------------------------------------------------------------------------------
+
+    def _longest(self, hashes: Sequence[bytes]) -> Chunk | None:
+        folder = f"{self._base}/{hashes[0].hex()}"
+        wanted = [block.hex() for block in hashes]
+        others = []
+        best: Chunk | None = None
+        for name in self._list(folder):
+            found = _MANIFEST.fullmatch(name)
+            if found is None:
+                continue
+            blocks = int(found[1])
+            if 1 <= blocks <= len(wanted) and wanted[blocks - 1] == found[2]:
+                if best is None or blocks > best.blocks:
+                    best = Chunk(f"{folder}/{name}", blocks)
+            else:
+                others.append(name)
+        # Chunks that part from the prompt somewhere inside may still share more of it than the best whole one.
+        for name in others[:CANDIDATES_MAX]:
+            try:
+                stored = self._manifest(f"{folder}/{name}")["hashes"]
+            except (SealError, StoreError) as e:
+                logger.debug("manifest %s/%s: %s", folder, name, e)
+                continue
+            alike = 0
+            for one, other in zip(stored, wanted, strict=False):
+                if one != other:
+                    break
+                alike += 1
+            if alike > (best.blocks if best else 0):
+                best = Chunk(f"{folder}/{name}", alike)
+        return best
+
+    def _list(self, folder: str) -> list[str]:
+        try:
+            return self._files.names(folder)
+        except StoreError as e:
+            self.counts.errors += 1
+            logger.debug("listing %s: %s", folder, e)
+            return []
+
+    def _manifest(self, path: str) -> dict[str, Any]:
+        body = _unseal(self._files.read(path, MANIFEST_BYTES_MAX), path)
+        if body["identity"] != self._identity:
+            raise SealError(SealReason.FINGERPRINT, f"{path} is of another namespace or rank")
+        return body
+
+
+def _seal(body: Mapping[str, Any]) -> bytes:
+    text = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+    return text + f"\n{xxhash.xxh3_128_hexdigest(text)}\n".encode()
+
+
+def _unseal(data: bytes, path: str) -> dict[str, Any]:
+    text, _, rest = data.partition(b"\n")
+    if rest != f"{xxhash.xxh3_128_hexdigest(text)}\n".encode():
+        raise SealError(SealReason.TRAILER_CHECKSUM, f"{path} does not match its checksum")
+    try:
+        body = json.loads(text)
+        hashes, layers = body["hashes"], body["layers"]
+        sound = (
+            isinstance(body["identity"], str)
+            and re.fullmatch(r"[0-9a-f]{32}", body["attempt"]) is not None
+            and all(isinstance(block, str) for block in hashes)
+            and all(isinstance(size, int) and isinstance(checksum, str) for size, checksum in layers.values())
+        )
+    except (ValueError, TypeError, KeyError, AttributeError) as e:
+        raise SealError(SealReason.MAGIC, f"{path} is no manifest") from e
+    if body["format"] != FORMAT:
+        raise SealError(SealReason.VERSION, f"{path} has format {body['format']!r}")
+    if not sound:
+        raise SealError(SealReason.MAGIC, f"{path} is no manifest")
+    checked: dict[str, Any] = body
+    return checked
+
+
+def _file_name(layer: str) -> str:
+    # A layer's name comes from the model; quoted, it cannot leave its folder.
+    return urllib.parse.quote(layer, safe="").replace("..", "%2E%2E") + ".safetensors"
+
+
+# ---- where the files are -----------------------------------------------------------------------------------------
+
+
+class _Files(ABC):
+    """Files by relative path. Blocking; raises StoreError only."""
+
+    @abstractmethod
+    def write(self, path: str, data: bytes) -> None:
+        """In one piece: nobody ever reads a part of it."""
+
+    @abstractmethod
+    def read(self, path: str, bytes_max: int | None = None) -> bytes:
+        """All of it; at most ``bytes_max`` bytes."""
+
+    def read_all(self, paths: Mapping[str, str]) -> Iterator[tuple[str, bytes]]:
+        """(name, bytes) for each name -> path."""
+        for name, path in paths.items():
+            yield name, self.read(path)
+
+    def write_all(self, files: Mapping[str, bytes]) -> None:
+        """Each in one piece, in any order."""
+        for path, data in files.items():
+            self.write(path, data)
+
+    @abstractmethod
+    def exists(self, path: str) -> bool: ...
+
+    @abstractmethod
+    def names(self, folder: str) -> list[str]:
+        """Names of the files right in the folder; none where it is not there."""
+
+    @abstractmethod
+    def delete(self, path: str) -> None: ...
+
+    @abstractmethod
+    def delete_folder(self, folder: str) -> None: ...
+
+
+class _LocalFiles(_Files):
+    """Files in a folder: 0600 in folders of 0700, written beside and renamed."""
+
+    def __init__(self, root: str) -> None:
+        self._root = os.path.abspath(os.path.expanduser(root))
+
+    def write(self, path: str, data: bytes) -> None:
+        full = self._full(path)
+        part = f"{full}.{uuid.uuid4().hex}.part"
+        with _storage_errors(path):
+            _make_folders(os.path.dirname(full))
+            fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            try:
+                with os.fdopen(fd, "wb", buffering=0) as file:
+                    view = memoryview(data)
+                    while view:
+                        view = view[file.write(view) :]
+                os.replace(part, full)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(part)
+                raise
+
+    def read(self, path: str, bytes_max: int | None = None) -> bytes:
+        with _storage_errors(path):
+            fd = os.open(self._full(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+            with os.fdopen(fd, "rb") as file:
+                return file.read(-1 if bytes_max is None else bytes_max)
+
+    def exists(self, path: str) -> bool:
+        return os.path.exists(self._full(path))
+
+    def names(self, folder: str) -> list[str]:
+        with _storage_errors(folder):
+            try:
+                return sorted(entry.name for entry in os.scandir(self._full(folder)) if entry.is_file())
+            except FileNotFoundError:
+                return []
+
+    def delete(self, path: str) -> None:
+        with _storage_errors(path), contextlib.suppress(FileNotFoundError):
+            os.unlink(self._full(path))
+
+    def delete_folder(self, folder: str) -> None:
+        with _storage_errors(folder), contextlib.suppress(FileNotFoundError):
+            for name in self.names(folder):
+                self.delete(f"{folder}/{name}")
+            os.rmdir(self._full(folder))
+
+    def _full(self, path: str) -> str:
+        return f"{self._root}/{path}"
+
+
+class _FsspecFiles(_Files):
+    """Files under an fsspec URL. Object stores show a put in one piece; for the rest see ``_LocalFiles``."""
+
+    def __init__(self, url: str, options: dict[str, Any]) -> None:
+        try:
+            import fsspec
+
+            self._fs, root = fsspec.core.url_to_fs(url, **options)
+        except (ImportError, ValueError) as e:
+            raise ConfigError(f"{url!r} cannot be used: {e}; see the extra kvtiers[fsspec]", field="url") from e
+        self._root = root.rstrip("/")
+
+    def write(self, path: str, data: bytes) -> None:
+        with _storage_errors(path):
+            self._fs.pipe_file(self._full(path), data)
+
+    def read(self, path: str, bytes_max: int | None = None) -> bytes:
+        with _storage_errors(path):
+            data: bytes = self._fs.cat_file(self._full(path), start=0, end=bytes_max)
+            return data
+
+    def read_all(self, paths: Mapping[str, str]) -> Iterator[tuple[str, bytes]]:
+        names = list(paths)
+        for start in range(0, len(names), FILES_AT_ONCE):
+            some = names[start : start + FILES_AT_ONCE]
+            full = [self._full(paths[name]) for name in some]
+            with _storage_errors(paths[some[0]]):
+                found = self._fs.cat(full) if len(full) > 1 else {full[0]: self._fs.cat_file(full[0])}
+            for name, path in zip(some, full, strict=True):
+                yield name, found[path]
+
+    def write_all(self, files: Mapping[str, bytes]) -> None:
+        if files:
+            with _storage_errors(next(iter(files))):
+                self._fs.pipe({self._full(path): data for path, data in files.items()})
+
+    def exists(self, path: str) -> bool:
+        with _storage_errors(path):
+            try:
+                self._fs.info(self._full(path), refresh=True)
+            except FileNotFoundError:
+                return False
+            return True
+
+    def names(self, folder: str) -> list[str]:
+        with _storage_errors(folder):
+            try:
+                found = self._fs.ls(self._full(folder), detail=True, refresh=True)
+            except FileNotFoundError:
+                return []
+            return sorted(entry["name"].rsplit("/", 1)[-1] for entry in found if entry["type"] == "file")
+
+    def delete(self, path: str) -> None:
+        with _storage_errors(path), contextlib.suppress(FileNotFoundError):
+            self._fs.rm_file(self._full(path))
+
+    def delete_folder(self, folder: str) -> None:
+        for name in self.names(folder):
+            self.delete(f"{folder}/{name}")
+
+    def _full(self, path: str) -> str:
+        return f"{self._root}/{path}"
+
+
+def _make_folders(path: str) -> None:
+    """All folders of a path, 0700 where they are made now. (``os.makedirs`` gives the mode to the last one only.)"""
+    if os.path.isdir(path):
+        return
+    _make_folders(os.path.dirname(path))
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path, 0o700)
+
+
+def _files_for(url: str, options: dict[str, Any]) -> _Files:
+    if not isinstance(url, str) or not url:
+        raise ConfigError(f"{url!r} is not accepted; write a folder or a URL such as s3://bucket/folder", field="url")
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        return _LocalFiles(url)
+    return _LocalFiles(rest) if scheme == "file" else _FsspecFiles(url, options)
+
+
+@contextlib.contextmanager
+def _storage_errors(path: str) -> Iterator[None]:
+    try:
+        yield
+    except StoreError:
+        raise
+    except FileNotFoundError as e:
+        raise BlobNotFoundError("is not there", key=path) from e
+    except PermissionError as e:
+        raise StorePermissionError(str(e), key=path) from e
+    except OSError as e:
+        if e.errno in (28, 122):  # ENOSPC, EDQUOT
+            raise StoreFullError(str(e), key=path) from e
+        raise StoreUnavailableError(str(e), key=path) from e
+    except Exception as e:  # fsspec's file systems raise what their clients raise
+        raise StoreUnavailableError(f"{type(e).__name__}: {e}", key=path) from e

@@ -1,0 +1,427 @@
+"""SharedStorageConnector: KV of prompt prefixes on shared storage, straight between vLLM's paged buffers and files.
+
+::
+
+    {"kv_connector": "SharedStorageConnector", "kv_connector_module_path": "connector.vllm.shared_storage",
+     "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+     "kv_connector_extra_config": {"shared_storage_path": "s3://bucket/folder"}}
+
+Simple and without a CPU region; ``connector.vllm.tier`` and ``connector.vllm.spec`` are faster. What is stored, and how
+it is proven, is in ``connector.prefix_store``.
+
+Loads are asynchronous: the request waits outside the batch while a thread reads, verifies and injects. Saves leave the
+forward pass as copies in host memory, which a thread publishes. A chunk that is wrong or gone is reported to vLLM as
+blocks that failed to load, which it recomputes under ``kv_load_failure_policy: recompute``.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
+
+from connector.prefix_store import CHUNK_BLOCKS_MAX, FORMAT, PrefixStore
+from connector.vllm import translate
+from tiers.errors import ConfigError, KVTiersError
+from tiers.file_mapper import FileMapper, strict_fields
+from tiers.keys import hash_blocks
+
+logger = logging.getLogger(__name__)
+
+translate.check_version()
+
+LOOKUP_DEADLINE_S = 1.0
+LOADS_MAX = 3  # of one request: where a bad chunk cannot be removed, its request must not load it for ever
+IDLE_WAIT_S = 0.001
+SHUTDOWN_S = 4.0
+SAVE_BYTES_MAX = 4 << 30
+_THREADS = 2
+_REQUESTS_MAX = 65_536
+
+
+@dataclass(slots=True)
+class Transfer:
+    """What one request loads or stores in a step.
+
+    Attributes:
+        token_ids: of the blocks.
+        hashes: of all the prompt's blocks up to the last one meant.
+        first_block: index in the prompt of the first block meant; the rest are those after it.
+        slot_mapping: (tokens,) slots in the paged buffer, block id * block size + offset.
+        is_store: or a load.
+    """
+
+    req_id: str
+    token_ids: list[int]
+    hashes: list[bytes]
+    first_block: int
+    slot_mapping: torch.Tensor
+    is_store: bool
+
+
+@dataclass
+class SharedStorageMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not installed where mypy runs
+    """From the scheduler to the workers, once a step.
+
+    Attributes:
+        idle: no request is computed in this step.
+    """
+
+    requests: list[Transfer] = field(default_factory=list)
+    idle: bool = False
+
+
+@dataclass(slots=True)
+class _Request:
+    """The scheduler's knowledge of a request.
+
+    Attributes:
+        matched: the running lookup.
+        asked_at: when it was asked.
+        stored_blocks: leading blocks that are on storage, or on their way.
+    """
+
+    hashes: list[bytes]
+    token_ids: list[int]
+    block_ids: list[int] = field(default_factory=list)
+    matched: Future[int] | None = None
+    asked_at: float = 0.0
+    num_computed: int = 0
+    stored_blocks: int = 0
+    loads: int = 0
+    load: Transfer | None = None
+
+
+class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
+    """Loads and stores prompt prefixes. One object in the scheduler's process, one in each worker's.
+
+    ``kv_connector_extra_config``: ``shared_storage_path`` (a folder or an fsspec URL), ``storage_options``,
+    ``lookup_deadline_s``.
+
+    Threads: vLLM calls it from one thread in each process; jobs on ``_pool`` see a Transfer and hand back a result.
+
+    Raises:
+        ConfigError: the path is missing or cannot be used, or the model has several KV cache groups.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        extra = transfer.kv_connector_extra_config
+        if not extra.get("shared_storage_path"):
+            raise ConfigError("is required: a folder or a URL such as s3://bucket/folder", field="shared_storage_path")
+        if len(kv_cache_config.kv_cache_groups) != 1:
+            raise ConfigError(
+                f"the model has {len(kv_cache_config.kv_cache_groups)} KV cache groups, SharedStorageConnector "
+                "takes 1; use KVTiersSpec or KVTiersTier",
+                field="kv_connector",
+            )
+        if getattr(transfer, "kv_load_failure_policy", "recompute") == "fail":
+            logger.warning(
+                "kv_load_failure_policy is 'fail': a request that meets a damaged chunk will fail; write 'recompute'"
+            )
+        self._num_blocks = int(kv_cache_config.num_blocks)
+        self._block_size = int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
+        self._lookup_deadline_s = float(extra.get("lookup_deadline_s", LOOKUP_DEADLINE_S))
+        spec = translate.engine_spec(build_offloading_config(vllm_config, kv_cache_config))
+        mapper = FileMapper.from_offloading_spec("", spec, extra_fields=strict_fields(spec) | {"format": FORMAT})
+        parallel = spec.config.parallel
+        ranks = range(parallel.world_size) if role == KVConnectorRole.SCHEDULER else (parallel.rank,)
+        self._stores = [
+            PrefixStore(
+                extra["shared_storage_path"],
+                mapper.base_path,
+                mapper.fingerprint,
+                rank=rank,
+                storage_options=extra.get("storage_options"),
+            )
+            for rank in ranks
+        ]
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvtiers-prefix")
+        # scheduler
+        self._requests: dict[str, _Request] = {}
+        # worker
+        self._kv_caches: dict[str, torch.Tensor] = {}
+        self._loading: dict[str, tuple[Future[None], list[int]]] = {}
+        self._failed_blocks: set[int] = set()
+        self._saving: dict[Future[None], int] = {}
+        self._extracted: dict[str, dict[int, torch.Tensor]] = {}
+        self._dropped_blocks = 0
+
+    # -- scheduler ---------------------------------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Tokens on storage beyond those computed, block-aligned, never the prompt's last one. None: ask again."""
+        state = self._remember(request)
+        if state is None or state.loads >= LOADS_MAX:
+            return 0, False
+        state.num_computed = num_computed_tokens
+        limit_blocks = (len(request.prompt_token_ids) - 1) // self._block_size
+        if limit_blocks * self._block_size <= num_computed_tokens:
+            return 0, False
+        if state.matched is None:
+            state.matched = self._pool.submit(self._match, state.hashes[:limit_blocks])
+            state.asked_at = time.monotonic()
+            return None, False
+        if not state.matched.done():
+            return (None if time.monotonic() - state.asked_at < self._lookup_deadline_s else 0), False
+        blocks = state.matched.result() if state.matched.exception() is None else 0
+        state.stored_blocks = max(state.stored_blocks, blocks)
+        tokens = blocks * self._block_size - num_computed_tokens
+        return (tokens, True) if tokens > 0 else (0, False)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Remember a request that needs a load."""
+        state = self._requests.get(request.request_id)
+        if state is None or num_external_tokens <= 0:
+            return
+        first = state.num_computed // self._block_size
+        last = (state.num_computed + num_external_tokens) // self._block_size
+        block_ids = list(blocks.get_block_ids()[0])
+        state.load = self._transfer(request.request_id, state, block_ids, first, last, is_store=False)
+        state.loads += 1
+        state.matched = None  # should it come again, what is there has to be asked again
+
+    def build_connector_meta(self, scheduler_output: Any) -> SharedStorageMetadata:
+        """This step's loads and stores; ``scheduler_output`` is only read."""
+        meta = SharedStorageMetadata(idle=not scheduler_output.num_scheduled_tokens)
+        for state in self._requests.values():
+            if state.load is not None:
+                meta.requests.append(state.load)
+                state.load = None
+        scheduled = scheduler_output.num_scheduled_tokens
+        for new in scheduler_output.scheduled_new_reqs:
+            known = self._requests.get(new.req_id)
+            if known is not None:
+                known.block_ids = list(new.block_ids[0])
+                self._add_store(meta, new.req_id, known, new.num_computed_tokens + scheduled[new.req_id])
+        cached = scheduler_output.scheduled_cached_reqs
+        for index, req_id in enumerate(cached.req_ids):
+            known = self._requests.get(req_id)
+            if known is None:
+                continue
+            new_ids = cached.new_block_ids[index]
+            if req_id in cached.resumed_req_ids:  # after a preemption these are all of its blocks
+                known.block_ids = list(new_ids[0]) if new_ids else []
+            elif new_ids:
+                known.block_ids += new_ids[0]
+            self._add_store(meta, req_id, known, cached.num_computed_tokens[index] + scheduled[req_id])
+        return meta
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:  # noqa: ARG002
+        """Nothing of it needs its blocks any more: what is stored was copied in its step."""
+        self._requests.pop(request.request_id, None)
+        return False, None
+
+    def _remember(self, request: Any) -> _Request | None:
+        state = self._requests.get(request.request_id)
+        if state is None:
+            tokens = request.prompt_token_ids
+            if not tokens or getattr(request, "prompt_embeds", None) is not None:
+                return None
+            if len(self._requests) >= _REQUESTS_MAX:
+                self._requests.pop(next(iter(self._requests)))
+            hashes = list(hash_blocks(tokens, self._block_size, salt=_salt(request)))
+            state = self._requests[request.request_id] = _Request(hashes, list(tokens))
+        return state
+
+    def _match(self, hashes: list[bytes]) -> int:
+        """Leading blocks that every rank has stored."""
+        found = len(hashes)
+        for store in self._stores:
+            found = min(found, sum(chunk.blocks for chunk in store.match(hashes[:found])))
+        return found
+
+    def _add_store(self, meta: SharedStorageMetadata, req_id: str, state: _Request, computed_tokens: int) -> None:
+        last = min(computed_tokens // self._block_size, len(state.hashes), len(state.block_ids))
+        while state.stored_blocks < last:
+            end = min(last, state.stored_blocks + CHUNK_BLOCKS_MAX)
+            meta.requests.append(
+                self._transfer(req_id, state, state.block_ids, state.stored_blocks, end, is_store=True)
+            )
+            state.stored_blocks = end
+
+    def _transfer(
+        self, req_id: str, state: _Request, block_ids: Sequence[int], first: int, last: int, *, is_store: bool
+    ) -> Transfer:
+        size = self._block_size
+        ids = torch.tensor(block_ids[first:last], dtype=torch.int64)
+        slots = (ids[:, None] * size + torch.arange(size)).flatten()
+        tokens = state.token_ids[first * size : last * size]
+        return Transfer(req_id, tokens, state.hashes[:last], first, slots, is_store)
+
+    # -- worker: loads -----------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """The paged buffers, by layer."""
+        self._kv_caches = kv_caches
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Start this step's loads."""
+        for transfer in self._metadata():
+            if not transfer.is_store:
+                blocks = (transfer.slot_mapping[:: self._block_size] // self._block_size).tolist()
+                self._loading[transfer.req_id] = self._pool.submit(self._load, transfer), blocks
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: requests join the batch when all their layers are in."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:  # noqa: ARG002
+        """Requests whose loads ended, well or not."""
+        if self._loading and self._get_connector_metadata().idle:
+            # vLLM steps on and on while requests wait; without a pause it would keep the GIL from those that load.
+            wait([future for future, _ in self._loading.values()], IDLE_WAIT_S, FIRST_COMPLETED)
+        done = {req_id for req_id, (future, _) in self._loading.items() if future.done()}
+        for req_id in done:
+            future, blocks = self._loading.pop(req_id)
+            error = future.exception()
+            if error is not None:
+                logger.warning("request %s: its prefix was not loaded and is computed: %s", req_id, error)
+                self._failed_blocks.update(blocks)
+        for saved in [future for future in self._saving if future.done()]:
+            del self._saving[saved]
+            if saved.exception() is not None:
+                logger.warning("a prefix was not stored: %s", saved.exception())
+        return None, done or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks that hold nothing of use."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def _load(self, transfer: Transfer) -> None:
+        store, size = self._stores[0], self._block_size
+        position, last = 0, len(transfer.hashes)
+        for chunk in store.match(transfer.hashes):
+            begin, end = position, position + chunk.blocks
+            position = end
+            if end <= transfer.first_block:
+                continue
+            skip = max(0, transfer.first_block - begin)
+            start = begin + skip - transfer.first_block
+            slots = transfer.slot_mapping[start * size : (end - transfer.first_block) * size]
+            missing = set(self._kv_caches)
+            for layer, tensor in store.load(chunk, transfer.hashes[begin:end]):
+                if layer in missing:
+                    missing.discard(layer)
+                    inject_slots(self._pages(self._kv_caches[layer]), slots, tensor[skip * size : chunk.blocks * size])
+            if missing:
+                raise KVTiersError(f"{chunk.path} lacks the layers {sorted(missing)}")
+        if position < last:
+            raise KVTiersError(f"{last - position} blocks that were there are gone")
+        if any(tensor.is_cuda for tensor in self._kv_caches.values()):
+            torch.cuda.current_stream().synchronize()
+
+    # -- worker: saves -----------------------------------------------------------------------------------------------
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Copy what this step stores of the layer to host memory."""
+        stores = [(index, transfer) for index, transfer in enumerate(self._metadata()) if transfer.is_store]
+        if stores and layer_name not in self._extracted:
+            pages = self._pages(self._kv_caches.get(layer_name, kv_layer))
+            self._extracted[layer_name] = {index: extract_slots(pages, each.slot_mapping) for index, each in stores}
+
+    def wait_for_save(self) -> None:
+        """Hand the copies to the publishing thread."""
+        stores = [(index, transfer) for index, transfer in enumerate(self._metadata()) if transfer.is_store]
+        if not stores:
+            return
+        for layer, tensor in self._kv_caches.items():  # layers that a captured graph ran without calling us
+            self.save_kv_layer(layer, tensor, None)
+        extracted, self._extracted = self._extracted, {}
+        for index, transfer in stores:
+            layers = {layer: copies[index] for layer, copies in extracted.items()}
+            size_bytes = sum(tensor.nbytes for tensor in layers.values())
+            if sum(self._saving.values()) + size_bytes > SAVE_BYTES_MAX:
+                self._dropped_blocks += len(transfer.hashes) - transfer.first_block
+                continue
+            job = self._pool.submit(self._publish, transfer.hashes[transfer.first_block :], layers)
+            self._saving[job] = size_bytes
+
+    def _publish(self, hashes: Sequence[bytes], layers: dict[str, torch.Tensor]) -> None:
+        self._stores[0].publish(hashes, layers)
+
+    def shutdown(self) -> None:
+        """Publish what is under way for a bounded time; count what is not."""
+        _, late = wait([*self._saving, *(future for future, _ in self._loading.values())], timeout=SHUTDOWN_S)
+        self._pool.shutdown(wait=not late, cancel_futures=True)
+        if late or self._dropped_blocks:
+            logger.warning(
+                "%d prefixes were not stored when the engine ended, %d blocks before", len(late), self._dropped_blocks
+            )
+
+    def _metadata(self) -> Iterator[Transfer]:
+        meta = self._get_connector_metadata()
+        assert isinstance(meta, SharedStorageMetadata)
+        return iter(meta.requests)
+
+    def _pages(self, layer: torch.Tensor) -> torch.Tensor:
+        return token_pages(layer, self._num_blocks, self._block_size)
+
+
+def token_pages(layer: torch.Tensor, num_blocks: int, block_size: int) -> torch.Tensor:
+    """A view of a layer's paged buffer as (pages, tokens of a page, …), whatever order vLLM has it in.
+
+    Known layouts: (pages, tokens, c) for MLA; (2, pages, tokens, heads, d) and (pages, 2, tokens, heads, d); and, since
+    0.31, (pages, heads, tokens, c), with one head for MLA. A page of a kernel may hold a part of a block.
+
+    Raises:
+        ConfigError: none of them.
+    """
+    for page_dim, token_dim in ((0, 2), (0, 1), (1, 2)):
+        if layer.ndim <= token_dim or layer.ndim < 3:
+            continue
+        if layer.ndim == 3 and token_dim != 1:
+            continue
+        pages, tokens = layer.shape[page_dim], layer.shape[token_dim]
+        if pages * tokens == num_blocks * block_size and block_size % tokens == 0:
+            return layer.movedim((page_dim, token_dim), (0, 1))
+    raise ConfigError(
+        f"{tuple(layer.shape)} for {num_blocks} blocks of {block_size} tokens is the shape of no known layout",
+        field="kv_cache",
+    )
+
+
+def extract_slots(pages: torch.Tensor, slot_mapping: torch.Tensor) -> torch.Tensor:
+    """The tokens' KV, (tokens, …), contiguous, on the CPU.
+
+    Args:
+        pages: (pages, tokens of a page, …).
+    """
+    slots = slot_mapping.to(pages.device)
+    taken = pages[slots // pages.shape[1], slots % pages.shape[1]]
+    return taken.detach().to("cpu").contiguous()
+
+
+def inject_slots(pages: torch.Tensor, slot_mapping: torch.Tensor, values: torch.Tensor) -> None:
+    """Write the tokens' KV into their slots; the inverse of ``extract_slots``."""
+    slots = slot_mapping.to(pages.device)
+    if values.dtype != pages.dtype or values.shape[1:] != pages.shape[2:] or len(values) != len(slots):
+        raise KVTiersError(
+            f"{tuple(values.shape)} {values.dtype} for {len(slots)} slots of {tuple(pages.shape)} {pages.dtype}"
+        )
+    pages[slots // pages.shape[1], slots % pages.shape[1]] = values.to(pages.device)
+
+
+def _salt(request: Any) -> bytes | None:
+    """What else the KV of a prompt depends on: adapter, pictures, and the tenant's salt."""
+    lora: Any = getattr(request, "lora_request", None)
+    parts = [f"lora:{lora.lora_name}:{getattr(lora, 'lora_path', '')}"] if lora is not None else []
+    parts += [
+        f"mm:{each.identifier}:{getattr(each, 'mm_position', '')}" for each in getattr(request, "mm_features", ()) or ()
+    ]
+    if getattr(request, "cache_salt", None):
+        parts.append(f"salt:{request.cache_salt}")
+    text = "\n".join(parts)
+    return text.encode() if text else None

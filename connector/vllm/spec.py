@@ -1,0 +1,310 @@
+"""KVTiersSpec: region, primary tier, tiering and handlers of ours inside vLLM's OffloadingConnector.
+
+::
+
+    "kv_connector_extra_config": {"spec_name": "KVTiersSpec", "spec_module_path": "connector.vllm.spec",
+                                  "config_file": "configs/local-fs.yaml"}
+
+or inline, ``"cpu_bytes_to_use": "4GiB", "tiers": [{"type": "fs", …}]``. Works on CUDA and on vLLM's CPU platform.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from vllm.v1.kv_offload.base import LookupResult, OffloadingMetricMetadata
+from vllm.v1.kv_offload.base import OffloadingManager as VllmManager
+from vllm.v1.kv_offload.base import OffloadingSpec as VllmSpec
+from vllm.v1.kv_offload.base import OffloadingWorker as VllmWorker
+from vllm.v1.kv_offload.base import PrepareStoreOutput as VllmPrepareStoreOutput
+from vllm.v1.kv_offload.base import TransferResult as VllmTransferResult
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec as VllmCPULoadStoreSpec
+
+from connector.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    CPULoadStoreSpec,
+    GPULoadStoreSpec,
+    OffloadingHandler,
+)
+from connector.gpu_handler import create_handlers
+from connector.shared_region import reap_stale_regions
+from connector.spec import TieringOffloadingSpec
+from connector.vllm import ending, translate
+from connector.vllm.metrics import StatsExporter, definitions, tiering_definitions
+from connector.vllm.pacing import Pacer
+from tiers.config import DeploymentConfig, load_config, parse_config
+from tiers.errors import ConfigError
+from tiers.keys import OffloadKey
+from tiers.registry import SecondaryTierFactory
+
+logger = logging.getLogger(__name__)
+
+translate.check_version()
+
+#: vLLM asserts that a transfer is accepted, so the handlers' own limit must not be met; vLLM's blocks bound the jobs.
+_JOBS_MAX = 1 << 20
+
+#: Engine steps that may be on their way at once, beyond one a pipeline stage.
+_STEPS_IN_FLIGHT = 3
+
+
+def deployment(extra_config: Mapping[str, Any]) -> DeploymentConfig:
+    """The deployment that ``kv_connector_extra_config`` describes, by file or inline.
+
+    Raises:
+        ConfigError: lists every mistake.
+    """
+    registered = SecondaryTierFactory.tier_types()
+    config_file = extra_config.get("config_file")
+    if config_file is not None:
+        if "tiers" in extra_config or "cpu_bytes_to_use" in extra_config:
+            raise ConfigError("give either config_file, or cpu_bytes_to_use and tiers", field="config_file")
+        return load_config(config_file, registered)
+    if "cpu_bytes_to_use" not in extra_config:
+        raise ConfigError("is required, or config_file; write 4GiB", field="cpu_bytes_to_use")
+    region = {"size": extra_config["cpu_bytes_to_use"]}
+    if "eviction_policy" in extra_config:
+        region["eviction_policy"] = extra_config["eviction_policy"]
+    return parse_config({"region": region, "tiers": extra_config.get("tiers", [])}, registered)
+
+
+class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed where mypy runs
+    """Wires our region, tiering and handlers for vLLM. Made once in the scheduler's process and once in each worker's.
+
+    Args:
+        config: vLLM's OffloadingConfig.
+
+    Raises:
+        ConfigError: names what is wrong in the deployment or does not fit the engine.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self.deployment = deployment(config.extra_config)
+        # vLLM's single-copy region for MLA is not ours: here every worker has a cell.
+        config = dataclasses.replace(config, replicated_layout=False)
+        if not {"blocks_per_chunk", "block_size"} & set(config.extra_config):
+            cache = dataclasses.replace(config.cache, blocks_per_chunk=self.deployment.blocks_per_chunk)
+            config = dataclasses.replace(config, cache=cache)
+        super().__init__(config)
+        if getattr(config, "canonical_layout", False):
+            raise ConfigError("is not supported by KVTiersSpec; use KVTiersTier", field="canonical_layout")
+        self._cell_bytes = config.worker_kv_bytes_per_block * self.blocks_per_chunk
+        self._manager: KVTiersManager | None = None
+        self._worker: KVTiersWorker | None = None
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:  # noqa: ARG003
+        return definitions() | tiering_definitions()
+
+    def get_manager(self) -> KVTiersManager:
+        if self._manager is None:
+            steps = self.config.parallel.pp_size + _STEPS_IN_FLIGHT
+            self._manager = KVTiersManager(self._join(None), steps_in_flight=steps)
+        return self._manager
+
+    def get_worker(self, kv_caches: Any) -> KVTiersWorker:
+        if self._worker is None:
+            region = self._join(self.config.parallel.rank).region
+            try:
+                self._worker = KVTiersWorker(kv_caches, region, self.blocks_per_chunk)
+            except BaseException:
+                region.cleanup()
+                raise
+        return self._worker
+
+    def _join(self, rank: int | None) -> TieringOffloadingSpec:
+        for path in reap_stale_regions():
+            logger.warning("removed %s: its engine died while it was starting", path)
+        return TieringOffloadingSpec(
+            translate.engine_spec(self).config,
+            self.deployment.model_copy(update={"blocks_per_chunk": self.blocks_per_chunk}),
+            self._cell_bytes,
+            rank=rank,
+            in_process=False,
+        )
+
+
+class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installed where mypy runs
+    """TieringOffloadingManager of ours, spoken to in vLLM's words. Scheduler thread only.
+
+    When vLLM resets its cache it forgets its transfers, and never tells how those under way ended. So they are
+    remembered here, and ended as failed once no worker can be at them any more: when vLLM says so
+    (``on_reset_flushed``, 0.33), or when every step that was on its way has been followed by another.
+
+    Args:
+        spec: makes the manager; shut down with this one.
+        steps_in_flight: engine steps after which a worker has seen a reset.
+    """
+
+    def __init__(self, spec: TieringOffloadingSpec, *, steps_in_flight: int) -> None:
+        self._spec = spec
+        try:
+            self.tiering = spec.get_manager()
+        except BaseException:
+            spec.shutdown()
+            raise
+        self._steps_in_flight = steps_in_flight
+        self._pacer = Pacer()
+        self._stats = StatsExporter(self.tiering.metrics, tiering_names=True)
+        self._stores: set[OffloadKey] = set()
+        self._loads: Counter[OffloadKey] = Counter()
+        self._stale_stores: set[OffloadKey] = set()
+        self._stale_loads: Counter[OffloadKey] = Counter()
+        self._stale_steps = 0
+
+    def lookup(self, key: OffloadKey, req_context: Any) -> LookupResult:
+        return translate.lookup_result(self.tiering.lookup(key, req_context))
+
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: Any) -> VllmCPULoadStoreSpec:
+        spec = self.tiering.prepare_load(keys, req_context)
+        assert isinstance(spec, CPULoadStoreSpec)
+        self._loads.update(keys)
+        return VllmCPULoadStoreSpec(spec.block_ids.tolist())
+
+    def complete_load(self, keys: Collection[OffloadKey], req_context: Any) -> None:  # noqa: ARG002
+        self._loads -= Counter(keys)
+        self.tiering.complete_load(keys)
+
+    def prepare_store(self, keys: Collection[OffloadKey], req_context: Any) -> VllmPrepareStoreOutput | None:
+        output = self.tiering.prepare_store(keys, req_context)
+        if output is None:
+            return None
+        assert isinstance(output.store_spec, CPULoadStoreSpec)
+        self._stores.update(output.keys_to_store)
+        return VllmPrepareStoreOutput(
+            keys_to_store=list(output.keys_to_store),
+            store_spec=VllmCPULoadStoreSpec(output.store_spec.block_ids.tolist()),
+            evicted_keys=list(output.evicted_keys),
+        )
+
+    def complete_store(self, keys: Collection[OffloadKey], req_context: Any, success: bool = True) -> None:  # noqa: ARG002
+        self._stores.difference_update(keys)
+        self.tiering.complete_store(keys, success)
+
+    def touch(self, keys: Collection[OffloadKey], req_context: Any) -> None:  # noqa: ARG002
+        self.tiering.touch(keys)
+
+    def on_new_request(self, req_context: Any) -> Any:  # noqa: ARG002
+        return translate.new_request_context()
+
+    def on_request_finished(self, req_context: Any) -> None:
+        self.tiering.on_request_finished(req_context)
+
+    def on_schedule_end(self, context: Any) -> None:  # noqa: ARG002
+        if self._stale_steps:
+            self._stale_steps -= 1
+            if not self._stale_steps:
+                self._end_stale()
+        self.tiering.on_schedule_end()
+        # Slots that a tier fills are pending; so are those of stores, and then a pause does no harm either.
+        self._pacer.step_ended(loading=self.tiering.primary.slot_counts().pending > 0)
+
+    def has_pending_work(self) -> bool:
+        counts = self.tiering.primary.slot_counts()
+        return bool(counts.pinned or counts.pending or self._stale_steps)
+
+    def take_events(self) -> Iterable[Any]:
+        return translate.events(self.tiering.take_events())
+
+    def reset_cache(self) -> None:
+        self.tiering.reset_cache()
+        self._stale_stores |= self._stores
+        self._stale_loads += self._loads
+        self._stores.clear()
+        self._loads.clear()
+        if self._stale_stores or self._stale_loads:
+            self._stale_steps = self._steps_in_flight
+
+    def on_reset_flushed(self) -> None:
+        """From vLLM 0.33: no worker is at a forgotten transfer any more."""
+        self._end_stale()
+
+    def get_stats(self) -> Any:
+        return self._stats.take()
+
+    def shutdown(self) -> None:
+        """End in time. Stores under way get most of it; the rest is counted."""
+
+        def is_idle() -> bool:
+            self.tiering.on_schedule_end()
+            return not self.has_pending_work()
+
+        if not ending.drain(is_idle, ending.BUDGET_S * ending.DRAIN_SHARE):
+            counts = self.tiering.primary.slot_counts()
+            logger.warning("%d blocks were on their way when the engine ended", counts.pinned + counts.pending)
+        ending.call_within(self._spec.shutdown, ending.BUDGET_S * (1 - ending.DRAIN_SHARE), "the tiers")
+
+    def _end_stale(self) -> None:
+        self._stale_steps = 0
+        if self._stale_stores:
+            self.tiering.complete_store(tuple(self._stale_stores), success=False)
+        if self._stale_loads:
+            self.tiering.complete_load(tuple(self._stale_loads.elements()))
+        self._stale_stores = set()
+        self._stale_loads = Counter()
+
+
+def canonical_kv_caches(kv_caches: Any) -> CanonicalKVCaches:
+    """vLLM's canonical KV caches, as ours."""
+    return CanonicalKVCaches(
+        tensors=[CanonicalKVCacheTensor(entry.tensor, entry.page_size_bytes) for entry in kv_caches.tensors],
+        group_data_refs=[
+            [CanonicalKVCacheRef(ref.tensor_idx, ref.page_size_bytes) for ref in refs]
+            for refs in kv_caches.group_data_refs
+        ],
+    )
+
+
+class KVTiersWorker(VllmWorker):  # type: ignore[misc]  # vLLM is not installed where mypy runs
+    """Copies between a worker's KV tensors and its cells of a region. The worker's thread only.
+
+    A copy that failed is reported as failed, on which vLLM ends the worker: it has no way to take the blocks back, and
+    going on would serve bytes that were never copied.
+
+    Args:
+        kv_caches: vLLM's canonical KV caches.
+        region: has ``create_next_view(page_bytes)`` or, vLLM's own, ``create_next_worker_view(page_bytes)``, and
+            ``cleanup()``; belongs to the worker from now on.
+        blocks_per_chunk: engine blocks in one slot.
+    """
+
+    def __init__(self, kv_caches: Any, region: Any, blocks_per_chunk: int) -> None:
+        canonical = canonical_kv_caches(kv_caches)
+        create_view = getattr(region, "create_next_view", None) or region.create_next_worker_view
+        views = [create_view(entry.page_size_bytes * blocks_per_chunk) for entry in canonical.tensors]
+        self._region = region
+        self._store: OffloadingHandler
+        self._load: OffloadingHandler
+        self._store, self._load = create_handlers(canonical, views, blocks_per_chunk, jobs_max=_JOBS_MAX)
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        return self._store.transfer_async(job_id, (_gpu(src_spec), CPULoadStoreSpec(dst_spec.block_ids)))
+
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False) -> bool:  # noqa: ARG002
+        return self._load.transfer_async(job_id, (CPULoadStoreSpec(src_spec.block_ids), _gpu(dst_spec)))
+
+    def get_finished(self) -> list[VllmTransferResult]:
+        return [
+            VllmTransferResult(result.job_id, result.success, result.transfer_size, result.transfer_time)
+            for handler in (self._load, self._store)
+            for result in handler.get_finished()
+        ]
+
+    def wait(self, job_ids: Collection[int]) -> None:
+        self._store.wait(job_ids)
+        self._load.wait(job_ids)
+
+    def shutdown(self) -> None:
+        self._store.shutdown()
+        self._load.shutdown()
+        self._region.cleanup()
+
+
+def _gpu(spec: Any) -> GPULoadStoreSpec:
+    return GPULoadStoreSpec(spec.block_ids, spec.group_sizes, spec.block_indices)

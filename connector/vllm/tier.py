@@ -1,0 +1,195 @@
+"""KVTiersTier: any tier of ours behind vLLM's own TieringOffloadingSpec, without a patch.
+
+::
+
+    "secondary_tiers": [{"type": "KVTiersTier", "module_path": "connector.vllm.tier",
+                         "tier": {"type": "s3", "bucket": "kv"}}]
+
+or ``"config_file": "configs/s3.yaml"`` instead of ``tier``, with ``"index": 1`` for the second tier of a file that has
+several: vLLM asks and fills its tiers one by one, so each gets an entry of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadingMetricMetadata, RequestOffloadingContext
+from vllm.v1.kv_offload.tiering.base import JobResult as VllmJobResult
+from vllm.v1.kv_offload.tiering.base import SecondaryTierManager as VllmTier
+
+from connector.tier_guard import RAISED, GuardedTier
+from connector.vllm import ending, translate
+from connector.vllm.metrics import StatsExporter, definitions
+from connector.vllm.pacing import Pacer
+from tiers.base import JobResult, OffloadingEvent, SecondaryTierManager
+from tiers.config import load_config
+from tiers.errors import ConfigError
+from tiers.keys import OffloadKey
+from tiers.registry import SecondaryTierFactory
+
+logger = logging.getLogger(__name__)
+
+translate.check_version()
+
+
+class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed where mypy runs
+    """One tier of ours, spoken to in vLLM's words. Scheduler thread only.
+
+    Nothing the tier raises reaches the engine after the start: a job that could not be handed over is reported as
+    failed, a lookup that raises is a miss.
+
+    Args:
+        offloading_spec, primary_kv_view, tier_type, backpressure_detector: from vLLM.
+        tier: the tier's options, ``type`` included.
+        config_file: a deployment's YAML, instead of ``tier``.
+        index: which tier of ``config_file``; needed where it has several.
+        locality: LOCAL or REMOTE, for KV events; by default by the tier's type.
+        enable_kv_events: publish events of this tier where vLLM publishes events at all.
+
+    Raises:
+        ConfigError: names the option that is wrong.
+        StoreError: the storage refused for good.
+    """
+
+    medium = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,  # noqa: ARG002 - vLLM passes it; the tier of ours has a better one
+        backpressure_detector: Any = None,
+        *,
+        tier: dict[str, Any] | None = None,
+        config_file: str | None = None,
+        index: int | None = None,
+        locality: str | None = None,
+        enable_kv_events: bool = True,
+    ) -> None:
+        options = tier_options(tier, config_file, index)
+        own_type = str(options.get("name") or options["type"])
+        # vLLM labels its metrics with the type: the tier's own says more than the adapter's.
+        super().__init__(offloading_spec, primary_kv_view, own_type, backpressure_detector)
+        self.locality = translate.locality(str(options["type"]), locality)
+        spec = translate.engine_spec(offloading_spec)
+        self.tier: SecondaryTierManager = SecondaryTierFactory.create_secondary_tier(options, primary_kv_view, spec)
+        # vLLM ends its tiers one after the other.
+        self._ending_s = ending.BUDGET_S / max(1, len(getattr(offloading_spec, "secondary_tier_configs", ())))
+        self._guard = GuardedTier(self.tier, spec.metrics)
+        self._metrics = spec.metrics
+        self._stats = StatsExporter(spec.metrics)
+        self._publishes = enable_kv_events and bool(getattr(offloading_spec.config, "enable_kv_cache_events", False))
+        self._pacer = Pacer()
+        self._loads: dict[int, Collection[OffloadKey]] = {}
+        self._stores: dict[int, int] = {}
+        self._refused: list[VllmJobResult] = []
+        self._removed: list[OffloadingEvent] = []
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:  # noqa: ARG003
+        return definitions()
+
+    def lookup(self, key: OffloadKey, req_context: Any) -> LookupResult:
+        answer = self._guard.call("lookup", key, req_context)
+        return LookupResult.MISS if answer is RAISED else translate.lookup_result(answer)
+
+    def submit_store(self, job_metadata: Any) -> None:
+        job = translate.job_metadata(job_metadata)
+        if self._guard.call("submit_store", job) is RAISED:
+            self._refused.append(VllmJobResult(job_id=job.job_id, success=False))
+        else:
+            self._stores[job.job_id] = len(job.keys)
+
+    def submit_load(self, job_metadata: Any) -> None:
+        job = translate.job_metadata(job_metadata)
+        if self._guard.call("submit_load", job) is RAISED:
+            self._refused.append(VllmJobResult(job_id=job.job_id, success=False))
+        else:
+            self._loads[job.job_id] = job.keys
+
+    def get_finished_jobs(self) -> Iterable[VllmJobResult]:
+        results, self._refused = self._refused, []
+        for result in self._guard.collect("get_finished", JobResult):
+            keys = self._loads.pop(result.job_id, None)
+            # vLLM ends on a job it does not know, so an unknown or repeated one must not get there.
+            if keys is None and self._stores.pop(result.job_id, None) is None:
+                self._guard.contain("get_finished", f"job {result.job_id} is unknown or was reported before")
+                continue
+            if keys is not None and not result.success and self._publishes:
+                gone = tuple(set(keys) - set(result.successful_keys))
+                self._removed.append(OffloadingEvent(gone, self.tier_type, removed=True))
+            results.append(translate.job_result(result))
+        return results
+
+    def has_pending_work(self) -> bool:
+        return bool(self._loads or self._stores or self._refused)
+
+    def take_events(self) -> Iterable[Any]:
+        stored = self._guard.collect("take_events", OffloadingEvent)
+        if not self._publishes:
+            return ()
+        removed, self._removed = self._removed, []
+        return translate.events((*stored, *removed), self.locality)
+
+    def touch(self, keys: Collection[OffloadKey], req_context: Any) -> None:  # noqa: ARG002
+        self._guard.call("touch", keys)
+
+    def on_new_request(self, req_context: Any) -> RequestOffloadingContext:  # noqa: ARG002
+        return translate.new_request_context()
+
+    def on_request_finished(self, req_context: Any) -> None:
+        self._guard.call("on_request_finished", req_context)
+
+    def on_schedule_end(self, context: Any) -> None:  # noqa: ARG002
+        self._guard.call("on_schedule_end")
+        self._pacer.step_ended(loading=bool(self._loads))
+
+    def drain_jobs(self) -> None:
+        self._guard.call("drain_jobs")
+
+    def get_stats(self) -> Any:
+        return self._stats.take()
+
+    def shutdown(self) -> None:
+        """End in time. Stores under way get most of it; what was acknowledged is on storage, the rest is counted."""
+        ending.drain(self._is_idle, self._ending_s * ending.DRAIN_SHARE)
+        rest_s = self._ending_s * (1 - ending.DRAIN_SHARE)
+        if ending.call_within(self.tier.shutdown, rest_s, f"tier {self.tier_type}"):
+            self._is_idle()
+        lost = sum(self._stores.values())
+        self._stores.clear()
+        if lost:
+            self._metrics.inc("kvtiers_stores_dropped_total", self.tier_type, "shutdown", by=lost)
+            logger.warning("tier %s: %d blocks were not stored when the engine ended", self.tier_type, lost)
+
+    def _is_idle(self) -> bool:
+        for result in self._guard.collect("get_finished", JobResult):
+            blocks = self._stores.pop(result.job_id, 0) - len(result.successful_keys)
+            if blocks > 0:
+                self._stores[-1 - result.job_id] = blocks  # under a number that no job has: ended, and not stored
+        return not any(job_id >= 0 for job_id in self._stores)
+
+
+def tier_options(tier: dict[str, Any] | None, config_file: str | None, index: int | None = None) -> dict[str, Any]:
+    """The options of the one tier that is meant.
+
+    Raises:
+        ConfigError: neither or both of ``tier`` and ``config_file``, or a file that leaves open which tier.
+    """
+    if (tier is None) == (config_file is None):
+        raise ConfigError('give either "tier": {"type": …} or "config_file": "….yaml"', field="tier")
+    if tier is not None:
+        if not isinstance(tier, dict) or "type" not in tier:
+            raise ConfigError(f'{tier!r} is not accepted; write {{"type": "fs", …}}', field="tier")
+        return tier
+    assert config_file is not None
+    tiers = load_config(config_file, SecondaryTierFactory.tier_types()).tiers
+    if index is None and len(tiers) == 1:
+        index = 0
+    if index is None or not 0 <= index < len(tiers):
+        raise ConfigError(
+            f"{config_file} has {len(tiers)} tiers; write 0..{len(tiers) - 1} and one entry for each", field="index"
+        )
+    return tiers[index].model_dump()

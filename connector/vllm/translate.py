@@ -1,0 +1,201 @@
+"""vLLM's names and values in ours, and back. The one module that knows what changed between vLLM's versions.
+
+What changed (source: ``vllm/v1/kv_offload`` of each release):
+
+- 0.28: TransferJob, LookupResult, ``get_worker`` and OffloadingConfig came.
+- 0.31: ``block_ids`` of a job became ``chunk_ids``; ``transfer_bytes`` of a result and ``backpressure_detector`` came.
+- 0.32: ``cache_hit_source`` came.
+- 0.33: ``expedited`` loads, ``on_reset_flushed``, ``config_info`` and the manager's ``lock`` came.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import vllm
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    RequestOffloadingContext,
+)
+from vllm.v1.kv_offload.base import OffloadingEvent as VllmEvent
+from vllm.v1.kv_offload.tiering.base import JobResult as VllmJobResult
+
+from connector.base import CacheConfig, KVCacheGroup, ModelConfig, OffloadingConfig, ParallelConfig
+from tiers.base import JobMetadata, JobResult, OffloadingEvent
+from tiers.errors import ConfigError
+from tiers.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+SUPPORTED_VERSIONS = ("0.31", "0.32", "0.33")
+
+_JOB_RESULT_FIELDS = frozenset(field.name for field in dataclasses.fields(VllmJobResult))
+_FRAMES_MAX = 32
+
+#: Where our tiers keep their blocks, as vLLM's events and hit sources call it.
+_LOCALITIES = {"fs": "LOCAL", "memory": "LOCAL", "nfs": "REMOTE", "s3": "REMOTE", "fsspec": "REMOTE"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """What a tier of ours takes as its ``offloading_spec``."""
+
+    config: OffloadingConfig
+    metrics: Metrics
+
+    @property
+    def blocks_per_chunk(self) -> int:
+        """Engine blocks in one offloaded block."""
+        return self.config.cache.blocks_per_chunk
+
+
+def check_version(version: str = vllm.__version__) -> None:
+    """Refuse a vLLM whose interface this module does not know.
+
+    Raises:
+        ConfigError: lists the versions it knows.
+    """
+    if ".".join(version.split(".")[:2]) not in SUPPORTED_VERSIONS:
+        raise ConfigError(
+            f"{version} is not supported; accepted: {', '.join(f'{known}.x' for known in SUPPORTED_VERSIONS)}",
+            field="vllm",
+        )
+
+
+def engine_spec(spec: Any, *, blocks_per_chunk: int | None = None) -> EngineSpec:
+    """The engine's identity out of a spec of vLLM's (or the OffloadingConfig in it)."""
+    config = getattr(spec, "config", spec)
+    vllm_config = find_vllm_config()
+    parallel = config.parallel
+    canonical = bool(getattr(config, "canonical_layout", False))
+    return EngineSpec(
+        OffloadingConfig(
+            model=ModelConfig(config.model.name, config.model.dtype, _model_revision(vllm_config)),
+            cache=CacheConfig(
+                tokens_per_hash=config.cache.tokens_per_hash,
+                blocks_per_chunk=blocks_per_chunk or config.cache.blocks_per_chunk,
+                hash_algorithm=_hash_algorithm(vllm_config),
+            ),
+            parallel=ParallelConfig(
+                tp_size=parallel.tp_size,
+                pp_size=parallel.pp_size,
+                pcp_size=parallel.pcp_size,
+                dcp_size=parallel.dcp_size,
+                rank=parallel.rank,
+                world_size=parallel.world_size,
+                # vLLM also says so of its direct layout, where a page of TP=1 is not the two pages of TP=2 one after
+                # the other: shared, they give full hits and wrong tokens. Only canonical pages are alike.
+                is_parallelism_agnostic=canonical and bool(parallel.is_parallelism_agnostic),
+            ),
+            groups=tuple(KVCacheGroup(group.tokens_per_block, tuple(group.layer_names)) for group in config.groups),
+            engine_id=config.engine_id,
+            extra_config=dict(config.extra_config),
+            canonical_layout=canonical,
+            kv_cache_layout=getattr(config, "kv_cache_layout", None),
+            replicated_layout=bool(getattr(config, "replicated_layout", False)),
+        ),
+        Metrics(),
+    )
+
+
+def find_vllm_config() -> Any | None:
+    """The VllmConfig this engine is being built from, or None.
+
+    OffloadingConfig carries neither the weights' revision nor the hash algorithm, and vLLM sets its current config
+    only around some calls. The connector that builds us has it as an argument, some frames up the stack.
+    """
+    try:
+        from vllm.config import get_current_vllm_config_or_none
+
+        found = get_current_vllm_config_or_none()
+    except ImportError:  # older versions have no such function
+        found = None
+    frame = sys._getframe(1) if found is None else None
+    for _ in range(_FRAMES_MAX):
+        if frame is None:
+            break
+        candidate = frame.f_locals.get("vllm_config")
+        if type(candidate).__name__ == "VllmConfig":
+            return candidate
+        frame = frame.f_back
+    return found
+
+
+def _model_revision(vllm_config: Any | None) -> str | None:
+    """What the weights are beyond the model's name: the commit where it is known, and how they were quantized."""
+    model = getattr(vllm_config, "model_config", None)
+    if model is None:
+        logger.warning("the revision of the model's weights is not known; it is not part of the namespace")
+        return None
+    commit = getattr(getattr(model, "hf_config", None), "_commit_hash", None)
+    parts = [commit or getattr(model, "revision", None), getattr(model, "quantization", None)]
+    return "+".join(str(part) for part in parts if part) or None
+
+
+def _hash_algorithm(vllm_config: Any | None) -> str:
+    cache = getattr(vllm_config, "cache_config", None)
+    return str(getattr(cache, "prefix_caching_hash_algo", "sha256"))
+
+
+# ---- calls and values ------------------------------------------------------------------------------------------
+
+
+def lookup_result(answer: bool | None) -> LookupResult:
+    """A tier's answer to ``lookup``, as vLLM's."""
+    if answer is None:
+        return LookupResult.RETRY
+    return LookupResult.HIT if answer else LookupResult.MISS
+
+
+def job_metadata(job: Any) -> JobMetadata:
+    """A job of vLLM's. ``job.keys`` may be a set: its order of iteration is that of the ids."""
+    ids = job.chunk_ids if hasattr(job, "chunk_ids") else job.block_ids
+    return JobMetadata(job.job_id, tuple(job.keys), ids, job.req_context)
+
+
+def job_result(result: JobResult) -> VllmJobResult:
+    """A result of ours. vLLM takes ``successful_keys`` of None for "all share the fate of the job"."""
+    fields = {
+        "job_id": result.job_id,
+        "success": result.success,
+        "successful_keys": None if result.success else result.successful_keys or None,
+        "transfer_time": result.transfer_time,
+        "transfer_bytes": result.transfer_bytes,
+    }
+    return VllmJobResult(**{name: value for name, value in fields.items() if name in _JOB_RESULT_FIELDS})
+
+
+def new_request_context() -> RequestOffloadingContext:
+    """How our tiers like requests to be offloaded: chunk by chunk, which is vLLM's default."""
+    return RequestOffloadingContext()
+
+
+def medium(name: str) -> Medium:
+    """vLLM's name for a medium of ours."""
+    return Medium.CPU if name in ("CPU", "memory") else Medium.STORAGE
+
+
+def locality(tier_type: str, asked: str | None = None) -> Locality | None:
+    """Whether a tier's storage is this machine's: as asked for, else by the tier's type.
+
+    Raises:
+        ConfigError: ``asked`` is neither LOCAL nor REMOTE.
+    """
+    name = asked or _LOCALITIES.get(tier_type)
+    if name is None:
+        return None
+    if name not in Locality.__members__:
+        raise ConfigError(f"{name!r} is not accepted; write LOCAL or REMOTE", field="locality")
+    return Locality[name]
+
+
+def events(ours: Iterable[OffloadingEvent], where: Locality | None = None) -> Iterator[VllmEvent]:
+    """Our events, as vLLM's."""
+    for event in ours:
+        yield VllmEvent(keys=list(event.keys), medium=medium(event.medium), removed=event.removed, locality=where)
