@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,9 +14,10 @@ from rich.console import Console
 from rich.table import Table
 
 from tiers.config import DeploymentConfig, json_schema, load_config
-from tiers.errors import KVTiersError
+from tiers.errors import KVTiersError, StoreError
 from tiers.registry import SecondaryTierFactory
-from tiers.tier_config import ExternalTierConfig, FsTierConfig, TierConfig
+from tiers.stores.nfs import mount_findings
+from tiers.tier_config import ExternalTierConfig, FsTierConfig, NfsTierConfig, S3TierConfig, TierConfig
 
 EXIT_FINDING = 1  # the command ran and found something wrong
 EXIT_BAD_INPUT = 2
@@ -124,7 +126,22 @@ def find_problems(deployment: DeploymentConfig) -> list[str]:
     for index, tier in enumerate(deployment.tiers):
         if isinstance(tier, FsTierConfig):
             findings += [f"tiers[{index}].{problem}" for problem in _folder_problems(tier)]
+        elif isinstance(tier, NfsTierConfig):  # nothing in the mount is touched: it may hang
+            findings += [f"tiers[{index}].root_dir: {problem}" for problem in mount_findings(tier.root_dir)]
+        elif isinstance(tier, S3TierConfig) and not tier.embedded:
+            findings += [f"tiers[{index}]: {problem}" for problem in _bucket_problems(tier)]
     return findings
+
+
+def _bucket_problems(tier: S3TierConfig) -> list[str]:
+    from tiers.stores.s3 import S3Store  # brings the clients in
+
+    try:
+        with closing(S3Store(tier.store_options())) as store:
+            store.check()
+    except StoreError as e:
+        return [str(e)]
+    return []
 
 
 def _folder_problems(tier: FsTierConfig) -> list[str]:

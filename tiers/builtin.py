@@ -6,6 +6,7 @@ A tier that needs a client library imports its store in its constructor, so that
 from __future__ import annotations
 
 import logging
+from contextlib import closing
 from typing import Any
 
 from tiers.config import parse_tier
@@ -15,7 +16,7 @@ from tiers.lookup import LookupOptions
 from tiers.seal import Checksum
 from tiers.store import Store
 from tiers.store_tier import StoreTierManager, TierOptions
-from tiers.tier_config import FsspecTierConfig, FsTierConfig, MemoryTierConfig, S3TierConfig, TierConfig
+from tiers.tier_config import FsspecTierConfig, FsTierConfig, MemoryTierConfig, NfsTierConfig, S3TierConfig, TierConfig
 
 logger = logging.getLogger(__name__)
 
@@ -39,18 +40,31 @@ class FileSystemTierManager(StoreTierManager):
     ) -> None:
         from tiers.stores.local import LocalStore
 
-        config = parse_tier(
-            {
-                "type": "fs",
-                "root_dir": root_dir,
-                "n_read_threads": n_read_threads,
-                "n_write_threads": n_write_threads,
-                **options,
-            }
-        )
+        options = {"n_read_threads": n_read_threads, "n_write_threads": n_write_threads, **options}
+        config = parse_tier({"type": "fs", "root_dir": root_dir, **options})
         assert isinstance(config, FsTierConfig)
-        store = LocalStore(config.root_dir, min_free_bytes=config.min_free, durability=config.durability)
-        _start(self, offloading_spec, primary_kv_view, tier_type, store, config, root=config.root_dir)
+        store_options = {
+            "root_dir": config.root_dir,
+            "min_free_bytes": config.min_free,
+            "durability": config.durability,
+        }
+        _start(self, offloading_spec, primary_kv_view, tier_type, config, LocalStore, store_options)
+
+
+class NfsTierManager(StoreTierManager):
+    """Blocks as files on an NFS mount. ``options`` are those of ``tiers.tier_config.NfsTierConfig``.
+
+    The I/O is in processes of its own by default, because a thread in a dead mount can be neither cancelled nor
+    forgotten.
+    """
+
+    def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **options: Any) -> None:
+        from tiers.stores.nfs import NfsStore
+
+        config = parse_tier({"type": "nfs", **options})
+        assert isinstance(config, NfsTierConfig)
+        store_options = {"root_dir": config.root_dir, "min_free_bytes": config.min_free}
+        _start(self, offloading_spec, primary_kv_view, tier_type, config, NfsStore, store_options)
 
 
 class MemoryTierManager(StoreTierManager):
@@ -61,8 +75,7 @@ class MemoryTierManager(StoreTierManager):
 
         config = parse_tier({"type": "memory", **options})
         assert isinstance(config, MemoryTierConfig)
-        store = MemoryStore(max_bytes=config.max_bytes)
-        _start(self, offloading_spec, primary_kv_view, tier_type, store, config, root="")
+        _start(self, offloading_spec, primary_kv_view, tier_type, config, MemoryStore, {"max_bytes": config.max_bytes})
 
 
 class S3TierManager(StoreTierManager):
@@ -80,15 +93,14 @@ class S3TierManager(StoreTierManager):
         assert isinstance(config, S3TierConfig)
         if config.embedded:
             raise ConfigError("only kvtiers demo has such a server; give an endpoint_url", field="embedded")
-        store = S3Store(config.store_options())
         try:
-            store.check()
+            with closing(S3Store(config.store_options())) as store:
+                store.check()
         except StoreError as e:
             if not e.retryable:
-                store.close()
                 raise
             logger.warning("tier %s starts without its storage: %s", config.name or tier_type, e)
-        _start(self, offloading_spec, primary_kv_view, tier_type, store, config, root="")
+        _start(self, offloading_spec, primary_kv_view, tier_type, config, S3Store, {"options": config.store_options()})
 
 
 class FsspecTierManager(StoreTierManager):
@@ -99,8 +111,8 @@ class FsspecTierManager(StoreTierManager):
 
         config = parse_tier({"type": "fsspec", **options})
         assert isinstance(config, FsspecTierConfig)
-        store = FsspecStore(config.url, config.storage_options)
-        _start(self, offloading_spec, primary_kv_view, tier_type, store, config, root="")
+        store_options = {"url": config.url, "storage_options": config.storage_options}
+        _start(self, offloading_spec, primary_kv_view, tier_type, config, FsspecStore, store_options)
 
 
 def _start(
@@ -108,15 +120,28 @@ def _start(
     spec: Any,
     view: memoryview,
     tier_type: str,
-    store: Store,
     config: TierConfig,
-    *,
-    root: str,
+    store_class: type[Store],
+    store_options: dict[str, Any],
 ) -> None:
-    """The rest of every built-in tier's constructor; closes the store if it fails."""
+    """The rest of every built-in tier's constructor: makes the store, and closes it if anything fails."""
+    if config.isolation == "process":
+        from tiers.layers.isolate import ProcessIsolatedStore, StoreRecipe
+
+        store: Store = ProcessIsolatedStore(
+            StoreRecipe.of(store_class, **store_options),
+            region=view,
+            n_workers=config.n_read_threads + config.n_write_threads,
+            deadline_s=config.job_deadline_s,
+        )
+    else:
+        store = store_class(**store_options)
     try:
         mapper = FileMapper.from_offloading_spec(
-            root, spec, parallel_agnostic=config.parallel_agnostic, extra_fields=strict_fields(spec)
+            getattr(config, "root_dir", ""),
+            spec,
+            parallel_agnostic=config.parallel_agnostic,
+            extra_fields=strict_fields(spec),
         )
         StoreTierManager.__init__(
             tier, spec, view, tier_type, store=store, mapper=mapper, options=_tier_options(config)

@@ -21,6 +21,7 @@ _BUILT_IN: Mapping[str, tuple[str, str]] = {
     "fs": ("tiers.builtin", "FileSystemTierManager"),
     "fsspec": ("tiers.builtin", "FsspecTierManager"),
     "memory": ("tiers.builtin", "MemoryTierManager"),
+    "nfs": ("tiers.builtin", "NfsTierManager"),
     "s3": ("tiers.builtin", "S3TierManager"),
 }
 

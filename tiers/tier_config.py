@@ -105,6 +105,9 @@ class TierConfig(Model):
     shutdown_s: Annotated[float, Field(ge=0, le=60)] = Field(
         4.0, description="How long shutdown waits for running jobs. vLLM kills its engine after 5 s."
     )
+    isolation: Literal["thread", "process"] = Field(
+        "thread", description="process: I/O in processes that are killed when they hang; costs up to 0.5 ms a job."
+    )
     parallel_agnostic: bool = Field(
         False,
         description="Share blocks between parallel layouts, where the engine says that its bytes allow it.",
@@ -126,6 +129,21 @@ class FsTierConfig(TierConfig):
     min_free: Size = Field(1 << 30, description="Free space the tier leaves on the file system.")
     durability: Literal["none", "data"] = Field(
         "none", description="data: fsync each block before it is visible (0.6 -> 8 ms at 2 MiB)."
+    )
+
+
+class NfsTierConfig(TierConfig):
+    """Blocks as files on an NFS mount that several hosts share."""
+
+    type: Literal["nfs"] = "nfs"
+    root_dir: ExpandedPath = Field(description="Folder on the mount; made if absent. ~ and $VARIABLES are expanded.")
+    min_free: Size = Field(1 << 30, description="Free space the tier leaves on the file system.")
+    isolation: Literal["thread", "process"] = Field(
+        "process", description="thread: only where the mount gives up by itself (soft, softerr)."
+    )
+    lookup_deadline_s: Seconds = Field(0.5, description="A lookup not answered by then is a miss.")
+    absent_ttl_s: Annotated[float, Field(ge=0, le=86_400)] = Field(
+        5.0, description="How long 'absent' is believed; a client remembers it for about 30 s without lookupcache=pos."
     )
 
 
@@ -217,6 +235,7 @@ TIER_MODELS: dict[str, type[TierConfig]] = {
     "fs": FsTierConfig,
     "fsspec": FsspecTierConfig,
     "memory": MemoryTierConfig,
+    "nfs": NfsTierConfig,
     "s3": S3TierConfig,
 }
 

@@ -201,7 +201,7 @@ def test_every_shared_key_arrives(key: str) -> None:
 
 
 def test_no_shared_key_is_forgotten() -> None:
-    elsewhere = {"type", "parallel_agnostic"}  # chooses the model; test_parallel_agnostic_key below
+    elsewhere = {"type", "parallel_agnostic", "isolation"}  # chooses the model; have tests of their own
     assert set(TierConfig.model_fields) == set(SHARED_KEYS) | elsewhere
 
 

@@ -1,0 +1,193 @@
+"""The built-in tiers as configs make them: every key arrives, and what cannot work is said at the start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import boto3
+import numpy as np
+import pytest
+
+from tests.identity import FakeSpec, block_key
+from tiers.base import JobMetadata
+from tiers.builtin import FsspecTierManager, NfsTierManager, S3TierManager
+from tiers.config import parse_tier
+from tiers.errors import ConfigError, StoreConfigError, StorePermissionError
+from tiers.layers.isolate import ProcessIsolatedStore
+from tiers.registry import SecondaryTierFactory
+from tiers.store_tier import StoreTierManager
+from tiers.stores.s3_options import S3Options
+from tiers.testing.servers import S3Server, moto_server
+from tiers.tier_config import FsspecTierConfig, NfsTierConfig, S3TierConfig
+
+ROWS, ROW_BYTES = 8, 8192
+KEYS = [block_key(n) for n in range(ROWS)]
+
+#: Every key of the s3 tier that its store is told, with a value that is not the default.
+S3_KEYS: dict[str, tuple[Any, str]] = {
+    "bucket": ("other", "bucket"),
+    "prefix": ("a/b", "prefix"),
+    "endpoint_url": ("https://minio:9000", "endpoint_url"),
+    "region": ("eu-west-1", "region"),
+    "addressing_style": ("path", "addressing_style"),
+    "profile": ("kv", "profile"),
+    "role_arn": ("arn:aws:iam::123456789012:role/kv", "role_arn"),
+    "ca_bundle": ("/etc/ca.pem", "ca_bundle"),
+    "verify": (False, "verify"),
+    "allow_insecure": (True, "allow_insecure"),
+    "sse": ("AES256", "sse"),
+    "storage_class": ("STANDARD_IA", "storage_class"),
+    "checksum": ("none", "checksum"),
+    "request_timeout": (33.0, "request_timeout_s"),
+    "connect_timeout": (3.0, "connect_timeout_s"),
+    "retries": (1, "retries"),
+    "client": ("boto3", "client"),
+    "n_read_threads": (64, "max_connections"),
+}
+
+
+@pytest.mark.parametrize("key", sorted(S3_KEYS))
+def test_every_s3_key_reaches_the_store(key: str) -> None:
+    value, field = S3_KEYS[key]
+    plain, changed = (parse_tier({"type": "s3", "bucket": "kv-tests", **extra}) for extra in ({}, {key: value}))
+    assert isinstance(plain, S3TierConfig)
+    assert isinstance(changed, S3TierConfig)
+    arrived = getattr(changed.store_options(), field)
+    assert arrived != getattr(plain.store_options(), field)
+    if key != "n_read_threads":
+        assert arrived == value
+
+
+def test_kms_key_reaches_the_store() -> None:
+    tier = parse_tier({"type": "s3", "bucket": "kv-tests", "sse": "aws:kms", "sse_kms_key_id": "alias/kv"})
+    assert isinstance(tier, S3TierConfig)
+    assert tier.store_options().sse_kms_key_id == "alias/kv"
+
+
+def test_no_option_of_the_s3_store_is_left_out() -> None:
+    told = {field for _, field in S3_KEYS.values()} | {"sse_kms_key_id"}
+    assert told == set(S3Options.__dataclass_fields__)
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({}, "bucket"),
+        ({"bucket": "x"}, "bucket"),
+        ({"bucket": "kv-tests", "endpoint_url": "http://10.0.0.1:9000"}, "endpoint_url"),
+        ({"bucket": "kv-tests", "endpoint_url": "https://user:secret@host"}, "endpoint_url"),
+        ({"bucket": "kv-tests", "sse_kms_key_id": "k"}, "sse_kms_key_id"),
+        ({"bucket": "kv-tests", "prefix": "/a"}, "prefix"),
+        ({"bucket": "kv-tests", "client": "curl"}, "client"),
+        ({"bucket": "kv-tests", "access_key": "AKIA"}, "access_key"),
+    ],
+)
+def test_s3_mistakes_name_their_field(options: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_tier({"type": "s3", **options})
+    assert caught.value.field == field
+    assert "secret@" not in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    with moto_server() as started:
+        yield started
+
+
+@pytest.fixture
+def s3(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    client = boto3.client("s3", endpoint_url=server.endpoint_url, region_name=server.region)
+    client.create_bucket(Bucket="kv-tests")
+    return {"bucket": "kv-tests", "endpoint_url": server.endpoint_url, "job_deadline_s": 60}
+
+
+@pytest.fixture
+def region() -> np.ndarray[Any, Any]:
+    return np.random.default_rng(1).integers(-128, 128, (ROWS, ROW_BYTES), np.int8)
+
+
+def store_and_load(tier: StoreTierManager, region: np.ndarray[Any, Any]) -> None:
+    original = region.copy()
+    blocks = np.arange(ROWS, dtype=np.int32)
+    tier.submit_store(JobMetadata(1, KEYS, blocks))
+    tier.drain_jobs()
+    assert [result.success for result in tier.get_finished()] == [True]
+    region[:] = 0
+    tier.submit_load(JobMetadata(2, KEYS, blocks))
+    tier.drain_jobs()
+    assert [result.success for result in tier.get_finished()] == [True]
+    assert (region == original).all()
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_nfs_tier_on_any_folder(tmp_path: Path, region: np.ndarray[Any, Any], isolation: str) -> None:
+    tier = NfsTierManager(
+        FakeSpec(), region.data, "nfs", root_dir=str(tmp_path / "kv"), min_free=0, isolation=isolation
+    )
+    try:
+        assert isinstance(tier.store, ProcessIsolatedStore) == (isolation == "process")
+        store_and_load(tier, region)
+    finally:
+        tier.shutdown()
+
+
+def test_nfs_is_isolated_by_default() -> None:
+    tier = parse_tier({"type": "nfs", "root_dir": "/x"})
+    assert isinstance(tier, NfsTierConfig)
+    assert tier.isolation == "process"
+
+
+def test_local_files_in_processes(tmp_path: Path, region: np.ndarray[Any, Any]) -> None:
+    config = {"type": "fs", "root_dir": str(tmp_path), "min_free": 0, "isolation": "process"}
+    tier = SecondaryTierFactory.create_secondary_tier(config, region.data, FakeSpec())
+    assert isinstance(tier, StoreTierManager)
+    try:
+        store_and_load(tier, region)
+    finally:
+        tier.shutdown()
+
+
+@pytest.mark.parametrize("client", ["obstore", "boto3"])
+def test_s3_tier(s3: dict[str, Any], region: np.ndarray[Any, Any], client: str) -> None:
+    tier = S3TierManager(FakeSpec(), region.data, "s3", **s3, prefix=client, client=client)
+    try:
+        store_and_load(tier, region)
+    finally:
+        tier.shutdown()
+
+
+def test_a_wrong_bucket_stops_the_engine_with_one_line(s3: dict[str, Any], region: np.ndarray[Any, Any]) -> None:
+    with pytest.raises((StoreConfigError, StorePermissionError), match="bucket") as caught:
+        S3TierManager(FakeSpec(), region.data, "s3", **s3 | {"bucket": "not-there"})
+    assert "\n" not in str(caught.value)
+
+
+def test_an_endpoint_that_does_not_answer_does_not(s3: dict[str, Any], region: np.ndarray[Any, Any]) -> None:
+    config = s3 | {"endpoint_url": "http://127.0.0.1:9", "request_timeout": 0.5, "retries": 0}
+    tier = S3TierManager(FakeSpec(), region.data, "s3", **config)
+    tier.shutdown()
+
+
+def test_an_embedded_server_is_the_demos(region: np.ndarray[Any, Any]) -> None:
+    with pytest.raises(ConfigError, match="embedded"):
+        S3TierManager(FakeSpec(), region.data, "s3", bucket="kv-tests", embedded=True)
+
+
+def test_fsspec_tier(tmp_path: Path, region: np.ndarray[Any, Any]) -> None:
+    pytest.importorskip("fsspec")
+    tier = FsspecTierManager(FakeSpec(), region.data, "fsspec", url=f"file://{tmp_path}/kv")
+    try:
+        store_and_load(tier, region)
+    finally:
+        tier.shutdown()
+
+
+def test_fsspec_options_reach_the_file_system() -> None:
+    tier = parse_tier({"type": "fsspec", "url": "gs://b", "storage_options": {"project": "p"}})
+    assert isinstance(tier, FsspecTierConfig)
+    assert tier.storage_options == {"project": "p"}
