@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, SerializeAsAny, ValidationError
 
 from tiers.errors import ConfigError
 from tiers.tier_config import TIER_MODELS, AnyTierConfig, ExternalTierConfig, Model, Size, TierConfig
@@ -57,7 +57,7 @@ class DeploymentConfig(Model):
         1,
         description="Engine blocks in one stored block. More means fewer, larger copies, files and requests.",
     )
-    tiers: tuple[AnyTierConfig, ...] = Field((), description="Asked in this order; all of them are stored to.")
+    tiers: tuple[SerializeAsAny[AnyTierConfig], ...] = Field((), description="Asked in this order; all of them are stored to.")
 
 
 def load_config(path: str | os.PathLike[str], registered: Collection[str] = ()) -> DeploymentConfig:

@@ -232,9 +232,7 @@ def _deployment(options: DemoOptions, cleanup: contextlib.ExitStack) -> dict[str
         if options.root_dir is not None:
             raise ConfigError("--config names the folders itself; leave --root away", field="--root")
         config = load_config(options.config_file, SecondaryTierFactory.tier_types())
-        # Each tier by its own model: the deployment's own dump knows only what all tiers have in common.
-        tiers = [tier.model_dump(mode="json") for tier in config.tiers]
-        return start_embedded_s3(config.model_dump(mode="json", exclude={"tiers"}) | {"tiers": tiers}, cleanup)
+        return start_embedded_s3(config.model_dump(mode="json"), cleanup)
     if options.root_dir is not None:
         root = options.root_dir.absolute()
     else:

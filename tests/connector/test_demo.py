@@ -195,6 +195,7 @@ def test_what_counts_as_a_problem(warm: ProcessFigures, problem: str) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 def test_the_default_model(tmp_path: Path) -> None:
     try:
         find_model(None)

@@ -149,6 +149,13 @@ def test_tiers_of_others_keep_their_options() -> None:
     assert parse_tier({"type": "mine", "x": 1}, registered=["mine"]).model_dump()["x"] == 1
 
 
+def test_a_dump_loads_again_and_loses_nothing() -> None:
+    config = parse_config({"region": REGION, "tiers": [FS, {"type": "Mine", "module_path": "m", "x": 1}]})
+    dump = config.model_dump(mode="json")
+    assert dump["tiers"][0]["root_dir"] == "/kv"
+    assert parse_config(dump) == config
+
+
 def test_models_are_frozen() -> None:
     config = parse_config({"region": REGION})
     with pytest.raises(Exception, match="frozen"):

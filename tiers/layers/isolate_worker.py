@@ -19,6 +19,7 @@ import importlib
 import json
 import mmap
 import os
+import select
 import signal
 import socket
 import struct
@@ -37,6 +38,8 @@ OPTIONAL_METHODS = ("get_tail", "quarantine")  # what the parent offers only whe
 
 _LENGTHS = struct.Struct("!II")
 _PR_SET_PDEATHSIG = 1
+_MADV_POPULATE_WRITE = 23  # not in the mmap module
+_TOUCH_BYTES = 64 << 20  # a millisecond or two, which a request may have to wait
 
 
 # ---- frames ----------------------------------------------------------------------------------------------------------
@@ -123,6 +126,8 @@ def main() -> None:
             worker = _Worker(config)
             worker.open_early()
             while True:
+                while worker.touch_region() and not select.select([sock], [], [], 0)[0]:
+                    pass
                 worker.serve(sock, *receive_frame(sock))
         except (EOFError, ConnectionError):
             return
@@ -140,11 +145,31 @@ class _Worker:
         self._config = config
         self._store: Any = None
         self._region = memoryview(b"")
+        self._mapping: mmap.mmap | None = None
+        self._touched = 0
         if config["region"] is not None:
             fd, offset, length = config["region"]
             before = offset % mmap.ALLOCATIONGRANULARITY
-            self._region = memoryview(mmap.mmap(fd, before + length, offset=offset - before))[before:]
+            self._mapping = mmap.mmap(fd, before + length, offset=offset - before)
+            self._region = memoryview(self._mapping)[before:]
             os.close(fd)
+
+    def touch_region(self) -> bool:
+        """Put the region's next piece into this process's page tables. False: that is done.
+
+        While idle, as a fault for each page on first touch halves the speed of the first pass over the region. Costs
+        0.2 % of the region's size for page tables.
+        """
+        if self._mapping is None or self._touched >= len(self._mapping):
+            return False
+        try:
+            self._mapping.madvise(
+                _MADV_POPULATE_WRITE, self._touched, min(_TOUCH_BYTES, len(self._mapping) - self._touched)
+            )
+        except (OSError, ValueError):  # before Linux 5.14
+            self._touched = len(self._mapping)
+        self._touched += _TOUCH_BYTES
+        return True
 
     def open_early(self) -> None:
         """Make the store before anybody waits for it. Why it cannot be made is for a request to hear."""
