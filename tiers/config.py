@@ -57,7 +57,9 @@ class DeploymentConfig(Model):
         1,
         description="Engine blocks in one stored block. More means fewer, larger copies, files and requests.",
     )
-    tiers: tuple[SerializeAsAny[AnyTierConfig], ...] = Field((), description="Asked in this order; all of them are stored to.")
+    tiers: tuple[SerializeAsAny[AnyTierConfig], ...] = Field(
+        (), description="Asked in this order; all of them are stored to."
+    )
 
 
 def load_config(path: str | os.PathLike[str], registered: Collection[str] = ()) -> DeploymentConfig:

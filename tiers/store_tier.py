@@ -40,6 +40,7 @@ from tiers.store import Store, SupportsQuarantine, SupportsSizeMany, SupportsTai
 logger = logging.getLogger(__name__)
 
 EVENTS_MAX = 65_536
+DRAIN_SHARE = 0.7  # part of shutdown_s that waiting jobs get to land
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +57,7 @@ class TierOptions:
             the tier off.
         circuit_failures: failures in a row that cut the tier off.
         circuit_probe_s: how often a tier that is cut off is asked whether it works again.
-        shutdown_s: how long shutdown waits for running tasks.
+        shutdown_s: how long shutdown takes at most: waiting jobs get most of it to land, then they are cancelled.
         lookup: limits of presence lookups.
     """
 
@@ -228,7 +229,11 @@ class StoreTierManager(SecondaryTierManager):
         if self._closed:
             return
         self._closed = True
-        idle = self._pool.shutdown(self._options.shutdown_s)
+        limit_s = self._options.shutdown_s
+        if self._circuit.closed:
+            # What was accepted is given most of the time to land; the rest of it is for what cannot be stopped.
+            self._pool.wait_idle(limit_s * DRAIN_SHARE)
+        idle = self._pool.shutdown(limit_s * (1 - DRAIN_SHARE))
         idle = self._lookup.shutdown(timeout_s=0.5 if idle else 0.0) and idle
         if idle:
             self.store.close()

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import fsspec
 import pytest
@@ -37,6 +37,7 @@ from tiers.testing.contract import StoreContract, as_parts, fetch, list_keys, ma
 from tiers.testing.http_faults import Fault, HttpFaultServer
 from tiers.testing.servers import S3Server
 
+TOKEN = "CanaryTokenOfAStorageOption"
 SECRET = "CanarySecretOfAStorageOption"
 _numbers = count()
 
@@ -63,6 +64,38 @@ class TestMemory(StoreContract):
             return bytes(MemoryFileSystem().cat_file(f"{self.root}/{key}"))
         except FileNotFoundError:
             return None
+
+
+class PlainFileSystem(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """A protocol that nobody knows to put in one step: sftp, hdfs, smb and the like."""
+
+    protocol = "plain"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return str(MemoryFileSystem._strip_protocol(path.removeprefix("plain://")))
+
+
+class TestTemporaryNameAndMove(StoreContract):
+    @pytest.fixture(autouse=True)
+    def _use_protocol(self) -> None:
+        fsspec.register_implementation("plain", PlainFileSystem, clobber=True)
+
+    def make_store(self) -> FsspecStore:
+        self.root = f"/place-{next(_numbers)}"
+        return FsspecStore(f"plain:/{self.root}")
+
+    def reopen(self, store: Store) -> FsspecStore:
+        return FsspecStore(f"plain:/{self.root}")
+
+    def plant(self, store: Store, key: str, data: bytes) -> None:
+        PlainFileSystem().pipe_file(f"{self.root}/{key}", data)
+
+    def peek(self, store: Store, key: str) -> bytes | None:
+        found = PlainFileSystem.store.get(f"{self.root}/{key}")
+        return None if found is None else bytes(found.getvalue())
 
 
 class TestLocal(StoreContract):
@@ -137,23 +170,23 @@ def test_local_blob_is_never_seen_half_written(
     local: FsspecStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[list[str]] = []
-    move = LocalFileSystem.mv
+    replace = os.replace
 
-    def spy(self: Any, source: str, target: str, **kwargs: Any) -> None:
+    def spy(source: str, target: str) -> None:
         seen.append(list_keys(local))
         assert Path(source).read_bytes() == b"1234"
-        move(self, source, target, **kwargs)
+        replace(source, target)
 
-    monkeypatch.setattr(LocalFileSystem, "mv", spy)
+    monkeypatch.setattr(os, "replace", spy)
     local.put("f/a", as_parts(b"1234", 2))
     assert seen[0] == []
     assert list_keys(local) == ["f/a"]
     assert list((tmp_path / "kv" / ".tmp").iterdir()) == []
 
 
-@pytest.mark.parametrize("method", ["mv", "open"])
+@pytest.mark.parametrize(("place", "method"), [(os, "replace"), (LocalFileSystem, "open")])
 def test_failed_put_leaves_nothing(
-    local: FsspecStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+    local: FsspecStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: object, method: str
 ) -> None:
     local.put("f/a", as_parts(b"old"))
 
@@ -161,7 +194,7 @@ def test_failed_put_leaves_nothing(
         raise OSError(errno.ENOSPC, "full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(LocalFileSystem, method, fail)
+        patch.setattr(place, method, fail)
         for overwrite, key in ((False, "f/b"), (True, "f/a")):
             with pytest.raises(StoreFullError):
                 local.put(key, as_parts(b"new"), overwrite=overwrite)
@@ -357,13 +390,16 @@ def test_bad_url_is_refused_or_empty(url: str) -> None:
 def test_secrets_are_shown_nowhere(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     with HttpFaultServer() as server:
-        store = FsspecStore("s3://bucket/kv", {"key": "k", "secret": SECRET, "endpoint_url": server.endpoint_url})
+        access = {"key": "k", "secret": SECRET, "token": TOKEN, "endpoint_url": server.endpoint_url}
+        store = FsspecStore("s3://bucket/kv", access)
         assert repr(store) == "FsspecStore('s3://bucket/kv')"
         server.inject(Fault.SIGNATURE)
         with pytest.raises(StorePermissionError) as caught:
             store.put("a", as_parts(b"1"))
         shown = "".join(traceback.format_exception(caught.value)) + caplog.text
         assert SECRET not in shown
+        assert TOKEN not in shown
+        assert server.requests("PUT")[0].headers["x-amz-security-token"] == TOKEN
     with pytest.raises(StoreConfigError) as refused:
         FsspecStore(f"nosuch://user:{SECRET}@host/kv")
     assert SECRET not in "".join(traceback.format_exception(refused.value))

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -33,7 +34,7 @@ from tiers.errors import (
 from tiers.layers.isolate import LISTINGS_MAX, ProcessIsolatedStore, StoreRecipe
 from tiers.layers.isolate_worker import decode_error, encode_error
 from tiers.layers.mapped_file import address_of, open_mapped_file
-from tiers.layers.worker_process import Message
+from tiers.layers.worker_process import Message, WorkerProcess
 from tiers.store import Capabilities, Store, SupportsGetMany, SupportsQuarantine, SupportsTail
 from tiers.stores.local import LocalStore
 from tiers.stores.memory import MemoryStore
@@ -520,6 +521,32 @@ def test_close_with_everything_hung(make: Callable[..., ProcessIsolatedStore]) -
                 call.result(WAIT_S_MAX)
     assert all(is_gone(pid) for pid in pids)
     assert store.stuck_calls == 0
+
+
+def test_close_does_not_wait_for_a_start_that_hangs(
+    make: Callable[..., ProcessIsolatedStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make(n_workers=1, close_s=0.5)
+    may_start, starting = threading.Event(), threading.Event()
+    real_start = WorkerProcess.start
+
+    def start(*arguments: Any) -> WorkerProcess:
+        starting.set()
+        assert may_start.wait(WAIT_S_MAX)
+        return real_start(*arguments)
+
+    monkeypatch.setattr(WorkerProcess, "start", start)
+    for pid in workers_of(store):
+        os.kill(pid, signal.SIGKILL)
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(store.size, "a")
+        assert starting.wait(WAIT_S_MAX)
+        store.close()
+        assert not may_start.is_set()
+        with pytest.raises(StoreError):
+            call.result(WAIT_S_MAX)
+        may_start.set()
+    wait_for(lambda: not store._workers, within_s=WAIT_S_MAX)
 
 
 def test_close_lets_running_calls_end(make: Callable[..., ProcessIsolatedStore]) -> None:

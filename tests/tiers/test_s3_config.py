@@ -35,11 +35,13 @@ from tiers.errors import (
     StoreTimeoutError,
     StoreUnavailableError,
 )
+from tiers.stores.chatty_loggers import cap_chatty_loggers
 from tiers.stores.s3 import S3Store
 from tiers.stores.s3_options import S3Options
-from tiers.stores.s3_session import S3Session, cap_chatty_loggers
+from tiers.stores.s3_session import S3Session
 from tiers.testing.contract import as_parts, fetch
-from tiers.testing.http_faults import Fault, HttpFaultServer, Request
+from tiers.testing.http_faults import Fault, HttpFaultServer
+from tiers.testing.tiny_s3 import Request
 
 SECRET = "CanarySecretWJalrXUtnFEMIK7MDENG"
 TOKEN = "CanaryTokenFwoGZXIvYXdzEBY"
@@ -124,6 +126,12 @@ def test_insecure_endpoint_of_the_environment_is_refused(options: S3Options, mon
     store = S3Store(replace(options, endpoint_url=None))
     with pytest.raises(StoreConfigError, match=r"^endpoint: .*allow_insecure"):
         store.size("a")
+
+
+def test_endpoint_of_the_environment_that_is_no_url(options: S3Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "storage.example")
+    with pytest.raises(StoreConfigError, match=r"^endpoint: "):
+        S3Store(replace(options, endpoint_url=None)).size("a")
 
 
 def test_region(options: S3Options, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +266,9 @@ def https(certificate: Path) -> Iterator[HttpFaultServer]:
 
 
 @pytest.mark.filterwarnings("ignore::urllib3.exceptions.InsecureRequestWarning")
-def test_ca_bundle_and_verify(options: S3Options, https: HttpFaultServer, certificate: Path) -> None:
+def test_ca_bundle_and_verify(
+    options: S3Options, https: HttpFaultServer, certificate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     secure = replace(options, endpoint_url=https.endpoint_url)
     with pytest.raises((StoreUnavailableError, StoreConfigError), match=r"^endpoint: "):
         put(secure, https)
@@ -268,6 +278,8 @@ def test_ca_bundle_and_verify(options: S3Options, https: HttpFaultServer, certif
     assert put(replace(secure, ca_bundle=str(certificate / "ca.pem")), https).body == DATA
     assert put(replace(secure, verify=False), https).body == DATA
     S3Store(replace(secure, ca_bundle=str(certificate / "ca.pem"))).check()
+    monkeypatch.setenv("AWS_CA_BUNDLE", str(certificate / "ca.pem"))
+    assert put(secure, https).body == DATA
 
 
 def test_ca_bundle_that_is_not_there(options: S3Options) -> None:

@@ -16,7 +16,8 @@ from moto.s3.models import s3_backends
 
 from tiers.errors import InvalidKeyError, StoreConfigError
 from tiers.store import Store, SupportsDeleteMany, SupportsSizeMany, SupportsTail
-from tiers.stores.s3 import LIST_WORTH_KEYS, S3Store
+from tiers.stores.s3 import S3Store
+from tiers.stores.s3_lookup import LIST_WORTH_KEYS
 from tiers.stores.s3_options import S3Options
 from tiers.testing.contract import StoreContract, as_parts, fetch, list_keys
 from tiers.testing.servers import S3Server

@@ -206,6 +206,15 @@ class ProcessIsolatedStore(Store):
                 worker.process.kill()
         if workers:
             logger.error("%d workers cannot be reaped: %s", len(workers), sorted(w.process.pid for w in workers))
+        try:
+            # Starting a process waits for the disk that the interpreter is on, for as long as that takes.
+            self._starter.submit(int).result(max(0.1, started_at + self._close_s - self._clock()))
+        except TimeoutError:
+            logger.error("a worker is still being started; what it was given is left open")
+            self._starter.shutdown(wait=False)
+            return
+        except RuntimeError:  # the interpreter is shutting down
+            pass
         self._starter.shutdown()
         if self._region is not None:
             self._region.close()

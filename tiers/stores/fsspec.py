@@ -10,13 +10,13 @@ of the root and moved; temporary files that nobody moved for an hour are swept b
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from functools import partial
 from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
@@ -30,12 +30,12 @@ from tiers.errors import (
     StoreClosedError,
     StoreConfigError,
     StoreError,
-    StorePermissionError,
-    StoreTimeoutError,
     StoreUnavailableError,
 )
-from tiers.posix import is_absent, store_error
+from tiers.posix import is_absent
 from tiers.store import Capabilities, KeyInfo, Store, check_key, parts_size
+from tiers.stores.chatty_loggers import cap_chatty_loggers
+from tiers.stores.fsspec_driver import ATOMIC_PUT, EXCLUSIVE_CREATE, missing_package, mtime_of, size_of, translate
 
 logger = logging.getLogger(__name__)
 
@@ -46,16 +46,9 @@ TEMPORARY_S_MAX: Final = 3600.0
 # Folders this deep are listed one by one, what is below each of them at once: the layout has 4,096 folders at the depth
 # of 2, so a listing holds a 4,096th of a namespace in memory.
 LISTED_DEPTH: Final = 2
+ASKED_AT_ONCE: Final = 128
 
-#: Protocols whose put is one step.
-ATOMIC_PUT: Final = frozenset(
-    ["abfs", "abfss", "adl", "az", "gcs", "gs", "hf", "memory", "oci", "oss", "r2", "s3", "s3a"]
-)
-#: Protocols whose drivers put with If-None-Match.
-EXCLUSIVE_CREATE: Final = frozenset(["s3", "s3a"])
 _LOCAL: Final = frozenset(["file", "local"])
-#: Where drivers keep a file's time.
-_TIME_FIELDS: Final = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +154,7 @@ class FsspecStore(Store):
             except InvalidKeyError:
                 continue
             if key.startswith(prefix):
-                yield KeyInfo(key, info["size"], _mtime(info))
+                yield KeyInfo(key, info["size"], mtime_of(info))
 
     def close(self) -> None:
         self._closed = True
@@ -189,21 +182,13 @@ class FsspecStore(Store):
                 good.append(check_key(key))
             except InvalidKeyError as e:
                 answers[key] = e
-        if not place.fs.async_impl:
-            for key in good:
-                try:
-                    answers[key] = self.size(key)
-                except StoreError as e:
-                    answers[key] = e
-        else:
-            infos = self._run("", lambda: self._info_many([place.path(key) for key in good]))
-            for key, info in zip(good, infos, strict=True):
-                try:
-                    answers[key] = self._run(key, partial(_size_of, info))
-                except BlobNotFoundError:
-                    answers[key] = None
-                except StoreError as e:
-                    answers[key] = e
+        for key, info in zip(good, self._info_many([place.path(key) for key in good]), strict=True):
+            try:
+                answers[key] = self._run(key, partial(size_of, info))
+            except BlobNotFoundError:
+                answers[key] = None
+            except StoreError as e:
+                answers[key] = e
         return [answers[key] for key in keys]
 
     # -- private ---------------------------------------------------------------------------------------------------
@@ -217,11 +202,12 @@ class FsspecStore(Store):
             # An instance of our own: the listings cache is turned off in it, because it would show what was.
             fs, root = url_to_fs(self._url, skip_instance_cache=True, **self._storage_options)
         except ImportError as e:
-            raise StoreConfigError(f"{self!r}: the driver is not installed: pip install {_package(e)}") from None
+            raise StoreConfigError(f"{self!r}: the driver is not installed: pip install {missing_package(e)}") from None
         except (ValueError, TypeError) as e:
             raise StoreConfigError(
                 f"{self!r}: fsspec does not accept the URL or an option: {type(e).__name__}"
             ) from None
+        cap_chatty_loggers()  # those of the drivers of S3; they exist now
         fs.dircache.use_listings_cache = False
         return _Place(os.getpid(), fs, str(root).rstrip("/"))
 
@@ -242,14 +228,14 @@ class FsspecStore(Store):
         return sync(fs.loop, getattr(fs, f"_{method}"), *arguments, timeout=self._timeout_s, **options)
 
     def _info_many(self, paths: Sequence[str]) -> list[Any]:
-        import asyncio
-
+        """What the driver says of each path, or raises."""
+        fs = self._place.fs
+        if not fs.async_impl:
+            return [_outcome(fs.info, path) for path in paths]
         from fsspec.asyn import sync
 
-        fs = self._place.fs
-
         async def ask() -> list[Any]:
-            turns = asyncio.Semaphore(fs.batch_size or 128)
+            turns = asyncio.Semaphore(fs.batch_size or ASKED_AT_ONCE)
 
             async def one(path: str) -> Any:
                 async with turns:
@@ -262,7 +248,7 @@ class FsspecStore(Store):
 
     def _size(self, place: _Place, key: str) -> int | None:
         try:
-            return _size_of(self._call("info", place.path(key)))
+            return size_of(self._call("info", place.path(key)))
         except OSError as e:
             if isinstance(e, FileNotFoundError) or is_absent(e):
                 return None
@@ -290,7 +276,12 @@ class FsspecStore(Store):
         temporary = f"{folder}/.{uuid.uuid4().hex}"  # a dot name, wherever it may end up
         try:
             _with_folder(fs, folder, lambda: _write(fs, temporary, parts))
-            _with_folder(fs, target.rpartition("/")[0], lambda: fs.mv(temporary, target))
+            if self._is_local:
+                # Not mv: fsspec's is shutil.move, which copies when the rename fails, and half a copy is visible.
+                _with_folder(fs, target.rpartition("/")[0], lambda: os.replace(temporary, target))
+            else:
+                fs.makedirs(target.rpartition("/")[0], exist_ok=True)
+                fs.mv(temporary, target)
         except BaseException:
             try:
                 fs.rm_file(temporary)
@@ -306,7 +297,7 @@ class FsspecStore(Store):
             raise
         except OSError:
             # An empty object has no range: some drivers make an error of it.
-            actual = _size_of(self._call("info", path))
+            actual = size_of(self._call("info", path))
             if actual == 0 == size:
                 return
             if actual != size:
@@ -352,7 +343,7 @@ class FsspecStore(Store):
         try:
             folder = self._place.path(TEMPORARY_FOLDER)
             for entry in self._place.fs.ls(folder, detail=True):
-                if self._clock() - _mtime(entry) > TEMPORARY_S_MAX:
+                if self._clock() - mtime_of(entry) > TEMPORARY_S_MAX:
                     self._place.fs.rm_file(entry["name"])
         except Exception as e:  # noqa: BLE001 - any driver, any exception; litter is no reason not to start
             if not isinstance(e, FileNotFoundError):
@@ -365,13 +356,15 @@ class FsspecStore(Store):
         except StoreError as e:
             error = type(e)(str(e), key=key)
         except Exception as e:  # noqa: BLE001 - any driver, any exception
-            error = _translate(e, key)
+            error = translate(e, key)
         raise error
 
 
-def _package(error: ImportError) -> str:
-    """What was missing: fsspec raises its own ImportError from the one that names it."""
-    return error.name or getattr(error.__cause__, "name", None) or "the one for this protocol"
+def _outcome(call: Callable[[str], Any], path: str) -> Any:
+    try:
+        return call(path)
+    except Exception as e:  # noqa: BLE001 - any driver, any exception; translated where it is looked at
+        return e
 
 
 def _with_folder(fs: Any, folder: str, call: Callable[[], None]) -> None:
@@ -391,38 +384,3 @@ def _write(fs: Any, path: str, parts: Sequence[memoryview]) -> None:
 
 def _is_hidden(path: str) -> bool:
     return path.rpartition("/")[2].startswith(".")
-
-
-def _size_of(info: Any) -> int | None:
-    """The size of a blob; None of a folder. Raises what stands in the place of an info."""
-    if isinstance(info, BaseException):
-        raise info
-    return None if info["type"] == "directory" else int(info["size"])
-
-
-def _mtime(info: Mapping[str, Any]) -> float:
-    for name in _TIME_FIELDS:
-        value = info.get(name)
-        if isinstance(value, str):
-            value = datetime.fromisoformat(value)
-        if isinstance(value, datetime):
-            return value.timestamp()
-        if isinstance(value, (int, float)):
-            return float(value)
-    return 0.0
-
-
-def _translate(error: Exception, key: str) -> StoreError:
-    name = type(error).__name__
-    if isinstance(error, TimeoutError) or name == "FSTimeoutError":
-        return StoreTimeoutError(f"the driver was not done in time ({name})", key=key)
-    if isinstance(error, PermissionError) or name.endswith(("CredentialsError", "AuthenticationError", "RefreshError")):
-        return StorePermissionError(f"the driver got no access ({name}); check its storage_options", key=key)
-    if isinstance(error, FileNotFoundError):
-        return BlobNotFoundError("not stored", key=key)
-    if isinstance(error, OSError):
-        # The kind by the errno; without the text, which may hold a URL with a signature in it.
-        return store_error(OSError(error.errno or 0, name), key)
-    if isinstance(error, (ValueError, TypeError, NotImplementedError)):
-        return StoreConfigError(f"the driver does not do this ({name})", key=key)
-    return StoreUnavailableError(f"the driver failed ({name})", key=key)

@@ -15,18 +15,15 @@ import os
 import random
 import threading
 import time
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import pairwise
-from posixpath import commonpath, dirname
-from typing import Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from tiers.errors import BlobCorruptError, InvalidKeyError, StoreClosedError, StoreError, StoreTimeoutError
 from tiers.store import KEY_LENGTH_MAX, KEY_PART_LENGTH_MAX, Capabilities, KeyInfo, Store, check_key, parts_size
 from tiers.stores.s3_boto3 import Boto3Client
 from tiers.stores.s3_errors import CredentialsExpiredError, Place, RequestRefusedError, deadline_error
+from tiers.stores.s3_lookup import Answers, answer_by_asking, answer_by_listing
 from tiers.stores.s3_obstore import ObstoreClient, usable
 from tiers.stores.s3_options import S3Options
 from tiers.stores.s3_session import DELETE_KEYS_MAX, S3Session
@@ -40,12 +37,6 @@ T = TypeVar("T")
 CHECK_S_MAX: Final = 5.0
 BACKOFF_S_FIRST: Final = 0.05
 BACKOFF_S_MAX: Final = 2.0
-# Threads that ask for sizes: one per so many keys, so that a small batch does not pay for threads it cannot use.
-KEYS_PER_ASKER: Final = 8
-ASKERS_MAX: Final = 32
-# A LIST costs about as much time as this many HEADs asked together, and more money. One page is worth trying for this
-# many open questions, and another one if the last answered at least half as many.
-LIST_WORTH_KEYS: Final = 200
 
 
 class DataPlane(Protocol):
@@ -150,7 +141,7 @@ class S3Store(Store):
         root = self.options.object_key("")
         token = ""
         while True:
-            page, token = self._run("", partial(_list_page, prefix=root + prefix, token=token))
+            page, token = self._list_page(root + prefix, token)
             for info in page:
                 key = info.key[len(root) :]
                 try:
@@ -190,33 +181,31 @@ class S3Store(Store):
         When nothing was answered for ``request_timeout_s``, the questions left become StoreTimeoutErrors.
         """
         self._raise_if_closed("")
-        answers: dict[str, int | Exception | None] = {}
-        names: dict[str, str] = {}
-        for key in dict.fromkeys(keys):
-            try:
-                names[self._name(key)] = key
-            except InvalidKeyError as e:
-                answers[key] = e
-        answered_at = self._clock()
-        self._list_sizes(names, answers)
-        self._ask_sizes([key for key in names.values() if key not in answers], answers, answered_at)
+        answers: Answers = {}
+        names = self._names(keys, answers)
+        answer_by_listing(
+            names, answers, lambda folder, after: self._run("", lambda clients: clients.data.list_sizes(folder, after))
+        )
+        answer_by_asking(
+            [key for key in names.values() if key not in answers],
+            answers,
+            self.size,
+            askers_max=self.options.max_connections,
+            silence_s_max=self.options.request_timeout_s,
+            clock=self._clock,
+        )
         return [answers[key] for key in keys]
 
     def delete_many(self, keys: Sequence[str]) -> list[Exception | None]:
         """See ``SupportsDeleteMany``. 1,000 keys a request."""
         self._raise_if_closed("")
         outcomes: dict[str, Exception | None] = {}
-        names: dict[str, str] = {}
-        for key in dict.fromkeys(keys):
-            try:
-                names[self._name(key)] = key
-            except InvalidKeyError as e:
-                outcomes[key] = e
+        names = self._names(keys, outcomes)
         unique = list(names)
         for start in range(0, len(unique), DELETE_KEYS_MAX):
             batch = unique[start : start + DELETE_KEYS_MAX]
             try:
-                failed = self._run("", partial(_delete_batch, names=batch))
+                failed = self._delete_batch(batch)
             except StoreError as e:
                 failed = dict.fromkeys(batch, e)
             for name in batch:
@@ -236,11 +225,12 @@ class S3Store(Store):
                 what to do about it. Within 5 s.
         """
         self._raise_if_closed("")
+        process = self._current()
         outcome: list[StoreError | None] = []
 
         def ask() -> None:
             try:
-                self._clients(self._current()).session.check()
+                self._clients(process).session.check()
             except StoreError as e:
                 outcome.append(type(e)(str(e)))  # without the client's exception, as in _run
             else:
@@ -252,6 +242,8 @@ class S3Store(Store):
         options = self.options
         place = Place(options.bucket, options.region or "", options.endpoint_url or "the endpoint")
         error = outcome[0] if outcome else deadline_error(CHECK_S_MAX, place)
+        if isinstance(error, CredentialsExpiredError):
+            self._replace(process)
         if error is not None:
             raise error
 
@@ -271,6 +263,22 @@ class S3Store(Store):
             raise InvalidKeyError(f"with its prefix longer than {KEY_LENGTH_MAX} bytes", key=key)
         return name
 
+    def _names(self, keys: Sequence[str], outcomes: MutableMapping[str, Any]) -> dict[str, str]:
+        """Objects' names -> keys, each once; a key that is none has its error among the outcomes."""
+        names: dict[str, str] = {}
+        for key in dict.fromkeys(keys):
+            try:
+                names[self._name(key)] = key
+            except InvalidKeyError as e:
+                outcomes[key] = e
+        return names
+
+    def _list_page(self, prefix: str, token: str) -> tuple[list[KeyInfo], str]:
+        return self._run("", lambda clients: clients.session.list_page(prefix, token=token))
+
+    def _delete_batch(self, names: Sequence[str]) -> dict[str, StoreError]:
+        return self._run("", lambda clients: clients.session.delete_batch(names))
+
     def _put(self, data: DataPlane, name: str, parts: Sequence[memoryview], *, create: bool) -> None:
         checked = self.options.checksum != "none" and not self._checksum_refused
         try:
@@ -286,57 +294,12 @@ class S3Store(Store):
                 self._checksum_refused = True
                 logger.warning("%r: the server refuses %s; payloads are signed instead", self, self.options.checksum)
 
-    def _list_sizes(self, names: Mapping[str, str], answers: dict[str, int | Exception | None]) -> None:
-        """Answer what a LIST of the names' common folder answers for less than HEADs. Errors are left to the HEADs."""
-        asked = sorted(names)
-        while len(asked) >= LIST_WORTH_KEYS:
-            folder = commonpath((dirname(asked[0]), dirname(asked[-1])))
-            try:
-                # The name without its last character sorts before it, and nothing that is asked does.
-                page, more = self._run("", partial(_list_sizes, folder=folder, after=asked[0][:-1]))
-            except StoreError:
-                return
-            if any(name >= after for (name, _), (after, _) in pairwise(page)):
-                return  # no order (S3 Express): absence proves nothing
-            known = bisect_right(asked, page[-1][0]) if more else len(asked)
-            sizes = dict(page)
-            for name in asked[:known]:
-                size = sizes.get(name)
-                if size != 0:  # may be a folder marker: a HEAD knows
-                    answers[names[name]] = size
-            del asked[:known]
-            if known < LIST_WORTH_KEYS // 2:
-                return
-
-    def _ask_sizes(self, keys: Sequence[str], answers: dict[str, int | Exception | None], answered_at: float) -> None:
-        """A HEAD for each key, by some threads that live no longer than this call. Threads beat asyncio here 3 : 1."""
-        waiting = iter(keys)  # next() of a list's iterator is one step for all threads
-
-        def ask() -> None:
-            nonlocal answered_at
-            for key in waiting:
-                try:
-                    if self._clock() - answered_at > self.options.request_timeout_s:
-                        raise StoreTimeoutError("not asked: the server stopped answering", key=key)
-                    answers[key] = self.size(key)
-                    answered_at = self._clock()
-                except StoreError as e:
-                    answers[key] = e
-
-        count = min(ASKERS_MAX, self.options.max_connections, -(-len(keys) // KEYS_PER_ASKER))
-        threads = [threading.Thread(target=ask, name=f"kvtiers-s3-head-{i}", daemon=True) for i in range(1, count)]
-        for thread in threads:
-            thread.start()
-        ask()
-        for thread in threads:
-            thread.join()
-
     def _run(self, key: str, action: Callable[[_Clients], T]) -> T:
         """Attempt ``action`` until it succeeds, fails for good or its time is up."""
-        self._raise_if_closed(key)
         latest_start = self._clock() + self.options.request_timeout_s / 2
         attempt = 0
         while True:
+            self._raise_if_closed(key)
             process = self._current()
             try:
                 return self._attempt(action, process, latest_start)
@@ -396,18 +359,6 @@ class S3Store(Store):
     def _raise_if_closed(self, key: str) -> None:
         if self._closed:
             raise StoreClosedError(f"{self!r} is closed", key=key)
-
-
-def _list_page(clients: _Clients, *, prefix: str, token: str) -> tuple[list[KeyInfo], str]:
-    return clients.session.list_page(prefix, token=token)
-
-
-def _list_sizes(clients: _Clients, *, folder: str, after: str) -> tuple[list[tuple[str, int]], bool]:
-    return clients.data.list_sizes(folder, after)
-
-
-def _delete_batch(clients: _Clients, *, names: Sequence[str]) -> dict[str, StoreError]:
-    return clients.session.delete_batch(names)
 
 
 def _as_bytes(parts: Sequence[memoryview]) -> list[memoryview]:

@@ -7,7 +7,6 @@ delete, checks and lifecycle rules are rare and done by it.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
 
 from tiers.errors import ConfigError, StoreConfigError, StoreError, StorePermissionError
 from tiers.store import KeyInfo
+from tiers.stores.chatty_loggers import cap_chatty_loggers
 from tiers.stores.s3_errors import CredentialsExpiredError, Place, connection_error, deadline_error, server_error
 from tiers.stores.s3_options import S3Options, check_endpoint
 
@@ -39,9 +39,6 @@ LIFECYCLE_ID = "kvtiers"
 
 #: Everything that a call of boto3 raises when something outside of this process is wrong.
 BOTO_ERRORS = (boto_errors.BotoCoreError, boto_errors.ClientError, ResponseParserError)
-
-# They log headers and bodies, signatures and tokens included, at DEBUG.
-_CHATTY_LOGGERS = ("boto3", "botocore", "s3transfer", "urllib3")
 
 
 class S3Session:
@@ -60,14 +57,17 @@ class S3Session:
         self.options = options
         # Until the client is made, what the options say is all there is to name in an error.
         self.place = Place(options.bucket, options.region or "", options.endpoint_url or "AWS")
-        self.ca_pem = _read_ca_bundle(options.ca_bundle)
         try:
-            self._session = boto3.Session(botocore_session=self._make_botocore_session())
+            botocore_session = self._make_botocore_session()
+            self._session = boto3.Session(botocore_session=botocore_session)
             self.region = options.region or self._session.region_name or DEFAULT_REGION
             self.client = self.make_client(sign_payload=options.checksum == "none")
             self._credentials = self._session.get_credentials()
         except boto_errors.BotoCoreError as e:
             raise self.translate(e) from None
+        except ValueError:  # boto3 checks an endpoint of the environment or the profile by hand
+            raise StoreConfigError("endpoint: AWS_ENDPOINT_URL or the profile's endpoint_url is no URL") from None
+        self.ca_pem = _read_ca_bundle(options.ca_bundle or botocore_session.get_config_variable("ca_bundle"))
         if self._credentials is None:
             raise StorePermissionError(
                 "secret: no credentials found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile"
@@ -168,6 +168,29 @@ class S3Session:
         except BOTO_ERRORS as e:
             raise self.translate(e) from None
 
+    def make_client(self, *, sign_payload: bool) -> Any:
+        """A boto3 client. With ``sign_payload`` the signature covers the payload's SHA-256, otherwise its checksum."""
+        options = self.options
+        style = {"addressing_style": options.addressing_style, "payload_signing_enabled": sign_payload}
+        return self._session.client(
+            "s3",
+            region_name=self.region,
+            endpoint_url=options.endpoint_url,
+            verify=options.ca_bundle if options.verify else False,  # None: AWS_CA_BUNDLE, the profile's, or the usual
+            config=Config(
+                connect_timeout=options.connect_timeout_s,
+                read_timeout=options.attempt_timeout_s,
+                retries=_ONE_ATTEMPT,  # S3Store retries, for both clients alike
+                max_pool_connections=options.max_connections,
+                s3=style,
+                # Our own checksum is sent with every put; the seal proves what is read.
+                request_checksum_calculation="when_required",
+                response_checksum_validation="when_required",
+                tcp_keepalive=True,
+                user_agent_extra="kvtiers",
+            ),
+        )
+
     def translate(self, error: Exception) -> StoreError:
         """Our exception for one of botocore's."""
         if isinstance(error, boto_errors.ClientError):
@@ -187,7 +210,7 @@ class S3Session:
         """Close idle connections."""
         self.client.close()
 
-    # -- making ----------------------------------------------------------------------------------------------------
+    # -- private ---------------------------------------------------------------------------------------------------
 
     def _make_botocore_session(self) -> botocore.session.Session:
         options = self.options
@@ -209,29 +232,6 @@ class S3Session:
             session.register_component("credential_provider", _Fixed(assumed))
         return session
 
-    def make_client(self, *, sign_payload: bool) -> Any:
-        """A boto3 client. With ``sign_payload`` the signature covers the payload's SHA-256, otherwise its checksum."""
-        options = self.options
-        style = {"addressing_style": options.addressing_style, "payload_signing_enabled": sign_payload}
-        return self._session.client(
-            "s3",
-            region_name=self.region,
-            endpoint_url=options.endpoint_url,
-            verify=(options.ca_bundle or True) if options.verify else False,
-            config=Config(
-                connect_timeout=options.connect_timeout_s,
-                read_timeout=options.attempt_timeout_s,
-                retries=_ONE_ATTEMPT,  # S3Store retries, for both clients alike
-                max_pool_connections=options.max_connections,
-                s3=style,
-                # Our own checksum is sent with every put; the seal proves what is read.
-                request_checksum_calculation="when_required",
-                response_checksum_validation="when_required",
-                tcp_keepalive=True,
-                user_agent_extra="kvtiers",
-            ),
-        )
-
     def _list(self, **arguments: Any) -> dict[str, Any]:
         try:
             answer: dict[str, Any] = self.client.list_objects_v2(Bucket=self.options.bucket, **arguments)
@@ -245,15 +245,6 @@ class S3Session:
     def _is_aws(self) -> bool:
         host = urlsplit(self.endpoint_url).hostname or ""
         return host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
-
-
-def cap_chatty_loggers() -> None:
-    """Keep the AWS libraries' loggers, and those below, from ever logging at DEBUG: headers hold session tokens."""
-    for name in (*_CHATTY_LOGGERS, *logging.root.manager.loggerDict):
-        if name.partition(".")[0] in _CHATTY_LOGGERS:
-            logger = logging.getLogger(name)
-            if name in _CHATTY_LOGGERS or logger.level != logging.NOTSET:
-                logger.setLevel(max(logging.INFO, logger.getEffectiveLevel()))
 
 
 def lifecycle_rule(rule_id: str, prefix: str, days: int) -> dict[str, Any]:

@@ -1,8 +1,6 @@
 """A small S3 server on loopback that misbehaves on request: what no real server does when a test asks it to.
 
-It speaks the part of S3 that stores use (PUT with ``If-None-Match``, GET with ranges, HEAD, DELETE, batch delete,
-ListObjectsV2, path and virtual-host style), keeps its objects in memory, checks no signatures and records every
-request. ``inject`` makes requests fail in the ways of ``Fault``::
+``TinyS3`` does the work; this is the server around it, which records every request and spoils what ``inject`` names::
 
     with HttpFaultServer() as server:
         server.inject(Fault.SLOW_DOWN, methods=("GET",), times=2)
@@ -15,24 +13,23 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import re
 import socket
 import ssl
 import struct
+import sys
 import threading
-import time
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import parse_qs, quote, unquote, urlsplit
-from xml.sax.saxutils import escape
+from urllib.parse import parse_qs, unquote, urlsplit
 
-PAGE_KEYS = 1000
+from tiers.testing.tiny_s3 import Answer, Request, TinyS3, error
+
 LORIS_INTERVAL_S = 0.02  # between two bytes: far below any read timeout
 POLL_S = 0.05
-SECRET_ECHO = "canonical-request-with-x-amz-security-token"
+LONGER_BYTES = 4096
 
 
 class Fault(StrEnum):
@@ -57,7 +54,7 @@ class Fault(StrEnum):
     LOST_ACK = "lost_ack"  # the work is done, the answer never comes
     REFUSE_CHECKSUM = "refuse_checksum"  # only requests that carry a checksum header
     IGNORE_RANGE = "ignore_range"  # a 200 with the whole object, as RFC 9110 allows
-    # What follows spoils the body of a good GET.
+    # What follows spoils the body of an object; other answers are as they should be.
     RESET_INSIDE = "reset_inside"
     TRUNCATED = "truncated"
     LONGER = "longer"
@@ -67,34 +64,25 @@ class Fault(StrEnum):
     SLOW_LORIS = "slow_loris"
 
 
-_ERRORS: Mapping[Fault, tuple[int, str]] = {
-    Fault.SLOW_DOWN: (503, "SlowDown"),
-    Fault.INTERNAL_ERROR: (500, "InternalError"),
-    Fault.TOO_MANY_REQUESTS: (429, "TooManyRequests"),
-    Fault.NOT_IMPLEMENTED: (501, "NotImplemented"),
-    Fault.EXPIRED_TOKEN: (400, "ExpiredToken"),
-    Fault.CLOCK_SKEW: (403, "RequestTimeTooSkewed"),
-    Fault.ACCESS_DENIED: (403, "AccessDenied"),
-    Fault.SIGNATURE: (403, "SignatureDoesNotMatch"),
-    Fault.BUCKET_GONE: (404, "NoSuchBucket"),
-    Fault.OTHER_REGION: (301, "PermanentRedirect"),
-    Fault.CONFLICT: (409, "ConditionalRequestConflict"),
-    Fault.PRECONDITION: (412, "PreconditionFailed"),
-    Fault.QUOTA: (403, "QuotaExceeded"),
+_INSTEAD: Mapping[Fault, Answer] = {
+    Fault.SLOW_DOWN: error(503, "SlowDown"),
+    Fault.INTERNAL_ERROR: error(500, "InternalError"),
+    Fault.TOO_MANY_REQUESTS: error(429, "TooManyRequests"),
+    Fault.NOT_IMPLEMENTED: error(501, "NotImplemented"),
+    Fault.EXPIRED_TOKEN: error(400, "ExpiredToken"),
+    Fault.CLOCK_SKEW: error(403, "RequestTimeTooSkewed"),
+    Fault.ACCESS_DENIED: error(403, "AccessDenied"),
+    Fault.SIGNATURE: error(403, "SignatureDoesNotMatch"),
+    Fault.BUCKET_GONE: error(404, "NoSuchBucket"),
+    Fault.OTHER_REGION: error(301, "PermanentRedirect", **{"x-amz-bucket-region": "eu-west-1"}),
+    Fault.CONFLICT: error(409, "ConditionalRequestConflict"),
+    Fault.PRECONDITION: error(412, "PreconditionFailed"),
+    Fault.QUOTA: error(403, "QuotaExceeded"),
+    Fault.REFUSE_CHECKSUM: error(400, "InvalidRequest"),
+    Fault.HTML_WITH_200: Answer(
+        200, b"<html><body>Please log in to the hotel's network</body></html>", {"Content-Type": "text/html"}
+    ),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One recorded request. Header names are in lower case."""
-
-    method: str
-    host: str
-    path: str
-    query: Mapping[str, str]
-    headers: Mapping[str, str]
-    body: bytes
-    client_port: int
 
 
 @dataclass(slots=True)
@@ -104,24 +92,25 @@ class _Rule:
     path_contains: str
     times: int | None
 
-
-@dataclass(slots=True)
-class _Object:
-    data: bytes
-    mtime: float = field(default_factory=time.time)
-
-    @property
-    def etag(self) -> str:
-        return f'"{hashlib.md5(self.data, usedforsecurity=False).hexdigest()}"'
+    def fits(self, request: Request) -> bool:
+        return (
+            self.times != 0
+            and (self.methods is None or request.method in self.methods)
+            and self.path_contains in request.path
+            and (self.fault is not Fault.REFUSE_CHECKSUM or any("checksum" in name for name in request.headers))
+        )
 
 
 class HttpFaultServer:
-    """The server, as a context manager. ``_lock`` owns the rules, the records and the objects.
+    """The server, as a context manager. ``_lock`` owns the rules and the records.
 
     Args:
         buckets: that exist.
         ssl_context: serve https with it.
         region: of every bucket.
+
+    Attributes:
+        most_under_way: the most requests that waited for their answers at once.
     """
 
     def __init__(
@@ -131,15 +120,13 @@ class HttpFaultServer:
         ssl_context: ssl.SSLContext | None = None,
         region: str = "us-east-1",
     ) -> None:
-        self.buckets = set(buckets)
-        self.region = region
+        self.s3 = TinyS3(buckets=buckets, region=region)
+        self.stopping = threading.Event()
+        self.most_under_way = 0
+        self._under_way = 0
         self._lock = threading.Lock()
         self._rules: list[_Rule] = []
         self._requests: list[Request] = []
-        self._objects: dict[tuple[str, str], _Object] = {}
-        self._under_way = 0
-        self.most_under_way = 0
-        self.stopping = threading.Event()
         self._server = _Server(self)
         if ssl_context is not None:
             self._server.socket = ssl_context.wrap_socket(self._server.socket, server_side=True)
@@ -185,44 +172,27 @@ class HttpFaultServer:
 
     def get_object(self, bucket: str, key: str) -> bytes | None:
         """What is stored."""
-        with self._lock:
-            found = self._objects.get((bucket, key))
-        return None if found is None else found.data
+        return self.s3.get_object(bucket, key)
 
     def put_object(self, bucket: str, key: str, data: bytes) -> None:
         """Store behind the clients' back."""
-        with self._lock:
-            self._objects[bucket, key] = _Object(data)
-
-    # -- for the handlers ------------------------------------------------------------------------------------------
+        self.s3.put_object(bucket, key, data)
 
     def begin(self, request: Request) -> Fault | None:
-        """Record a request and take the first fault that fits."""
+        """For the handlers: record a request and take the first fault that fits."""
         with self._lock:
+            self._requests.append(request)
             self._under_way += 1
             self.most_under_way = max(self.most_under_way, self._under_way)
-            self._requests.append(request)
-            for rule in self._rules:
-                if rule.times == 0 or (rule.methods is not None and request.method not in rule.methods):
-                    continue
-                if rule.path_contains not in request.path:
-                    continue
-                if rule.fault is Fault.REFUSE_CHECKSUM and not _checksum_headers(request.headers):
-                    continue
-                if rule.times is not None:
-                    rule.times -= 1
-                return rule.fault
-        return None
+            rule = next((rule for rule in self._rules if rule.fits(request)), None)
+            if rule is not None and rule.times is not None:
+                rule.times -= 1
+            return None if rule is None else rule.fault
 
     def end(self) -> None:
-        """A request is about to be answered, or dropped."""
+        """For the handlers: a request is about to be answered, or dropped."""
         with self._lock:
             self._under_way -= 1
-
-    def edit(self, change: Callable[[dict[tuple[str, str], _Object]], Any]) -> Any:
-        """Run ``change`` on the objects, alone."""
-        with self._lock:
-            return change(self._objects)
 
 
 class _Server(ThreadingHTTPServer):
@@ -239,7 +209,9 @@ class _Server(ThreadingHTTPServer):
         self.close_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that left in the middle is what the tests are about."""
+        # A client that left in the middle is what the tests are about.
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -267,70 +239,86 @@ class _Handler(BaseHTTPRequestHandler):
         finally:
             self._end()
 
-    def _end(self) -> None:
-        if self._unanswered:
-            self._unanswered = False
-            self.server.owner.end()
-
     def _read_request(self) -> Request:
         url = urlsplit(self.path)
-        length = int(self.headers.get("Content-Length") or 0)
         return Request(
             method=self.command,
             host=self.headers.get("Host", ""),
             path=unquote(url.path),
             query={name: values[0] for name, values in parse_qs(url.query, keep_blank_values=True).items()},
             headers={name.lower(): value for name, value in self.headers.items()},
-            body=self.rfile.read(length),
+            body=self.rfile.read(int(self.headers.get("Content-Length") or 0)),
             client_port=self.client_address[1],
         )
 
-    # -- faults ----------------------------------------------------------------------------------------------------
-
     def _answer(self, request: Request, fault: Fault | None) -> None:
-        if fault is not None and fault in _ERRORS:
-            self._send_error(*_ERRORS[fault])
-        elif fault is Fault.REFUSE_CHECKSUM:
-            self._send_error(400, "InvalidRequest")
-        elif fault is Fault.HTML_WITH_200:
-            self._send(
-                200, b"<html><body>Please log in to the hotel's network</body></html>", {"Content-Type": "text/html"}
-            )
-        elif fault is Fault.RESET_BEFORE:
+        if fault is not None and fault in _INSTEAD:
+            self._send(_INSTEAD[fault])
+            return
+        if fault is Fault.RESET_BEFORE:
             self._reset()
-        elif fault is Fault.STALL:
+            return
+        if fault is Fault.STALL:
             self._wait_until_client_leaves()
-        elif fault is Fault.LOST_ACK:
-            self._serve(request, None, silent=True)
+            return
+        if fault is Fault.IGNORE_RANGE:
+            headers = {name: value for name, value in request.headers.items() if name != "range"}
+            request = replace(request, headers=headers)
+        answer = self.server.owner.s3.answer(request)
+        if fault is Fault.LOST_ACK:
             self._reset()
+        elif fault is None or not answer.is_object or self.command == "HEAD":
+            self._send(answer)
         else:
-            self._serve(request, fault)
+            self._send_spoiled(answer, fault)
 
-    def _send_spoiled(self, data: bytes, headers: dict[str, str], fault: Fault) -> None:
-        flipped = bytes([data[0] ^ 1]) + data[1:] if data else b"\x01"
-        half = data[: len(data) // 2]
+    def _send_spoiled(self, answer: Answer, fault: Fault) -> None:
+        data = answer.body
         if fault is Fault.LONGER:
-            self._send(200, data + bytes(4096), headers)
-        elif fault is Fault.FLIPPED:
-            self._send(200, flipped, headers)
-        elif fault is Fault.FLIPPED_WITH_CHECKSUM:
-            digest = base64.b64encode(hashlib.sha256(data).digest()).decode()
-            self._send(200, flipped, {**headers, "x-amz-checksum-sha256": digest})
+            self._send(replace(answer, body=data + bytes(LONGER_BYTES)))
+        elif fault in (Fault.FLIPPED, Fault.FLIPPED_WITH_CHECKSUM):
+            headers = dict(answer.headers)
+            if fault is Fault.FLIPPED_WITH_CHECKSUM:
+                headers["x-amz-checksum-sha256"] = base64.b64encode(hashlib.sha256(data).digest()).decode()
+            self._send(replace(answer, body=bytes([data[0] ^ 1]) + data[1:], headers=headers))
         elif fault is Fault.NO_LENGTH:
-            self._head(200, {**headers, "Transfer-Encoding": "chunked"})
+            self._send_head(answer, {"Transfer-Encoding": "chunked"})
             self.wfile.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data))
+        elif fault is Fault.IGNORE_RANGE:
+            self._send(answer)
         else:
-            self._head(200, {**headers, "Content-Length": str(len(data))})
-            self.wfile.write(half)
-            if fault is Fault.SLOW_LORIS:
-                rest = data[len(half) : -1]  # the last byte never comes
-                for i in range(len(rest)):
-                    if self.server.owner.stopping.wait(LORIS_INTERVAL_S):
-                        break
-                    self.wfile.write(rest[i : i + 1])
-            if fault is Fault.RESET_INSIDE:
-                self._reset()
-            self.close_connection = True
+            self._send_half(answer, fault)
+
+    def _send_half(self, answer: Answer, fault: Fault) -> None:
+        data = answer.body
+        half = len(data) // 2
+        self._send_head(answer, {"Content-Length": str(len(data))})
+        self.wfile.write(data[:half])
+        if fault is Fault.SLOW_LORIS:
+            for i in range(half, len(data) - 1):  # the last byte never comes
+                if self.server.owner.stopping.wait(LORIS_INTERVAL_S):
+                    break
+                self.wfile.write(data[i : i + 1])
+        if fault is Fault.RESET_INSIDE:
+            self._reset()
+        self.close_connection = True
+
+    def _send(self, answer: Answer) -> None:
+        self._send_head(answer, {"Content-Length": str(len(answer.body))})
+        if self.command != "HEAD":
+            self.wfile.write(answer.body)
+
+    def _send_head(self, answer: Answer, framing: Mapping[str, str]) -> None:
+        self._end()  # before the client can send its next one
+        self.send_response(answer.status)
+        for name, value in {**answer.headers, **framing}.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def _end(self) -> None:
+        if self._unanswered:
+            self._unanswered = False
+            self.server.owner.end()
 
     def _reset(self) -> None:
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -347,161 +335,3 @@ class _Handler(BaseHTTPRequestHandler):
                 continue
             except OSError:
                 return
-
-    # -- S3 --------------------------------------------------------------------------------------------------------
-
-    def _serve(self, request: Request, fault: Fault | None, *, silent: bool = False) -> None:
-        send = _ignore if silent else self._send
-        bucket, key = self._place(request)
-        owner = self.server.owner
-        if bucket not in owner.buckets:
-            self._send_error(404, "NoSuchBucket")
-        elif not key:
-            self._serve_bucket(request, bucket, send)
-        elif request.method == "PUT":
-            create = request.headers.get("if-none-match") == "*"
-            made = _Object(request.body)
-            there = owner.edit(lambda objects: _insert(objects, (bucket, key), made, create=create))
-            if silent:
-                return
-            if there is not made:
-                self._send_error(412, "PreconditionFailed")
-            else:
-                self._send(200, b"", {"ETag": made.etag})
-        elif request.method == "DELETE":
-            owner.edit(lambda objects: objects.pop((bucket, key), None))
-            send(204, b"", {})
-        elif request.method in ("GET", "HEAD"):
-            found = owner.edit(lambda objects: objects.get((bucket, key)))
-            if found is None:
-                self._send_error(404, "NoSuchKey")
-            else:
-                self._serve_object(request, found, fault)
-        else:
-            self._send_error(405, "MethodNotAllowed")
-
-    def _serve_object(self, request: Request, found: _Object, fault: Fault | None) -> None:
-        headers = {
-            "ETag": found.etag,
-            "Last-Modified": self.date_time_string(int(found.mtime)),
-            "Accept-Ranges": "bytes",
-        }
-        size = len(found.data)
-        span = re.fullmatch(r"bytes=(\d*)-(\d*)", request.headers.get("range", ""))
-        if fault is Fault.IGNORE_RANGE:
-            span, fault = None, None
-        if span is None:
-            if fault is not None:
-                self._send_spoiled(found.data, headers, fault)
-            else:
-                self._send(200, found.data, headers)
-            return
-        first, last = span.groups()
-        start = int(first) if first else max(0, size - int(last))
-        end = min(size, int(last) + 1 if first and last else size)
-        if start >= end:
-            self._send_error(416, "InvalidRange")
-        else:
-            self._send(206, found.data[start:end], {**headers, "Content-Range": f"bytes {start}-{end - 1}/{size}"})
-
-    def _serve_bucket(self, request: Request, bucket: str, send: Callable[[int, bytes, dict[str, str]], None]) -> None:
-        owner = self.server.owner
-        region = {"x-amz-bucket-region": owner.region}
-        if request.method == "HEAD":
-            send(200, b"", region)
-        elif request.method == "POST" and "delete" in request.query:
-            keys = re.findall(r"<Key>(.*?)</Key>", request.body.decode())
-            owner.edit(lambda objects: [objects.pop((bucket, _unescape(key)), None) for key in keys])
-            send(200, _xml("DeleteResult", ""), {})
-        elif request.method == "GET" and request.query.get("list-type") == "2":
-            send(200, _list(owner, bucket, request.query), region)
-        else:
-            self._send_error(501, "NotImplemented")
-
-    def _place(self, request: Request) -> tuple[str, str]:
-        """Bucket and key, from bucket.host/key or from host/bucket/key."""
-        path = request.path.removeprefix("/")
-        first = request.host.partition(".")[0]
-        if first in self.server.owner.buckets:
-            return first, path
-        bucket, _, key = path.partition("/")
-        return bucket, key
-
-    # -- answers ---------------------------------------------------------------------------------------------------
-
-    def _send_error(self, status: int, code: str) -> None:
-        # S3 echoes the canonical request, session token included, when a signature is wrong.
-        body = _xml(
-            "Error", f"<Code>{code}</Code><Message>injected</Message><CanonicalRequest>{SECRET_ECHO}</CanonicalRequest>"
-        )
-        headers = {"Content-Type": "application/xml"}
-        if code == "PermanentRedirect":
-            headers["x-amz-bucket-region"] = "eu-west-1"
-        self._send(status, body, headers)
-
-    def _send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
-        self._head(status, {**headers, "Content-Length": str(len(body))})
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def _head(self, status: int, headers: dict[str, str]) -> None:
-        self._end()  # before the client can send its next one
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.end_headers()
-
-
-def _ignore(status: int, body: bytes, headers: dict[str, str]) -> None:
-    """Do not answer."""
-
-
-def _insert(objects: dict[tuple[str, str], _Object], place: tuple[str, str], made: _Object, *, create: bool) -> _Object:
-    if create:
-        return objects.setdefault(place, made)
-    objects[place] = made
-    return made
-
-
-def _checksum_headers(headers: Mapping[str, str]) -> list[str]:
-    return [name for name in headers if name.startswith(("x-amz-checksum-", "x-amz-sdk-checksum"))]
-
-
-def _list(owner: HttpFaultServer, bucket: str, query: Mapping[str, str]) -> bytes:
-    prefix = query.get("prefix", "")
-    after = query.get("continuation-token") or query.get("start-after", "")
-    page = min(PAGE_KEYS, int(query.get("max-keys", PAGE_KEYS)))
-    found = owner.edit(
-        lambda objects: sorted(
-            (key.encode(), key, blob)
-            for (place, key), blob in objects.items()
-            if place == bucket and key.startswith(prefix) and key.encode() > after.encode()
-        )
-    )
-    encode = quote if query.get("encoding-type") == "url" else escape
-    more = found[page:]
-    parts = [
-        f"<Name>{bucket}</Name><IsTruncated>{'true' if more else 'false'}</IsTruncated>",
-        f"<KeyCount>{len(found[:page])}</KeyCount>",
-    ]
-    if "encoding-type" in query:
-        parts.append("<EncodingType>url</EncodingType>")
-    if more:
-        parts.append(f"<NextContinuationToken>{escape(found[page - 1][1])}</NextContinuationToken>")
-    for _, key, blob in found[:page]:
-        date = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(blob.mtime))
-        parts.append(
-            f"<Contents><Key>{encode(key)}</Key><LastModified>{date}</LastModified><ETag>{escape(blob.etag)}</ETag>"
-            f"<Size>{len(blob.data)}</Size></Contents>"
-        )
-    return _xml("ListBucketResult", "".join(parts))
-
-
-def _xml(tag: str, content: str) -> bytes:
-    return f'<?xml version="1.0" encoding="UTF-8"?><{tag}>{content}</{tag}>'.encode()
-
-
-def _unescape(text: str) -> str:
-    for entity, char in (("&lt;", "<"), ("&gt;", ">"), ("&quot;", '"'), ("&apos;", "'"), ("&amp;", "&")):
-        text = text.replace(entity, char)
-    return text

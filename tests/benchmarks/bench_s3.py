@@ -1,0 +1,497 @@
+"""S3 through the whole tier (sealed and verified), by client, next to what plain HTTP can do.
+
+    python -m tests.benchmarks.bench_s3 [--quick] [--json FILE] [--png FILE] [--where nginx seaweed]
+
+Two servers on loopback: nginx as a DAV stub, which shows what the client itself costs, and SeaweedFS, a real S3. The
+ceiling ``http`` is sockets and nothing else: the same blocks with their trailers, unsigned and unsealed, sent from and
+received into the region by as many threads. It exists for the stub only, for a real server wants signatures.
+
+Ratios are what counts: within a round every client moves the same blocks one after the other, in changing order, and
+the median of the rounds' ratios is reported, so that a machine whose speed drifts does not decide.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import re
+import socket
+import statistics
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from tests.benchmarks.bench_fs import KIB, MIB, stall_while
+from tests.identity import FakeSpec, block_key
+from tiers.base import JobMetadata
+from tiers.file_mapper import FileMapper, strict_fields
+from tiers.seal import TRAILER_BYTES
+from tiers.store import Store
+from tiers.store_tier import StoreTierManager, TierOptions
+from tiers.stores.fsspec import FsspecStore
+from tiers.stores.s3 import S3Store
+from tiers.stores.s3_options import S3Options
+from tiers.testing.servers import STUB_BUCKET, S3Server, find_nginx, find_weed, nginx_stub, seaweed_server
+
+SIZES = (256 * KIB, MIB, 4 * MIB, 16 * MIB)
+THREADS = 8
+HEADS = 4_000
+CEILING = "http"
+CLIENTS = ("obstore", "boto3", "s3fs")
+HTTP_GOAL, BOTO3_GOAL, CPU_GOAL_MS, STALL_GOAL_MS = 0.8, 3.0, 0.35, 2.0
+HEADS_GOAL, HEADS_BOTO3_GOAL = 8_000, 7.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One client with one block size on one server. Speeds in MB/s, times in ms, ratios to the ceiling."""
+
+    where: str
+    client: str
+    block_bytes: int
+    put: float
+    get: float
+    put_ratio: float | None
+    get_ratio: float | None
+    put_cpu_ms: float
+    get_cpu_ms: float
+    put_stall_p50: float
+    put_stall_p99: float
+    get_stall_p50: float
+    get_stall_p99: float
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Existence checks a second."""
+
+    where: str
+    client: str
+    per_second: float
+
+
+class Region:
+    """Blocks and their keys. Every round stores other keys, because a tier does not store twice."""
+
+    def __init__(self, block_bytes: int, total_bytes: int) -> None:
+        self.count = max(2 * THREADS, total_bytes // block_bytes)
+        self.block_bytes = block_bytes
+        # Filled, so that no page is touched for the first time inside a measurement.
+        self.rows = np.random.default_rng(1).integers(0, 256, (self.count, block_bytes), np.uint8).view(np.int8)
+
+
+class Contender(ABC):
+    """A client that moves all blocks of a region: what the driver below measures."""
+
+    name: str
+
+    @abstractmethod
+    def put(self, round_: int) -> None:
+        """Store every block under the round's keys."""
+
+    @abstractmethod
+    def get(self, round_: int) -> None:
+        """Load every block of the round."""
+
+    @abstractmethod
+    def head(self, index: int) -> None:
+        """Ask whether one block of round 0 is there."""
+
+    @abstractmethod
+    def remove(self, round_: int) -> None:
+        """Delete the round's blocks."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what the constructor made."""
+
+
+class TierContender(Contender):
+    """A StoreTierManager over a store."""
+
+    def __init__(self, name: str, store: Store, region: Region) -> None:
+        self.name = name
+        self._store = store
+        self._region = region
+        spec = FakeSpec()
+        # Both kinds of pool threads help each other out, so half of each are THREADS together.
+        options = TierOptions(
+            n_read_threads=THREADS // 2, n_write_threads=THREADS // 2, job_deadline_s=3600, max_bytes_in_flight=1 << 40
+        )
+        mapper = FileMapper.from_offloading_spec("", spec, extra_fields=strict_fields(spec))
+        self._mapper = mapper
+        self._tier = StoreTierManager(spec, region.rows.data, name, store=store, mapper=mapper, options=options)
+        self._job_id = 0
+
+    def put(self, round_: int) -> None:
+        self._run(self._tier.submit_store, round_)
+
+    def get(self, round_: int) -> None:
+        self._run(self._tier.submit_load, round_)
+
+    def head(self, index: int) -> None:
+        assert self._store.size(self._name(0, index % self._region.count)) is not None
+
+    def remove(self, round_: int) -> None:
+        with ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(self._store.delete, [self._name(round_, i) for i in range(self._region.count)]))
+
+    def close(self) -> None:
+        self._tier.shutdown()
+
+    def _name(self, round_: int, index: int) -> str:
+        return self._mapper.relative_name(block_key(round_ * self._region.count + index))
+
+    def _run(self, submit: Callable[[JobMetadata], None], round_: int) -> None:
+        count = self._region.count
+        self._job_id += 1
+        keys = [block_key(round_ * count + i) for i in range(count)]
+        submit(JobMetadata(self._job_id, keys, np.arange(count, dtype=np.int32)))
+        self._tier.drain_jobs()
+        (result,) = self._tier.get_finished()
+        assert result.success, f"{self.name} failed"
+
+
+class HttpContender(Contender):
+    """The ceiling: requests written by hand to one socket per thread."""
+
+    name = CEILING
+
+    def __init__(self, url: str, region: Region) -> None:
+        parts = urlsplit(url)
+        self._address = (parts.hostname or "", parts.port or 80)
+        self._region = region
+        self._local = threading.local()
+        self._pool = ThreadPoolExecutor(THREADS)
+        self._trailer = bytes(TRAILER_BYTES)
+
+    def put(self, round_: int) -> None:
+        size = self._region.block_bytes + TRAILER_BYTES
+
+        def one(index: int) -> None:
+            head = self._request("PUT", round_, index, f"Content-Length: {size}\r\n")
+            connection = self._connection()
+            rest = [memoryview(head), memoryview(self._region.rows[index]).cast("B"), memoryview(self._trailer)]
+            while rest:
+                sent = connection.sendmsg(rest)
+                while rest and sent >= len(rest[0]):
+                    sent -= len(rest.pop(0))
+                if rest:
+                    rest[0] = rest[0][sent:]
+            self._answer(connection, None)
+
+        self._each(one)
+
+    def get(self, round_: int) -> None:
+        def one(index: int) -> None:
+            connection = self._connection()
+            connection.sendall(self._request("GET", round_, index))
+            self._answer(connection, memoryview(self._region.rows[index]).cast("B"))
+
+        self._each(one)
+
+    def head(self, index: int) -> None:
+        connection = self._connection()
+        connection.sendall(self._request("HEAD", 0, index % self._region.count))
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
+
+    def remove(self, round_: int) -> None:
+        def one(index: int) -> None:
+            connection = self._connection()
+            connection.sendall(self._request("DELETE", round_, index))
+            self._answer(connection, None)
+
+        self._each(one)
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+    def _each(self, one: Callable[[int], None]) -> None:
+        list(self._pool.map(one, range(self._region.count)))
+
+    def _connection(self) -> socket.socket:
+        connection: socket.socket | None = getattr(self._local, "connection", None)
+        if connection is None:
+            connection = self._local.connection = socket.create_connection(self._address)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return connection
+
+    @staticmethod
+    def _request(method: str, round_: int, index: int, headers: str = "") -> bytes:
+        return f"{method} /{STUB_BUCKET}/{CEILING}/{round_}/{index} HTTP/1.1\r\nHost: stub\r\n{headers}\r\n".encode()
+
+    def _answer(self, connection: socket.socket, into: memoryview | None) -> None:
+        """Read one answer; its body into ``into``, the trailer elsewhere."""
+        start = connection.recv(1 << 16)
+        while (end := start.find(b"\r\n\r\n")) < 0:
+            start += connection.recv(1 << 16)
+        assert start.startswith(b"HTTP/1.1 2"), start[:100]
+        body = start[end + 4 :]
+        if into is None:
+            announced = re.search(rb"\r\nContent-Length: *(\d+)", start[:end])
+            while len(body) < (int(announced[1]) if announced else 0):
+                body += connection.recv(1 << 16)
+            return
+        into[: len(body)] = body[: len(into)]
+        into = into[len(body) :]
+        while into:
+            into = into[connection.recv_into(into) :]
+        left = TRAILER_BYTES
+        while left:
+            left -= len(connection.recv(left))
+
+
+# -- driving -----------------------------------------------------------------------------------------------------------
+
+
+def timed(region: Region, run: Callable[[], None]) -> tuple[float, float]:
+    """MB/s, and CPU milliseconds of this process a block."""
+    cpu = time.process_time()
+    start = time.perf_counter()
+    run()
+    seconds = time.perf_counter() - start
+    return region.count * region.block_bytes / seconds / 1e6, (time.process_time() - cpu) / region.count * 1e3
+
+
+def measure(where: str, region: Region, contenders: list[Contender], rounds: int) -> list[Row]:
+    """All contenders on one server with one block size. Round 0 warms up and stays for the HEADs."""
+    seen: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for round_ in range(rounds + 1):
+        order = contenders[round_ % len(contenders) :] + contenders[: round_ % len(contenders)]
+        for way in ("put", "get"):
+            for contender in order:
+                run = partial(getattr(contender, way), round_)
+                result = timed(region, run)
+                if round_:
+                    seen.setdefault((contender.name, way), []).append(result)
+        for contender in contenders if round_ else ():
+            contender.remove(round_)
+    rows = []
+    for contender in contenders:
+        put_stall = stall_while(partial(contender.put, rounds + 1))
+        get_stall = stall_while(partial(contender.get, rounds + 1))
+        contender.remove(rounds + 1)
+
+        def median(way: str, of: int, name: str = contender.name) -> float:
+            return statistics.median(result[of] for result in seen[name, way])
+
+        def ratio(way: str, name: str = contender.name) -> float | None:
+            ceiling = seen.get((CEILING, way))
+            if ceiling is None:
+                return None
+            return statistics.median(a[0] / b[0] for a, b in zip(seen[name, way], ceiling, strict=True))
+
+        rows.append(
+            Row(
+                where, contender.name, region.block_bytes, median("put", 0), median("get", 0), ratio("put"),
+                ratio("get"), median("put", 1), median("get", 1), *put_stall, *get_stall,
+            )
+        )  # fmt: skip
+    return rows
+
+
+def heads_per_second(where: str, contender: Contender) -> Heads:
+    """By THREADS threads, each with its share. Median of three."""
+
+    def share(first: int) -> None:
+        for index in range(first, HEADS, THREADS):
+            contender.head(index)
+
+    speeds = []
+    with ThreadPoolExecutor(THREADS) as pool:
+        for _ in range(3):
+            start = time.perf_counter()
+            list(pool.map(share, range(THREADS)))
+            speeds.append(HEADS / (time.perf_counter() - start))
+    return Heads(where, contender.name, statistics.median(speeds))
+
+
+@contextmanager
+def server(where: str) -> Iterator[S3Server]:
+    """The server, its bucket, and its credentials in the environment."""
+    with ExitStack() as stack:
+        if where == "nginx":
+            reached = S3Server(stack.enter_context(nginx_stub()), "key", "secret")
+        else:
+            reached = stack.enter_context(seaweed_server()).s3
+            reached.client().create_bucket(Bucket=STUB_BUCKET)
+        before = {name: os.environ.get(name) for name in reached.environment}
+        os.environ.update(reached.environment)
+        try:
+            yield reached
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+
+
+def make_contender(name: str, reached: S3Server, region: Region) -> Contender:
+    if name == CEILING:
+        return HttpContender(reached.endpoint_url, region)
+    if name == "s3fs":
+        access = {"key": reached.access_key, "secret": reached.secret_key, "endpoint_url": reached.endpoint_url}
+        return TierContender(name, FsspecStore(f"s3://{STUB_BUCKET}/{name}", access), region)
+    client: Any = name
+    options = S3Options(
+        bucket=STUB_BUCKET,
+        prefix=name,  # a folder of its own, or one client would find the blocks of another
+        endpoint_url=reached.endpoint_url,
+        client=client,
+        request_timeout_s=60,
+        max_connections=THREADS,
+    )
+    return TierContender(name, S3Store(options), region)
+
+
+def run(where: str, total_bytes: int, rounds: int) -> tuple[list[Row], list[Heads]]:
+    rows: list[Row] = []
+    heads: list[Heads] = []
+    names = (CEILING, *CLIENTS) if where == "nginx" else CLIENTS
+    with server(where) as reached:
+        for size in SIZES:
+            region = Region(size, total_bytes)
+            contenders = [make_contender(name, reached, region) for name in names]
+            rows += measure(where, region, contenders, rounds)
+            if size == SIZES[0]:
+                heads += [heads_per_second(where, contender) for contender in contenders]
+            for contender in contenders:
+                contender.remove(0)
+                contender.close()
+    return rows, heads
+
+
+# -- showing -----------------------------------------------------------------------------------------------------------
+
+
+def show(rows: Sequence[Row], heads: Sequence[Heads]) -> None:
+    console = Console(width=None if os.isatty(1) else 150)
+    table = Table(title=f"S3 through the whole tier, {THREADS} threads, MB/s (median of rounds)")
+    for column in ("", "block", "client", "PUT", "of http", "GET", "of http", "CPU ms a block PUT / GET",
+                   "stall ms PUT p50 / p99", "GET p50 / p99"):  # fmt: skip
+        table.add_column(column, justify="right")
+    for row in rows:
+        is_ours = row.client == "obstore"
+        judged_ratio = is_ours and row.block_bytes >= MIB
+        judged_cpu = is_ours and row.block_bytes == SIZES[0]
+        table.add_row(
+            row.where,
+            size_text(row.block_bytes),
+            row.client,
+            f"{row.put:.0f}",
+            _ratio(row.put_ratio, judged_ratio),
+            f"{row.get:.0f}",
+            _ratio(row.get_ratio, judged_ratio),
+            f"{_judged(row.put_cpu_ms, not judged_cpu or row.put_cpu_ms <= CPU_GOAL_MS)} / "
+            f"{_judged(row.get_cpu_ms, not judged_cpu or row.get_cpu_ms <= CPU_GOAL_MS)}",
+            _stall(row.put_stall_p50, row.put_stall_p99, is_ours),
+            _stall(row.get_stall_p50, row.get_stall_p99, is_ours),
+        )
+    console.print(table)
+    for where in dict.fromkeys(row.where for row in rows):
+        by_client = {row.client: row for row in rows if row.where == where and row.block_bytes == SIZES[0]}
+        ours, theirs = by_client["obstore"], by_client["boto3"]
+        asked = {one.client: one.per_second for one in heads if one.where == where}
+        put, get = ours.put / theirs.put, ours.get / theirs.get
+        checks = ", ".join(f"{client} {per_second:,.0f}/s" for client, per_second in asked.items())
+        times = asked["obstore"] / asked["boto3"]
+        console.print(
+            f"{where}: obstore is {_judged(put, put >= BOTO3_GOAL)}x boto3 at {size_text(SIZES[0])} PUT and "
+            f"{_judged(get, get >= BOTO3_GOAL)}x GET; existence checks: {checks}; obstore is "
+            f"{_judged(times, times >= HEADS_BOTO3_GOAL)}x boto3"
+        )
+    console.print(
+        f"goals of obstore: >= {HTTP_GOAL} of http from 1 MiB; >= {BOTO3_GOAL:g}x boto3 at 256 KiB; "
+        f"CPU <= {CPU_GOAL_MS} ms a 256 KiB block; stall p99 <= {STALL_GOAL_MS:g} ms; "
+        f">= {HEADS_GOAL:,} checks/s on the stub, >= {HEADS_BOTO3_GOAL:g}x boto3. Missed goals are red."
+    )
+
+
+def size_text(size: int) -> str:
+    return f"{size // KIB} KiB" if size < MIB else f"{size // MIB} MiB"
+
+
+def _judged(value: float, reached: bool) -> str:
+    return f"{value:.2f}" if reached else f"[red]{value:.2f}[/red]"
+
+
+def _stall(p50: float, p99: float, judged: bool) -> str:
+    return f"{p50:.2f} / {_judged(p99, not judged or p99 <= STALL_GOAL_MS)}"
+
+
+def _ratio(value: float | None, judged: bool) -> str:
+    return "" if value is None else _judged(value, not judged or value >= HTTP_GOAL)
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """Bars of PUT and GET for each server; needs matplotlib."""
+    importlib.import_module("matplotlib").use("Agg")
+    pyplot = importlib.import_module("matplotlib.pyplot")
+
+    places = list(dict.fromkeys(row.where for row in rows))
+    figure, axes = pyplot.subplots(len(places), 2, figsize=(11, 4 * len(places)), squeeze=False)
+    for i, where in enumerate(places):
+        clients = list(dict.fromkeys(row.client for row in rows if row.where == where))
+        for j, way in enumerate(("put", "get")):
+            axis = axes[i][j]
+            for k, client in enumerate(clients):
+                speeds = [getattr(row, way) for row in rows if row.where == where and row.client == client]
+                width = 0.8 / len(clients)
+                axis.bar(np.arange(len(speeds)) + k * width, speeds, width, label=client)
+            axis.set_xticks(np.arange(len(SIZES)) + 0.4, [size_text(size) for size in SIZES])
+            axis.set_title(f"{way.upper()}, {where}, {THREADS} threads, sealed and verified")
+            axis.set_ylabel("MB/s")
+            axis.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    """Parse arguments, measure, print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="less data and fewer rounds")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.add_argument("--png", type=Path, help="draw the rows into this file (needs matplotlib)")
+    parser.add_argument("--where", nargs="*", choices=("nginx", "seaweed"), help="default: whichever is installed")
+    args = parser.parse_args()
+    installed = {"nginx": find_nginx(), "seaweed": find_weed()}
+    places = args.where or [name for name, path in installed.items() if path is not None]
+    missing = [name for name in ("nginx", "seaweed") if name not in places]
+    if missing:
+        print(f"not measured: {', '.join(missing)}")
+    total, rounds = (64 * MIB, 3) if args.quick else (256 * MIB, 5)
+    rows: list[Row] = []
+    heads: list[Heads] = []
+    for where in places:
+        more_rows, more_heads = run(where, total, rounds)
+        rows += more_rows
+        heads += more_heads
+    show(rows, heads)
+    if args.json:
+        args.json.write_text(
+            json.dumps({"rows": [asdict(row) for row in rows], "heads": [asdict(one) for one in heads]}, indent=1)
+        )
+    if args.png:
+        try:
+            plot(rows, args.png)
+        except ImportError:
+            print("no plot: matplotlib is not installed")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""vLLM's own TieringOffloadingSpec on vLLM's CPU platform.
+
+vLLM's spec refuses every platform that is not CUDA, ROCm or XPU when it makes the worker; its scheduler's side runs
+anywhere. This puts a worker that copies between CPU tensors under it and leaves the rest alone, so that a tier behind
+it, vLLM's or ours, meets vLLM's real manager.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+from connector.vllm.spec import KVTiersWorker
+
+
+class CpuTieringOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM is not installed where mypy runs
+    """TieringOffloadingSpec with a worker for CPU tensors."""
+
+    def get_worker(self, kv_caches: Any) -> Any:
+        worker: Any = getattr(self, "_worker", None)
+        if worker is None:
+            region = SharedOffloadRegion(
+                engine_id=self._engine_id,
+                num_chunks=self.num_chunks,
+                rank=self.config.parallel.rank,
+                kv_bytes_per_chunk=self.kv_bytes_per_chunk,
+                cpu_page_size=self.cpu_page_size_per_worker,
+            )
+            worker = self._worker = KVTiersWorker(kv_caches, region, self.blocks_per_chunk)
+        return worker

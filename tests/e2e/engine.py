@@ -1,0 +1,146 @@
+"""One vLLM engine in one process: ``python -m tests.e2e.engine JOB.json``; prints the results as a JSON line.
+
+The job is made by ``tests.e2e.runner``. Prompts are answered one by one, greedily, so that each one's time to first
+token is its own.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+RESULT_PREFIX = "E2E-RESULT "
+
+
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    """Build the engine, answer the prompts, end the engine."""
+    from vllm import LLM, SamplingParams
+    from vllm.config import KVTransferConfig
+
+    transfer = job.get("kv_transfer_config")
+    started = time.monotonic()
+    llm = LLM(
+        model=job["model"],
+        dtype="float32",
+        max_model_len=job.get("max_model_len", 4096),
+        block_size=32,
+        enforce_eager=True,
+        disable_log_stats=False,
+        enable_prefix_caching=True,
+        kv_transfer_config=KVTransferConfig(**transfer) if transfer else None,
+        **job.get("engine", {}),
+    )
+    setup_s = time.monotonic() - started
+    steps_s = _time_scheduler(llm)
+    params = SamplingParams(temperature=0.0, max_tokens=job.get("max_tokens", 16), ignore_eos=True)
+
+    def answer(tokens: list[int], params: Any = params) -> Any:
+        (output,) = llm.generate([{"prompt_token_ids": tokens}], params, use_tqdm=False)
+        return output
+
+    if job.get("warm_up"):  # the first forward of an engine pays for what no later one does
+        answer(job["warm_up"])
+    answers = []
+    steps_s.clear()
+    for index, tokens in enumerate(job["prompts"]):
+        for step in job.get("before", {}).get(str(index), ()):
+            _act(step, llm)
+        began = time.monotonic()
+        output = answer(tokens)
+        answers.append(
+            {
+                "tokens": list(output.outputs[0].token_ids),
+                "cached_tokens": output.num_cached_tokens or 0,
+                "ttft_s": output.metrics.first_token_latency if output.metrics else None,
+                "total_s": time.monotonic() - began,
+            }
+        )
+    if job.get("settle"):  # a step without work takes the results of what still runs
+        _settle(job["settle"], answer, job, llm)
+    metrics = _metrics(llm)
+    ended = time.monotonic()
+    llm.llm_engine.engine_core.shutdown()
+    return {
+        "setup_s": setup_s,
+        "answers": answers,
+        "metrics": metrics,
+        "shutdown_s": time.monotonic() - ended,
+        "schedule_p50_ms": _percentile(steps_s, 0.5) * 1e3,
+        "schedule_p99_ms": _percentile(steps_s, 0.99) * 1e3,
+        "schedule_max_ms": _percentile(steps_s, 1.0) * 1e3,
+        "schedule_steps": len(steps_s),
+    }
+
+
+def _time_scheduler(llm: Any) -> list[float]:
+    """Seconds of each scheduling step and each digestion of its results, as they come; none where it is in another
+    process.
+    """
+    taken: list[float] = []
+    core: Any = getattr(llm.llm_engine.engine_core, "engine_core", None)
+    if core is None:
+        return taken
+    for name in ("schedule", "update_from_output"):
+        setattr(core.scheduler, name, _timed(getattr(core.scheduler, name), taken))
+    return taken
+
+
+def _timed(call: Any, taken: list[float]) -> Any:
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return call(*args, **kwargs)
+        finally:
+            taken.append(time.perf_counter() - began)
+
+    return timed
+
+
+def _percentile(values: list[float], share: float) -> float:
+    ordered = sorted(values) or [0.0]
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def _settle(settle: dict[str, Any], answer: Any, job: dict[str, Any], llm: Any) -> None:
+    """Run dummy requests until a metric has reached a value, or the time is up."""
+    deadline = time.monotonic() + settle.get("within_s", 30.0)
+    while time.monotonic() < deadline:
+        found = sum(value for name, value in _metrics(llm).items() if name.startswith(settle["metric"]))
+        if found >= settle["at_least"]:
+            return
+        answer(job["warm_up"][:8])
+
+
+def _act(step: dict[str, Any], llm: Any) -> None:
+    match step["do"]:
+        case "reset_prefix_cache":
+            assert llm.reset_prefix_cache(reset_connector=step.get("connector", False)) is not False
+        case "touch":
+            Path(step["path"]).touch()
+        case "wait_for":
+            deadline = time.monotonic() + step.get("within_s", 60.0)
+            while not Path(step["path"]).exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
+        case other:
+            raise ValueError(f"unknown step {other!r}")
+
+
+def _metrics(llm: Any) -> dict[str, float]:
+    values: dict[str, float] = {}
+    for metric in llm.get_metrics():
+        if "kv_offload" in metric.name or "kvtiers" in metric.name or "prefix_cache" in metric.name:
+            labels = {name: value for name, value in metric.labels.items() if name not in ("model_name", "engine")}
+            shown = ",".join(f"{name}={value}" for name, value in sorted(labels.items()))
+            value: Any = getattr(metric, "value", None)
+            if value is None:
+                value = getattr(metric, "sum", 0.0)
+            values[f"{metric.name}{{{shown}}}"] = float(value)
+    return values
+
+
+if __name__ == "__main__":
+    job = json.loads(Path(sys.argv[1]).read_text())
+    print(RESULT_PREFIX + json.dumps(run(job)), flush=True)

@@ -1,0 +1,335 @@
+"""The rows of the report: what is done to an engine and its storage, and what must come out.
+
+Every row compares with the answers of an engine without any connector: whatever happens to the storage, the tokens
+stay the same.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.lab import EngineFailedError, Lab, Row, metric
+from tests.e2e.ways import Place, way
+from tiers.testing.servers import SeaweedServer
+
+BLOCK_TOKENS = 32
+SHORT_REGION_BYTES = 40 << 20  # 28 blocks of SmolLM2: less than half of the prompt
+STALL_S_MAX = 20.0  # a tier's deadline on S3 is 15 s
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Token ids.
+
+    Attributes:
+        document: the long prompt.
+        half: the first half of it, then other text.
+        warm_up: shares nothing with the others.
+    """
+
+    document: list[int]
+    half: list[int]
+    warm_up: list[int]
+    half_shared_blocks: int
+
+    @property
+    def full_blocks(self) -> int:
+        """Blocks of the document that can be reused: its last token is always computed."""
+        return (len(self.document) - 1) // BLOCK_TOKENS
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Answers of an engine without a connector, and how long the first token took."""
+
+    document: list[int]
+    half: list[int]
+    cold_ttft_s: float
+    schedule_p99_ms: float
+
+
+@dataclass
+class Setting:
+    """What a row runs with."""
+
+    lab: Lab
+    prompts: Prompts
+    reference: Reference
+    scratch: Path
+    server: SeaweedServer
+    tiny_model: Path
+
+    def place(self, name: str) -> Place:
+        """An empty folder and an empty bucket."""
+        folder = self.scratch / name
+        shutil.rmtree(folder, ignore_errors=True)
+        bucket = f"e2e-{name}".lower().replace(".", "-")
+        self.server.s3.client().create_bucket(Bucket=bucket)
+        return Place(folder, {"endpoint_url": self.server.s3.endpoint_url, "bucket": bucket})
+
+
+def reference(lab: Lab, prompts: Prompts) -> Reference:
+    """Ask an engine without a connector."""
+    result = lab.run(None, [prompts.document, prompts.half], warm_up=prompts.warm_up)
+    document, half = result["answers"]
+    return Reference(document["tokens"], half["tokens"], document["ttft_s"], result["schedule_p99_ms"])
+
+
+def reuse(setting: Setting, name: str) -> Row:
+    """A writer's process, then a fresh reader's: all full blocks of the shared prefix are hits."""
+    row = Row(name, setting.lab.version)
+    prompts = setting.prompts
+    place = setting.place(_slug(f"{name}-{setting.lab.version}"))
+    config = way(name, place)
+    cold = setting.lab.run(config, [prompts.document], warm_up=prompts.warm_up)["answers"][0]
+    row.expect(cold["tokens"] == setting.reference.document, "the writer's tokens differ")
+    result = setting.lab.run(config, [prompts.document, prompts.half], warm_up=prompts.warm_up)
+    warm, half = result["answers"]
+    row.expect(warm["tokens"] == setting.reference.document, "the reader's tokens differ")
+    row.expect(half["tokens"] == setting.reference.half, "tokens of the half-shared prompt differ")
+    row.expect(
+        warm["cached_tokens"] == prompts.full_blocks * BLOCK_TOKENS,
+        f"{warm['cached_tokens']} tokens were reused, not {prompts.full_blocks * BLOCK_TOKENS}",
+    )
+    hits = metric(result, "vllm:external_prefix_cache_hits")
+    row.expect(hits > 0, "no external hits")
+    row.figures = {
+        "cold_ttft_s": cold["ttft_s"],
+        "warm_ttft_s": warm["ttft_s"],
+        "speedup": cold["ttft_s"] / warm["ttft_s"],
+        "reused_tokens": warm["cached_tokens"],
+        "external_hit_tokens": hits,
+        "shutdown_s": result["shutdown_s"],
+        "schedule_p99_ms": result["schedule_p99_ms"],
+        "schedule_max_ms": result["schedule_max_ms"],
+        "schedule_steps": result["schedule_steps"],
+        "schedule_p99_over_none_ms": result["schedule_p99_ms"] - setting.reference.schedule_p99_ms,
+    }
+    return row
+
+
+def flipped(setting: Setting, name: str) -> Row:
+    """One bit flipped in every stored block: the same tokens, no hit, every failure counted."""
+    row = Row(f"{name}: a bit flipped in every block", setting.lab.version)
+    place, config = _stored(setting, name, row)
+    files = _files(place)
+    for index, path in enumerate(files):
+        data = bytearray(path.read_bytes())
+        data[(index * 7919) % len(data)] ^= 1 << index % 8
+        path.write_bytes(data)
+    result = setting.lab.run(config, [setting.prompts.document], warm_up=setting.prompts.warm_up)
+    answer = result["answers"][0]
+    row.expect(answer["tokens"] == setting.reference.document, "tokens differ")
+    row.expect(answer["cached_tokens"] == 0, f"{answer['cached_tokens']} tokens were reused")
+    row.expect(metric(result, "vllm:external_prefix_cache_hits") == 0, "external hits were counted")
+    failures = metric(result, "vllm:kvtiers_verify_failures")
+    if not name.startswith("Shared"):
+        row.expect(failures > 0, "no verify failures were counted")
+    row.figures = {"files_flipped": len(files), "verify_failures": failures, "ttft_s": answer["ttft_s"]}
+    return row
+
+
+def third_deleted(setting: Setting, name: str) -> Row:
+    """A third of the files deleted: the same tokens."""
+    row = Row(f"{name}: a third of the blocks deleted", setting.lab.version)
+    place, config = _stored(setting, name, row)
+    files = _files(place)
+    for path in files[::3]:
+        path.unlink()
+    result = setting.lab.run(config, [setting.prompts.document], warm_up=setting.prompts.warm_up)
+    answer = result["answers"][0]
+    row.expect(answer["tokens"] == setting.reference.document, "tokens differ")
+    row.figures = {
+        "files_deleted": len(files[::3]),
+        "reused_tokens": answer["cached_tokens"],
+        "ttft_s": answer["ttft_s"],
+    }
+    return row
+
+
+def writer_killed(setting: Setting, name: str) -> Row:
+    """SIGKILL to all of a writer's processes while it stores: nothing in /dev/shm, the same tokens after it."""
+    row = Row(f"{name}: SIGKILL of the writer", setting.lab.version)
+    place = setting.place(_slug(f"{name}-killed-{setting.lab.version}"))
+    config = way(name, place)
+    before = set(os.listdir("/dev/shm"))
+    running = setting.lab.start(config, [setting.prompts.document] * 3, warm_up=setting.prompts.warm_up, processes=True)
+    try:
+        deadline = time.monotonic() + 240
+        while len(_files(place)) < 4:
+            if running.process.poll() is not None or time.monotonic() > deadline:
+                raise EngineFailedError(f"the writer stored nothing; see {running.log}")
+            time.sleep(0.01)
+    finally:
+        running.kill()
+    stored = len(_files(place))
+    left = sorted(each for each in set(os.listdir("/dev/shm")) - before if each.startswith("vllm_offload_"))
+    if not name.startswith(("vLLM", "tier")):  # behind vLLM's spec the region is vLLM's
+        row.expect(not left, f"left in /dev/shm: {left}")
+    for each in left:
+        with suppress(FileNotFoundError):
+            os.unlink(f"/dev/shm/{each}")
+    answer = setting.lab.run(config, [setting.prompts.document], warm_up=setting.prompts.warm_up)["answers"][0]
+    row.expect(answer["tokens"] == setting.reference.document, "tokens differ")
+    row.figures = {
+        "files_at_kill": stored,
+        "left_in_dev_shm": len(left),
+        "reused_tokens": answer["cached_tokens"],
+        "ttft_s": answer["ttft_s"],
+    }
+    return row
+
+
+def longer_than_region(setting: Setting, name: str) -> Row:
+    """A prompt that does not fit the region: the same tokens, and the log says so."""
+    row = Row(f"{name}: prompt longer than the region", setting.lab.version)
+    place = setting.place(_slug(f"{name}-long-{setting.lab.version}"))
+    config = way(name, place, region_bytes=SHORT_REGION_BYTES)
+    for who in ("writer", "reader"):
+        running = setting.lab.start(config, [setting.prompts.document], warm_up=setting.prompts.warm_up)
+        answer = running.result()["answers"][0]
+        row.expect(answer["tokens"] == setting.reference.document, f"the {who}'s tokens differ")
+        row.figures[f"{who}_reused_tokens"] = answer["cached_tokens"]
+        row.figures[f"{who}_ttft_s"] = answer["ttft_s"]
+        if name.startswith("spec"):
+            row.expect("make region.size larger" in running.log.read_text(errors="replace"), f"the {who} says nothing")
+    return row
+
+
+def reset(setting: Setting, name: str) -> Row:
+    """``reset_prefix_cache``, the connector's too, between requests: the same tokens, reused from storage."""
+    row = Row(f"{name}: reset_prefix_cache", setting.lab.version)
+    place = setting.place(_slug(f"{name}-reset-{setting.lab.version}"))
+    steps = {
+        "1": [{"do": "reset_prefix_cache"}],
+        "2": [{"do": "reset_prefix_cache", "connector": True}],
+        "3": [{"do": "reset_prefix_cache", "connector": True}],
+    }
+    result = setting.lab.run(
+        way(name, place), [setting.prompts.document] * 4, warm_up=setting.prompts.warm_up, before=steps
+    )
+    for index, answer in enumerate(result["answers"]):
+        row.expect(answer["tokens"] == setting.reference.document, f"tokens of answer {index} differ")
+        row.figures[f"reused_tokens_{index}"] = answer["cached_tokens"]
+        row.figures[f"ttft_{index}_s"] = answer["ttft_s"]
+    row.expect(result["answers"][3]["cached_tokens"] > 0, "nothing was reused after a reset")
+    return row
+
+
+def two_engines(setting: Setting, name: str) -> Row:
+    """Two engines store and read one root at the same time: the same tokens from both, and from a third."""
+    row = Row(f"{name}: two engines on one root", setting.lab.version)
+    place = setting.place(_slug(f"{name}-two-{setting.lab.version}"))
+    config = way(name, place)
+    both = [
+        setting.lab.start(config, [setting.prompts.document, setting.prompts.half], warm_up=setting.prompts.warm_up)
+        for _ in range(2)
+    ]
+    for running in both:
+        document, half = running.result()["answers"]
+        row.expect(document["tokens"] == setting.reference.document, "tokens differ")
+        row.expect(half["tokens"] == setting.reference.half, "tokens of the half-shared prompt differ")
+    answer = setting.lab.run(config, [setting.prompts.document], warm_up=setting.prompts.warm_up)["answers"][0]
+    row.expect(answer["tokens"] == setting.reference.document, "tokens of the third differ")
+    row.expect(answer["cached_tokens"] == setting.prompts.full_blocks * BLOCK_TOKENS, "not all of it was reused")
+    row.figures = {"reused_tokens": answer["cached_tokens"], "ttft_s": answer["ttft_s"]}
+    return row
+
+
+def server_killed(setting: Setting, name: str) -> Row:
+    """The S3 server dies between two requests: the same tokens, no stall beyond the deadline; it comes back: hits."""
+    row = Row(f"{name}: S3 server killed in mid-run", setting.lab.version)
+    place, config = _stored(setting, name, row)
+    del place
+    marks = {what: setting.scratch / f"{_slug(name)}-{setting.lab.version}-{what}" for what in ("up", "killed")}
+    for mark in marks.values():
+        mark.unlink(missing_ok=True)
+    steps = {"1": [{"do": "touch", "path": str(marks["up"])}, {"do": "wait_for", "path": str(marks["killed"])}]}
+    running = setting.lab.start(
+        config, [setting.prompts.half, setting.prompts.document], warm_up=setting.prompts.warm_up, before=steps
+    )
+    try:
+        running.wait_for(marks["up"])
+        setting.server.stop()
+        marks["killed"].touch()
+        half, answer = running.result()["answers"]
+    finally:
+        setting.server.start()
+    row.expect(half["tokens"] == setting.reference.half, "tokens differ while the server was there")
+    row.expect(answer["tokens"] == setting.reference.document, "tokens differ without the server")
+    stall_s = answer["ttft_s"] - setting.reference.cold_ttft_s
+    row.expect(stall_s < STALL_S_MAX, f"stalled for {stall_s:.1f} s")
+    row.figures = {
+        "reused_tokens_before": half["cached_tokens"],
+        "reused_tokens_after": answer["cached_tokens"],
+        "ttft_without_server_s": answer["ttft_s"],
+    }
+    return row
+
+
+def tensor_parallel(setting: Setting, name: str) -> Row:
+    """TP=2 reads nothing of what TP=1 wrote, and all of what TP=2 wrote."""
+    row = Row(f"{name}: TP=2", setting.lab.version)
+    place = setting.place(_slug(f"{name}-tp-{setting.lab.version}"))
+    prompts = setting.prompts
+    two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    job: dict[str, Any] = {"warm_up": prompts.warm_up, "model": str(setting.tiny_model)}
+    setting.lab.run(way(name, place), [prompts.document], **job)
+    expected = setting.lab.run(None, [prompts.document], processes=True, engine=two, **job)["answers"][0]["tokens"]
+    row.expect(len(set(expected)) > 1, "the model says the same token again and again: this row shows nothing")
+    for who, reused in (("first", 0), ("second", prompts.full_blocks * BLOCK_TOKENS)):
+        answer = setting.lab.run(way(name, place), [prompts.document], processes=True, engine=two, **job)["answers"][0]
+        row.expect(answer["tokens"] == expected, f"tokens of the {who} engine of TP=2 differ")
+        row.expect(answer["cached_tokens"] == reused, f"the {who} reused {answer['cached_tokens']}, not {reused}")
+        row.figures[f"{who}_reused_tokens"] = answer["cached_tokens"]
+        row.figures[f"{who}_ttft_s"] = answer["ttft_s"]
+    return row
+
+
+def _stored(setting: Setting, name: str, row: Row) -> tuple[Place, dict[str, Any]]:
+    place = setting.place(_slug(f"{row.name}-{setting.lab.version}"))
+    config = way(name, place)
+    answer = setting.lab.run(config, [setting.prompts.document], warm_up=setting.prompts.warm_up)["answers"][0]
+    row.expect(answer["tokens"] == setting.reference.document, "the writer's tokens differ")
+    return place, config
+
+
+def _files(place: Place) -> list[Path]:
+    """Stored blocks, or layers of prefixes."""
+    if not place.folder.exists():
+        return []
+    return sorted(path for path in place.folder.rglob("*") if path.suffix in (".bin", ".safetensors"))
+
+
+def _slug(text: str) -> str:
+    kept = "".join(letter if letter.isalnum() else "-" for letter in text.lower())
+    return "-".join(part for part in kept.split("-") if part)[:50]
+
+
+#: (row, ways it is run on)
+HARM: tuple[tuple[Callable[[Setting, str], Row], tuple[str, ...]], ...] = (
+    (flipped, ("tier on fs", "spec on fs", "SharedStorageConnector on a folder")),
+    (third_deleted, ("tier on fs", "spec on fs", "SharedStorageConnector on a folder")),
+    (writer_killed, ("tier on fs", "spec on fs")),
+    (longer_than_region, ("tier on fs", "spec on fs")),
+    (reset, ("tier on fs", "spec on fs")),
+    (two_engines, ("tier on fs", "spec on fs")),
+    (server_killed, ("tier on S3", "spec on S3")),
+    (tensor_parallel, ("spec on fs", "tier on fs", "SharedStorageConnector on a folder")),
+)
+
+
+def attempt(run: Callable[[Setting, str], Row], setting: Setting, name: str) -> Row:
+    """Run a row; an engine that fails is a failed row, and the rest still runs."""
+    try:
+        return run(setting, name)
+    except Exception as e:
+        title = name if run is reuse else f"{name}: {run.__name__}"
+        return Row(title, setting.lab.version, ok=False, failures=[f"{type(e).__name__}: {e}"[:2000]])

@@ -1,0 +1,100 @@
+"""Runs the rows and writes the report: ``python -m tests.e2e.runner --work FOLDER [--reduced]``.
+
+Run it with the interpreter that ``tests.e2e.make_env`` made. Exit code 1 if a row is not as it must be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.e2e.lab import REPOSITORY, Lab, Row
+from tests.e2e.make_model import make_model, make_tiny_model
+from tests.e2e.report import write_report
+from tests.e2e.rows import BLOCK_TOKENS, HARM, Prompts, Setting, attempt, reference, reuse
+from tests.e2e.ways import REUSE_WAYS
+from tiers.testing.servers import seaweed_server
+
+DOCUMENT_TOKENS = 2029
+HALF_BLOCKS = 31
+REDUCED_WAYS = ("vLLM's fs tier", "tier on fs", "tier on S3", "spec on fs")
+
+
+def make_prompts(model: Path) -> Prompts:
+    """Real text: the licence, and for the second half of ``half`` and the warm-up other files of the repository."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(model))
+    document = tokenizer((REPOSITORY / "LICENSE").read_text())["input_ids"][:DOCUMENT_TOKENS]
+    other = tokenizer((REPOSITORY / "ARCHITECTURE.md").read_text())["input_ids"]
+    shared = HALF_BLOCKS * BLOCK_TOKENS
+    return Prompts(
+        document=document,
+        half=document[:shared] + other[:200],
+        warm_up=other[400:500],
+        half_shared_blocks=HALF_BLOCKS,
+    )
+
+
+def rows(
+    work: Path, overlay: Path | None, versions: list[str], only: str, reduced: bool, harm_versions: list[str]
+) -> Iterator[Row]:
+    """Run the rows one by one."""
+    model = make_model(work / "SmolLM2-135M-Instruct")
+    tiny_model = make_tiny_model(work / "tiny-llama", model)
+    prompts = make_prompts(model)
+    with seaweed_server() as server, tempfile.TemporaryDirectory(prefix="kvtiers-e2e-") as scratch:
+        for version in versions:
+            lab = Lab(version, overlay if version != "0.32" else None, model, server.s3.environment)
+            setting = Setting(lab, prompts, reference(lab, prompts), Path(scratch), server, tiny_model)
+            print(f"vLLM {version}: cold without a connector {setting.reference.cold_ttft_s:.3f} s", flush=True)
+            for name in REDUCED_WAYS if reduced else REUSE_WAYS:
+                if _is_asked(only, f"{name}: reuse"):
+                    yield attempt(reuse, setting, name)
+            if version not in harm_versions:
+                continue
+            for run, ways in HARM:
+                for name in ways[:1] if reduced else ways:
+                    if _is_asked(only, f"{name}: {run.__name__}"):
+                        yield attempt(run, setting, name)
+
+
+def _is_asked(only: str, name: str) -> bool:
+    return not only or any(part.strip() in name for part in only.split(","))
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", type=Path, required=True, help="folder for the model")
+    parser.add_argument("--out", type=Path, default=Path("build/e2e"), help="folder for the report")
+    parser.add_argument("--overlay", type=Path, help="folder of the 0.33 overlay; without it only 0.32 runs")
+    parser.add_argument("--only", default="", help="run rows whose name contains one of these, comma-separated")
+    parser.add_argument("--reduced", action="store_true", help="0.32 only, fewer rows: for CI")
+    parser.add_argument("--versions", default="", help="comma-separated; default: all there are")
+    arguments = parser.parse_args()
+    versions = ["0.32"] if arguments.reduced or arguments.overlay is None else ["0.32", "0.33"]
+    if arguments.versions:
+        versions = arguments.versions.split(",")
+    began = time.monotonic()
+    found: list[Row] = []
+    for row in rows(arguments.work, arguments.overlay, versions, arguments.only, arguments.reduced, versions):
+        found.append(row)
+        shown = ", ".join(itertools.islice((f"{k}={v:.3f}" if isinstance(v, float) else f"{k}={v}"
+                                            for k, v in row.figures.items()), 6))  # fmt: skip
+        print(f"{'ok  ' if row.ok else 'FAIL'} {row.version} {row.name}: {shown}", flush=True)
+        for failure in row.failures:
+            print(f"     {failure}", flush=True)
+        # After each row, so that an interrupted run leaves a report too.
+        path = write_report(arguments.out, found, {"minutes": round((time.monotonic() - began) / 60, 1)})
+    print(path.read_text() if found else "no row was asked for")
+    return 0 if found and all(row.ok for row in found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

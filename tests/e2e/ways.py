@@ -1,0 +1,124 @@
+"""The ways into vLLM that the rows compare, as ``--kv-transfer-config``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+REGION_BYTES = 300 << 20
+_OFFLOADING: dict[str, Any] = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+
+
+class Place:
+    """Where a row keeps its blocks.
+
+    Args:
+        folder: for tiers on files.
+        s3: endpoint and bucket of a server, for tiers on S3.
+    """
+
+    def __init__(self, folder: Path, s3: Mapping[str, str] | None = None) -> None:
+        self.folder = folder
+        self._s3 = s3
+
+    @property
+    def fs(self) -> dict[str, Any]:
+        """Our tier on a folder."""
+        return {"type": "fs", "root_dir": str(self.folder), "min_free": 0}
+
+    @property
+    def s3(self) -> dict[str, Any]:
+        """Our tier on a bucket."""
+        assert self._s3 is not None
+        return {"type": "s3", "bucket": self._s3["bucket"], "endpoint_url": self._s3["endpoint_url"], "prefix": "kv"}
+
+    @property
+    def s3_url(self) -> str:
+        """The bucket as a URL."""
+        assert self._s3 is not None
+        return f"s3://{self._s3['bucket']}/prefixes"
+
+    @property
+    def endpoint_url(self) -> str:
+        """Of the server."""
+        assert self._s3 is not None
+        return self._s3["endpoint_url"]
+
+
+def behind_vllm(tiers: list[dict[str, Any]], *, region_bytes: int = REGION_BYTES) -> dict[str, Any]:
+    """Tiers behind vLLM's own TieringOffloadingSpec."""
+    return {
+        **_OFFLOADING,
+        "kv_connector_extra_config": {
+            "spec_name": "CpuTieringOffloadingSpec",
+            "spec_module_path": "tests.e2e.cpu_spec",
+            "cpu_bytes_to_use": region_bytes,
+            "secondary_tiers": tiers,
+        },
+    }
+
+
+def ours_behind_vllm(*tiers: dict[str, Any], region_bytes: int = REGION_BYTES) -> dict[str, Any]:
+    """Our tiers by the plug-in."""
+    adapter = {"type": "KVTiersTier", "module_path": "connector.vllm.tier"}
+    return behind_vllm([{**adapter, "tier": tier} for tier in tiers], region_bytes=region_bytes)
+
+
+def our_spec(*tiers: dict[str, Any], region_bytes: int = REGION_BYTES) -> dict[str, Any]:
+    """Our own spec."""
+    return {
+        **_OFFLOADING,
+        "kv_connector_extra_config": {
+            "spec_name": "KVTiersSpec",
+            "spec_module_path": "connector.vllm.spec",
+            "cpu_bytes_to_use": region_bytes,
+            "tiers": list(tiers),
+        },
+    }
+
+
+def shared_storage(path: str, **options: Any) -> dict[str, Any]:
+    """Our connector."""
+    return {
+        "kv_connector": "SharedStorageConnector",
+        "kv_connector_module_path": "connector.vllm.shared_storage",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"shared_storage_path": path, **options},
+    }
+
+
+def way(name: str, place: Place, *, region_bytes: int = REGION_BYTES) -> dict[str, Any]:
+    """The configuration of a way by its name in the report."""
+    match name:
+        case "vLLM's fs tier":
+            return behind_vllm([{"type": "fs", "root_dir": str(place.folder)}], region_bytes=region_bytes)
+        case "tier on fs":
+            return ours_behind_vllm(place.fs, region_bytes=region_bytes)
+        case "tier on S3":
+            return ours_behind_vllm(place.s3, region_bytes=region_bytes)
+        case "tier on fs in front of S3":
+            return ours_behind_vllm(place.fs, place.s3, region_bytes=region_bytes)
+        case "spec on fs":
+            return our_spec(place.fs, region_bytes=region_bytes)
+        case "spec on S3":
+            return our_spec(place.s3, region_bytes=region_bytes)
+        case "SharedStorageConnector on a folder":
+            return shared_storage(str(place.folder))
+        case "SharedStorageConnector on S3":
+            client = {"client_kwargs": {"endpoint_url": place.endpoint_url}}
+            return shared_storage(place.s3_url, storage_options=client)
+    raise ValueError(f"{name!r} is no way")
+
+
+REUSE_WAYS = (
+    "vLLM's fs tier",
+    "tier on fs",
+    "tier on S3",
+    "tier on fs in front of S3",
+    "spec on fs",
+    "spec on S3",
+    "SharedStorageConnector on a folder",
+    "SharedStorageConnector on S3",
+)

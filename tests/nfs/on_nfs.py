@@ -1,0 +1,142 @@
+"""What is true of NfsStore on a real NFS mount. Runs inside the kernel that ``boot.sh`` boots; see test_real_nfs.py."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tiers.errors import BlobNotFoundError, StoreError, StoreTimeoutError
+from tiers.layers.isolate import ProcessIsolatedStore, StoreRecipe
+from tiers.store import Store
+from tiers.stores.nfs import NfsStore, mount_findings
+from tiers.testing.contract import StoreContract, as_parts, fetch, list_keys, make_data
+
+SERVER, A, B = Path("/mnt/exported"), Path("/mnt/a"), Path("/mnt/b")
+WAIT_S_MAX = 90.0
+DATA = make_data((1 << 20) + 4096)
+
+
+class TestContract(StoreContract):
+    """Planted and peeked at in the server's own folder."""
+
+    def make_store(self) -> Store:
+        return NfsStore(A / self.tmp_path.name)
+
+    def reopen(self, store: Store) -> Store:
+        return NfsStore(B / self.tmp_path.name)
+
+    def plant(self, store: Store, key: str, data: bytes) -> None:
+        path = SERVER / self.tmp_path.name / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+    def peek(self, store: Store, key: str) -> bytes | None:
+        path = SERVER / self.tmp_path.name / key
+        return path.read_bytes() if path.is_file() else None
+
+
+@pytest.fixture
+def name(tmp_path: Path) -> str:
+    return tmp_path.name
+
+
+@pytest.fixture
+def _heal() -> Iterator[None]:
+    yield
+    for client in "ab":
+        subprocess.run(["nfs-cut", client, "off"], check=True)
+    subprocess.run(["nfs-server", "start"], check=True)
+
+
+def isolated(root: Path, deadline_s: float = 3.0) -> ProcessIsolatedStore:
+    return ProcessIsolatedStore(StoreRecipe.of(NfsStore, root_dir=root), n_workers=1, deadline_s=deadline_s)
+
+
+def until_it_works(store: Store, key: str) -> None:
+    deadline = time.monotonic() + WAIT_S_MAX
+    while True:
+        try:
+            assert fetch(store, key, len(DATA)) == DATA
+            return
+        except StoreError:
+            if time.monotonic() > deadline:
+                raise
+
+
+def test_mount_findings() -> None:
+    found = "\n".join(mount_findings(A))
+    assert ("vers=3" in found) == (os.environ["NFS_VERSION"] == "3")
+    assert "lookupcache" not in found.partition("recommended")[0]
+
+
+def test_what_one_client_stores_the_other_loads(name: str) -> None:
+    a, b = NfsStore(A / name), NfsStore(B / name)
+    for i in range(20):
+        a.put(f"f{i % 3}/{i}", as_parts(DATA))
+        assert fetch(b, f"f{i % 3}/{i}", len(DATA)) == DATA
+    assert len(list_keys(b)) == 20
+
+
+def test_a_name_that_was_asked_for_before_it_was_stored(name: str) -> None:
+    """lookupcache=pos: absent is not remembered."""
+    a, b = NfsStore(A / name), NfsStore(B / name)
+    a.put("f/first", as_parts(b"1"))
+    for i in range(10):
+        assert b.size(f"f/{i}") is None
+        a.put(f"f/{i}", as_parts(DATA))
+        assert fetch(b, f"f/{i}", len(DATA)) == DATA
+
+
+def test_one_winner_among_clients(name: str) -> None:
+    a, b = NfsStore(A / name), NfsStore(B / name)
+    a.put("f/a", as_parts(b"from a"))
+    b.put("f/a", as_parts(b"from b"))
+    assert fetch(a, "f/a", 6) == fetch(b, "f/a", 6) == b"from a"
+
+
+def test_replaced_and_deleted_elsewhere_is_whole_or_absent(name: str) -> None:
+    a, b = NfsStore(A / name), NfsStore(B / name)
+    versions = [make_data(70_000, seed) for seed in range(4)]
+    for i in range(20):
+        a.put("f/a", as_parts(versions[i % 4]), overwrite=True)
+        try:
+            assert fetch(b, "f/a", 70_000) in versions
+        except BlobNotFoundError:
+            pass
+        if i % 5 == 4:
+            a.delete("f/a")
+
+
+@pytest.mark.usefixtures("_heal")
+def test_a_cut_client_times_out_and_comes_back(name: str) -> None:
+    store = isolated(A / name)
+    store.put("f/a", as_parts(DATA))
+    subprocess.run(["nfs-cut", "a", "on"], check=True)
+    started_at = time.monotonic()
+    with pytest.raises(StoreError):
+        store.put("f/b", as_parts(DATA))
+    assert time.monotonic() - started_at < WAIT_S_MAX
+    assert store.stuck_calls == 0
+    subprocess.run(["nfs-cut", "a", "off"], check=True)
+    until_it_works(store, "f/a")
+    store.close()
+
+
+@pytest.mark.usefixtures("_heal")
+def test_a_stopped_server_times_out_and_comes_back(name: str) -> None:
+    store = isolated(A / name)
+    store.put("f/a", as_parts(DATA))
+    store.put("f/b", as_parts(DATA))
+    subprocess.run(["nfs-server", "stop"], check=True)
+    with pytest.raises(StoreError) as caught:
+        store.put("f/c", as_parts(DATA))
+    print(type(caught.value) is StoreTimeoutError, caught.value)
+    subprocess.run(["nfs-server", "start"], check=True)
+    until_it_works(store, "f/b")
+    assert fetch(NfsStore(B / name), "f/a", len(DATA)) == DATA
+    store.close()

@@ -1,0 +1,79 @@
+"""What vLLM hands to a spec, a tier and a connector, made by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, ReqContext
+from vllm.v1.kv_offload.config import (
+    OffloadingCacheConfig,
+    OffloadingConfig,
+    OffloadingGroupConfig,
+    OffloadingModelConfig,
+    OffloadingParallelConfig,
+)
+
+from tests.identity import block_key
+from tiers.keys import OffloadKey
+
+BLOCK_TOKENS = 32
+PAGE_BYTES = 2048
+LAYERS = ("model.layers.0.attn", "model.layers.1.attn")
+BLOCK_BYTES = PAGE_BYTES * len(LAYERS)
+
+
+def offloading_config(extra: Mapping[str, Any] | None = None, **changes: Any) -> OffloadingConfig:
+    """vLLM's OffloadingConfig of a model with two layers. ``changes`` are fields of it or of ``parallel``."""
+    parallel: dict[str, Any] = {
+        "rank": 0,
+        "world_size": 1,
+        "tp_size": 1,
+        "pp_size": 1,
+        "pcp_size": 1,
+        "dcp_size": 1,
+        "data_parallel_index": 0,
+        "data_parallel_size": 1,
+        "data_parallel_rank_local": None,
+        "is_parallelism_agnostic": False,
+    }
+    parallel |= {name: changes.pop(name) for name in list(changes) if name in parallel}
+    known = {field.name for field in dataclasses.fields(OffloadingConfig)}
+    fields = {
+        "groups": (OffloadingGroupConfig(tokens_per_block=BLOCK_TOKENS, layer_names=LAYERS, group_id=0),),
+        "worker_kv_bytes_per_block": BLOCK_BYTES,
+        "enable_kv_cache_events": False,
+        "extra_config": dict(extra or {}),
+        "engine_id": f"test-{id(changes)}",
+        "model": OffloadingModelConfig(name="org/model", dtype="float32"),
+        "cache": OffloadingCacheConfig(tokens_per_hash=BLOCK_TOKENS, blocks_per_chunk=1),
+        "parallel": OffloadingParallelConfig(**parallel),
+        "kv_cache_layout": "LBHNC",
+        **changes,
+    }
+    return OffloadingConfig(**{name: value for name, value in fields.items() if name in known})
+
+
+def kv_caches(num_blocks: int) -> tuple[list[torch.Tensor], CanonicalKVCaches]:
+    """Two layers' KV tensors with distinct bytes, and vLLM's canonical form of them."""
+    tensors = [
+        torch.randint(-128, 127, (num_blocks, PAGE_BYTES), dtype=torch.int8, generator=torch.Generator().manual_seed(i))
+        for i in range(len(LAYERS))
+    ]
+    canonical = CanonicalKVCaches(
+        tensors=[CanonicalKVCacheTensor(tensor=tensor, page_size_bytes=PAGE_BYTES) for tensor in tensors],
+        group_data_refs=[[CanonicalKVCacheRef(tensor_idx=i, page_size_bytes=PAGE_BYTES) for i in range(len(tensors))]],
+    )
+    return tensors, canonical
+
+
+def request(req_id: str = "r1") -> ReqContext:
+    """A request's context."""
+    return ReqContext(req_id=req_id)
+
+
+def keys(count: int, first: int = 0) -> list[OffloadKey]:
+    """Keys that differ."""
+    return [block_key(first + number) for number in range(count)]

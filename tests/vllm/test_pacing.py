@@ -1,0 +1,22 @@
+"""Pacer: it pauses only between short steps with a load under way."""
+
+from __future__ import annotations
+
+from connector.vllm.pacing import PAUSE_S, SHORT_STEP_S, Pacer
+
+
+def test_it_pauses_only_between_short_steps_while_something_loads() -> None:
+    now = [0.0]
+    slept: list[float] = []
+    pacer = Pacer(clock=lambda: now[0], sleep=slept.append)
+    pacer.step_ended(loading=True)
+    assert slept == []  # the first step: nothing is known of its length
+    now[0] += SHORT_STEP_S / 2
+    pacer.step_ended(loading=True)
+    assert slept == [PAUSE_S]
+    now[0] += SHORT_STEP_S / 2
+    pacer.step_ended(loading=False)
+    assert slept == [PAUSE_S]
+    now[0] += SHORT_STEP_S * 2  # it computed something
+    pacer.step_ended(loading=True)
+    assert slept == [PAUSE_S]

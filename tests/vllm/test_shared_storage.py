@@ -1,0 +1,308 @@
+"""SharedStorageConnector: layouts, and a scheduler and a worker that share prefixes through a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+
+import connector.vllm.shared_storage as module
+from connector.vllm.shared_storage import (
+    SharedStorageConnector,
+    SharedStorageMetadata,
+    extract_slots,
+    inject_slots,
+    token_pages,
+)
+from tests.vllm.engines import LAYERS, offloading_config
+from tests.waiting import wait_for
+from tiers.errors import ConfigError, KVTiersError
+
+BLOCKS, SIZE = 12, 4
+
+LAYOUTS = {
+    "MLA": (BLOCKS, SIZE, 6),
+    "split first": (2, BLOCKS, SIZE, 3, 5),
+    "pages first": (BLOCKS, 2, SIZE, 3, 5),
+    "heads before tokens": (BLOCKS, 3, SIZE, 10),
+    "MLA with one head": (BLOCKS, 1, SIZE, 6),
+    "kernel pages of half a block": (BLOCKS * 2, 3, SIZE // 2, 10),
+}
+
+
+@pytest.mark.parametrize("shape", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_tokens_go_in_and_out_by_slot_in_every_layout(shape: tuple[int, ...]) -> None:
+    source = torch.rand(shape)
+    slots = torch.tensor([5, 6, 7, 40, 41, 0])
+    taken = extract_slots(token_pages(source, BLOCKS, SIZE), slots)
+    assert taken.shape[0] == 6
+    assert taken.numel() == 6 * source.numel() // (BLOCKS * SIZE)
+    target = torch.zeros(shape)
+    other = torch.tensor([1, 2, 3, 30, 31, 47])
+    inject_slots(token_pages(target, BLOCKS, SIZE), other, taken)
+    assert torch.equal(extract_slots(token_pages(target, BLOCKS, SIZE), other), taken)
+    assert torch.count_nonzero(target) == torch.count_nonzero(taken)  # nothing beside them was written
+
+
+def test_an_unknown_layout_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no known layout"):
+        token_pages(torch.zeros(7, 3, 5), BLOCKS, SIZE)
+
+
+def test_kv_of_another_shape_or_type_is_not_injected() -> None:
+    pages = torch.zeros(BLOCKS, SIZE, 6)
+    for values in (torch.zeros(2, 5), torch.zeros(2, 6, dtype=torch.float64), torch.zeros(3, 6)):
+        with pytest.raises(KVTiersError):
+            inject_slots(pages, torch.tensor([0, 1]), values)
+
+
+class Rig:
+    """A scheduler's and a worker's connector on one folder, and paged buffers."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch, **parallel: Any) -> None:
+        config = offloading_config(**parallel)
+        monkeypatch.setattr(module, "build_offloading_config", lambda *_: config)
+        monkeypatch.setattr(KVConnectorBase_V1, "__init__", lambda *_, **__: None)
+        transfer = SimpleNamespace(
+            kv_connector_extra_config={"shared_storage_path": str(root)}, kv_load_failure_policy="recompute"
+        )
+        group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=SIZE))
+        cache = SimpleNamespace(kv_cache_groups=[group], num_blocks=BLOCKS)
+        vllm_config = SimpleNamespace(kv_transfer_config=transfer)
+        self.scheduler, self.worker = (
+            SharedStorageConnector(vllm_config, role, cache)
+            for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER)
+        )
+        self.kv = {layer: torch.rand(BLOCKS, 3, SIZE, 10) for layer in LAYERS}
+        self.worker.register_kv_caches(self.kv)
+
+    def matched(self, request: Any, computed: int = 0) -> tuple[int, bool]:
+        def answer() -> tuple[int, bool] | None:
+            tokens, is_async = self.scheduler.get_num_new_matched_tokens(request, computed)
+            return None if tokens is None else (tokens, is_async)
+
+        found = wait_for(answer)
+        assert found is not None
+        return found
+
+    def work(self, meta: SharedStorageMetadata) -> None:
+        """What a worker does in one step."""
+        self.worker._connector_metadata = meta
+        self.worker.start_load_kv(None)
+        for layer in LAYERS[:1]:  # the other one is as if a captured graph had run it
+            self.worker.save_kv_layer(layer, self.kv[layer], None)
+        self.worker.wait_for_save()
+
+    def loaded(self) -> tuple[set[str], set[int]]:
+        def done() -> set[str] | None:
+            return self.worker.get_finished(set())[1]
+
+        finished = wait_for(done)
+        assert finished is not None
+        return finished, self.worker.get_block_ids_with_load_errors()
+
+    def saved(self) -> None:
+        def idle() -> bool:
+            self.worker.get_finished(set())
+            return not self.worker._saving
+
+        wait_for(idle)
+
+    def close(self) -> None:
+        self.scheduler.shutdown()
+        self.worker.shutdown()
+
+
+@pytest.fixture
+def rigs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    made: list[Rig] = []
+
+    def make(**parallel: Any) -> Rig:
+        made.append(Rig(tmp_path / "root", monkeypatch, **parallel))
+        return made[-1]
+
+    yield make
+    for rig in made:
+        rig.close()
+
+
+def prompt(tokens: list[int], req_id: str = "r", **more: Any) -> Any:
+    return SimpleNamespace(request_id=req_id, prompt_token_ids=tokens, prompt_embeds=None, **more)
+
+
+def step(
+    new: dict[str, tuple[list[int], int, int]] | None = None,
+    cached: dict[str, tuple[list[int], int, int]] | None = None,
+    resumed: tuple[str, ...] = (),
+) -> Any:
+    """A scheduler's output: request -> (new block ids, tokens computed before, tokens scheduled)."""
+    new, cached = new or {}, cached or {}
+    return SimpleNamespace(
+        num_scheduled_tokens={req_id: each[2] for req_id, each in (new | cached).items()},
+        scheduled_new_reqs=[
+            SimpleNamespace(req_id=req_id, block_ids=(blocks,), num_computed_tokens=computed)
+            for req_id, (blocks, computed, _) in new.items()
+        ],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=list(cached),
+            new_block_ids=[(blocks,) if blocks else None for blocks, _, _ in cached.values()],
+            num_computed_tokens=[computed for _, computed, _ in cached.values()],
+            resumed_req_ids=set(resumed),
+        ),
+    )
+
+
+def store_whole(rig: Rig, tokens: list[int], blocks: list[int], req_id: str = "w", **more: Any) -> None:
+    request = prompt(tokens, req_id, **more)
+    rig.matched(request)
+    rig.work(rig.scheduler.build_connector_meta(step(new={req_id: (blocks, 0, len(tokens))})))
+    rig.saved()
+    rig.scheduler.request_finished(request, blocks)
+
+
+def load(rig: Rig, request: Any, blocks: list[int], tokens: int) -> tuple[set[str], set[int]]:
+    allocated = SimpleNamespace(get_block_ids=lambda: (blocks,))
+    rig.scheduler.update_state_after_alloc(request, allocated, tokens)
+    rig.work(rig.scheduler.build_connector_meta(step()))
+    return rig.loaded()
+
+
+TOKENS = list(range(100, 118))  # 4 blocks of 4 and 2 tokens
+
+
+def test_another_engine_loads_what_was_stored(rigs: Any) -> None:
+    writer, reader = rigs(), rigs()
+    store_whole(writer, TOKENS, [3, 7, 1, 9, 5])
+    request = prompt(TOKENS)
+    assert reader.matched(request) == (16, True)
+    assert load(reader, request, [2, 4, 6, 8, 10], 16) == ({"r"}, set())
+    for layer in LAYERS:
+        assert torch.equal(reader.kv[layer][[2, 4, 6, 8]], writer.kv[layer][[3, 7, 1, 9]])
+        assert not torch.equal(reader.kv[layer][10], writer.kv[layer][5])
+
+
+@pytest.mark.parametrize(("length", "expected"), [(3, 0), (4, 0), (5, 4), (8, 4), (9, 8), (16, 12), (17, 16)])
+def test_whole_blocks_and_never_the_last_token(rigs: Any, length: int, expected: int) -> None:
+    rig = rigs()
+    store_whole(rig, TOKENS, [3, 7, 1, 9, 5])
+    assert rig.matched(prompt(TOKENS[:length])) == (expected, expected > 0)
+
+
+def test_tokens_beyond_those_computed(rigs: Any) -> None:
+    rig = rigs()
+    store_whole(rig, TOKENS, [3, 7, 1, 9, 5])
+    request = prompt(TOKENS)
+    assert rig.matched(request, computed=8) == (8, True)
+    before = {layer: rig.kv[layer].clone() for layer in LAYERS}
+    assert load(rig, request, [0, 2, 4, 6, 8], 8) == ({"r"}, set())
+    for layer in LAYERS:
+        assert torch.equal(rig.kv[layer][[4, 6]], before[layer][[1, 9]])
+        assert torch.equal(rig.kv[layer][[0, 2]], before[layer][[0, 2]])  # those were computed: not touched
+    assert rig.matched(prompt(TOKENS, "other"), computed=16) == (0, False)
+
+
+def test_the_longest_stored_prefix_of_another_prompt_is_used(rigs: Any) -> None:
+    rig = rigs()
+    store_whole(rig, TOKENS, [3, 7, 1, 9, 5])
+    assert rig.matched(prompt([*TOKENS[:8], 1, 2, 3, 4, 5])) == (8, True)
+    assert rig.matched(prompt([1, *TOKENS[1:]], "elsewhere")) == (0, False)
+
+
+def test_a_prompt_in_chunks_over_several_steps_is_stored_as_it_grows(rigs: Any) -> None:
+    writer, reader = rigs(), rigs()
+    request = prompt(TOKENS, "w")
+    writer.matched(request)
+    writer.work(writer.scheduler.build_connector_meta(step(new={"w": ([3, 7], 0, 6)})))
+    writer.work(writer.scheduler.build_connector_meta(step(cached={"w": ([1, 9], 6, 6)})))
+    writer.work(writer.scheduler.build_connector_meta(step(cached={"w": ([5], 12, 6)})))
+    writer.saved()
+    again = writer.scheduler.build_connector_meta(step(cached={"w": ([], 18, 1)}))
+    assert again.requests == []  # decoding stores nothing
+    request = prompt(TOKENS)
+    assert reader.matched(request) == (16, True)
+    load(reader, request, [2, 4, 6, 8, 10], 16)
+    for layer in LAYERS:
+        assert torch.equal(reader.kv[layer][[2, 4, 6, 8]], writer.kv[layer][[3, 7, 1, 9]])
+
+
+def test_a_request_resumed_after_preemption_brings_all_its_blocks(rigs: Any) -> None:
+    rig = rigs()
+    rig.matched(prompt(TOKENS, "w"))
+    rig.work(rig.scheduler.build_connector_meta(step(new={"w": ([3, 7], 0, 8)})))
+    meta = rig.scheduler.build_connector_meta(step(cached={"w": ([10, 11, 2, 6, 8], 0, 18)}, resumed=("w",)))
+    (transfer,) = meta.requests
+    assert transfer.first_block == 2  # the first two are on storage already
+    assert transfer.slot_mapping.tolist() == [8, 9, 10, 11, 24, 25, 26, 27]
+    assert transfer.token_ids == TOKENS[8:16]
+
+
+def test_several_requests_in_one_step(rigs: Any) -> None:
+    writer, reader = rigs(), rigs()
+    prompts = {"a": list(range(9)), "b": list(range(50, 59))}
+    for req_id, tokens in prompts.items():
+        writer.matched(prompt(tokens, req_id))
+    meta = writer.scheduler.build_connector_meta(step(new={"a": ([0, 1, 2], 0, 9), "b": ([5, 6, 7], 0, 9)}))
+    assert [transfer.is_store for transfer in meta.requests] == [True, True]
+    writer.work(meta)
+    writer.saved()
+    for req_id, tokens in prompts.items():
+        assert reader.matched(prompt(tokens, req_id)) == (8, True)
+
+
+def test_a_damaged_prefix_is_reported_as_failed_blocks_and_not_offered_again(rigs: Any, tmp_path: Path) -> None:
+    writer, reader = rigs(), rigs()
+    store_whole(writer, TOKENS, [3, 7, 1, 9, 5])
+    path = sorted(tmp_path.rglob("*.safetensors"))[-1]
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+    request = prompt(TOKENS)
+    assert reader.matched(request) == (16, True)
+    assert load(reader, request, [2, 4, 6, 8, 10], 16) == ({"r"}, {2, 4, 6, 8})
+    assert reader.matched(request) == (0, False)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"cache_salt": "tenant"},
+        {"lora_request": SimpleNamespace(lora_name="a", lora_path="/a")},
+        {"mm_features": [SimpleNamespace(identifier="picture", mm_position="0")]},
+    ],
+    ids=["salt", "adapter", "picture"],
+)
+def test_what_else_the_kv_depends_on_is_part_of_the_hash(rigs: Any, more: dict[str, Any]) -> None:
+    rig = rigs()
+    store_whole(rig, TOKENS, [3, 7, 1, 9, 5], **more)
+    assert rig.matched(prompt(TOKENS)) == (0, False)
+    assert rig.matched(prompt(TOKENS, "same", **more)) == (16, True)
+
+
+def test_another_tp_size_reads_nothing_of_it(rigs: Any) -> None:
+    store_whole(rigs(), TOKENS, [3, 7, 1, 9, 5])
+    assert rigs(tp_size=2).matched(prompt(TOKENS)) == (0, False)
+
+
+def test_every_rank_must_have_it(rigs: Any) -> None:
+    first, second = rigs(tp_size=2, world_size=2), rigs(tp_size=2, world_size=2, rank=1)
+    store_whole(first, TOKENS, [3, 7, 1, 9, 5])
+    assert first.matched(prompt(TOKENS)) == (0, False)
+    store_whole(second, TOKENS[:9], [3, 7, 1])
+    assert first.matched(prompt(TOKENS, "again")) == (8, True)
+
+
+def test_nothing_waits_for_ever_and_prompts_without_tokens_are_left_alone(rigs: Any) -> None:
+    rig = rigs()
+    assert rig.scheduler.get_num_new_matched_tokens(prompt([]), 0) == (0, False)
+    embeds = prompt(TOKENS)
+    embeds.prompt_embeds = torch.zeros(1)
+    assert rig.scheduler.get_num_new_matched_tokens(embeds, 0) == (0, False)
+    rig.scheduler._lookup_deadline_s = 0.0
+    request = prompt(TOKENS, "late")
+    assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (None, False)
+    assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)

@@ -1,0 +1,212 @@
+"""KVTiersSpec: our manager and worker, driven as vLLM's OffloadingConnector drives them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, ScheduleEndContext
+from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+
+from connector.vllm.spec import KVTiersManager, KVTiersSpec, KVTiersWorker, deployment
+from tests.vllm.engines import BLOCK_BYTES, keys, kv_caches, offloading_config, request
+from tests.waiting import wait_for
+from tiers.errors import ConfigError
+from tiers.keys import OffloadKey
+
+STEP = ScheduleEndContext(new_req_ids=[], preempted_req_ids=[])
+NUM_BLOCKS = 8
+
+
+class Engine:
+    """A scheduler and one worker of one engine, in one process."""
+
+    def __init__(self, root: Path, engine_id: str, *, blocks: int = NUM_BLOCKS, **extra: Any) -> None:
+        config = {
+            "spec_name": "KVTiersSpec",
+            "spec_module_path": "connector.vllm.spec",
+            "cpu_bytes_to_use": blocks * BLOCK_BYTES,
+            "tiers": [{"type": "fs", "root_dir": str(root), "min_free": 0}],
+            **extra,
+        }
+        self.tensors, canonical = kv_caches(32)
+        specs = [OffloadingSpecFactory.create_spec(offloading_config(config, engine_id=engine_id)) for _ in range(2)]
+        worker, manager = specs[0].get_worker(canonical), specs[1].get_manager()
+        assert isinstance(worker, KVTiersWorker)
+        assert isinstance(manager, KVTiersManager)
+        self.worker, self.manager = worker, manager
+        self.jobs = 0
+
+    def store(self, some: list[OffloadKey], blocks: list[int]) -> None:
+        context = request("store")
+        self.manager.on_new_request(context)
+        output = self.manager.prepare_store(some, context)
+        assert output is not None
+        taken = [block for key, block in zip(some, blocks, strict=True) if key in set(output.keys_to_store)]
+        source = GPULoadStoreSpec(taken, group_sizes=[len(taken)], block_indices=[0])
+        self.run(self.worker.submit_store, source, output.store_spec)
+        self.manager.complete_store(set(output.keys_to_store), context)
+        self.settle()
+
+    def load(self, some: list[OffloadKey], blocks: list[int]) -> None:
+        context = request("load")
+        assert self.find(some) == [LookupResult.HIT] * len(some)
+        spec = self.manager.prepare_load(some, context)
+        target = GPULoadStoreSpec(blocks, group_sizes=[len(blocks)], block_indices=[0])
+        self.run(self.worker.submit_load, spec, target)
+        self.manager.complete_load(set(some), context)
+
+    def run(self, submit: Any, source: Any, target: Any) -> None:
+        self.jobs += 1
+        assert submit(self.jobs, source, target)
+        self.worker.wait({self.jobs})
+        (result,) = wait_for(self.worker.get_finished)
+        assert (result.job_id, result.success) == (self.jobs, True)
+        assert result.transfer_size
+
+    def settle(self) -> None:
+        def idle() -> bool:
+            self.manager.on_schedule_end(STEP)
+            return not self.manager.has_pending_work()
+
+        wait_for(idle)
+
+    def find(self, some: list[OffloadKey]) -> list[LookupResult]:
+        context = request("load")
+
+        def answers() -> list[LookupResult] | None:
+            found = [self.manager.lookup(key, context) for key in some]
+            if LookupResult.RETRY in found:
+                self.manager.on_schedule_end(STEP)
+                return None
+            return found
+
+        found = wait_for(answers)
+        assert found is not None
+        return found
+
+    def close(self) -> None:
+        self.worker.shutdown()
+        self.manager.shutdown()
+
+
+@pytest.fixture
+def engines(tmp_path: Path) -> Iterator[Any]:
+    made: list[Engine] = []
+
+    def make(**options: Any) -> Engine:
+        made.append(Engine(tmp_path / "root", f"pytest-{os.getpid()}-{len(made)}", **options))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+def test_blocks_come_back_into_another_engines_tensors(engines: Any) -> None:
+    some = keys(5)
+    writer = engines()
+    writer.store(some, [3, 9, 4, 20, 31])
+    reader = engines()
+    for tensor in reader.tensors:
+        tensor.fill_(7)
+    reader.load(some, [1, 2, 30, 5, 6])
+    for stored, loaded in zip(writer.tensors, reader.tensors, strict=True):
+        assert torch.equal(loaded[[1, 2, 30, 5, 6]], stored[[3, 9, 4, 20, 31]])
+        assert (loaded[[0, 3, 4, *range(7, 30), 31]] == 7).all()  # and nothing else was touched
+
+
+def test_nothing_is_left_in_dev_shm_once_both_are_in(engines: Any) -> None:
+    engines()
+    assert not [name for name in os.listdir("/dev/shm") if f"pytest-{os.getpid()}" in name]
+
+
+def test_a_reset_forgets_the_region_and_the_storage_keeps_its_blocks(engines: Any) -> None:
+    engine, some = engines(), keys(4)
+    engine.store(some, [1, 2, 3, 4])
+    engine.manager.reset_cache()
+    assert engine.manager.tiering.primary.slot_counts().free == NUM_BLOCKS
+    engine.load(some, [11, 12, 13, 14])
+    for tensor in engine.tensors:
+        assert torch.equal(tensor[[11, 12, 13, 14]], tensor[[1, 2, 3, 4]])
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_slots_of_transfers_that_a_reset_forgot_come_free_when_no_worker_is_at_them(engines: Any, told: bool) -> None:
+    engine, some = engines(), keys(6)
+    engine.store(some[:2], [1, 2])
+    manager, context = engine.manager, request("unfinished")
+    assert manager.prepare_store(some[2:], context) is not None
+    engine.find(some[:2])
+    manager.prepare_load(some[:2], context)
+    manager.reset_cache()  # from here on vLLM says nothing of them any more
+    assert manager.has_pending_work()
+    assert manager.tiering.primary.slot_counts().free < NUM_BLOCKS - 3
+    if told:
+        manager.on_reset_flushed()
+    engine.settle()
+    counts = manager.tiering.primary.slot_counts()
+    assert counts.pending == counts.pinned == 0
+    assert counts.free + counts.ready == NUM_BLOCKS
+    assert engine.find(some[2:]) == [LookupResult.MISS] * 4
+
+
+def test_a_region_smaller_than_a_request_says_so(engines: Any, caplog: pytest.LogCaptureFixture) -> None:
+    engine = engines(blocks=2)
+    with caplog.at_level("WARNING"):
+        output = engine.manager.prepare_store(keys(5), request())
+    assert output is not None
+    assert len(output.keys_to_store) == 2
+    assert "make region.size larger" in caplog.text
+
+
+def test_metrics_are_defined_before_they_are_used(engines: Any) -> None:
+    writer = engines()
+    writer.store(keys(3), [1, 2, 3])
+    reader = engines()
+    reader.load(keys(3), [1, 2, 3])
+    defined = KVTiersSpec.build_metric_definitions({})
+    for engine, bytes_name in ((writer, "write_bytes"), (reader, "read_bytes")):
+        stats = engine.manager.get_stats()
+        assert stats is not None
+        seen = stats.data["data"]
+        assert seen[f"vllm:kv_offload_tiering_{bytes_name}"] == {("fs",): 3 * BLOCK_BYTES}
+        for name, values in seen.items():
+            for labels in values:
+                assert len(labels) == len(defined[name].labelnames), name
+
+
+def test_a_config_file_brings_its_chunk_size(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(f"blocks_per_chunk: 4\nregion: {{size: 1MiB}}\ntiers: [{{type: fs, root_dir: {tmp_path}}}]\n")
+    spec = KVTiersSpec(offloading_config({"config_file": str(path)}))
+    assert spec.blocks_per_chunk == spec.config.cache.blocks_per_chunk == 4
+    assert KVTiersSpec(offloading_config({"config_file": str(path), "blocks_per_chunk": 1})).blocks_per_chunk == 1
+
+
+@pytest.mark.parametrize(
+    ("extra", "field"),
+    [
+        ({}, "cpu_bytes_to_use"),
+        ({"cpu_bytes_to_use": "10 Gigs"}, "region.size"),
+        ({"cpu_bytes_to_use": "1GiB", "tiers": [{"type": "nosuch"}]}, r"tiers\[0\].type"),
+        ({"cpu_bytes_to_use": "1GiB", "eviction_policy": "fifo"}, "region.eviction_policy"),
+        ({"config_file": "/nowhere.yaml"}, "/nowhere.yaml"),
+        ({"config_file": "/x.yaml", "cpu_bytes_to_use": 1}, "config_file"),
+    ],
+)
+def test_mistakes_name_their_field(extra: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError, match=field):
+        deployment(extra)
+
+
+def test_what_does_not_fit_the_engine_is_refused() -> None:
+    with pytest.raises(ConfigError, match="canonical_layout"):
+        KVTiersSpec(offloading_config({"cpu_bytes_to_use": "1MiB"}, canonical_layout=True))
+    spec = KVTiersSpec(offloading_config({"cpu_bytes_to_use": 100}))
+    with pytest.raises(ConfigError, match="region.size"):
+        spec.get_manager()

@@ -1,0 +1,221 @@
+"""KVTiersTier behind vLLM's own TieringOffloadingManager, region and primary tier."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.v1.kv_offload.base import LookupResult, ScheduleEndContext
+from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+from connector.vllm.tier import tier_options
+from tests.vllm.engines import keys, offloading_config, request
+from tests.waiting import wait_for
+from tiers.base import JobResult
+from tiers.errors import ConfigError
+from tiers.keys import OffloadKey
+
+NUM_CHUNKS = 16
+STEP = ScheduleEndContext(new_req_ids=[], preempted_req_ids=[])
+
+
+class Engine:
+    """vLLM's manager over one tier of ours, and the steps a scheduler makes."""
+
+    def __init__(self, name: str, tier: dict[str, Any], **changes: Any) -> None:
+        adapter = {"type": "KVTiersTier", "module_path": "connector.vllm.tier", **tier}
+        extra = {"cpu_bytes_to_use": NUM_CHUNKS * 4096, "secondary_tiers": [adapter]}
+        self.spec = TieringOffloadingSpec(offloading_config(extra, engine_id=name, **changes))
+        manager = self.spec.get_manager()
+        assert isinstance(manager, TieringOffloadingManager)
+        self.manager = manager
+        (self.tier,) = manager.secondary_tiers
+        self.view = manager.primary_tier.get_kv_memoryview().cast("B")
+
+    def step(self) -> None:
+        self.manager.on_schedule_end(STEP)
+
+    def store(self, some: list[OffloadKey], fill: int = 1) -> None:
+        context = request(f"store-{fill}")
+        self.manager.on_new_request(context)
+        output = self.manager.prepare_store(some, context)
+        assert output is not None
+        for index, slot in enumerate(output.store_spec.block_ids):
+            self.view[slot * 4096 : (slot + 1) * 4096] = bytes([fill + index]) * 4096
+        self.manager.complete_store(set(some), context)
+        self.settle()
+        self.manager.on_request_finished(context)
+
+    def settle(self) -> None:
+        def idle() -> bool:
+            self.step()
+            return not self.manager.has_pending_work()
+
+        wait_for(idle)
+
+    def find(self, some: list[OffloadKey], req_id: str = "load") -> list[LookupResult]:
+        """Ask until nothing is pending any more."""
+        context = request(req_id)
+        self.manager.on_new_request(context)
+
+        def answers() -> list[LookupResult] | None:
+            found = [self.manager.lookup(key, context) for key in some]
+            self.step()
+            return None if {LookupResult.RETRY, LookupResult.HIT_PENDING} & set(found) else found
+
+        found = wait_for(answers)
+        assert found is not None
+        self.manager.on_request_finished(context)
+        return found
+
+    def read(self, key: OffloadKey) -> bytes:
+        (slot,) = self.manager.prepare_load([key], request("read")).block_ids
+        return bytes(self.view[slot * 4096 : (slot + 1) * 4096])
+
+    def close(self) -> None:
+        self.view.release()
+        self.manager.shutdown()
+
+
+@pytest.fixture
+def engines() -> Iterator[Any]:
+    made: list[Engine] = []
+
+    def make(name: str, tier: dict[str, Any], **changes: Any) -> Engine:
+        made.append(Engine(f"pytest-{name}-{id(made)}", tier, **changes))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+def on_folder(root: Path) -> dict[str, Any]:
+    return {"tier": {"type": "fs", "root_dir": str(root), "min_free": 0}}
+
+
+def test_one_engine_stores_and_another_loads_the_same_bytes(engines: Any, tmp_path: Path) -> None:
+    some = keys(5)
+    engines("writer", on_folder(tmp_path)).store(some)
+    reader = engines("reader", on_folder(tmp_path))
+    assert reader.find(some) == [LookupResult.HIT] * 5
+    for index, key in enumerate(some):
+        assert reader.read(key) == bytes([1 + index]) * 4096
+
+
+def test_damaged_blocks_are_misses_and_the_good_ones_of_their_job_are_kept(engines: Any, tmp_path: Path) -> None:
+    some = keys(4)
+    writer = engines("writer", on_folder(tmp_path))
+    writer.store(some)
+    for key in (some[1], some[3]):
+        path = Path(writer.tier.tier.mapper.get_file_name(key))
+        data = bytearray(path.read_bytes())
+        data[100] ^= 1
+        path.write_bytes(data)
+    reader = engines("reader", on_folder(tmp_path))
+    hit, miss = LookupResult.HIT, LookupResult.MISS
+    assert reader.find(some) == [hit, miss, hit, miss]
+    stats = reader.manager.get_stats()
+    assert stats is not None
+    failures = {name: value for name, value in stats.reduce().items() if "kvtiers_verify_failures" in name}
+    assert sum(failures.values()) == 2
+
+
+def test_tp_two_never_reads_what_tp_one_wrote(engines: Any, tmp_path: Path) -> None:
+    some = keys(3)
+    engines("one", on_folder(tmp_path)).store(some)
+    other = engines("two", on_folder(tmp_path), tp_size=2, is_parallelism_agnostic=True)
+    assert other.find(some) == [LookupResult.MISS] * 3
+
+
+def test_vllm_publishes_stored_and_removed(engines: Any, tmp_path: Path) -> None:
+    some = keys(2)
+    writer = engines("writer", on_folder(tmp_path), enable_kv_cache_events=True)
+    writer.store(some)
+    stored = [event for event in writer.tier.take_events() if not event.removed]
+    told = [event for event in stored if event.locality is not None]
+    assert sorted(key for event in told for key in event.keys) == sorted(some)
+    path = Path(writer.tier.tier.mapper.get_file_name(some[0]))
+    path.write_bytes(b"\0" * path.stat().st_size)
+    reader = engines("reader", on_folder(tmp_path), enable_kv_cache_events=True)
+    reader.find(some)
+    assert [event.keys for event in reader.tier.take_events() if event.removed] == [[some[0]]]
+
+
+def test_nobody_listens_nothing_is_said(engines: Any, tmp_path: Path) -> None:
+    writer = engines("writer", on_folder(tmp_path))
+    writer.store(keys(2))
+    assert list(writer.tier.take_events()) == []
+
+
+def test_metrics_are_defined_before_they_are_used(engines: Any, tmp_path: Path) -> None:
+    engine = engines("writer", on_folder(tmp_path))
+    engine.store(keys(3))
+    defined = TieringOffloadingSpec.build_metric_definitions(engine.spec.extra_config)
+    stats = engine.manager.get_stats()
+    assert stats is not None
+    seen = stats.data["data"]
+    assert "vllm:kvtiers_blocks" in seen
+    for name, values in seen.items():
+        assert name in defined
+        for labels in values:
+            assert len(labels) == len(defined[name].labelnames), name
+    assert engine.tier.get_stats() is None  # only what changed is told
+
+
+def test_shutdown_counts_what_was_not_stored(engines: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = engines("slow", on_folder(tmp_path))
+    tier = engine.tier
+    tier._stores[99] = 7
+    with caplog.at_level("WARNING", logger="connector.vllm.tier"):
+        tier.shutdown()
+    assert "7 blocks were not stored" in caplog.text
+
+
+def test_what_a_tier_raises_stays_out_of_the_engine(engines: Any, tmp_path: Path) -> None:
+    engine = engines("broken", on_folder(tmp_path))
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("out of order")
+
+    for name in ("lookup", "submit_store", "submit_load"):
+        setattr(engine.tier.tier, name, fail)
+    engine.store(keys(2))
+    assert engine.find(keys(2, first=50)) == [LookupResult.MISS] * 2
+
+
+def test_a_result_nobody_asked_for_does_not_reach_vllm(engines: Any, tmp_path: Path) -> None:
+    engine = engines("chatty", on_folder(tmp_path))
+    engine.tier.tier.get_finished = lambda: [JobResult(12345, True)]
+    assert list(engine.tier.get_finished_jobs()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "either"),
+        ({"tier": {"type": "memory"}, "config_file": "x.yaml"}, "either"),
+        ({"tier": {"root_dir": "/x"}}, "type"),
+        ({"tier": {"type": "nosuch"}}, "no tier type"),
+        ({"tier": {"type": "memory"}, "locality": "MOON"}, "LOCAL or REMOTE"),
+    ],
+)
+def test_bad_options_are_named(options: dict[str, Any], said: str) -> None:
+    spec = type("Spec", (), {"config": offloading_config(), "blocks_per_chunk": 1})()
+    view = memoryview(bytearray(4 * 4096)).cast("b", (4, 4096))
+    with pytest.raises(ConfigError, match=said):
+        SecondaryTierFactory.create_secondary_tier(
+            {"type": "KVTiersTier", "module_path": "connector.vllm.tier", **options}, view, spec
+        )
+
+
+def test_a_file_with_several_tiers_needs_an_index(tmp_path: Path) -> None:
+    path = tmp_path / "two.yaml"
+    path.write_text("region: {size: 64MiB}\ntiers: [{type: memory}, {type: fs, root_dir: /x}]\n")
+    with pytest.raises(ConfigError, match="0..1"):
+        tier_options(None, str(path))
+    assert tier_options(None, str(path), 1)["root_dir"] == "/x"

@@ -1,0 +1,68 @@
+"""What fsspec's drivers are and say, in our words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any, Final
+
+from tiers.errors import (
+    BlobNotFoundError,
+    StoreConfigError,
+    StoreError,
+    StorePermissionError,
+    StoreTimeoutError,
+    StoreUnavailableError,
+)
+from tiers.posix import store_error
+
+#: Protocols whose put is one step.
+ATOMIC_PUT: Final = frozenset(
+    ["abfs", "abfss", "adl", "az", "gcs", "gs", "hf", "memory", "oci", "oss", "r2", "s3", "s3a"]
+)
+#: Protocols whose drivers put with If-None-Match.
+EXCLUSIVE_CREATE: Final = frozenset(["s3", "s3a"])
+#: Where drivers keep a file's time.
+_TIME_FIELDS: Final = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
+
+
+def size_of(info: Any) -> int | None:
+    """The size of a blob; None of a folder. Raises what stands in the place of an info."""
+    if isinstance(info, BaseException):
+        raise info
+    return None if info["type"] == "directory" else int(info["size"])
+
+
+def mtime_of(info: Mapping[str, Any]) -> float:
+    """Last change in Unix seconds; 0.0 where the driver does not say."""
+    for name in _TIME_FIELDS:
+        value = info.get(name)
+        if isinstance(value, str):
+            value = datetime.fromisoformat(value)
+        if isinstance(value, datetime):
+            return value.timestamp()
+        if isinstance(value, (int, float)):
+            return float(value)
+    return 0.0
+
+
+def translate(error: Exception, key: str) -> StoreError:
+    """Our exception for whatever a driver raised: by its class, by its errno, never by its text."""
+    name = type(error).__name__
+    if isinstance(error, TimeoutError) or name == "FSTimeoutError":
+        return StoreTimeoutError(f"the driver was not done in time ({name})", key=key)
+    if isinstance(error, PermissionError) or name.endswith(("CredentialsError", "AuthenticationError", "RefreshError")):
+        return StorePermissionError(f"the driver got no access ({name}); check its storage_options", key=key)
+    if isinstance(error, FileNotFoundError):
+        return BlobNotFoundError("not stored", key=key)
+    if isinstance(error, OSError):
+        # The kind by the errno; without the text, which may hold a URL with a signature in it.
+        return store_error(OSError(error.errno or 0, name), key)
+    if isinstance(error, (ValueError, TypeError, NotImplementedError)):
+        return StoreConfigError(f"the driver does not do this ({name})", key=key)
+    return StoreUnavailableError(f"the driver failed ({name})", key=key)
+
+
+def missing_package(error: ImportError) -> str:
+    """What was missing: fsspec raises its own ImportError from the one that names it."""
+    return error.name or getattr(error.__cause__, "name", None) or "the one for this protocol"
