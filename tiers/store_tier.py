@@ -35,7 +35,7 @@ from tiers.metrics import Metrics
 from tiers.namespace import open_namespace
 from tiers.pool import Cancelled, DualQueueThreadPool, FinishedJob
 from tiers.seal import PAYLOAD_MULTIPLE_BYTES, TRAILER_BYTES, Checksum, Seal
-from tiers.store import Store, SupportsQuarantine, SupportsSizeMany, SupportsTail
+from tiers.store import Store, SupportsGetMany, SupportsQuarantine, SupportsSizeMany, SupportsTail
 
 logger = logging.getLogger(__name__)
 
@@ -131,8 +131,8 @@ class StoreTierManager(SecondaryTierManager):
         self.metrics: Metrics = getattr(offloading_spec, "metrics", None) or Metrics()
         self._options = options
         self._seal = Seal(mapper.fingerprint, mapper.rank, checksum=options.checksum)
-        latency_bound = store.capabilities.latency_bound
-        self._blocks_per_task = 1 if latency_bound else max(1, options.task_bytes // self._rows.row_bytes)
+        one_by_one = store.capabilities.latency_bound and not isinstance(store, SupportsGetMany)
+        self._blocks_per_task = 1 if one_by_one else max(1, options.task_bytes // self._rows.row_bytes)
         self._pool = DualQueueThreadPool[_Batch](
             options.n_read_threads,
             options.n_write_threads,
@@ -380,17 +380,50 @@ class StoreTierManager(SecondaryTierManager):
 
     def _load_batch(self, pairs: Sequence[tuple[OffloadKey, int]], deadline: float) -> _Batch:
         batch = _Batch()
+        if isinstance(self.store, SupportsGetMany):
+            pairs = self._load_many(self.store, pairs, deadline, batch)
         trailer = bytearray(TRAILER_BYTES)
         for key, block in pairs:
-            if self._is_late(deadline, batch):
-                continue
-            if self._load_one(key, self._rows[block], trailer, batch):
-                batch.succeeded.append(key)
-                batch.bytes_moved += self._rows.row_bytes
-                batch.outcomes["moved"] += 1
-            else:
-                batch.outcomes["failed"] += 1
+            if not self._is_late(deadline, batch):
+                self._book_load(key, self._load_one(key, self._rows[block], trailer, batch), batch)
         return batch
+
+    def _book_load(self, key: OffloadKey, loaded: bool, batch: _Batch) -> None:
+        batch.outcomes["moved" if loaded else "failed"] += 1
+        if loaded:
+            batch.succeeded.append(key)
+            batch.bytes_moved += self._rows.row_bytes
+
+    def _load_many(
+        self, store: SupportsGetMany, pairs: Sequence[tuple[OffloadKey, int]], deadline: float, batch: _Batch
+    ) -> list[tuple[OffloadKey, int]]:
+        """Load a batch with one call; returns what was found bad and must be looked at one by one."""
+        pairs = [pair for pair in pairs if not self._is_late(deadline, batch)]
+        trailers = [bytearray(TRAILER_BYTES) for _ in pairs]
+        requests = [
+            (self.mapper.relative_name(key), (self._rows[block], memoryview(trailer)))
+            for (key, block), trailer in zip(pairs, trailers, strict=True)
+        ]
+        suspect = []
+        for (key, block), trailer, error in zip(pairs, trailers, store.get_many_into(requests), strict=True):
+            try:
+                if error is not None:
+                    raise error
+                self._seal.verify(key, self._rows[block], trailer)
+            except (SealError, BlobCorruptError):
+                suspect.append((key, block))
+                continue
+            except BlobNotFoundError:
+                pass
+            except StoreError as e:
+                _log_error(self.name, "load", e)
+                batch.errors[type(e).__name__] += 1
+                batch.fault = str(e)
+            else:
+                self._book_load(key, True, batch)
+                continue
+            self._book_load(key, False, batch)
+        return suspect
 
     def _load_one(self, key: OffloadKey, row: memoryview, trailer: bytearray, batch: _Batch) -> bool:
         name = self.mapper.relative_name(key)

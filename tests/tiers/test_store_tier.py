@@ -485,6 +485,55 @@ class TestNamespace:
             bench.tier(store=broken)
 
 
+class BatchedStore(GatedStore):
+    """A store that reads many blobs with one call."""
+
+    calls = 0
+
+    def get_many_into(self, requests: Sequence[tuple[str, Sequence[memoryview]]]) -> list[Exception | None]:
+        self.calls += 1
+        outcomes: list[Exception | None] = []
+        for name, parts in requests:
+            try:
+                self.get_into(name, parts)
+                outcomes.append(None)
+            except StoreError as e:
+                outcomes.append(e)
+        return outcomes
+
+
+class TestBatchedLoads:
+    """A store that offers ``get_many_into`` is read in batches, with the same outcome for each key."""
+
+    def test_good_bad_and_missing_in_one_batch(self, bench: Bench) -> None:
+        store = BatchedStore()
+        tier = bench.tier(store=store, task_bytes=ROWS * ROW_BYTES)
+        original = bench.fill(1)
+        bench.store(tier, KEYS[:8])
+        name = tier.mapper.relative_name(KEYS[3])
+        blob = bytearray(read(store, name))
+        blob[9] ^= 1
+        write(store, name, bytes(blob))
+        write(store, tier.mapper.relative_name(KEYS[4]), bytes(blob[:-1]))
+        bench.fill(2)
+        result = bench.load(tier, KEYS[:9])
+        assert store.calls == 1
+        assert set(result.successful_keys) == {KEYS[i] for i in (0, 1, 2, 5, 6, 7)}
+        assert all((bench.region[i] == original[i]).all() for i in (0, 1, 2, 5, 6, 7))
+        assert tier.metrics.value("kvtiers_quarantined_blobs_total", "test") == 2
+        assert store.size(name) is None
+
+    def test_a_storage_that_fails_is_a_fault_for_each_key(self, bench: Bench) -> None:
+        store = BatchedStore()
+        tier = bench.tier(store=store, circuit_failures=1)
+        bench.fill(1)
+        bench.store(tier, KEYS[:2])
+        store.error = StoreUnavailableError("reset")
+        assert not bench.load(tier, KEYS[:2]).success
+        assert tier.metrics.value("kvtiers_store_errors_total", "test", "load", "StoreUnavailableError") == 2
+        assert tier.circuit_state == "open"
+
+
 class TestLiveness:
     """L3, L4: a job ends, a dead tier is cut off and comes back by itself. On a clock that only the test moves."""
 
