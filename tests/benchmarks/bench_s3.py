@@ -3,8 +3,9 @@
     python -m tests.benchmarks.bench_s3 [--quick] [--json FILE] [--png FILE] [--where nginx seaweed]
 
 Two servers on loopback: nginx as a DAV stub, which shows what the client itself costs, and SeaweedFS, a real S3. The
-ceiling ``http`` is sockets and nothing else: the same blocks with their trailers, unsigned and unsealed, sent from and
-received into the region by as many threads. It exists for the stub only, for a real server wants signatures.
+ceiling ``http`` is plain http.client: the same blocks with their trailers, unsigned and unsealed, sent from and
+received into the region by as many threads. ``socket`` goes further down, to requests written by hand: what is left of
+an HTTP client without HTTP. Both exist for the stub only, for a real server wants signatures.
 
 Ratios are what counts: within a round every client moves the same blocks one after the other, in changing order, and
 the median of the rounds' ratios is reported, so that a machine whose speed drifts does not decide.
@@ -16,41 +17,25 @@ import argparse
 import importlib
 import json
 import os
-import re
-import socket
 import statistics
-import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from tests.benchmarks.bench_fs import KIB, MIB, stall_while
-from tests.identity import FakeSpec, block_key
-from tiers.base import JobMetadata
-from tiers.file_mapper import FileMapper, strict_fields
-from tiers.seal import TRAILER_BYTES
-from tiers.store import Store
-from tiers.store_tier import StoreTierManager, TierOptions
-from tiers.stores.fsspec import FsspecStore
-from tiers.stores.s3 import S3Store
-from tiers.stores.s3_options import S3Options
+from tests.benchmarks.s3_contenders import CEILING, THREADS, Contender, Region, make_contender
 from tiers.testing.servers import STUB_BUCKET, S3Server, find_nginx, find_weed, nginx_stub, seaweed_server
 
 SIZES = (256 * KIB, MIB, 4 * MIB, 16 * MIB)
-THREADS = 8
 HEADS = 4_000
-CEILING = "http"
 CLIENTS = ("obstore", "boto3", "s3fs")
 HTTP_GOAL, BOTO3_GOAL, CPU_GOAL_MS, STALL_GOAL_MS = 0.8, 3.0, 0.35, 2.0
 HEADS_GOAL, HEADS_BOTO3_GOAL = 8_000, 7.0
@@ -82,177 +67,6 @@ class Heads:
     where: str
     client: str
     per_second: float
-
-
-class Region:
-    """Blocks and their keys. Every round stores other keys, because a tier does not store twice."""
-
-    def __init__(self, block_bytes: int, total_bytes: int) -> None:
-        self.count = max(2 * THREADS, total_bytes // block_bytes)
-        self.block_bytes = block_bytes
-        # Filled, so that no page is touched for the first time inside a measurement.
-        self.rows = np.random.default_rng(1).integers(0, 256, (self.count, block_bytes), np.uint8).view(np.int8)
-
-
-class Contender(ABC):
-    """A client that moves all blocks of a region: what the driver below measures."""
-
-    name: str
-
-    @abstractmethod
-    def put(self, round_: int) -> None:
-        """Store every block under the round's keys."""
-
-    @abstractmethod
-    def get(self, round_: int) -> None:
-        """Load every block of the round."""
-
-    @abstractmethod
-    def head(self, index: int) -> None:
-        """Ask whether one block of round 0 is there."""
-
-    @abstractmethod
-    def remove(self, round_: int) -> None:
-        """Delete the round's blocks."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Release what the constructor made."""
-
-
-class TierContender(Contender):
-    """A StoreTierManager over a store."""
-
-    def __init__(self, name: str, store: Store, region: Region) -> None:
-        self.name = name
-        self._store = store
-        self._region = region
-        spec = FakeSpec()
-        # Both kinds of pool threads help each other out, so half of each are THREADS together.
-        options = TierOptions(
-            n_read_threads=THREADS // 2, n_write_threads=THREADS // 2, job_deadline_s=3600, max_bytes_in_flight=1 << 40
-        )
-        mapper = FileMapper.from_offloading_spec("", spec, extra_fields=strict_fields(spec))
-        self._mapper = mapper
-        self._tier = StoreTierManager(spec, region.rows.data, name, store=store, mapper=mapper, options=options)
-        self._job_id = 0
-
-    def put(self, round_: int) -> None:
-        self._run(self._tier.submit_store, round_)
-
-    def get(self, round_: int) -> None:
-        self._run(self._tier.submit_load, round_)
-
-    def head(self, index: int) -> None:
-        assert self._store.size(self._name(0, index % self._region.count)) is not None
-
-    def remove(self, round_: int) -> None:
-        with ThreadPoolExecutor(THREADS) as pool:
-            list(pool.map(self._store.delete, [self._name(round_, i) for i in range(self._region.count)]))
-
-    def close(self) -> None:
-        self._tier.shutdown()
-
-    def _name(self, round_: int, index: int) -> str:
-        return self._mapper.relative_name(block_key(round_ * self._region.count + index))
-
-    def _run(self, submit: Callable[[JobMetadata], None], round_: int) -> None:
-        count = self._region.count
-        self._job_id += 1
-        keys = [block_key(round_ * count + i) for i in range(count)]
-        submit(JobMetadata(self._job_id, keys, np.arange(count, dtype=np.int32)))
-        self._tier.drain_jobs()
-        (result,) = self._tier.get_finished()
-        assert result.success, f"{self.name} failed"
-
-
-class HttpContender(Contender):
-    """The ceiling: requests written by hand to one socket per thread."""
-
-    name = CEILING
-
-    def __init__(self, url: str, region: Region) -> None:
-        parts = urlsplit(url)
-        self._address = (parts.hostname or "", parts.port or 80)
-        self._region = region
-        self._local = threading.local()
-        self._pool = ThreadPoolExecutor(THREADS)
-        self._trailer = bytes(TRAILER_BYTES)
-
-    def put(self, round_: int) -> None:
-        size = self._region.block_bytes + TRAILER_BYTES
-
-        def one(index: int) -> None:
-            head = self._request("PUT", round_, index, f"Content-Length: {size}\r\n")
-            connection = self._connection()
-            rest = [memoryview(head), memoryview(self._region.rows[index]).cast("B"), memoryview(self._trailer)]
-            while rest:
-                sent = connection.sendmsg(rest)
-                while rest and sent >= len(rest[0]):
-                    sent -= len(rest.pop(0))
-                if rest:
-                    rest[0] = rest[0][sent:]
-            self._answer(connection, None)
-
-        self._each(one)
-
-    def get(self, round_: int) -> None:
-        def one(index: int) -> None:
-            connection = self._connection()
-            connection.sendall(self._request("GET", round_, index))
-            self._answer(connection, memoryview(self._region.rows[index]).cast("B"))
-
-        self._each(one)
-
-    def head(self, index: int) -> None:
-        connection = self._connection()
-        connection.sendall(self._request("HEAD", 0, index % self._region.count))
-        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
-
-    def remove(self, round_: int) -> None:
-        def one(index: int) -> None:
-            connection = self._connection()
-            connection.sendall(self._request("DELETE", round_, index))
-            self._answer(connection, None)
-
-        self._each(one)
-
-    def close(self) -> None:
-        self._pool.shutdown()
-
-    def _each(self, one: Callable[[int], None]) -> None:
-        list(self._pool.map(one, range(self._region.count)))
-
-    def _connection(self) -> socket.socket:
-        connection: socket.socket | None = getattr(self._local, "connection", None)
-        if connection is None:
-            connection = self._local.connection = socket.create_connection(self._address)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return connection
-
-    @staticmethod
-    def _request(method: str, round_: int, index: int, headers: str = "") -> bytes:
-        return f"{method} /{STUB_BUCKET}/{CEILING}/{round_}/{index} HTTP/1.1\r\nHost: stub\r\n{headers}\r\n".encode()
-
-    def _answer(self, connection: socket.socket, into: memoryview | None) -> None:
-        """Read one answer; its body into ``into``, the trailer elsewhere."""
-        start = connection.recv(1 << 16)
-        while (end := start.find(b"\r\n\r\n")) < 0:
-            start += connection.recv(1 << 16)
-        assert start.startswith(b"HTTP/1.1 2"), start[:100]
-        body = start[end + 4 :]
-        if into is None:
-            announced = re.search(rb"\r\nContent-Length: *(\d+)", start[:end])
-            while len(body) < (int(announced[1]) if announced else 0):
-                body += connection.recv(1 << 16)
-            return
-        into[: len(body)] = body[: len(into)]
-        into = into[len(body) :]
-        while into:
-            into = into[connection.recv_into(into) :]
-        left = TRAILER_BYTES
-        while left:
-            left -= len(connection.recv(left))
 
 
 # -- driving -----------------------------------------------------------------------------------------------------------
@@ -341,28 +155,10 @@ def server(where: str) -> Iterator[S3Server]:
                     os.environ[name] = value
 
 
-def make_contender(name: str, reached: S3Server, region: Region) -> Contender:
-    if name == CEILING:
-        return HttpContender(reached.endpoint_url, region)
-    if name == "s3fs":
-        access = {"key": reached.access_key, "secret": reached.secret_key, "endpoint_url": reached.endpoint_url}
-        return TierContender(name, FsspecStore(f"s3://{STUB_BUCKET}/{name}", access), region)
-    client: Any = name
-    options = S3Options(
-        bucket=STUB_BUCKET,
-        prefix=name,  # a folder of its own, or one client would find the blocks of another
-        endpoint_url=reached.endpoint_url,
-        client=client,
-        request_timeout_s=60,
-        max_connections=THREADS,
-    )
-    return TierContender(name, S3Store(options), region)
-
-
 def run(where: str, total_bytes: int, rounds: int) -> tuple[list[Row], list[Heads]]:
     rows: list[Row] = []
     heads: list[Heads] = []
-    names = (CEILING, *CLIENTS) if where == "nginx" else CLIENTS
+    names = (CEILING, "socket", *CLIENTS) if where == "nginx" else CLIENTS
     with server(where) as reached:
         for size in SIZES:
             region = Region(size, total_bytes)
