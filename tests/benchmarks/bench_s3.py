@@ -240,6 +240,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     pyplot = importlib.import_module("matplotlib.pyplot")
 
     places = list(dict.fromkeys(row.where for row in rows))
+    colors = {client: f"C{i}" for i, client in enumerate(dict.fromkeys(row.client for row in rows))}
     figure, axes = pyplot.subplots(len(places), 2, figsize=(11, 4 * len(places)), squeeze=False)
     for i, where in enumerate(places):
         clients = list(dict.fromkeys(row.client for row in rows if row.where == where))
@@ -248,7 +249,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
             for k, client in enumerate(clients):
                 speeds = [getattr(row, way) for row in rows if row.where == where and row.client == client]
                 width = 0.8 / len(clients)
-                axis.bar(np.arange(len(speeds)) + k * width, speeds, width, label=client)
+                axis.bar(np.arange(len(speeds)) + k * width, speeds, width, label=client, color=colors[client])
             axis.set_xticks(np.arange(len(SIZES)) + 0.4, [size_text(size) for size in SIZES])
             axis.set_title(f"{way.upper()}, {where}, {THREADS} threads, sealed and verified")
             axis.set_ylabel("MB/s")
