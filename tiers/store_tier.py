@@ -1,9 +1,7 @@
 """StoreTierManager: the one SecondaryTierManager for every Store.
 
-It joins five parts that know nothing of each other: FileMapper names a block, Seal proves it, a Store keeps it,
-DualQueueThreadPool moves it and AsyncLookup says whether it is there.
-
-Bytes go straight between the region's slots and the store: nothing here copies, joins or keeps a block.
+It joins parts that know nothing of each other: FileMapper names a block, Seal proves it, a Store keeps it,
+DualQueueThreadPool brings the threads on which BlockMover moves it, and AsyncLookup says whether it is there.
 """
 
 from __future__ import annotations
@@ -11,22 +9,17 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from tiers.base import JobMetadata, JobResult, OffloadingEvent, ReqContext, SecondaryTierManager
+from tiers.block_mover import Batch, BlockMover, Rows
 from tiers.circuit import Circuit, CircuitState
 from tiers.errors import (
-    BlobCorruptError,
-    BlobNotFoundError,
-    ConfigError,
     QueueFullError,
-    SealError,
-    SealReason,
-    StoreError,
 )
 from tiers.file_mapper import FileMapper
 from tiers.keys import OffloadKey, make_offload_key
@@ -34,8 +27,8 @@ from tiers.lookup import AsyncLookup, LookupCounts, LookupOptions
 from tiers.metrics import Metrics
 from tiers.namespace import open_namespace
 from tiers.pool import Cancelled, DualQueueThreadPool, FinishedJob
-from tiers.seal import PAYLOAD_MULTIPLE_BYTES, TRAILER_BYTES, Checksum, Seal
-from tiers.store import Store, SupportsGetMany, SupportsQuarantine, SupportsSizeMany, SupportsTail
+from tiers.seal import Checksum, Seal
+from tiers.store import Store, SupportsGetMany
 
 logger = logging.getLogger(__name__)
 
@@ -75,20 +68,6 @@ class TierOptions:
     lookup: LookupOptions = field(default_factory=LookupOptions)
 
 
-@dataclass(slots=True)
-class _Batch:
-    """What a task did, counted by the worker, booked by the scheduler's thread."""
-
-    succeeded: list[OffloadKey] = field(default_factory=list)
-    bytes_moved: int = 0
-    outcomes: Counter[str] = field(default_factory=Counter)
-    errors: Counter[str] = field(default_factory=Counter)
-    verify_failures: Counter[str] = field(default_factory=Counter)
-    healed: int = 0
-    quarantined: int = 0
-    fault: str = ""  # the last error that says something about the storage's health
-
-
 @dataclass(frozen=True, slots=True)
 class _InFlight:
     keys: tuple[OffloadKey, ...]
@@ -98,8 +77,8 @@ class _InFlight:
 class StoreTierManager(SecondaryTierManager):
     """A tier that keeps sealed blocks in a Store.
 
-    All methods are for the scheduler's thread. It owns every field; pool and probe threads see ``_store``, ``_mapper``,
-    ``_seal`` and ``_rows``, which do not change, and the slots of the job they work on.
+    All methods are for the scheduler's thread. It owns every field; pool and probe threads see ``_mover`` and
+    the slots of the job they work on.
 
     Args:
         store: where the blobs are; closed at shutdown.
@@ -124,16 +103,17 @@ class StoreTierManager(SecondaryTierManager):
         super().__init__(offloading_spec, primary_kv_view, tier_type)
         options = options or TierOptions()
         self.name = options.name or tier_type
-        self._rows = _Rows(primary_kv_view)
+        self._rows = Rows(primary_kv_view)
         open_namespace(store, mapper)
         self.store = store
         self.mapper = mapper
         self.metrics: Metrics = getattr(offloading_spec, "metrics", None) or Metrics()
         self._options = options
-        self._seal = Seal(mapper.fingerprint, mapper.rank, checksum=options.checksum)
+        seal = Seal(mapper.fingerprint, mapper.rank, checksum=options.checksum)
+        self._mover = BlockMover(self.name, store, mapper, seal, self._rows, clock)
         one_by_one = store.capabilities.latency_bound and not isinstance(store, SupportsGetMany)
         self._blocks_per_task = 1 if one_by_one else max(1, options.task_bytes // self._rows.row_bytes)
-        self._pool = DualQueueThreadPool[_Batch](
+        self._pool = DualQueueThreadPool[Batch](
             options.n_read_threads,
             options.n_write_threads,
             name=f"kvtiers-{self.name}",
@@ -141,13 +121,11 @@ class StoreTierManager(SecondaryTierManager):
             cost_max=options.max_bytes_in_flight,
             clock=clock,
         )
-        self._lookup = AsyncLookup(self._probe, name=f"kvtiers-{self.name}", options=options.lookup, clock=clock)
+        self._lookup = AsyncLookup(self._mover.probe, name=f"kvtiers-{self.name}", options=options.lookup, clock=clock)
         self._circuit = Circuit(
             self.name, failures_max=options.circuit_failures, probe_every_s=options.circuit_probe_s, clock=clock
         )
         self._clock = clock
-        # Read by workers: True makes every block that has not begun fail, so that a dead tier's backlog goes at once.
-        self._cut = False
         self._in_flight: dict[int, _InFlight] = {}
         self._results: list[JobResult] = []
         self._events: deque[OffloadingEvent] = deque(maxlen=EVENTS_MAX)
@@ -190,7 +168,7 @@ class StoreTierManager(SecondaryTierManager):
             circuit.fail("lookups are not answered" if counts.expired else "lookups fail")
         elif counts.hits or counts.misses:
             circuit.succeed()
-        self._cut = not circuit.closed
+        self._mover.cut = not circuit.closed
         self.metrics.set("kvtiers_circuit_closed", self.name, value=float(circuit.closed))
 
     def forget_lookups(self) -> None:
@@ -249,7 +227,7 @@ class StoreTierManager(SecondaryTierManager):
         pairs = list(zip(job.keys, blocks, strict=True))
         if not is_load:
             pairs = list(dict(pairs).items())
-        run = self._load_batch if is_load else self._store_batch
+        run = self._mover.load_batch if is_load else self._mover.store_batch
         size = self._blocks_per_task
         deadline = self._clock() + self._options.job_deadline_s
         tasks = [partial(run, pairs[start : start + size], deadline) for start in range(0, len(pairs), size)]
@@ -268,7 +246,7 @@ class StoreTierManager(SecondaryTierManager):
             return
         self._in_flight[job.job_id] = _InFlight(keys, is_load)
 
-    def _book(self, finished: FinishedJob[_Batch]) -> None:
+    def _book(self, finished: FinishedJob[Batch]) -> None:
         job = self._in_flight.pop(finished.job_id)
         op, tier, metrics = _op(job.is_load), self.name, self.metrics
         succeeded: list[OffloadKey] = []
@@ -297,7 +275,7 @@ class StoreTierManager(SecondaryTierManager):
         metrics.observe("kvtiers_job_seconds", tier, op, value=finished.duration_s)
         self._results.append(JobResult(finished.job_id, ok, tuple(succeeded), finished.duration_s, bytes_moved))
 
-    def _book_batch(self, batch: _Batch, op: str) -> None:
+    def _book_batch(self, batch: Batch, op: str) -> None:
         tier, metrics = self.name, self.metrics
         for outcome, count in batch.outcomes.items():
             metrics.inc("kvtiers_blocks_total", tier, op, outcome, by=count)
@@ -316,204 +294,6 @@ class StoreTierManager(SecondaryTierManager):
         if batch.quarantined:
             metrics.inc("kvtiers_quarantined_blobs_total", tier, by=batch.quarantined)
 
-    # -- on pool and probe threads -----------------------------------------------------------------------------------
-
-    def _store_batch(self, pairs: Sequence[tuple[OffloadKey, int]], deadline: float) -> _Batch:
-        batch = _Batch()
-        for key, block in pairs:
-            if self._is_late(deadline, batch):
-                continue
-            try:
-                outcome = self._store_one(key, self._rows[block], batch)
-            except StoreError as e:
-                _log_error(self.name, "store", e)
-                batch.errors[type(e).__name__] += 1
-                if e.retryable:  # not: a full or read-only storage, from which blocks can still be loaded
-                    batch.fault = str(e)
-                outcome = "failed"
-            batch.outcomes[outcome] += 1
-            if outcome != "failed":
-                batch.succeeded.append(key)
-            if outcome == "moved":
-                batch.bytes_moved += self._rows.row_bytes
-        return batch
-
-    def _store_one(self, key: OffloadKey, row: memoryview, batch: _Batch) -> str:
-        """Store one block if it is not there in good order; returns the outcome."""
-        name = self.mapper.relative_name(key)
-        overwrite = False
-        if isinstance(self.store, SupportsTail):
-            try:
-                self._check_stored(self.store, key, name)
-                return "already_stored"
-            except BlobNotFoundError:
-                pass
-            except BlobCorruptError:
-                batch.verify_failures[SealReason.SIZE] += 1
-                overwrite = True
-            except SealError as e:
-                batch.verify_failures[e.reason] += 1
-                if e.foreign:  # perhaps a newer writer's good block: never replaced
-                    batch.errors["ForeignBlock"] += 1
-                    return "failed"
-                overwrite = True
-        trailer = self._seal.trailer(key, row)
-        self.store.put(name, (row, memoryview(trailer)), overwrite=overwrite)
-        batch.healed += overwrite
-        return "moved"
-
-    def _check_stored(self, store: SupportsTail, key: OffloadKey, name: str) -> None:
-        found = store.get_tail(name, TRAILER_BYTES)
-        if found is None:
-            raise BlobNotFoundError("not stored", key=name)
-        size, tail = found
-        if size != self._rows.row_bytes + TRAILER_BYTES:
-            raise BlobCorruptError(f"{size} bytes, a block here has {self._rows.row_bytes + TRAILER_BYTES}", key=name)
-        self._seal.check_trailer(key, tail, self._rows.row_bytes)
-
-    def _is_late(self, deadline: float, batch: _Batch) -> bool:
-        if not self._cut and self._clock() < deadline:
-            return False
-        batch.outcomes["dropped"] += 1
-        batch.errors["circuit_open" if self._cut else "deadline"] += 1
-        return True
-
-    def _load_batch(self, pairs: Sequence[tuple[OffloadKey, int]], deadline: float) -> _Batch:
-        batch = _Batch()
-        if isinstance(self.store, SupportsGetMany):
-            pairs = self._load_many(self.store, pairs, deadline, batch)
-        trailer = bytearray(TRAILER_BYTES)
-        for key, block in pairs:
-            if not self._is_late(deadline, batch):
-                self._book_load(key, self._load_one(key, self._rows[block], trailer, batch), batch)
-        return batch
-
-    def _book_load(self, key: OffloadKey, loaded: bool, batch: _Batch) -> None:
-        batch.outcomes["moved" if loaded else "failed"] += 1
-        if loaded:
-            batch.succeeded.append(key)
-            batch.bytes_moved += self._rows.row_bytes
-
-    def _load_many(
-        self, store: SupportsGetMany, pairs: Sequence[tuple[OffloadKey, int]], deadline: float, batch: _Batch
-    ) -> list[tuple[OffloadKey, int]]:
-        """Load a batch with one call; returns what was found bad and must be looked at one by one."""
-        pairs = [pair for pair in pairs if not self._is_late(deadline, batch)]
-        trailers = [bytearray(TRAILER_BYTES) for _ in pairs]
-        requests = [
-            (self.mapper.relative_name(key), (self._rows[block], memoryview(trailer)))
-            for (key, block), trailer in zip(pairs, trailers, strict=True)
-        ]
-        suspect = []
-        for (key, block), trailer, error in zip(pairs, trailers, store.get_many_into(requests), strict=True):
-            try:
-                if error is not None:
-                    raise error
-                self._seal.verify(key, self._rows[block], trailer)
-            except (SealError, BlobCorruptError):
-                suspect.append((key, block))
-                continue
-            except BlobNotFoundError:
-                pass
-            except StoreError as e:
-                _log_error(self.name, "load", e)
-                batch.errors[type(e).__name__] += 1
-                batch.fault = str(e)
-            else:
-                self._book_load(key, True, batch)
-                continue
-            self._book_load(key, False, batch)
-        return suspect
-
-    def _load_one(self, key: OffloadKey, row: memoryview, trailer: bytearray, batch: _Batch) -> bool:
-        name = self.mapper.relative_name(key)
-        failure: SealError | BlobCorruptError | None = None
-        for _ in range(2):  # twice: a torn page cache and a blob replaced under the reader happen once
-            try:
-                self.store.get_into(name, (row, memoryview(trailer)))
-                self._seal.verify(key, row, trailer)
-                return True
-            except (SealError, BlobCorruptError) as e:
-                failure = e
-            except BlobNotFoundError:
-                return False
-            except StoreError as e:
-                _log_error(self.name, "load", e)
-                batch.errors[type(e).__name__] += 1
-                batch.fault = str(e)
-                return False
-        assert failure is not None
-        reason = failure.reason if isinstance(failure, SealError) else SealReason.SIZE
-        batch.verify_failures[reason] += 1
-        logger.warning("tier %s: %s is not the block it should be (%s)", self.name, name, failure)
-        if not (isinstance(failure, SealError) and failure.foreign):
-            self._quarantine(name, batch)
-        return False
-
-    def _quarantine(self, name: str, batch: _Batch) -> None:
-        try:
-            if isinstance(self.store, SupportsQuarantine):
-                self.store.quarantine(name)
-            else:
-                self.store.delete(name)
-            batch.quarantined += 1
-        except StoreError as e:  # it stays a miss; the next load tries again
-            _log_error(self.name, "quarantine", e)
-            batch.errors[type(e).__name__] += 1
-
-    def _probe(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
-        expected = self._rows.row_bytes + TRAILER_BYTES
-        names = [self.mapper.relative_name(key) for key in keys]
-        return [None if isinstance(size, Exception) else size == expected for size in self._sizes(names)]
-
-    def _sizes(self, names: Sequence[str]) -> Iterable[int | Exception | None]:
-        if isinstance(self.store, SupportsSizeMany):
-            return self.store.size_many(names)
-        return self._sizes_one_by_one(names)
-
-    def _sizes_one_by_one(self, names: Sequence[str]) -> Iterator[int | Exception | None]:
-        for name in names:
-            try:
-                yield self.store.size(name)
-            except StoreError as e:
-                yield e
-
-
-class _Rows:
-    """The region's rows as flat memoryviews. (Python's memoryview cannot take ``view[b]`` of a 2-D view.)"""
-
-    def __init__(self, view: memoryview) -> None:
-        if view.ndim != 2 or not view.c_contiguous or view.readonly:
-            raise ConfigError(
-                "accepted is a writable, C-contiguous view of shape (num_chunks, row_bytes)",
-                field="primary_kv_view",
-            )
-        assert view.shape is not None
-        self.num_rows = view.shape[0]
-        self.row_bytes = view.shape[1] * view.itemsize
-        if self.row_bytes % PAYLOAD_MULTIPLE_BYTES or not self.row_bytes:
-            raise ConfigError(
-                f"rows of {self.row_bytes} bytes; accepted is a multiple of {PAYLOAD_MULTIPLE_BYTES}",
-                field="primary_kv_view",
-            )
-        self._flat = view.cast("B")
-
-    def __getitem__(self, block: int) -> memoryview:
-        start = block * self.row_bytes
-        return self._flat[start : start + self.row_bytes]
-
-    def check_ids(self, block_ids: Any) -> list[int]:
-        blocks: list[int] = [int(block) for block in block_ids]
-        for block in blocks:
-            if not 0 <= block < self.num_rows:
-                raise ValueError(f"block id {block} is outside the region's 0..{self.num_rows - 1}")
-        return blocks
-
 
 def _op(is_load: bool) -> str:
     return "load" if is_load else "store"
-
-
-def _log_error(tier: str, what: str, error: StoreError) -> None:
-    # Debug: one line a block would be a flood when a disk is full; the counters and the state changes tell the rest.
-    logger.debug("tier %s: %s failed: %s", tier, what, error)

@@ -1,0 +1,258 @@
+"""BlockMover: what a tier's threads do with a batch of blocks: seal and put, get and verify, ask.
+
+Bytes go straight between the region's slots and the store: nothing here copies, joins or keeps a block.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tiers.errors import BlobCorruptError, BlobNotFoundError, ConfigError, SealError, SealReason, StoreError
+from tiers.file_mapper import FileMapper
+from tiers.keys import OffloadKey
+from tiers.seal import PAYLOAD_MULTIPLE_BYTES, TRAILER_BYTES, Seal
+from tiers.store import Store, SupportsGetMany, SupportsQuarantine, SupportsSizeMany, SupportsTail
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Batch:
+    """What a task did: counted on a worker thread, booked on the scheduler's."""
+
+    succeeded: list[OffloadKey] = field(default_factory=list)
+    bytes_moved: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter)
+    errors: Counter[str] = field(default_factory=Counter)
+    verify_failures: Counter[str] = field(default_factory=Counter)
+    healed: int = 0
+    quarantined: int = 0
+    fault: str = ""  # the last error that says something about the storage's health
+
+
+class BlockMover:
+    """Moves batches of blocks. Any thread; it changes nothing of its own.
+
+    Args:
+        name: the tier's, for logs.
+        rows: the region.
+        clock: seconds, monotonic; the deadlines are its.
+
+    Attributes:
+        cut: set by the scheduler's thread. True makes every block that has not begun fail, so that a dead tier's
+            backlog goes at once.
+    """
+
+    def __init__(
+        self, name: str, store: Store, mapper: FileMapper, seal: Seal, rows: Rows, clock: Callable[[], float]
+    ) -> None:
+        self.name = name
+        self.store = store
+        self.mapper = mapper
+        self.cut = False
+        self._seal = seal
+        self._rows = rows
+        self._clock = clock
+
+    def store_batch(self, pairs: Sequence[tuple[OffloadKey, int]], deadline: float) -> Batch:
+        """Store the blocks that are not there in good order. ``deadline`` is for beginning one."""
+        batch = Batch()
+        for key, block in pairs:
+            if self._is_late(deadline, batch):
+                continue
+            try:
+                outcome = self._store_one(key, self._rows[block], batch)
+            except StoreError as e:
+                _log_error(self.name, "store", e)
+                batch.errors[type(e).__name__] += 1
+                if e.retryable:  # not: a full or read-only storage, from which blocks can still be loaded
+                    batch.fault = str(e)
+                outcome = "failed"
+            batch.outcomes[outcome] += 1
+            if outcome != "failed":
+                batch.succeeded.append(key)
+            if outcome == "moved":
+                batch.bytes_moved += self._rows.row_bytes
+        return batch
+
+    def _store_one(self, key: OffloadKey, row: memoryview, batch: Batch) -> str:
+        """Store one block if it is not there in good order; returns the outcome."""
+        name = self.mapper.relative_name(key)
+        overwrite = False
+        if isinstance(self.store, SupportsTail):
+            try:
+                self._check_stored(self.store, key, name)
+                return "already_stored"
+            except BlobNotFoundError:
+                pass
+            except BlobCorruptError:
+                batch.verify_failures[SealReason.SIZE] += 1
+                overwrite = True
+            except SealError as e:
+                batch.verify_failures[e.reason] += 1
+                if e.foreign:  # perhaps a newer writer's good block: never replaced
+                    batch.errors["ForeignBlock"] += 1
+                    return "failed"
+                overwrite = True
+        trailer = self._seal.trailer(key, row)
+        self.store.put(name, (row, memoryview(trailer)), overwrite=overwrite)
+        batch.healed += overwrite
+        return "moved"
+
+    def _check_stored(self, store: SupportsTail, key: OffloadKey, name: str) -> None:
+        found = store.get_tail(name, TRAILER_BYTES)
+        if found is None:
+            raise BlobNotFoundError("not stored", key=name)
+        size, tail = found
+        if size != self._rows.row_bytes + TRAILER_BYTES:
+            raise BlobCorruptError(f"{size} bytes, a block here has {self._rows.row_bytes + TRAILER_BYTES}", key=name)
+        self._seal.check_trailer(key, tail, self._rows.row_bytes)
+
+    def _is_late(self, deadline: float, batch: Batch) -> bool:
+        if not self.cut and self._clock() < deadline:
+            return False
+        batch.outcomes["dropped"] += 1
+        batch.errors["circuit_open" if self.cut else "deadline"] += 1
+        return True
+
+    def load_batch(self, pairs: Sequence[tuple[OffloadKey, int]], deadline: float) -> Batch:
+        """Fill slots with verified blocks. ``deadline`` is for beginning one."""
+        batch = Batch()
+        if isinstance(self.store, SupportsGetMany):
+            pairs = self._load_many(self.store, pairs, deadline, batch)
+        trailer = bytearray(TRAILER_BYTES)
+        for key, block in pairs:
+            if not self._is_late(deadline, batch):
+                self._book_load(key, self._load_one(key, self._rows[block], trailer, batch), batch)
+        return batch
+
+    def _book_load(self, key: OffloadKey, loaded: bool, batch: Batch) -> None:
+        batch.outcomes["moved" if loaded else "failed"] += 1
+        if loaded:
+            batch.succeeded.append(key)
+            batch.bytes_moved += self._rows.row_bytes
+
+    def _load_many(
+        self, store: SupportsGetMany, pairs: Sequence[tuple[OffloadKey, int]], deadline: float, batch: Batch
+    ) -> list[tuple[OffloadKey, int]]:
+        """Load a batch with one call; returns what was found bad and must be looked at one by one."""
+        pairs = [pair for pair in pairs if not self._is_late(deadline, batch)]
+        trailers = [bytearray(TRAILER_BYTES) for _ in pairs]
+        requests = [
+            (self.mapper.relative_name(key), (self._rows[block], memoryview(trailer)))
+            for (key, block), trailer in zip(pairs, trailers, strict=True)
+        ]
+        suspect = []
+        for (key, block), trailer, error in zip(pairs, trailers, store.get_many_into(requests), strict=True):
+            try:
+                if error is not None:
+                    raise error
+                self._seal.verify(key, self._rows[block], trailer)
+            except (SealError, BlobCorruptError):
+                suspect.append((key, block))
+                continue
+            except BlobNotFoundError:
+                pass
+            except StoreError as e:
+                _log_error(self.name, "load", e)
+                batch.errors[type(e).__name__] += 1
+                batch.fault = str(e)
+            else:
+                self._book_load(key, True, batch)
+                continue
+            self._book_load(key, False, batch)
+        return suspect
+
+    def _load_one(self, key: OffloadKey, row: memoryview, trailer: bytearray, batch: Batch) -> bool:
+        name = self.mapper.relative_name(key)
+        failure: SealError | BlobCorruptError | None = None
+        for _ in range(2):  # twice: a torn page cache and a blob replaced under the reader happen once
+            try:
+                self.store.get_into(name, (row, memoryview(trailer)))
+                self._seal.verify(key, row, trailer)
+                return True
+            except (SealError, BlobCorruptError) as e:
+                failure = e
+            except BlobNotFoundError:
+                return False
+            except StoreError as e:
+                _log_error(self.name, "load", e)
+                batch.errors[type(e).__name__] += 1
+                batch.fault = str(e)
+                return False
+        assert failure is not None
+        reason = failure.reason if isinstance(failure, SealError) else SealReason.SIZE
+        batch.verify_failures[reason] += 1
+        logger.warning("tier %s: %s is not the block it should be (%s)", self.name, name, failure)
+        if not (isinstance(failure, SealError) and failure.foreign):
+            self._quarantine(name, batch)
+        return False
+
+    def _quarantine(self, name: str, batch: Batch) -> None:
+        try:
+            if isinstance(self.store, SupportsQuarantine):
+                self.store.quarantine(name)
+            else:
+                self.store.delete(name)
+            batch.quarantined += 1
+        except StoreError as e:  # it stays a miss; the next load tries again
+            _log_error(self.name, "quarantine", e)
+            batch.errors[type(e).__name__] += 1
+
+    def probe(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
+        """Whether blobs of a block's size are there; None where the storage could not be asked."""
+        expected = self._rows.row_bytes + TRAILER_BYTES
+        names = [self.mapper.relative_name(key) for key in keys]
+        return [None if isinstance(size, Exception) else size == expected for size in self._sizes(names)]
+
+    def _sizes(self, names: Sequence[str]) -> Iterable[int | Exception | None]:
+        if isinstance(self.store, SupportsSizeMany):
+            return self.store.size_many(names)
+        return self._sizes_one_by_one(names)
+
+    def _sizes_one_by_one(self, names: Sequence[str]) -> Iterator[int | Exception | None]:
+        for name in names:
+            try:
+                yield self.store.size(name)
+            except StoreError as e:
+                yield e
+
+
+class Rows:
+    """The region's rows as flat memoryviews. (Python's memoryview cannot take ``view[b]`` of a 2-D view.)"""
+
+    def __init__(self, view: memoryview) -> None:
+        if view.ndim != 2 or not view.c_contiguous or view.readonly:
+            raise ConfigError(
+                "accepted is a writable, C-contiguous view of shape (num_chunks, row_bytes)",
+                field="primary_kv_view",
+            )
+        assert view.shape is not None
+        self.num_rows = view.shape[0]
+        self.row_bytes = view.shape[1] * view.itemsize
+        if self.row_bytes % PAYLOAD_MULTIPLE_BYTES or not self.row_bytes:
+            raise ConfigError(
+                f"rows of {self.row_bytes} bytes; accepted is a multiple of {PAYLOAD_MULTIPLE_BYTES}",
+                field="primary_kv_view",
+            )
+        self._flat = view.cast("B")
+
+    def __getitem__(self, block: int) -> memoryview:
+        start = block * self.row_bytes
+        return self._flat[start : start + self.row_bytes]
+
+    def check_ids(self, block_ids: Any) -> list[int]:
+        blocks: list[int] = [int(block) for block in block_ids]
+        for block in blocks:
+            if not 0 <= block < self.num_rows:
+                raise ValueError(f"block id {block} is outside the region's 0..{self.num_rows - 1}")
+        return blocks
+
+
+def _log_error(tier: str, what: str, error: StoreError) -> None:
+    # Debug: one line a block would be a flood when a disk is full; the counters and the state changes tell the rest.
+    logger.debug("tier %s: %s failed: %s", tier, what, error)
