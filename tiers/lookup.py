@@ -133,10 +133,6 @@ class AsyncLookup:
             self._asked.pop(key, None)
             self._record(key, present, now)
 
-    def forget(self) -> None:
-        """Drop every cached answer."""
-        self._answers.clear()
-
     def take_counts(self) -> LookupCounts:
         """Counts since the last call."""
         counts, self._counts = self._counts, LookupCounts()

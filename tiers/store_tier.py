@@ -171,10 +171,6 @@ class StoreTierManager(SecondaryTierManager):
         self._mover.cut = not circuit.closed
         self.metrics.set("kvtiers_circuit_closed", self.name, value=float(circuit.closed))
 
-    def forget_lookups(self) -> None:
-        """Drop cached lookup answers, so that the next lookup asks the storage."""
-        self._lookup.forget()
-
     # -- jobs ------------------------------------------------------------------------------------------------------
 
     def submit_store(self, job_metadata: JobMetadata) -> None:

@@ -179,8 +179,6 @@ def test_marks_overrule_answers_on_their_way(make: Make) -> None:
     assert lookup.lookup(KEYS[0]) is False
     lookup.mark([KEYS[0]], present=True)
     assert lookup.lookup(KEYS[0]) is True
-    lookup.forget()
-    assert lookup.lookup(KEYS[0]) is None
 
 
 def test_the_cache_is_bounded_and_forgets_the_oldest(make: Make) -> None:
