@@ -6,11 +6,12 @@ A tier that needs a client library imports its store in its constructor, so that
 from __future__ import annotations
 
 import logging
+import os
 from contextlib import closing
 from typing import Any
 
 from tiers.config import parse_tier
-from tiers.errors import ConfigError, StoreError
+from tiers.errors import ConfigError, RegionError, StoreError
 from tiers.file_mapper import FileMapper, strict_fields
 from tiers.lookup import LookupOptions
 from tiers.seal import Checksum
@@ -125,7 +126,7 @@ def _start(
     store_options: dict[str, Any],
 ) -> None:
     """The rest of every built-in tier's constructor: makes the store, and closes it if anything fails."""
-    if config.isolation == "process":
+    if config.isolation == "process" or (config.isolation == "auto" and _can_be_mapped(view)):
         from tiers.layers.isolate import ProcessIsolatedStore, StoreRecipe
 
         store: Store = ProcessIsolatedStore(
@@ -149,6 +150,21 @@ def _start(
     except BaseException:
         store.close()
         raise
+
+
+def _can_be_mapped(view: memoryview) -> bool:
+    """Whether other processes can map the region."""
+    from tiers.layers.mapped_file import address_of, open_mapped_file
+
+    address = address_of(view)
+    if address is None:
+        return False
+    try:
+        fd, _ = open_mapped_file(address, view.nbytes)
+    except (OSError, RegionError):
+        return False
+    os.close(fd)
+    return True
 
 
 def _tier_options(config: TierConfig) -> TierOptions:

@@ -96,7 +96,8 @@ class FileMapper:
         """SHA-256 of the canonical fields; goes into every block's seal."""
         self._base = f"{model_name.replace('/', '_')}_{self.fingerprint.hex()[:DIGEST_HEX_DIGITS]}"
         self.root_dir = root_dir
-        self._prefix = f"{self._base}_r{rank}"
+        self.name_prefix = f"{self._base}_r{rank}"
+        """First folder of every block's name."""
 
     @classmethod
     def from_offloading_spec(
@@ -129,8 +130,7 @@ class FileMapper:
 
     def relative_name(self, key: OffloadKey) -> str:
         """The block's name without ``root_dir``: what a Store rooted there calls it."""
-        digits = get_offload_block_hash(key).hex()
-        return f"{self._prefix}/{digits[:3]}/{digits[3:5]}_g{get_offload_group_idx(key)}/{digits}.bin"
+        return block_name(self.name_prefix, key)
 
     def get_file_name(self, key: OffloadKey) -> str:
         """The block's name: ``<base>_r<rank>/<hhh>/<hh>_g<group>/<hash>.bin``."""
@@ -157,6 +157,12 @@ class FileMapper:
 
     def _rooted(self, name: str) -> str:
         return f"{self.root_dir}/{name}" if self.root_dir else name
+
+
+def block_name(name_prefix: str, key: OffloadKey) -> str:
+    """A block's name without ``root_dir``, from its mapper's ``name_prefix``."""
+    digits = get_offload_block_hash(key).hex()
+    return f"{name_prefix}/{digits[:3]}/{digits[3:5]}_g{get_offload_group_idx(key)}/{digits}.bin"
 
 
 def strict_fields(offloading_spec: Any) -> dict[str, Any]:

@@ -85,14 +85,13 @@ class FolderStore(Store):
             # As text: a handler that keeps the record would keep the exception's frames, and with them the root open.
             logger.warning("%s: files of dead writers were not removed: %s", self.root_dir, str(e))
 
-    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> None:
+    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
         root = self._use_root(key)
         try:
             if self._space is None:
-                self._publish(root, key, parts, overwrite=overwrite)
-            else:
-                with self._space.reserved(root, parts_size(parts), key):
-                    self._publish(root, key, parts, overwrite=overwrite)
+                return self._publish(root, key, parts, overwrite=overwrite)
+            with self._space.reserved(root, parts_size(parts), key):
+                return self._publish(root, key, parts, overwrite=overwrite)
         except OSError as e:
             raise store_error(e, key) from e
 
@@ -156,16 +155,14 @@ class FolderStore(Store):
             if not is_absent(e):
                 raise store_error(e, key) from e
 
-    def _publish(self, root: RootFolder, key: str, parts: Sequence[memoryview], *, overwrite: bool) -> None:
+    def _publish(self, root: RootFolder, key: str, parts: Sequence[memoryview], *, overwrite: bool) -> bool:
         for attempts_left in reversed(range(PUBLISH_ATTEMPTS_MAX)):
             try:
-                self._publisher.publish(root, key, parts, overwrite=overwrite)
-                return
-            except FileNotFoundError as e:
-                if not attempts_left:
-                    raise StoreUnavailableError("its folder was removed again and again", key=key) from e
-                if root.is_removed():
+                return self._publisher.publish(root, key, parts, overwrite=overwrite)
+            except FileNotFoundError:
+                if attempts_left and root.is_removed():
                     root = self._replace_root(root, make=True)
+        raise StoreUnavailableError("its folder was removed again and again", key=key)
 
     def _use_root(self, key: str | None) -> RootFolder:
         """The root as it is now, which stays usable until the caller drops it."""

@@ -25,6 +25,7 @@ import struct
 import time
 from collections.abc import Callable
 from enum import IntEnum
+from typing import Any
 
 import xxhash
 
@@ -88,6 +89,25 @@ class Seal:
         self._checksum = checksum
         self._writer_id = writer_id
         self._clock_ns = clock_ns
+
+    def to_json(self) -> dict[str, Any]:
+        """What another process needs to make the same trailers."""
+        return {
+            "fingerprint": self._fingerprint.hex(),
+            "rank": self._rank,
+            "checksum": int(self._checksum),
+            "writer_id": self._writer_id.hex(),
+        }
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Seal:
+        """The other end of ``to_json``."""
+        return cls(
+            bytes.fromhex(fields["fingerprint"]),
+            fields["rank"],
+            checksum=Checksum(fields["checksum"]),
+            writer_id=bytes.fromhex(fields["writer_id"]),
+        )
 
     def trailer(self, key: OffloadKey, payload: memoryview) -> bytes:
         """The trailer for a payload. Checksums the payload where it lies, before anybody writes it: a slot that

@@ -68,14 +68,19 @@ class Store(ABC):
     capabilities: Capabilities
 
     @abstractmethod
-    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> None:
+    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
         """Publish the joined parts under ``key``.
 
         # Behavior
-        - ``overwrite=False``: publishes only if ``key`` is absent; already there is success and changes nothing.
+        - ``overwrite=False``: publishes only if ``key`` is absent; already there is success and changes nothing. What
+          is there may be anything, also no blob: who must know looks at it.
         - ``overwrite=True``: replaces what is there in one step; readers see the old blob or the new one.
         - On error nothing is visible under ``key`` that was not there before.
         - The parts may change only after the call has returned.
+
+        Returns:
+            False: something was there already and stays. True: published. A storage that cannot tell the two apart
+            (after a lost acknowledgement, say) may return either.
 
         Raises:
             StoreError: nothing was published (or, where an acknowledgement was lost, it was published whole).

@@ -16,12 +16,11 @@ from functools import partial
 from typing import Any
 
 from tiers.base import JobMetadata, JobResult, OffloadingEvent, ReqContext, SecondaryTierManager
-from tiers.block_mover import Batch, BlockMover, Rows
+from tiers.block_mover import Batch, Rows
 from tiers.circuit import Circuit, CircuitState
-from tiers.errors import (
-    QueueFullError,
-)
+from tiers.errors import QueueFullError
 from tiers.file_mapper import FileMapper
+from tiers.isolated_mover import make_mover
 from tiers.keys import OffloadKey, make_offload_key
 from tiers.lookup import AsyncLookup, LookupCounts, LookupOptions
 from tiers.metrics import Metrics
@@ -33,6 +32,7 @@ from tiers.store import Store, SupportsGetMany
 logger = logging.getLogger(__name__)
 
 EVENTS_MAX = 65_536
+TASK_BYTES_MIN = 1 << 20  # less is not worth another thread's wake-up
 DRAIN_SHARE = 0.7  # part of shutdown_s that waiting jobs get to land
 
 
@@ -43,7 +43,7 @@ class TierOptions:
     Attributes:
         name: label in metrics and logs; None: the tier's type.
         n_read_threads, n_write_threads: threads that prefer loads, and stores.
-        task_bytes: payload bytes of one pool task; a store that is latency bound gets one block a task instead.
+        task_bytes: payload bytes of one pool task at most; a store that is latency bound gets one block a task.
         jobs_max, max_bytes_in_flight: a job beyond them fails at once (D4).
         checksum: of new blocks.
         job_deadline_s: blocks of a job that have not begun to move by then fail (L3); a task that runs longer cuts
@@ -57,7 +57,7 @@ class TierOptions:
     name: str | None = None
     n_read_threads: int = 2
     n_write_threads: int = 2
-    task_bytes: int = 4 << 20
+    task_bytes: int = 16 << 20
     jobs_max: int = 1024
     max_bytes_in_flight: int = 8 << 30
     checksum: Checksum = Checksum.XXH3_64
@@ -110,9 +110,8 @@ class StoreTierManager(SecondaryTierManager):
         self.metrics: Metrics = getattr(offloading_spec, "metrics", None) or Metrics()
         self._options = options
         seal = Seal(mapper.fingerprint, mapper.rank, checksum=options.checksum)
-        self._mover = BlockMover(self.name, store, mapper, seal, self._rows, clock)
-        one_by_one = store.capabilities.latency_bound and not isinstance(store, SupportsGetMany)
-        self._blocks_per_task = 1 if one_by_one else max(1, options.task_bytes // self._rows.row_bytes)
+        self._mover = make_mover(self.name, store, mapper.name_prefix, seal, self._rows, clock)
+        self._one_by_one = store.capabilities.latency_bound and not isinstance(store, SupportsGetMany)
         self._pool = DualQueueThreadPool[Batch](
             options.n_read_threads,
             options.n_write_threads,
@@ -224,7 +223,7 @@ class StoreTierManager(SecondaryTierManager):
         if not is_load:
             pairs = list(dict(pairs).items())
         run = self._mover.load_batch if is_load else self._mover.store_batch
-        size = self._blocks_per_task
+        size = self._blocks_per_task(len(pairs))
         deadline = self._clock() + self._options.job_deadline_s
         tasks = [partial(run, pairs[start : start + size], deadline) for start in range(0, len(pairs), size)]
         keys = tuple(job.keys)
@@ -241,6 +240,14 @@ class StoreTierManager(SecondaryTierManager):
             self._results.append(JobResult(job.job_id, success=not keys))
             return
         self._in_flight[job.job_id] = _InFlight(keys, is_load)
+
+    def _blocks_per_task(self, count: int) -> int:
+        """An equal share of a job for every thread, within TASK_BYTES_MIN and task_bytes."""
+        if self._one_by_one:
+            return 1
+        row_bytes, options = self._rows.row_bytes, self._options
+        share = -(-count // (options.n_read_threads + options.n_write_threads))
+        return max(1, min(max(share, TASK_BYTES_MIN // row_bytes), options.task_bytes // row_bytes))
 
     def _book(self, finished: FinishedJob[Batch]) -> None:
         job = self._in_flight.pop(finished.job_id)

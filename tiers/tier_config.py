@@ -78,9 +78,7 @@ class TierConfig(Model):
     )
     n_read_threads: Threads = Field(default_factory=default_threads, description="Threads that prefer loads.")
     n_write_threads: Threads = Field(default_factory=default_threads, description="Threads that prefer stores.")
-    task_bytes: Size = Field(
-        4 << 20, description="Bytes one pool task moves: small blocks are handled in batches of this size."
-    )
+    task_bytes: Size = Field(16 << 20, description="Bytes one pool task moves at most: blocks are handled in batches.")
     jobs_max: Annotated[int, Field(ge=1, le=1_000_000)] = Field(1024, description="Jobs in flight; more are refused.")
     max_bytes_in_flight: Size = Field(
         8 << 30, description="Payload bytes of jobs in flight; stores beyond it are dropped and counted."
@@ -105,8 +103,10 @@ class TierConfig(Model):
     shutdown_s: Annotated[float, Field(ge=0, le=60)] = Field(
         4.0, description="How long shutdown waits for running jobs. vLLM kills its engine after 5 s."
     )
-    isolation: Literal["thread", "process"] = Field(
-        "thread", description="process: I/O in processes that are killed when they hang; costs up to 0.5 ms a job."
+    isolation: Literal["auto", "thread", "process"] = Field(
+        "thread",
+        description="process: I/O in processes, which do not wait for the engine's GIL and are killed when they hang. "
+        "auto: process where other processes can map the region.",
     )
     parallel_agnostic: bool = Field(
         False,
@@ -127,6 +127,9 @@ class FsTierConfig(TierConfig):
     type: Literal["fs"] = "fs"
     root_dir: ExpandedPath = Field(description="Folder of the blocks; made if absent. ~ and $VARIABLES are expanded.")
     min_free: Size = Field(1 << 30, description="Free space the tier leaves on the file system.")
+    isolation: Literal["auto", "thread", "process"] = Field(
+        "auto", description="process: as fast beside a busy engine as beside an idle one. auto: where it can be."
+    )
     durability: Literal["none", "data"] = Field(
         "none", description="data: fsync each block before it is visible (0.6 -> 8 ms at 2 MiB)."
     )
@@ -138,7 +141,7 @@ class NfsTierConfig(TierConfig):
     type: Literal["nfs"] = "nfs"
     root_dir: ExpandedPath = Field(description="Folder on the mount; made if absent. ~ and $VARIABLES are expanded.")
     min_free: Size = Field(1 << 30, description="Free space the tier leaves on the file system.")
-    isolation: Literal["thread", "process"] = Field(
+    isolation: Literal["auto", "thread", "process"] = Field(
         "process", description="thread: only where the mount gives up by itself (soft, softerr)."
     )
     lookup_deadline_s: Seconds = Field(0.5, description="A lookup not answered by then is a miss.")

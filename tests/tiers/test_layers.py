@@ -213,10 +213,10 @@ class GatedStore(MemoryStore):
         self.gate = threading.Event()
         self.inside: list[str] = []
 
-    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> None:
+    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
         self.inside.append(key)
         assert self.gate.wait(60)
-        super().put(key, parts, overwrite=overwrite)
+        return super().put(key, parts, overwrite=overwrite)
 
 
 @pytest.fixture

@@ -208,18 +208,28 @@ class _Worker:
         store = self._store
         if operation == "put":
             rest = outside
+            published: list[object] = []
             failures: list[object] = []
             for key, overwrite, segments in arguments:
                 parts, rest = self._parts(segments, rest)
-                failures.append(_outcome(store.put, key, parts, overwrite=overwrite))
-            return (None, failures), b""
+                try:
+                    published.append(store.put(key, parts, overwrite=overwrite))
+                    failures.append(None)
+                except Exception as e:  # noqa: BLE001 - a process's edge: whatever it was, the caller must hear of it
+                    published.append(False)
+                    failures.append(encode_error(e))
+            return (published, failures), b""
         if operation == "get":
             return self._get(arguments, outside)
         if operation == "describe":
             extras = [name for name in OPTIONAL_METHODS if hasattr(store, name)]
             return ((asdict(store.capabilities), extras), [None]), b""
         try:
-            value = getattr(self, f"_{operation}")(*arguments)
+            if operation == "run":
+                module, name, argument = arguments
+                value = _find(module, name)(store, self._region, argument, outside)
+            else:
+                value = getattr(self, f"_{operation}")(*arguments)
         except Exception as e:  # noqa: BLE001 - a process's edge: whatever it was, the caller must hear of it
             return (None, [encode_error(e)]), b""
         if operation == "get_tail" and value is not None:

@@ -43,8 +43,8 @@ class Layer(Store):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.inner!r})"
 
-    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> None:
-        self._around("put", lambda: self.inner.put(key, parts, overwrite=overwrite), parts_size(parts))
+    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
+        return self._around("put", lambda: self.inner.put(key, parts, overwrite=overwrite), parts_size(parts))
 
     def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
         self._around("get_into", lambda: self.inner.get_into(key, parts), parts_size(parts))

@@ -110,15 +110,16 @@ class FaultyStore(Store):
         if hasattr(store, "get_tail"):
             self.get_tail = self._get_tail
 
-    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> None:
+    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
         faults = self._before("put")
         for fault in faults:
             if fault.flip_bit is not None or fault.truncate_to is not None:
                 data = bytearray(b"".join(parts))
                 fault.damage(data)
                 parts = [memoryview(data)]
-        self._store.put(key, parts, overwrite=overwrite)
+        published = self._store.put(key, parts, overwrite=overwrite)
         self._after(faults)
+        return published
 
     def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
         faults = self._before("get_into")
