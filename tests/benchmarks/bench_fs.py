@@ -257,6 +257,7 @@ def measure(where: Path, label: str, block_bytes: int, total_bytes: int, rounds:
     for round_number in range(rounds + 1):  # the first one warms up
         with fresh(where) as raw_root, fresh(where) as our_root:
             tier = setup.tier(our_root)
+            time.sleep(0.5)  # workers start and map the region while an engine loads its model
             paths = [f"{raw_root}/{tier.mapper.relative_name(key)}" for key in setup.keys]
             runs: list[tuple[str, Callable[[], None]]] = [
                 ("raw_new", partial(raw_store, setup, paths)),
