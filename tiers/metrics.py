@@ -123,9 +123,9 @@ class Metrics:
         histogram.counts[bisect_left(bounds, value)] += 1
         histogram.total += value
 
-    def forget(self, name: str) -> None:
-        """Drop all of a gauge's samples: what they were about may be gone."""
-        for key in [key for key in self._values if key[0] == name]:
+    def forget(self, name: str, *labels: str) -> None:
+        """Drop a gauge's samples whose labels begin with these: what they were about is gone."""
+        for key in [key for key in self._values if key[0] == name and key[1][: len(labels)] == labels]:
             del self._values[key]
 
     def value(self, name: str, *labels: str) -> float:
