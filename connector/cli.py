@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
+import threading
 from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
@@ -105,6 +107,37 @@ def vllm_config(
         print(json.dumps(ways[way]))
     else:
         raise typer.BadParameter(f"{way!r} is not one of {', '.join(ways)} for this file", param_hint="--way")
+
+
+@app.command("serve-metrics")
+def serve_metrics(
+    config: Annotated[Path, typer.Argument(help="The YAML file.")],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 9471,
+    address: Annotated[str, typer.Option(help="Address to serve on.")] = "127.0.0.1",
+    probe_every: Annotated[float, typer.Option(min=0.1, help="Seconds between probes of each tier.")] = 15.0,
+    scan_every: Annotated[float, typer.Option(min=0, help="Seconds between scans of every block; 0: never.")] = 3600.0,
+) -> None:
+    """Serve what can be known about the tiers' storage from outside the engines, for Prometheus.
+
+    Hits, circuits and verify failures are in the engine's own process: set metrics.port in the configuration.
+    """
+    from connector import storage_monitor
+
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    try:
+        storage_monitor.serve_metrics(
+            load_config(config, SecondaryTierFactory.tier_types()),
+            port=port,
+            address=address,
+            probe_every_s=probe_every,
+            scan_every_s=scan_every,
+            stop=stop,
+            started=lambda listening: print(f"metrics are served on http://{address}:{listening}/metrics", flush=True),
+        )
+    except KVTiersError as e:
+        raise _refused("serve-metrics", e) from e
 
 
 def find_problems(deployment: DeploymentConfig) -> list[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from connector.base import (
     CanonicalKVCaches,
@@ -23,6 +25,11 @@ from tiers.config import DeploymentConfig
 from tiers.errors import ConfigError
 from tiers.metrics import Metrics
 from tiers.registry import SecondaryTierFactory
+
+if TYPE_CHECKING:
+    from tiers.exporter import MetricsServer
+
+logger = logging.getLogger(__name__)
 
 
 class TieringOffloadingSpec(OffloadingSpec):
@@ -86,16 +93,18 @@ class TieringOffloadingSpec(OffloadingSpec):
             self.region = SharedOffloadRegion(instance_id, num_blocks, cpu_page_size, workers, rank)
         self._manager: TieringOffloadingManager | None = None
         self._handlers: list[OffloadingHandler] = []
+        self._metrics_server: MetricsServer | None = None
 
     def get_manager(self) -> TieringOffloadingManager:
         """The scheduler's side, with the tiers running; one for each spec.
 
         Raises:
-            ConfigError: a tier's options.
+            ConfigError: a tier's options; ``metrics.port`` without prometheus_client.
             StoreError: a tier's storage refused for good.
         """
         if self._manager is None:
             self._manager = self._make_manager()
+            self._metrics_server = self._serve_metrics()
         return self._manager
 
     def get_handlers(
@@ -118,7 +127,25 @@ class TieringOffloadingSpec(OffloadingSpec):
         self._handlers = []
         if self._manager is not None:
             self._manager.shutdown()
+        if self._metrics_server is not None:
+            self._metrics_server.close()
+            self._metrics_server = None
         self.region.cleanup()
+
+    def _serve_metrics(self) -> MetricsServer | None:
+        where = self.deployment.metrics
+        if where.port is None:
+            return None
+        from tiers.exporter import MetricsServer
+
+        try:
+            server = MetricsServer([self.metrics], port=where.port, address=where.address)
+        except OSError as e:
+            # Another engine of this host has the port, say: no reason not to serve the model.
+            logger.warning("metrics are not served on %s:%d: %s", where.address, where.port, e)
+            return None
+        logger.info("metrics are served on http://%s:%d/metrics", where.address, server.port)
+        return server
 
     def _make_manager(self) -> TieringOffloadingManager:
         region = self.deployment.region

@@ -201,6 +201,7 @@ class TieringOffloadingManager(OffloadingManager):
 
     def on_schedule_end(self) -> None:
         """Take results, submit this step's promotions, let the tiers send this step's lookups."""
+        began = self._clock()
         self._take_results()
         if self._waiting or self._loads:
             now = self._clock()
@@ -212,6 +213,7 @@ class TieringOffloadingManager(OffloadingManager):
             tier.call("on_schedule_end")
         for state, count in self.primary.slot_counts()._asdict().items():
             self.metrics.set("kvtiers_slots", state, value=count)
+        self.metrics.observe("kvtiers_schedule_end_seconds", value=self._clock() - began)
 
     def drain(self) -> None:
         """Wait until the tiers have done what they were given. Bounded by the tiers' own deadlines."""

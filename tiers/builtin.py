@@ -17,7 +17,15 @@ from tiers.lookup import LookupOptions
 from tiers.seal import Checksum
 from tiers.store import Store
 from tiers.store_tier import StoreTierManager, TierOptions
-from tiers.tier_config import FsspecTierConfig, FsTierConfig, MemoryTierConfig, NfsTierConfig, S3TierConfig, TierConfig
+from tiers.tier_config import (
+    ExternalTierConfig,
+    FsspecTierConfig,
+    FsTierConfig,
+    MemoryTierConfig,
+    NfsTierConfig,
+    S3TierConfig,
+    TierConfig,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -39,17 +47,9 @@ class FileSystemTierManager(StoreTierManager):
         n_write_threads: int = 16,
         **options: Any,
     ) -> None:
-        from tiers.stores.local import LocalStore
-
         options = {"n_read_threads": n_read_threads, "n_write_threads": n_write_threads, **options}
         config = parse_tier({"type": "fs", "root_dir": root_dir, **options})
-        assert isinstance(config, FsTierConfig)
-        store_options = {
-            "root_dir": config.root_dir,
-            "min_free_bytes": config.min_free,
-            "durability": config.durability,
-        }
-        _start(self, offloading_spec, primary_kv_view, tier_type, config, LocalStore, store_options)
+        _start(self, offloading_spec, primary_kv_view, tier_type, config)
 
 
 class NfsTierManager(StoreTierManager):
@@ -60,23 +60,16 @@ class NfsTierManager(StoreTierManager):
     """
 
     def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **options: Any) -> None:
-        from tiers.stores.nfs import NfsStore
-
         config = parse_tier({"type": "nfs", **options})
-        assert isinstance(config, NfsTierConfig)
-        store_options = {"root_dir": config.root_dir, "min_free_bytes": config.min_free}
-        _start(self, offloading_spec, primary_kv_view, tier_type, config, NfsStore, store_options)
+        _start(self, offloading_spec, primary_kv_view, tier_type, config)
 
 
 class MemoryTierManager(StoreTierManager):
     """Blocks in this process's memory. ``options`` are those of ``tiers.tier_config.MemoryTierConfig``."""
 
     def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **options: Any) -> None:
-        from tiers.stores.memory import MemoryStore
-
         config = parse_tier({"type": "memory", **options})
-        assert isinstance(config, MemoryTierConfig)
-        _start(self, offloading_spec, primary_kv_view, tier_type, config, MemoryStore, {"max_bytes": config.max_bytes})
+        _start(self, offloading_spec, primary_kv_view, tier_type, config)
 
 
 class S3TierManager(StoreTierManager):
@@ -101,31 +94,59 @@ class S3TierManager(StoreTierManager):
             if not e.retryable:
                 raise
             logger.warning("tier %s starts without its storage: %s", config.name or tier_type, e)
-        _start(self, offloading_spec, primary_kv_view, tier_type, config, S3Store, {"options": config.store_options()})
+        _start(self, offloading_spec, primary_kv_view, tier_type, config)
 
 
 class FsspecTierManager(StoreTierManager):
     """Blocks under any fsspec URL. ``options`` are those of ``tiers.tier_config.FsspecTierConfig``."""
 
     def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **options: Any) -> None:
-        from tiers.stores.fsspec import FsspecStore
-
         config = parse_tier({"type": "fsspec", **options})
-        assert isinstance(config, FsspecTierConfig)
-        store_options = {"url": config.url, "storage_options": config.storage_options}
-        _start(self, offloading_spec, primary_kv_view, tier_type, config, FsspecStore, store_options)
+        _start(self, offloading_spec, primary_kv_view, tier_type, config)
+
+
+def store_recipe(config: TierConfig) -> tuple[type[Store], dict[str, Any]]:
+    """Class and arguments of a built-in tier's store. Imports the client libraries that it takes."""
+    match config:
+        case FsTierConfig():
+            from tiers.stores.local import LocalStore
+
+            return LocalStore, {
+                "root_dir": config.root_dir,
+                "min_free_bytes": config.min_free,
+                "durability": config.durability,
+            }
+        case NfsTierConfig():
+            from tiers.stores.nfs import NfsStore
+
+            return NfsStore, {"root_dir": config.root_dir, "min_free_bytes": config.min_free}
+        case S3TierConfig():
+            from tiers.stores.s3 import S3Store
+
+            return S3Store, {"options": config.store_options()}
+        case FsspecTierConfig():
+            from tiers.stores.fsspec import FsspecStore
+
+            return FsspecStore, {"url": config.url, "storage_options": config.storage_options}
+        case MemoryTierConfig():
+            from tiers.stores.memory import MemoryStore
+
+            return MemoryStore, {"max_bytes": config.max_bytes}
+    raise AssertionError(f"{type(config).__name__} has no store")
+
+
+def open_store(config: TierConfig) -> Store:
+    """A built-in tier's store for a tool, without the tier: no threads, and no process of its own."""
+    store_class, options = store_recipe(config)
+    return store_class(**options)
 
 
 def _start(
-    tier: StoreTierManager,
-    spec: Any,
-    view: memoryview,
-    tier_type: str,
-    config: TierConfig,
-    store_class: type[Store],
-    store_options: dict[str, Any],
+    tier: StoreTierManager, spec: Any, view: memoryview, tier_type: str, config: TierConfig | ExternalTierConfig
 ) -> None:
     """The rest of every built-in tier's constructor: makes the store, and closes it if anything fails."""
+    assert isinstance(config, TierConfig)
+    store_class, store_options = store_recipe(config)
     if config.isolation == "process" or (config.isolation == "auto" and _can_be_mapped(view)):
         from tiers.layers.isolate import ProcessIsolatedStore, StoreRecipe
 

@@ -32,6 +32,9 @@ class Circuit:
         failures_max: failures in a row that open it.
         probe_every_s: seconds between probes while it is open.
         clock: seconds, monotonic.
+
+    Attributes:
+        openings: how often it went from closed to open.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class Circuit:
         self._failures = 0
         self._probe_at = 0.0
         self.state = CircuitState.CLOSED
+        self.openings = 0
 
     @property
     def closed(self) -> bool:
@@ -83,6 +87,7 @@ class Circuit:
         if why is None:
             self.state = CircuitState.OPEN
         else:
+            self.openings += 1
             self._become(CircuitState.OPEN, why)
 
     def _become(self, state: CircuitState, why: str) -> None:

@@ -49,6 +49,17 @@ class RegionConfig(Model):
         return self.size
 
 
+class MetricsConfig(Model):
+    """Prometheus metrics served by the engine's process itself."""
+
+    port: Annotated[int, Field(ge=0, le=65_535)] | None = Field(
+        None, description="Serve /metrics on this port; 0 takes a free one and logs it. By default nothing is served."
+    )
+    address: Annotated[str, Field(min_length=1, max_length=255)] = Field(
+        "127.0.0.1", description="Address to serve on. Anyone who can reach it can read the metrics."
+    )
+
+
 class DeploymentConfig(Model):
     """One deployment: the region and the tiers behind it."""
 
@@ -60,6 +71,7 @@ class DeploymentConfig(Model):
     tiers: tuple[SerializeAsAny[AnyTierConfig], ...] = Field(
         (), description="Asked in this order; all of them are stored to."
     )
+    metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="Where the engine serves its metrics.")
 
 
 def load_config(path: str | os.PathLike[str], registered: Collection[str] = ()) -> DeploymentConfig:

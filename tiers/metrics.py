@@ -55,6 +55,7 @@ def _gauge(text: str, *labels: str) -> MetricDef:
     return MetricDef(MetricKind.GAUGE, text, labels)
 
 
+_STEP_SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
 METRICS: Mapping[str, MetricDef] = {
@@ -63,6 +64,7 @@ METRICS: Mapping[str, MetricDef] = {
     ),
     "kvtiers_bytes_total": _counter("Payload bytes moved.", "tier", "op"),
     "kvtiers_circuit_closed": _gauge("1 while the tier is used, 0 while it is cut off.", "tier"),
+    "kvtiers_circuit_opened_total": _counter("Times the tier was cut off.", "tier"),
     "kvtiers_contained_errors_total": _counter("Errors of a tier that were kept from the engine.", "tier", "where"),
     "kvtiers_deadline_expired_total": _counter("Answers that came too late.", "tier", "what"),
     "kvtiers_healed_blobs_total": _counter("Bad blobs that a store replaced.", "tier"),
@@ -72,6 +74,9 @@ METRICS: Mapping[str, MetricDef] = {
     "kvtiers_lookups_total": _counter("Definite lookup answers: hit, miss, error, deadline.", "tier", "result"),
     "kvtiers_promotion_room_expired_total": _counter("Hits that became misses because no slot came free in time."),
     "kvtiers_quarantined_blobs_total": _counter("Bad blobs that were moved aside.", "tier"),
+    "kvtiers_schedule_end_seconds": MetricDef(
+        MetricKind.HISTOGRAM, "Time the end of an engine step took on the scheduler's thread.", (), _STEP_SECONDS
+    ),
     "kvtiers_slots": _gauge("Region slots by state: free, ready, pinned, pending, quarantined.", "state"),
     "kvtiers_store_errors_total": _counter("Errors a store raised, by class.", "tier", "op", "error"),
     "kvtiers_stores_dropped_total": _counter("Blocks that were not stored, by reason.", "tier", "reason"),
@@ -88,9 +93,14 @@ class _Histogram:
 
 
 class Metrics:
-    """Values of the metrics in ``METRICS``. One writer thread, any readers."""
+    """Values of a table's metrics. One writer thread, any readers.
 
-    def __init__(self) -> None:
+    Args:
+        table: the metrics there are.
+    """
+
+    def __init__(self, table: Mapping[str, MetricDef] = METRICS) -> None:
+        self.table = table
         self._values: dict[tuple[str, tuple[str, ...]], float] = {}
         self._histograms: dict[tuple[str, tuple[str, ...]], _Histogram] = {}
 
@@ -106,12 +116,17 @@ class Metrics:
     def observe(self, name: str, *labels: str, value: float) -> None:
         """Add one observation to a histogram."""
         key = self._key(name, labels)
-        bounds = METRICS[name].bounds
+        bounds = self.table[name].bounds
         histogram = self._histograms.get(key)
         if histogram is None:
             histogram = self._histograms[key] = _Histogram(len(bounds) + 1)
         histogram.counts[bisect_left(bounds, value)] += 1
         histogram.total += value
+
+    def forget(self, name: str, *labels: str) -> None:
+        """Drop a gauge's samples whose labels begin with these: what they were about is gone."""
+        for key in [key for key in self._values if key[0] == name and key[1][: len(labels)] == labels]:
+            del self._values[key]
 
     def value(self, name: str, *labels: str) -> float:
         """A counter's or gauge's value; 0 where nothing was counted."""
@@ -120,7 +135,7 @@ class Metrics:
     def snapshot(self) -> list[Sample]:
         """All samples, by name and labels. Any thread."""
         samples = [
-            Sample(name, dict(zip(METRICS[name].labels, labels, strict=True)), value)
+            Sample(name, dict(zip(self.table[name].labels, labels, strict=True)), value)
             for (name, labels), value in self._values.copy().items()
         ]
         for (name, labels), histogram in self._histograms.copy().items():
@@ -128,12 +143,11 @@ class Metrics:
             for in_bucket in tuple(histogram.counts):
                 count += in_bucket
                 cumulative.append(count)
-            named = dict(zip(METRICS[name].labels, labels, strict=True))
+            named = dict(zip(self.table[name].labels, labels, strict=True))
             samples.append(Sample(name, named, count, tuple(cumulative), histogram.total))
         return sorted(samples, key=lambda sample: (sample.name, sorted(sample.labels.items())))
 
-    @staticmethod
-    def _key(name: str, labels: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
-        if len(METRICS[name].labels) != len(labels):
-            raise KeyError(f"{name} takes the labels {METRICS[name].labels}, not {labels}")
+    def _key(self, name: str, labels: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
+        if len(self.table[name].labels) != len(labels):
+            raise KeyError(f"{name} takes the labels {self.table[name].labels}, not {labels}")
         return name, labels

@@ -18,7 +18,7 @@ from typing import Any
 from tiers.base import JobMetadata, JobResult, OffloadingEvent, ReqContext, SecondaryTierManager
 from tiers.block_mover import Batch, Rows
 from tiers.circuit import Circuit, CircuitState
-from tiers.errors import QueueFullError
+from tiers.errors import QueueFullError, SealReason
 from tiers.file_mapper import FileMapper
 from tiers.isolated_mover import make_mover
 from tiers.keys import OffloadKey, make_offload_key
@@ -33,6 +33,13 @@ logger = logging.getLogger(__name__)
 
 EVENTS_MAX = 65_536
 TASK_BYTES_MIN = 1 << 20  # less is not worth another thread's wake-up
+_SHOWN_FROM_THE_START: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
+    ("kvtiers_circuit_opened_total", ((),)),
+    ("kvtiers_deadline_expired_total", (("lookup",), ("job",))),
+    ("kvtiers_lookups_total", (("hit",), ("miss",), ("error",), ("deadline",))),
+    ("kvtiers_stores_dropped_total", (("StoreFullError",), ("circuit_open",), ("queue_full",), ("deadline",))),
+    ("kvtiers_verify_failures_total", tuple((reason,) for reason in SealReason)),
+)
 DRAIN_SHARE = 0.7  # part of shutdown_s that waiting jobs get to land
 
 
@@ -129,6 +136,8 @@ class StoreTierManager(SecondaryTierManager):
         self._results: list[JobResult] = []
         self._events: deque[OffloadingEvent] = deque(maxlen=EVENTS_MAX)
         self._closed = False
+        self._openings_counted = 0
+        self._show_zeros()
 
     # -- lookups ---------------------------------------------------------------------------------------------------
 
@@ -169,6 +178,9 @@ class StoreTierManager(SecondaryTierManager):
             circuit.succeed()
         self._mover.cut = not circuit.closed
         self.metrics.set("kvtiers_circuit_closed", self.name, value=float(circuit.closed))
+        if circuit.openings > self._openings_counted:
+            self.metrics.inc("kvtiers_circuit_opened_total", self.name, by=circuit.openings - self._openings_counted)
+            self._openings_counted = circuit.openings
 
     # -- jobs ------------------------------------------------------------------------------------------------------
 
@@ -213,6 +225,13 @@ class StoreTierManager(SecondaryTierManager):
         else:
             # A stuck thread may still use the store's descriptors; closing them would let a number be reused under it.
             logger.error("tier %s: threads are stuck in I/O; its store is left open", self.name)
+
+    def _show_zeros(self) -> None:
+        """Begin the counters that alerts watch at 0: Prometheus sees no increase in a series that begins at 1."""
+        for name, values in _SHOWN_FROM_THE_START:
+            for value in values:
+                self.metrics.inc(name, self.name, *value, by=0)
+        self.metrics.set("kvtiers_circuit_closed", self.name, value=1.0)
 
     def _submit(self, job: JobMetadata, *, is_load: bool) -> None:
         blocks = self._rows.check_ids(job.block_ids)

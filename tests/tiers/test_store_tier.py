@@ -556,6 +556,7 @@ class TestLiveness:
         assert tier.circuit_state == "open"
         assert tier.metrics.value("kvtiers_deadline_expired_total", "test", "job") == 1
         assert tier.metrics.value("kvtiers_circuit_closed", "test") == 0
+        assert tier.metrics.value("kvtiers_circuit_opened_total", "test") == 1
         # Cut off: misses and refusals at once, but the stuck jobs are not reported: their slots may still be written.
         assert tier.lookup(KEYS[0]) is False
         tier.submit_store(refused := bench.job(KEYS[:3]))

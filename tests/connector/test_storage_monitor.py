@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from connector.storage_monitor import OTHER, STORAGE_METRICS, StorageMonitor, WatchedTier, watched_tiers
+from tests.waiting import wait_for
+from tiers.config import parse_config
+from tiers.errors import StoreUnavailableError
+from tiers.metrics import METRICS, MetricKind
+from tiers.store import Store
+from tiers.stores.memory import MemoryStore
+from tiers.tier_config import FsTierConfig, TierConfig
+
+ROOT = Path(__file__).parents[2]
+
+
+class Bench:
+    """One watched tier on a store that can be made to fail or hang, and a clock."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.now = 100.0
+        self.store = MemoryStore()
+        self.error: Exception | None = None
+        self.gate = threading.Event()
+        self.gate.set()
+        self.opened = 0
+        self.config = FsTierConfig(root_dir=str(tmp_path), min_free=1 << 20)
+        self.tier = WatchedTier(
+            "fs", self.config, make_store=self.make_store, clock=lambda: self.now, now=lambda: 1_700_000_000.0
+        )
+        self.monitor = StorageMonitor([self.tier], probe_every_s=15, scan_every_s=0, clock=lambda: self.now)
+
+    def make_store(self, config: TierConfig) -> Store:
+        bench = self
+
+        class Watched(MemoryStore):
+            def size(self, key: str) -> int | None:
+                assert bench.gate.wait(10)
+                if bench.error:
+                    raise bench.error
+                return bench.store.size(key)
+
+            def keys(self, prefix: str = "") -> Iterator[object]:  # type: ignore[override]
+                if bench.error:
+                    raise bench.error
+                return bench.store.keys(prefix)
+
+        self.opened += 1
+        return Watched()
+
+    def value(self, name: str, *labels: str) -> float:
+        self.monitor.publish()
+        return self.monitor.metrics.value(name, *labels)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+def test_a_tier_that_answers_is_up(bench: Bench) -> None:
+    bench.tier.probe()
+    assert bench.value("kvtiers_storage_up", "fs") == 1
+    assert bench.value("kvtiers_storage_probes_total", "fs", "ok") == 1
+    assert bench.value("kvtiers_storage_reserve_bytes", "fs") == 1 << 20
+    assert bench.value("kvtiers_storage_free_bytes", "fs") > 0
+
+
+def test_an_error_is_down_until_it_answers_again(bench: Bench) -> None:
+    bench.error = StoreUnavailableError("no")
+    bench.tier.probe()
+    assert bench.value("kvtiers_storage_up", "fs") == 0
+    assert bench.value("kvtiers_storage_probes_total", "fs", "StoreUnavailableError") == 1
+    bench.error = None
+    bench.tier.probe()
+    assert bench.value("kvtiers_storage_up", "fs") == 1
+    assert bench.opened == 2  # credentials or a root may be what was wrong: the store is made anew
+
+
+def test_a_tier_that_hangs_is_down_while_it_hangs_and_counted_once(bench: Bench) -> None:
+    bench.gate.clear()
+    thread = threading.Thread(target=bench.tier.probe)
+    thread.start()
+    wait_for(lambda: bench.tier.asking_since is not None)
+    bench.now += 14
+    assert bench.value("kvtiers_storage_probes_total", "fs", "timeout") == 0
+    bench.now += 2
+    assert bench.value("kvtiers_storage_up", "fs") == 0
+    assert bench.value("kvtiers_storage_probes_total", "fs", "timeout") == 1
+    assert bench.value("kvtiers_storage_probes_total", "fs", "timeout") == 1
+    bench.gate.set()
+    thread.join()
+    assert bench.value("kvtiers_storage_up", "fs") == 1
+    assert bench.value("kvtiers_storage_probe_seconds", "fs") == 16
+
+
+def test_blocks_are_counted_by_namespace(bench: Bench) -> None:
+    for name, size in (("a_0_r0/000/00_g0/x.bin", 10), ("a_0_r0/000/00_g0/y.bin", 20), ("b_0_r0/000/00_g0/x.bin", 5)):
+        bench.store.put(name, [memoryview(bytes(size))])
+    bench.store.put("a_0/config.json", [memoryview(b"{}")])
+    bench.tier.scan()
+    assert bench.value("kvtiers_storage_blocks", "fs", "a_0_r0") == 2
+    assert bench.value("kvtiers_storage_bytes", "fs", "a_0_r0") == 30
+    assert bench.value("kvtiers_storage_bytes", "fs", "b_0_r0") == 5
+    assert bench.value("kvtiers_storage_scan_timestamp_seconds", "fs") == 1_700_000_000
+    bench.store.delete("b_0_r0/000/00_g0/x.bin")
+    bench.tier.scan()
+    bench.monitor.publish()
+    namespaces = {s.labels["namespace"] for s in bench.monitor.metrics.snapshot() if "namespace" in s.labels}
+    assert namespaces == {"a_0_r0"}  # one that is gone has no samples
+
+
+def test_a_failed_scan_keeps_the_last_figures(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    bench.store.put("a_0_r0/000/00_g0/x.bin", [memoryview(bytes(10))])
+    bench.tier.scan()
+    bench.error = StoreUnavailableError("no")
+    bench.tier.scan()
+    assert bench.value("kvtiers_storage_blocks", "fs", "a_0_r0") == 1
+    assert "could not be scanned" in caplog.text
+
+
+def test_label_values_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("connector.storage_monitor.NAMESPACES_MAX", 3)
+    for number in range(6):
+        bench.store.put(f"n{number}_r0/000/00_g0/x.bin", [memoryview(bytes(8))])
+    bench.tier.scan()
+    assert bench.tier.usage is not None
+    assert len(bench.tier.usage.blocks) == 4
+    assert bench.tier.usage.blocks[OTHER] == 3
+
+
+def test_an_absent_root_is_down_and_not_made(tmp_path: Path) -> None:
+    root = tmp_path / "none"
+    tier = WatchedTier("fs", FsTierConfig(root_dir=str(root)))
+    assert tier.probe().error == "ConfigError"
+    assert not root.exists()
+
+
+def test_memory_and_foreign_tiers_cannot_be_watched(tmp_path: Path) -> None:
+    tiers = [
+        {"type": "memory"},
+        {"type": "Other", "module_path": "elsewhere"},
+        {"type": "s3", "bucket": "kvb", "embedded": True},
+        {"type": "fs", "root_dir": str(tmp_path), "name": "disk"},
+    ]
+    config = parse_config({"region": {"size": "1MiB"}, "tiers": tiers})
+    assert [tier.name for tier in watched_tiers(config)] == ["disk"]
+
+
+def test_names_follow_the_conventions_and_are_not_the_engines() -> None:
+    assert list(STORAGE_METRICS) == sorted(STORAGE_METRICS)
+    assert not STORAGE_METRICS.keys() & METRICS.keys()
+    for name, metric in STORAGE_METRICS.items():
+        assert (metric.kind is MetricKind.COUNTER) == name.endswith("_total")
+        assert metric.help.endswith(".")
+
+
+def test_the_command_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
+    root = tmp_path / "kv"
+    (root / "m_0_r0" / "000" / "00_g0").mkdir(parents=True)
+    (root / "m_0_r0" / "000" / "00_g0" / "ab.bin").write_bytes(bytes(100))
+    config = tmp_path / "c.yaml"
+    config.write_text(yaml.safe_dump({"region": {"size": "1MiB"}, "tiers": [{"type": "fs", "root_dir": str(root)}]}))
+    command = [sys.executable, "-m", "connector.cli", "serve-metrics", str(config), "--port", "0", "--probe-every", "1"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        port = int(re.search(r":(\d+)/metrics", process.stdout.readline())[1])  # type: ignore[index]
+
+        def scraped() -> str:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+                text: str = answer.read().decode()
+            return text
+
+        wait_for(lambda: 'kvtiers_storage_up{tier="fs"} 1.0' in scraped())
+        wait_for(lambda: 'kvtiers_storage_bytes{namespace="m_0_r0",tier="fs"} 100.0' in scraped())
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=20) == 0
+    finally:
+        process.kill()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
