@@ -37,6 +37,7 @@ class RecordedTier(SecondaryTierManager):
     def __init__(self, tier: SecondaryTierManager, ledger: Ledger) -> None:
         super().__init__(tier.offloading_spec, tier.primary_kv_view, tier.tier_type)
         self.name: str = getattr(tier, "name", tier.tier_type)
+        self.job_deadline_s = tier.job_deadline_s
         self._tier = tier
         self._ledger = ledger
 
@@ -170,6 +171,7 @@ class SoakEngine:
         self.times.timed("take_events", lambda: list(self.manager.take_events()))
         self._ledger.check_sum(self._counts(), len(self._rows))
         self._sleep(STEP_S)
+        self.times.end_step()
 
     def _counts(self) -> SlotCounts:
         return self.manager.primary.slot_counts()

@@ -127,20 +127,34 @@ class Ledger:
 
 
 class CallTimes:
-    """Times of the scheduler's calls, in bounded memory."""
+    """Times of the scheduler's calls, in bounded memory.
+
+    Args:
+        slow_s: calls of this length and longer are told one by one, with the time that their thread was ready to run
+            and had no core: what a busy machine costs is no fault of ours.
+    """
 
     STEP_S = 10e-6
+    SLOW_KEPT = 20
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], slow_s: float = 0.02) -> None:
         self._clock = clock
+        self._slow_s = slow_s
         self._steps: Counter[int] = Counter()
+        self._start_s = clock()
+        self._waited_s = 0.0
         self.worst_s = 0.0
         self.worst_call = ""
+        self.slow: list[str] = []
 
     @property
     def count(self) -> int:
         """Calls timed."""
         return self._steps.total()
+
+    def end_step(self) -> None:
+        """A step ended: what a slow call of the next one waited for a core is counted from here."""
+        self._waited_s = waited_for_core_s()
 
     def timed(self, name: str, call: Callable[[], T]) -> T:
         """Make a call and book its time."""
@@ -152,6 +166,12 @@ class CallTimes:
             self._steps[int(took_s / self.STEP_S)] += 1
             if took_s > self.worst_s:
                 self.worst_s, self.worst_call = took_s, name
+            if took_s >= self._slow_s and len(self.slow) < self.SLOW_KEPT:
+                waited_ms = 1e3 * (waited_for_core_s() - self._waited_s)
+                self.slow.append(
+                    f"{name}: {1e3 * took_s:.0f} ms at {start_s - self._start_s:.1f} s; in its step {waited_ms:.0f} ms "
+                    "without a core"
+                )
 
     def percentile_s(self, percent: float) -> float:
         """The time that ``percent`` of the calls did not exceed, to 10 µs."""
@@ -161,3 +181,9 @@ class CallTimes:
             if left <= 0:
                 return (step + 1) * self.STEP_S
         return 0.0
+
+
+def waited_for_core_s() -> float:
+    """How long this thread has been ready to run without a core, ever."""
+    with open("/proc/thread-self/schedstat", encoding="ascii") as f:
+        return int(f.read().split()[1]) / 1e9

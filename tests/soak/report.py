@@ -20,6 +20,7 @@ class SoakReport:
     Attributes:
         tiers: name -> where it keeps its blocks.
         worst_call_ms, p99_call_ms: of the scheduler's calls into the manager.
+        slow_calls: the first of those of 20 ms and more, in words.
         healed_s: from the end of the faults until no job was owed and no slot was in use.
         counters: what the tiers themselves counted.
     """
@@ -34,6 +35,7 @@ class SoakReport:
     calls: int
     worst_call_ms: float
     worst_call: str
+    slow_calls: list[str]
     p99_call_ms: float
     healed_s: float
     shutdown_s: float
@@ -109,6 +111,8 @@ class SoakReport:
         for kind, count in self.faults.items():
             table.add_row(f"  {kind}", f"{count:,}")
         console.print(table)
+        for slow in self.slow_calls:
+            console.print(f"slow call: {slow}", highlight=False)
         for detail in self.details:
             console.print(f"[red]violation[/red] {detail}", highlight=False)
         console.print("passed" if self.passed else f"[red]failed[/red]: {dict(self.violations)}")

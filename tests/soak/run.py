@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from connector.primary import CPUPrimaryTier
 from connector.shared_region import SharedOffloadRegion
-from connector.tiering import TieringOffloadingManager, TieringOptions
+from connector.tiering import TieringOffloadingManager
 from tests.identity import FakeSpec
 from tests.soak.chaos import Chaos, FolderPlace, FusePlace, LayerPlace, Place, S3Place
 from tests.soak.engine import RecordedTier, SoakEngine
@@ -180,9 +180,7 @@ def _run_in(
         if options.sabotage is not None and place is places[0]:
             tier = Saboteur(tier, rows, options.sabotage)
         tiers.append(RecordedTier(tier, ledger))
-    manager = TieringOffloadingManager(
-        CPUPrimaryTier(NUM_SLOTS, metrics=spec.metrics), tiers, TieringOptions(load_deadline_s=2 * JOB_DEADLINE_S)
-    )
+    manager = TieringOffloadingManager(CPUPrimaryTier(NUM_SLOTS, metrics=spec.metrics), tiers)
     engine = SoakEngine(manager, rows, contents, ledger, seed=options.seed)
     memory = _Memory(clock, options.seconds)
     start_s = clock()
@@ -210,6 +208,7 @@ def _run_in(
         calls=times.count,
         worst_call_ms=1e3 * times.worst_s,
         worst_call=times.worst_call,
+        slow_calls=times.slow,
         p99_call_ms=1e3 * times.percentile_s(99),
         healed_s=healed_s,
         shutdown_s=clock() - shutdown_from_s,

@@ -117,10 +117,11 @@ def test_what_is_left_at_idle(ledger: Ledger) -> None:
 
 
 def test_times_of_calls() -> None:
-    now = iter([0.0, 0.001] * 98 + [0.0, 0.5] * 2)
+    now = iter([0.0] + [0.0, 0.001] * 98 + [0.0, 0.5] * 2)
     times = CallTimes(lambda: next(now))
     for number in range(100):
         assert times.timed("quick" if number < 98 else "slow", lambda: 7) == 7
     assert (times.count, times.worst_s, times.worst_call) == (100, 0.5, "slow")
+    assert [slow.startswith("slow: 500 ms at 0.0 s") for slow in times.slow] == [True, True]
     assert times.percentile_s(50) == pytest.approx(0.001, abs=2e-5)
     assert times.percentile_s(99) == pytest.approx(0.5, abs=2e-5)

@@ -122,7 +122,7 @@ def test_faults_strike_when_and_where_they_are_told(mount: FuseMount) -> None:
 def test_a_share_of_the_operations_fails(mount: FuseMount) -> None:
     file = mount.path / "file"
     file.write_bytes(b"x")
-    mount.plan = [FuseFault("read", errno=errno.EIO, share=0.5), FuseFault("open", errno=errno.EIO, share=0.0)]
+    mount.plan = [FuseFault("open", errno=errno.EIO, share=0.5), FuseFault("read", errno=errno.EIO, share=0.0)]
     failed = sum(error_of(file.read_bytes) == errno.EIO for _ in range(200))
     assert 50 < failed < 150
     assert mount.struck() == [failed, 0]
