@@ -110,6 +110,7 @@ class StoreTierManager(SecondaryTierManager):
         super().__init__(offloading_spec, primary_kv_view, tier_type)
         options = options or TierOptions()
         self.name = options.name or tier_type
+        self.job_deadline_s = options.job_deadline_s
         self._rows = Rows(primary_kv_view)
         open_namespace(store, mapper)
         self.store = store

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import os
+import random
 import signal
 import sys
 import threading
@@ -53,6 +54,7 @@ class Fault:
         error_after: the call is made, and only then ``error`` raised: a lost acknowledgement.
         flip_bit: number of a bit to flip in what ``put`` stores, ``get_into`` fills or ``get_tail`` returns.
         truncate_to: bytes that arrive: ``put`` stores no more, ``get_into`` leaves zeros behind them.
+        share: of the calls between ``first`` and the end of ``count``, the part it happens in, by chance.
     """
 
     method: str
@@ -64,9 +66,10 @@ class Fault:
     error_after: bool = False
     flip_bit: int | None = None
     truncate_to: int | None = None
+    share: float = 1.0
 
     def strikes(self, method: str, number: int) -> bool:
-        """Whether it happens in this call."""
+        """Whether it may happen in this call; where ``share`` is less than 1, chance decides."""
         return (
             method == self.method and number >= self.first and (self.count is None or number < self.first + self.count)
         )
@@ -81,7 +84,7 @@ class Fault:
 
 
 class FaultyStore(Store):
-    """A store layer that fails by plan. Any thread may call; ``_lock`` owns ``calls``.
+    """A store layer that fails by plan. Any thread may call; ``_lock`` owns ``calls`` and ``struck``.
 
     It has the optional methods its store has. ``plan`` may be replaced at any time.
 
@@ -89,19 +92,28 @@ class FaultyStore(Store):
         store: closed with this one.
         plan: what goes wrong; several faults may strike in one call, in their order.
         sleep: waits for a fault's ``delay_s``.
+        rng: what decides about faults with a ``share``.
 
     Attributes:
         calls: method -> number of calls so far.
+        struck: fault -> how often it happened so far.
     """
 
     def __init__(
-        self, store: Store, plan: Iterable[Fault] = (), *, sleep: Callable[[float], object] = time.sleep
+        self,
+        store: Store,
+        plan: Iterable[Fault] = (),
+        *,
+        sleep: Callable[[float], object] = time.sleep,
+        rng: random.Random | None = None,
     ) -> None:
         self.capabilities = store.capabilities
         self.plan: Sequence[Fault] = tuple(plan)
         self.calls: Counter[str] = Counter()
+        self.struck: Counter[Fault] = Counter()
         self._store = store
         self._sleep = sleep
+        self._random = random.Random(0) if rng is None else rng
         self._lock = threading.Lock()
         # On the instance: whether a store has an extra is asked with isinstance, which looks for the attribute.
         for name in ("quarantine", "size_many", "delete_many", "get_many_into"):
@@ -167,7 +179,13 @@ class FaultyStore(Store):
     def _before(self, method: str) -> list[Fault]:
         with self._lock:
             self.calls[method] += 1
-            faults = [fault for fault in self.plan if fault.strikes(method, self.calls[method])]
+            faults = [
+                fault
+                for fault in self.plan
+                if fault.strikes(method, self.calls[method])
+                and (fault.share == 1 or self._random.random() < fault.share)
+            ]
+            self.struck.update(faults)
         for fault in faults:
             if fault.delay_s:
                 self._sleep(fault.delay_s)
