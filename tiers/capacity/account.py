@@ -73,10 +73,12 @@ class Baseline:
     Attributes:
         base: for ``Measured``.
         dead: writers whose records can go once the measurement is published.
+        measured_id: of the last measurement before it; None: there was none.
     """
 
     base: dict[str, int | None] = field(default_factory=dict)
     dead: list[str] = field(default_factory=list)
+    measured_id: str | None = None
 
 
 def read_measured(store: Store) -> Measured | None:
@@ -88,10 +90,20 @@ def read_measured(store: Store) -> Measured | None:
         return None
 
 
-def publish_measured(store: Store, measured: Measured) -> None:
-    """Make a measurement the one that counts."""
+def publish_measured(store: Store, measured: Measured, before: str | None) -> bool:
+    """Make a measurement the one that counts, unless another was published since its listing began.
+
+    An older one could not be believed then: the records of writers that died meanwhile may be gone.
+
+    Args:
+        before: ``Baseline.measured_id``, or the measurement's own id to take off what was removed since.
+    """
+    current = read_measured(store)
+    if (current.id if current is not None else None) != before:
+        return False
     content = {name: getattr(measured, name) for name in ("id", "bytes", "blobs", "base", "at")}
     put_record(store, MEASURED, content)
+    return True
 
 
 def read_baseline(store: Store, *, now: float, writer_s: float) -> Baseline:
@@ -101,7 +113,8 @@ def read_baseline(store: Store, *, now: float, writer_s: float) -> Baseline:
         now: Unix seconds by the clock that stamps blobs.
         writer_s: a record not renewed for so long is a dead writer's.
     """
-    baseline = Baseline()
+    before = read_measured(store)
+    baseline = Baseline(measured_id=None if before is None else before.id)
     renewed_at = {info.key.removeprefix(USAGE_PREFIX): info.mtime for info in store.keys(USAGE_PREFIX)}
     for info in list(store.keys(WRITERS_PREFIX)):
         writer = info.key.removeprefix(WRITERS_PREFIX)

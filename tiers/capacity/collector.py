@@ -144,8 +144,10 @@ class Collector:
         kept = report.bytes + report.own_bytes - report.removed_bytes["ttl"]
         blobs = report.blobs - report.removed_blobs["ttl"]
         measured = Measured(secrets.token_hex(8), kept, blobs, baseline.base, self._clock())
-        if not report.dry_run:
-            self._publish(measured, baseline)
+        if not report.dry_run and not self._publish(measured, baseline):
+            logger.info("another collector has measured meanwhile")
+            report.seconds = self._monotonic() - started_at
+            return report
         excess = self._excess(measured)
         if excess > 0 and report.own_bytes and isinstance(self._store, SupportsSweep):
             left = self._store.sweep(0.0)  # bad blocks go before good ones
@@ -181,7 +183,8 @@ class Collector:
         grace_s = self._policy.grace_s
 
         def publish(removed_bytes: int) -> None:
-            self._publish(replace(measured, bytes=measured.bytes - removed_bytes), Baseline())
+            left = replace(measured, bytes=measured.bytes - removed_bytes)
+            self._publish(left, Baseline(measured_id=measured.id))
 
         removal = _Removal(self, report, "capacity", publish)
         for info in self._listing():
@@ -210,12 +213,15 @@ class Collector:
         wanted = int(self._policy.min_free_bytes * share)
         return wanted - self._store.free_bytes() if wanted and isinstance(self._store, SupportsFreeBytes) else 0
 
-    def _publish(self, measured: Measured, baseline: Baseline) -> None:
+    def _publish(self, measured: Measured, baseline: Baseline) -> bool:
+        """False: another collector's measurement counts now."""
         try:
-            publish_measured(self._store, measured)
+            if not publish_measured(self._store, measured, baseline.measured_id):
+                return False
             forget_writers(self._store, baseline.dead)
         except StoreFullError as e:
             logger.debug("no room for the measurement: %s", e)  # the writers' accounts stay too high meanwhile
+        return True
 
     def _listing(self) -> Iterator[KeyInfo]:
         for count, info in enumerate(self._store.keys()):
