@@ -78,9 +78,9 @@ METRICS: Mapping[str, MetricDef] = {
     "kvtiers_promotion_room_expired_total": _counter("Hits that became misses because no slot came free in time."),
     "kvtiers_quarantined_blobs_total": _counter("Bad blobs that were moved aside.", "tier"),
     "kvtiers_slots": _gauge("Region slots by state: free, ready, pinned, pending, quarantined.", "state"),
-    "kvtiers_store_errors_total": _counter("Errors a store raised, by class.", "tier", "op", "error"),
     "kvtiers_storage_max_bytes": _gauge("What the tier's root may hold, where that is limited.", "tier"),
     "kvtiers_storage_used_bytes": _gauge("What its root held at most after the last run of the collector.", "tier"),
+    "kvtiers_store_errors_total": _counter("Errors a store raised, by class.", "tier", "op", "error"),
     "kvtiers_stores_dropped_total": _counter("Blocks that were not stored, by reason.", "tier", "reason"),
     "kvtiers_verify_failures_total": _counter("Blobs that were not the block asked for.", "tier", "reason"),
 }

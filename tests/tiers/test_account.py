@@ -138,9 +138,7 @@ class Writers(RuleBasedStateMachine):
     @rule(number=st.integers(0, 10))
     def a_put_that_fails(self, number: int) -> None:
         writer = Account(self.store, self.MAX_BYTES, writer_s=WRITER_S, clock=self.clock)
-        lost = FaultyStore(
-            self.store, [Fault("put", error=lambda: StoreUnavailableError("lost"), error_after=True)]
-        )
+        lost = FaultyStore(self.store, [Fault("put", error=lambda: StoreUnavailableError("lost"), error_after=True)])
         try:
             BoundedStore(lost, writer).put(f"lost{number}", as_parts(bytes(300)))
         except (StoreFullError, StoreUnavailableError):
