@@ -10,14 +10,17 @@ import os
 from contextlib import closing
 from typing import Any
 
+from tiers.capacity.policy import CapacityPolicy
 from tiers.config import parse_tier
 from tiers.errors import ConfigError, RegionError, StoreError
 from tiers.file_mapper import FileMapper, strict_fields
 from tiers.lookup import LookupOptions
+from tiers.namespace import open_namespace
 from tiers.seal import Checksum
-from tiers.store import Store
-from tiers.store_tier import StoreTierManager, TierOptions
+from tiers.store import Store, SupportsTouch
+from tiers.store_tier import CollectorEnd, StoreTierManager, TierOptions
 from tiers.tier_config import (
+    BoundedTierConfig,
     ExternalTierConfig,
     FsspecTierConfig,
     FsTierConfig,
@@ -28,6 +31,8 @@ from tiers.tier_config import (
 )
 
 logger = logging.getLogger(__name__)
+
+NFS_NEWCOMER_S = 60.0  # acdirmax's default: so long other hosts may not see a new name
 
 
 class FileSystemTierManager(StoreTierManager):
@@ -144,9 +149,10 @@ def open_store(config: TierConfig) -> Store:
 def _start(
     tier: StoreTierManager, spec: Any, view: memoryview, tier_type: str, config: TierConfig | ExternalTierConfig
 ) -> None:
-    """The rest of every built-in tier's constructor: makes the store, and closes it if anything fails."""
+    """The rest of every built-in tier's constructor: makes the store, and closes what it made if anything fails."""
     assert isinstance(config, TierConfig)
     store_class, store_options = store_recipe(config)
+    policy = config.capacity_policy() if isinstance(config, BoundedTierConfig) else None
     if config.isolation == "process" or (config.isolation == "auto" and _can_be_mapped(view)):
         from tiers.layers.isolate import ProcessIsolatedStore, StoreRecipe
 
@@ -158,6 +164,7 @@ def _start(
         )
     else:
         store = store_class(**store_options)
+    collector = None
     try:
         mapper = FileMapper.from_offloading_spec(
             getattr(config, "root_dir", ""),
@@ -165,12 +172,58 @@ def _start(
             parallel_agnostic=config.parallel_agnostic,
             extra_fields=strict_fields(spec),
         )
+        if policy is not None:
+            open_namespace(store, mapper)  # before there is a bound: a few bytes that must not be refused
+            collector = _start_collector(tier_type, config, policy, mapper, store_class, store_options)
+            if policy.max_bytes is not None:
+                store = _bounded(store, config, policy.max_bytes)
         StoreTierManager.__init__(
-            tier, spec, view, tier_type, store=store, mapper=mapper, options=_tier_options(config)
+            tier,
+            spec,
+            view,
+            tier_type,
+            store=store,
+            mapper=mapper,
+            options=_tier_options(config),
+            collector=collector,
         )
     except BaseException:
+        if collector is not None:
+            collector.close()
         store.close()
         raise
+    if policy is not None and policy.max_bytes is not None:
+        tier.metrics.set("kvtiers_storage_max_bytes", tier.name, value=policy.max_bytes)
+
+
+def _bounded(store: Store, config: TierConfig, max_bytes: int) -> Store:
+    from tiers.capacity.account import Account
+    from tiers.layers.bound import BoundedStore
+
+    newcomer_s = NFS_NEWCOMER_S if isinstance(config, NfsTierConfig) else 0.0
+    return BoundedStore(store, Account(store, max_bytes, newcomer_s=newcomer_s))
+
+
+def _start_collector(
+    tier_type: str,
+    config: TierConfig,
+    policy: CapacityPolicy,
+    mapper: FileMapper,
+    store_class: type[Store],
+    store_options: dict[str, Any],
+) -> CollectorEnd:
+    from tiers.capacity.link import CollectorLink
+    from tiers.layers.worker_process import StoreRecipe
+
+    if "min_free_bytes" in store_options:  # its records are what makes room again
+        store_options = store_options | {"min_free_bytes": 0}
+    return CollectorLink(
+        config.name or tier_type,
+        StoreRecipe.of(store_class, **store_options),
+        policy,
+        mapper,
+        notes_uses=issubclass(store_class, SupportsTouch),
+    )
 
 
 def _can_be_mapped(view: memoryview) -> bool:

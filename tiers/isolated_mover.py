@@ -19,13 +19,16 @@ from typing import Any, Protocol, runtime_checkable
 from tiers.block_mover import Batch, BlockMover, Rows
 from tiers.errors import StoreError
 from tiers.keys import OffloadKey
-from tiers.seal import Seal
+from tiers.seal import TRAILER_BYTES, Seal
 from tiers.store import Store
 
 logger = logging.getLogger(__name__)
 
 _PAIR = struct.Struct("=IH")  # block, length of the key, which follows
 BEGIN_SHARE = 0.5  # part of a worker's deadline in which it begins blocks; the rest is for the last of them to end
+
+
+WorkerFunction = Callable[[Any, memoryview, Any, memoryview], object]
 
 
 @runtime_checkable
@@ -35,10 +38,8 @@ class RunsInWorkers(Protocol):
     maps_region: bool
     deadline_s: float
 
-    def run(
-        self, function: Callable[[Any, memoryview, Any, memoryview], object], argument: object, raw: bytes = b""
-    ) -> Any:
-        """``function(store, region, argument, raw)``, in a worker."""
+    def run(self, function: WorkerFunction, argument: object, raw: bytes = b"", *, puts_bytes: int = 0) -> Any:
+        """``function(store, region, argument, raw)``, in a worker. It puts up to ``puts_bytes``."""
         ...
 
 
@@ -69,12 +70,14 @@ class IsolatedMover(BlockMover):
             "seal": self._seal.to_json(),
             "begin_within_s": min(deadline - self._clock(), BEGIN_SHARE * self.store.deadline_s),
         }
+        puts_bytes = len(pairs) * (self._rows.row_bytes + TRAILER_BYTES) if operation == "store_batch" else 0
         try:
-            answer = self.store.run(move_batch, request, pack_pairs(pairs))
+            answer = self.store.run(move_batch, request, pack_pairs(pairs), puts_bytes=puts_bytes)
         except StoreError as e:
             batch.outcomes["failed"] += len(pairs)
             batch.errors[type(e).__name__] += len(pairs)
-            batch.fault = str(e)
+            if e.retryable:
+                batch.fault = str(e)
             return batch
         for warning in answer.pop("warnings"):
             logger.warning("%s", warning)

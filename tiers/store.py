@@ -172,6 +172,37 @@ class SupportsQuarantine(Protocol):
         ...
 
 
+@runtime_checkable
+class SupportsTouch(Protocol):
+    """A store that can note that a blob was used, in the ``mtime`` that ``keys`` lists."""
+
+    def touch(self, key: str) -> None:
+        """Make the blob's ``mtime`` now. An absent key is success."""
+        ...
+
+
+@runtime_checkable
+class SupportsSweep(Protocol):
+    """A store that keeps things of its own beside the blobs: what writers left that died, and bad blobs."""
+
+    def sweep(self, quarantine_s_max: float) -> int:
+        """Remove what dead writers left and what has been in quarantine for so long; 0: all of it.
+
+        Returns:
+            Bytes of what is still there.
+        """
+        ...
+
+
+@runtime_checkable
+class SupportsFreeBytes(Protocol):
+    """A store whose storage says how much more it can take."""
+
+    def free_bytes(self) -> int:
+        """Free bytes, for this user."""
+        ...
+
+
 def check_key(key: str) -> str:
     """Return ``key`` if a store may be asked for it.
 

@@ -10,10 +10,10 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from tiers.base import JobMetadata, JobResult, OffloadingEvent, ReqContext, SecondaryTierManager
 from tiers.block_mover import Batch, Rows
@@ -40,6 +40,7 @@ _SHOWN_FROM_THE_START: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
     ("kvtiers_stores_dropped_total", (("StoreFullError",), ("circuit_open",), ("queue_full",), ("deadline",))),
     ("kvtiers_verify_failures_total", tuple((reason,) for reason in SealReason)),
 )
+REMOVED_KEYS_PER_STEP_MAX = 1024  # a scheduler step is not held up by what a collector did
 DRAIN_SHARE = 0.7  # part of shutdown_s that waiting jobs get to land
 
 
@@ -81,6 +82,22 @@ class _InFlight:
     is_load: bool
 
 
+class CollectorEnd(Protocol):
+    """What a tier needs of its collector (``tiers.capacity.link``); nothing in it waits but ``close``."""
+
+    def touch(self, keys: Iterable[OffloadKey]) -> None:
+        """The blocks were used."""
+
+    def take_removed(self, count_max: int) -> list[OffloadKey]:
+        """Blocks of this tier that it removed."""
+
+    def take_reports(self) -> list[dict[str, Any]]:
+        """``report`` and ``used`` of each of its runs, or ``error``."""
+
+    def close(self) -> None:
+        """End it."""
+
+
 class StoreTierManager(SecondaryTierManager):
     """A tier that keeps sealed blocks in a Store.
 
@@ -90,6 +107,7 @@ class StoreTierManager(SecondaryTierManager):
     Args:
         store: where the blobs are; closed at shutdown.
         mapper: names the blocks and carries the namespace's identity.
+        collector: removes blocks; closed at shutdown.
 
     Raises:
         ConfigError: the region's rows are no multiple of 4,096 bytes, or the namespace is another one's.
@@ -105,6 +123,7 @@ class StoreTierManager(SecondaryTierManager):
         store: Store,
         mapper: FileMapper,
         options: TierOptions | None = None,
+        collector: CollectorEnd | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type)
@@ -115,6 +134,7 @@ class StoreTierManager(SecondaryTierManager):
         open_namespace(store, mapper)
         self.store = store
         self.mapper = mapper
+        self._collector = collector
         self.metrics: Metrics = getattr(offloading_spec, "metrics", None) or Metrics()
         self._options = options
         seal = Seal(mapper.fingerprint, mapper.rank, checksum=options.checksum)
@@ -150,6 +170,8 @@ class StoreTierManager(SecondaryTierManager):
             # A key nobody has: any answer at all is good news, and it goes the way of every lookup.
             self._lookup.lookup(make_offload_key(os.urandom(32), 0))
         self._lookup.flush()
+        if self._collector is not None:
+            self._hear_collector(self._collector)
         counts = self._lookup.take_counts()
         self._check_health(counts)
         for result, count in (("hit", counts.hits), ("miss", counts.misses), ("error", counts.errors)):
@@ -158,6 +180,25 @@ class StoreTierManager(SecondaryTierManager):
         if counts.expired:
             self.metrics.inc("kvtiers_lookups_total", self.name, "deadline", by=counts.expired)
             self.metrics.inc("kvtiers_deadline_expired_total", self.name, "lookup", by=counts.expired)
+
+    def touch(self, keys: Collection[OffloadKey]) -> None:
+        if self._collector is not None:
+            self._collector.touch(keys)
+
+    def _hear_collector(self, collector: CollectorEnd) -> None:
+        removed = collector.take_removed(REMOVED_KEYS_PER_STEP_MAX)
+        if removed:
+            self._lookup.forget(removed)
+            self._events.append(OffloadingEvent(tuple(removed), self.name, removed=True))
+        for message in collector.take_reports():
+            report = message.get("report")
+            self.metrics.inc("kvtiers_collector_runs_total", self.name, "ok" if report else "error")
+            if report:
+                for reason, count in report["removed_blobs"].items():
+                    self.metrics.inc("kvtiers_collector_removed_blobs_total", self.name, reason, by=count)
+                    size = report["removed_bytes"][reason]
+                    self.metrics.inc("kvtiers_collector_removed_bytes_total", self.name, reason, by=size)
+                self.metrics.set("kvtiers_storage_used_bytes", self.name, value=message["used"] or 0)
 
     @property
     def circuit_state(self) -> CircuitState:
@@ -221,6 +262,8 @@ class StoreTierManager(SecondaryTierManager):
             self._pool.wait_idle(limit_s * DRAIN_SHARE)
         idle = self._pool.shutdown(limit_s * (1 - DRAIN_SHARE))
         idle = self._lookup.shutdown(timeout_s=0.5 if idle else 0.0) and idle
+        if self._collector is not None:
+            self._collector.close()
         if idle:
             self.store.close()
         else:
@@ -289,6 +332,7 @@ class StoreTierManager(SecondaryTierManager):
         if job.is_load:
             # Whatever the reason, a key that did not come is absent now: believing "present" would loop (vllm#49176).
             self._lookup.mark((key for key in job.keys if key not in done), present=False)
+            self.touch(succeeded)
         elif done:
             self._lookup.mark(done, present=True)
             self._events.append(OffloadingEvent(tuple(succeeded), tier, removed=False))

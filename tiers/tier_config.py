@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from tiers.capacity.policy import CapacityPolicy
+from tiers.errors import ConfigError
 from tiers.stores.s3_options import S3Options
 
 #: Keys of the s3 tier that the store takes as they are.
@@ -23,6 +25,8 @@ _UNITS = {"": 1, "B": 1} | {
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 _SIZE_MAX = 1 << 60
+MAX_BYTES_MIN = 1 << 20
+POLL_S, REMOTE_POLL_S = 0.25, 15.0  # how often a collector looks whether there is something to do
 
 
 def parse_size(value: object) -> int:
@@ -44,11 +48,35 @@ def parse_size(value: object) -> int:
     return size
 
 
+_SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
+_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*")
+_DURATION_S_MAX = 100 * 365 * 86_400
+
+
+def parse_duration(value: object) -> float:
+    """Seconds of "7d", "12h", "90 min", "30s", "2w" or a number of seconds.
+
+    Raises:
+        ValueError: says what would be accepted.
+    """
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        seconds = float(value)
+    else:
+        match = _DURATION.fullmatch(value) if isinstance(value, str) else None
+        if match is None or match[2] not in _SECONDS:
+            raise ValueError("is not a duration; write 7d, 12h, 30min or a number of seconds")
+        seconds = float(match[1]) * _SECONDS[match[2]]
+    if not 0 < seconds <= _DURATION_S_MAX:
+        raise ValueError("is out of range; accepted is more than 0 and up to 100 years")
+    return seconds
+
+
 def _expand_path(value: object) -> object:
     return os.path.expanduser(os.path.expandvars(value)) if isinstance(value, str) else value
 
 
 Size = Annotated[int, BeforeValidator(parse_size), Field(json_schema_extra={"type": ["integer", "string"]})]
+Duration = Annotated[float, BeforeValidator(parse_duration), Field(json_schema_extra={"type": ["number", "string"]})]
 ExpandedPath = Annotated[str, BeforeValidator(_expand_path), Field(min_length=1, max_length=3072)]
 Threads = Annotated[int, Field(ge=1, le=256)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
@@ -121,7 +149,55 @@ class TierConfig(Model):
         """
 
 
-class FsTierConfig(TierConfig):
+class BoundedTierConfig(TierConfig):
+    """What every tier with storage that outlives the process takes to bound it."""
+
+    max_bytes: Size | None = Field(
+        None,
+        description="What the storage may hold, all writers together; beyond it stores are dropped until the collector "
+        "has made room. Give the same to all writers of one root. null: no limit.",
+    )
+    ttl: Duration | None = Field(
+        None,
+        description="Blocks not used for so long are removed, such as 7d or 12h; on s3 and fsspec, not written for so "
+        "long. null: never.",
+    )
+    gc_high: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.95, description="Part of max_bytes above which the collector begins."
+    )
+    gc_low: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.85, description="Part of max_bytes that it leaves; the least recently used blocks go."
+    )
+    gc_every_s: Annotated[float, Field(ge=1, le=30 * 86_400)] = Field(
+        600.0, description="How often the collector looks at everything, for ttl and to measure."
+    )
+
+    def check(self) -> None:
+        if self.gc_low > self.gc_high:
+            raise ConfigError(f"{self.gc_low} is above gc_high = {self.gc_high}", field="gc_low")
+        if self.max_bytes is not None and self.max_bytes < MAX_BYTES_MIN:
+            raise ConfigError(
+                f"{self.max_bytes} bytes do not hold a block; write at least {MAX_BYTES_MIN >> 20}MiB, or null for no "
+                "limit",
+                field="max_bytes",
+            )
+
+    def capacity_policy(self) -> CapacityPolicy | None:
+        """The limits as the collector takes them; None where there are none."""
+        if self.max_bytes is None and self.ttl is None:
+            return None
+        return CapacityPolicy(
+            max_bytes=self.max_bytes,
+            ttl_s=self.ttl,
+            high=self.gc_high,
+            low=self.gc_low,
+            min_free_bytes=getattr(self, "min_free", 0),
+            every_s=self.gc_every_s,
+            poll_s=POLL_S if self.type == "fs" else REMOTE_POLL_S,
+        )
+
+
+class FsTierConfig(BoundedTierConfig):
     """Blocks as files under a local folder."""
 
     type: Literal["fs"] = "fs"
@@ -135,7 +211,7 @@ class FsTierConfig(TierConfig):
     )
 
 
-class NfsTierConfig(TierConfig):
+class NfsTierConfig(BoundedTierConfig):
     """Blocks as files on an NFS mount that several hosts share."""
 
     type: Literal["nfs"] = "nfs"
@@ -157,7 +233,7 @@ class MemoryTierConfig(TierConfig):
     max_bytes: Size | None = Field(None, description="Beyond it the least recently used blocks leave.")
 
 
-class S3TierConfig(TierConfig):
+class S3TierConfig(BoundedTierConfig):
     """Blocks as objects in a bucket of any S3. Credentials come from boto3's chain, never from here."""
 
     type: Literal["s3"] = "s3"
@@ -166,6 +242,9 @@ class S3TierConfig(TierConfig):
     job_deadline_s: Seconds = Field(15.0, description="As for every tier; longer, for its retries.")
     lookup_deadline_s: Seconds = Field(0.5, description="A lookup not answered by then is a miss.")
     absent_ttl_s: Annotated[float, Field(ge=0, le=86_400)] = Field(5.0, description="How long 'absent' is believed.")
+    gc_every_s: Annotated[float, Field(ge=1, le=30 * 86_400)] = Field(
+        3600.0, description="How often the collector lists everything, for ttl and to measure."
+    )
     bucket: str = Field(description="Bucket; must exist.")
     prefix: str = Field("", description="Folder inside the bucket.")
     endpoint_url: str | None = Field(None, description="Of an S3 that is not AWS's, such as https://minio:9000.")
@@ -208,10 +287,11 @@ class S3TierConfig(TierConfig):
         )
 
     def check(self) -> None:
+        super().check()
         self.store_options()
 
 
-class FsspecTierConfig(TierConfig):
+class FsspecTierConfig(BoundedTierConfig):
     """Blocks under any fsspec URL: gs://, abfs://, s3:// by s3fs, hf://, memory://, …"""
 
     type: Literal["fsspec"] = "fsspec"
@@ -219,6 +299,9 @@ class FsspecTierConfig(TierConfig):
     n_write_threads: Threads = Field(8, description="Requests of stores under way at once.")
     lookup_deadline_s: Seconds = Field(1.0, description="A lookup not answered by then is a miss.")
     absent_ttl_s: Annotated[float, Field(ge=0, le=86_400)] = Field(5.0, description="How long 'absent' is believed.")
+    gc_every_s: Annotated[float, Field(ge=1, le=30 * 86_400)] = Field(
+        3600.0, description="How often the collector lists everything, for ttl and to measure."
+    )
     url: Annotated[str, BeforeValidator(_expand_path), Field(min_length=1, max_length=3072)] = Field(
         description="Where, such as gs://bucket/folder."
     )

@@ -229,7 +229,12 @@ class ProcessIsolatedStore(Store):
         return self._region is not None and self._region.fd >= 0
 
     def run(
-        self, function: Callable[[Any, memoryview, Any, memoryview], object], argument: object, raw: bytes = b""
+        self,
+        function: Callable[[Any, memoryview, Any, memoryview], object],
+        argument: object,
+        raw: bytes = b"",
+        *,
+        puts_bytes: int = 0,  # noqa: ARG002 - for layers that keep accounts
     ) -> Any:
         """Call ``function(store, region, argument, raw)`` in a worker and return what it returns.
 

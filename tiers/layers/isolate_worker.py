@@ -102,10 +102,11 @@ def decode_option(value: Any) -> Any:
         return value
     fields = {name: decode_option(item) for name, item in value.items()}
     place = fields.pop("$dataclass", None)
-    return _find(*place)(**fields) if place else fields
+    return find_object(*place)(**fields) if place else fields
 
 
-def _find(module: str, name: str) -> Any:
+def find_object(module: str, name: str) -> Any:
+    """What a recipe names."""
     return getattr(importlib.import_module(module), name)
 
 
@@ -202,7 +203,7 @@ class _Worker:
         if self._store is None:
             config = self._config
             options = {name: decode_option(value) for name, value in config["options"].items()}
-            self._store = _find(config["module"], config["name"])(**options)
+            self._store = find_object(config["module"], config["name"])(**options)
 
     def _answer(self, operation: str, arguments: Any, outside: memoryview) -> tuple[tuple[object, object], bytes]:
         store = self._store
@@ -227,7 +228,7 @@ class _Worker:
         try:
             if operation == "run":
                 module, name, argument = arguments
-                value = _find(module, name)(store, self._region, argument, outside)
+                value = find_object(module, name)(store, self._region, argument, outside)
             else:
                 value = getattr(self, f"_{operation}")(*arguments)
         except Exception as e:  # noqa: BLE001 - a process's edge: whatever it was, the caller must hear of it

@@ -5,8 +5,8 @@ A layer, for whatever sits on top of a store::
     store = FaultyStore(MemoryStore(), [Fault("get_into", first=3, flip_bit=17), Fault("put", count=None, error=...)])
     store.plan = []  # healed
 
-System calls, for stores on a file system (``tiers.posix`` and ``tiers.publish`` make all of theirs). Run once to
-learn how many there are, then once for each::
+System calls, for stores on a file system (``tiers.posix``, ``tiers.publish`` and ``tiers.folder_cleanup`` make all of
+theirs). Run once to learn how many there are, then once for each::
 
     with SyscallFaults() as dry:
         store.put("a", parts)
@@ -34,7 +34,8 @@ from dataclasses import dataclass
 from typing import Any, Self
 from unittest import mock
 
-from tiers import posix, publish
+from tiers import folder_cleanup, posix, publish
+from tiers.layers.layer import BATCH_METHODS, SINGLE_METHODS
 from tiers.store import KeyInfo, Store
 
 # ---- a store that fails by plan --------------------------------------------------------------------------------------
@@ -116,7 +117,9 @@ class FaultyStore(Store):
         self._random = random.Random(0) if rng is None else rng
         self._lock = threading.Lock()
         # On the instance: whether a store has an extra is asked with isinstance, which looks for the attribute.
-        for name in ("quarantine", "size_many", "delete_many", "get_many_into"):
+        for name in (*SINGLE_METHODS, *BATCH_METHODS):
+            if name == "get_tail":
+                continue  # its answer can be damaged
             if hasattr(store, name):
                 setattr(self, name, functools.partial(self._call, name))
         if hasattr(store, "get_tail"):
@@ -226,7 +229,7 @@ SYSTEM_CALLS = frozenset(
 
 
 class SyscallFaults:
-    """Counts the system calls of ``tiers.posix`` and ``tiers.publish``, and makes the n-th one fail.
+    """Counts the system calls of the stores on a file system (see above), and makes the n-th one fail.
 
     A context manager; it works on the whole process, so one at a time. A call that fails is not made, save
     ``close``, which on Linux frees the descriptor whatever it returns.
@@ -263,6 +266,7 @@ class SyscallFaults:
         for module, name, replacement in (
             (posix, "os", seam),
             (publish, "os", seam),
+            (folder_cleanup, "os", seam),
             (posix, "openat2", openat2),
             (publish, "link_open_file", link_open_file),
         ):
