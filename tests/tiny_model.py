@@ -22,7 +22,8 @@ def make_tiny_llama(*, vocab_size: int = 64, num_layers: int = 3) -> Any:
         initializer_range=0.3,
         eos_token_id=None,
     )
-    return transformers.LlamaForCausalLM(config).eval()
+    model_class: Any = transformers.LlamaForCausalLM  # untyped
+    return model_class(config).eval()
 
 
 def make_model_dir(folder: Path) -> Path:
@@ -37,5 +38,6 @@ def make_model_dir(folder: Path) -> Path:
     )
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    tokenizer_class: Any = transformers.PreTrainedTokenizerFast  # untyped
+    tokenizer_class(tokenizer_object=tokenizer).save_pretrained(folder)
     return folder
