@@ -6,14 +6,17 @@ A tier that needs a client library imports its store in its constructor, so that
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
 from tiers.config import parse_tier
 from tiers.errors import ConfigError, StoreError
 from tiers.file_mapper import FileMapper, strict_fields
+from tiers.keyring import load_keys
 from tiers.lookup import LookupOptions
-from tiers.seal import Checksum
+from tiers.seal import Checksum, Seal
+from tiers.seal_kinds import seal_factory
 from tiers.store import Store
 from tiers.store_tier import StoreTierManager, TierOptions
 from tiers.tier_config import (
@@ -140,11 +143,28 @@ def open_store(config: TierConfig) -> Store:
     return store_class(**options)
 
 
+def make_seal(config: TierConfig) -> Callable[..., Seal]:
+    """Makes the seal of a namespace in a built-in tier; called as ``Seal``.
+
+    Raises:
+        ConfigError: the keys cannot be read, or cryptography is missing.
+    """
+    if config.protection == "none":
+        return Seal
+    return seal_factory(config.protection, load_keys(keys_file=config.keys_file, keys_env=config.keys_env))
+
+
+def _protection_fields(config: TierConfig) -> dict[str, str]:
+    """Protected blocks have a namespace of their own: replicas with and without keys stay out of each other's way."""
+    return {} if config.protection == "none" else {"protection": config.protection}
+
+
 def _start(
     tier: StoreTierManager, spec: Any, view: memoryview, tier_type: str, config: TierConfig | ExternalTierConfig
 ) -> None:
     """The rest of every built-in tier's constructor: makes the store, and closes it if anything fails."""
     assert isinstance(config, TierConfig)
+    options = _tier_options(config)
     store_class, store_options = store_recipe(config)
     if config.isolation == "process":
         from tiers.layers.isolate import ProcessIsolatedStore, StoreRecipe
@@ -162,11 +182,9 @@ def _start(
             getattr(config, "root_dir", ""),
             spec,
             parallel_agnostic=config.parallel_agnostic,
-            extra_fields=strict_fields(spec),
+            extra_fields=strict_fields(spec) | _protection_fields(config),
         )
-        StoreTierManager.__init__(
-            tier, spec, view, tier_type, store=store, mapper=mapper, options=_tier_options(config)
-        )
+        StoreTierManager.__init__(tier, spec, view, tier_type, store=store, mapper=mapper, options=options)
     except BaseException:
         store.close()
         raise
@@ -181,6 +199,7 @@ def _tier_options(config: TierConfig) -> TierOptions:
         jobs_max=config.jobs_max,
         max_bytes_in_flight=config.max_bytes_in_flight,
         checksum=Checksum[config.seal_checksum.upper()],
+        make_seal=make_seal(config),
         job_deadline_s=config.job_deadline_s,
         circuit_failures=config.circuit_failures,
         circuit_probe_s=config.circuit_probe_s,
