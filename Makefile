@@ -6,7 +6,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # The pins hold in pip's isolated build environments too.
 export PIP_CONSTRAINT = $(CURDIR)/constraints.txt
 
-.PHONY: setup demo test test-full test-gpu check lint bench bench-fs bench-gpu bench-liveness bench-s3 soak e2e e2e-reduced test-vllm clean
+.PHONY: setup demo test test-full test-gpu check lint bench bench-fs bench-gpu bench-liveness bench-s3 bench-seal soak e2e e2e-reduced test-vllm clean
 
 setup: $(VENV)/.stamp
 
@@ -37,7 +37,7 @@ lint: setup
 
 check: lint test
 
-bench: bench-fs bench-gpu bench-s3
+bench: bench-fs bench-gpu bench-s3 bench-seal
 
 bench-fs: setup
 	$(BIN)/python -m tests.benchmarks.bench_fs
@@ -57,6 +57,9 @@ bench-liveness: setup
 # Real tiers under faults, hangs and kills for SOAK_S seconds (600 by default); `make test` runs 20.
 soak: setup
 	$(BIN)/python -m tests.soak $(if $(SOAK_S),--seconds $(SOAK_S))
+
+bench-seal: setup
+	$(BIN)/python -m tests.benchmarks.bench_seal
 
 # vLLM for CPU in an environment of its own: 3 minutes and 3.5 GB to make; the runs take up to an hour.
 E2E_ENV := build/e2e-env

@@ -64,6 +64,8 @@ def vllm_config(deployment_path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def _shared_place(tier: TierConfig | ExternalTierConfig) -> dict[str, Any] | None:
     """Folder or URL of a tier's storage, beside its blocks."""
+    if isinstance(tier, TierConfig) and tier.protection != "none":
+        return None  # prefix files are plain safetensors, which the tier's keys do not protect
     if isinstance(tier, FsTierConfig):
         return {"shared_storage_path": os.path.join(os.path.abspath(tier.root_dir), "prefixes")}
     if isinstance(tier, FsspecTierConfig):

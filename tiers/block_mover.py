@@ -1,6 +1,7 @@
 """BlockMover: what a tier's threads do with a batch of blocks: seal and put, get and verify, ask.
 
-Bytes go straight between the region's slots and the store: nothing here copies, joins or keeps a block.
+Bytes go straight between the region's slots and the store: nothing here copies, joins or keeps a block, save that a
+block which is stored encrypted is encrypted into its thread's buffer.
 """
 
 from __future__ import annotations
@@ -85,6 +86,9 @@ class BlockMover:
                 if e.retryable:  # not: a full or read-only storage, from which blocks can still be loaded
                     batch.fault = str(e)
                 outcome = "failed"
+            except SealError as e:  # the slot changed while it was encrypted
+                batch.verify_failures[e.reason] += 1
+                outcome = "failed"
             batch.outcomes[outcome] += 1
             if outcome != "failed":
                 batch.succeeded.append(key)
@@ -95,7 +99,7 @@ class BlockMover:
     def _store_one(self, key: OffloadKey, row: memoryview, batch: Batch) -> str:
         """Store one block if it is not there in good order; returns the outcome."""
         name = block_name(self._name_prefix, key)
-        parts = row, memoryview(self._seal.trailer(key, row))
+        parts = self._seal.seal_parts(key, row)
         # Put first, look afterwards: most blocks of a store job are new, and a look costs as much as a small put.
         if self.store.put(name, parts):
             return "moved"
@@ -167,7 +171,7 @@ class BlockMover:
             try:
                 if error is not None:
                     raise error
-                self._seal.verify(key, self._rows[block], trailer)
+                self._seal.open_in_place(key, self._rows[block], trailer)
             except (SealError, BlobCorruptError):
                 suspect.append((key, block))
                 continue
@@ -189,7 +193,7 @@ class BlockMover:
         for _ in range(2):  # twice: a torn page cache and a blob replaced under the reader happen once
             try:
                 self.store.get_into(name, (row, memoryview(trailer)))
-                self._seal.verify(key, row, trailer)
+                self._seal.open_in_place(key, row, trailer)
                 return True
             except (SealError, BlobCorruptError) as e:
                 failure = e

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
@@ -14,9 +15,11 @@ from tiers.capacity.policy import CapacityPolicy
 from tiers.config import parse_tier
 from tiers.errors import ConfigError, RegionError, StoreError
 from tiers.file_mapper import FileMapper, strict_fields
+from tiers.keyring import load_keys
 from tiers.lookup import LookupOptions
 from tiers.namespace import open_namespace
-from tiers.seal import Checksum
+from tiers.seal import Checksum, Seal
+from tiers.seal_kinds import seal_factory
 from tiers.store import Store, SupportsTouch
 from tiers.store_tier import CollectorEnd, StoreTierManager, TierOptions
 from tiers.tier_config import (
@@ -146,11 +149,28 @@ def open_store(config: TierConfig) -> Store:
     return store_class(**options)
 
 
+def make_seal(config: TierConfig) -> Callable[..., Seal]:
+    """Makes the seal of a namespace in a built-in tier; called as ``Seal``.
+
+    Raises:
+        ConfigError: the keys cannot be read, or cryptography is missing.
+    """
+    if config.protection == "none":
+        return Seal
+    return seal_factory(config.protection, load_keys(keys_file=config.keys_file, keys_env=config.keys_env))
+
+
+def _protection_fields(config: TierConfig) -> dict[str, str]:
+    """Protected blocks have a namespace of their own: replicas with and without keys stay out of each other's way."""
+    return {} if config.protection == "none" else {"protection": config.protection}
+
+
 def _start(
     tier: StoreTierManager, spec: Any, view: memoryview, tier_type: str, config: TierConfig | ExternalTierConfig
 ) -> None:
     """The rest of every built-in tier's constructor: makes the store, and closes what it made if anything fails."""
     assert isinstance(config, TierConfig)
+    options = _tier_options(config)
     store_class, store_options = store_recipe(config)
     policy = config.capacity_policy() if isinstance(config, BoundedTierConfig) else None
     if config.isolation == "process" or (config.isolation == "auto" and _can_be_mapped(view)):
@@ -170,7 +190,7 @@ def _start(
             getattr(config, "root_dir", ""),
             spec,
             parallel_agnostic=config.parallel_agnostic,
-            extra_fields=strict_fields(spec),
+            extra_fields=strict_fields(spec) | _protection_fields(config),
         )
         if policy is not None:
             open_namespace(store, mapper)  # before there is a bound: a few bytes that must not be refused
@@ -184,7 +204,7 @@ def _start(
             tier_type,
             store=store,
             mapper=mapper,
-            options=_tier_options(config),
+            options=options,
             collector=collector,
         )
     except BaseException:
@@ -250,6 +270,7 @@ def _tier_options(config: TierConfig) -> TierOptions:
         jobs_max=config.jobs_max,
         max_bytes_in_flight=config.max_bytes_in_flight,
         checksum=Checksum[config.seal_checksum.upper()],
+        make_seal=make_seal(config),
         job_deadline_s=config.job_deadline_s,
         circuit_failures=config.circuit_failures,
         circuit_probe_s=config.circuit_probe_s,

@@ -20,6 +20,7 @@ from tiers.block_mover import Batch, BlockMover, Rows
 from tiers.errors import StoreError
 from tiers.keys import OffloadKey
 from tiers.seal import TRAILER_BYTES, Seal
+from tiers.seal_kinds import seal_from_json
 from tiers.store import Store
 
 logger = logging.getLogger(__name__)
@@ -103,7 +104,7 @@ def move_batch(store: Store, region: memoryview, request: dict[str, Any], packed
         request["tier"],
         store,
         request["name_prefix"],
-        Seal.from_json(request["seal"]),
+        seal_from_json(request["seal"]),
         Rows(region.cast("B", (len(region) // row_bytes, row_bytes))),
         time.monotonic,
         warnings.append,

@@ -14,8 +14,10 @@ lengths a multiple of 4,096 keep O_DIRECT possible. Little-endian::
     60   4  rank                       216    …  zero
     64   2  key length
 
-(130..136 is padding.) Most wrong bytes reported in this field are not bit rot but identity: same path, same size,
-other meaning. So a block carries who it is, and a reader compares that before it looks at the payload.
+(130..136 is padding. Authentication: 0 none, 1 AES-256-GMAC, 2 AES-256-GCM; see ``tiers.protected_seal``.)
+
+Most wrong bytes reported in this field are not bit rot but identity: same path, same size, other meaning. So a block
+carries who it is, and a reader compares that before it looks at the payload.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ PAYLOAD_MULTIPLE_BYTES = 4096
 _HEAD = struct.Struct("<8sHHHHQ32sIIH64s6x16s16sQI12s16s")
 _CHECK = struct.Struct("<Q")
 _ZEROS = bytes(TRAILER_BYTES - _HEAD.size - _CHECK.size)
-assert _HEAD.size == 208
+PAYLOAD_CHECKSUM_AT, TAG_AT, CHECK_AT = 136, 192, _HEAD.size
+assert CHECK_AT == 208
 
 
 class Checksum(IntEnum):
@@ -52,7 +55,16 @@ class Checksum(IntEnum):
     CRC64NVME = 3
 
 
-_DIGESTS: dict[int, Callable[[memoryview], bytes]] = {
+class Authentication(IntEnum):
+    """How a block proves that somebody with a key wrote it."""
+
+    NONE = 0
+    AES_256_GMAC = 1
+    AES_256_GCM = 2  # the payload is encrypted, too
+
+
+#: Payload checksums, each as the field's 16 bytes.
+DIGESTS: dict[int, Callable[[memoryview], bytes]] = {
     # Zero padded to the field's 16 bytes. Both release the GIL (measured on xxhash 4.1).
     Checksum.XXH3_64: lambda payload: xxhash.xxh3_64_intdigest(payload).to_bytes(8, "little") + bytes(8),
     Checksum.XXH3_128: lambda payload: xxhash.xxh3_128_intdigest(payload).to_bytes(16, "little"),
@@ -62,6 +74,8 @@ _DIGESTS: dict[int, Callable[[memoryview], bytes]] = {
 class Seal:
     """Makes and checks the trailers of one namespace and rank. Any thread; holds no state but its identity.
 
+    Makes and takes unauthenticated blocks only; ``tiers.protected_seal`` has the kinds with keys.
+
     Args:
         fingerprint: SHA-256 of the namespace's canonical JSON fields, 32 bytes.
         rank: rank whose bytes the blocks are.
@@ -69,6 +83,9 @@ class Seal:
         writer_id: 16 bytes naming this writer in what it writes; random by default.
         clock_ns: Unix time in nanoseconds.
     """
+
+    _authentication: int = Authentication.NONE
+    _key_id = 0
 
     def __init__(
         self,
@@ -82,8 +99,8 @@ class Seal:
         writer_id = os.urandom(16) if writer_id is None else writer_id
         if len(fingerprint) != 32 or len(writer_id) != 16:
             raise ValueError("fingerprint takes 32 bytes and writer_id 16")
-        if checksum not in _DIGESTS:
-            raise ValueError(f"checksum {checksum!r} cannot be made here; accepted: {sorted(_DIGESTS)}")
+        if checksum not in DIGESTS:
+            raise ValueError(f"checksum {checksum!r} cannot be made here; accepted: {sorted(DIGESTS)}")
         self._fingerprint = fingerprint
         self._rank = rank
         self._checksum = checksum
@@ -91,7 +108,7 @@ class Seal:
         self._clock_ns = clock_ns
 
     def to_json(self) -> dict[str, Any]:
-        """What another process needs to make the same trailers."""
+        """What another process of this one's needs to make the same trailers. Of a seal with keys it holds them."""
         return {
             "fingerprint": self._fingerprint.hex(),
             "rank": self._rank,
@@ -101,7 +118,13 @@ class Seal:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Seal:
-        """The other end of ``to_json``."""
+        """The other end of ``to_json``. ``tiers.seal_kinds.seal_from_json`` makes those with keys, too.
+
+        Raises:
+            ValueError: it has keys. (Without them it would take and make blocks that nothing protects.)
+        """
+        if "authentication" in fields:
+            raise ValueError("this seal has keys: use seal_from_json")
         return cls(
             bytes.fromhex(fields["fingerprint"]),
             fields["rank"],
@@ -129,21 +152,29 @@ class Seal:
             VERSION,
             TRAILER_BYTES,
             self._checksum,
-            0,
+            self._authentication,
             payload.nbytes,
             self._fingerprint,
             get_offload_group_idx(key),
             self._rank,
             len(block_hash),
             block_hash,
-            _DIGESTS[self._checksum](payload),
+            DIGESTS[self._checksum](payload),
             self._writer_id,
             self._clock_ns(),
-            0,
+            self._key_id,
             b"",
             b"",
         )
         return b"".join((head, _CHECK.pack(xxhash.xxh3_64_intdigest(head)), _ZEROS))
+
+    def seal_parts(self, key: OffloadKey, payload: memoryview) -> tuple[memoryview, memoryview]:
+        """What is to be stored for a payload: its bytes as they are stored, and the trailer.
+
+        Where they are not the payload itself, they lie in memory of the calling thread that its next call reuses.
+        Raises as ``trailer``.
+        """
+        return payload, memoryview(self.trailer(key, payload))
 
     def check_trailer(self, key: OffloadKey, trailer: bytes | bytearray | memoryview, payload_length: int) -> None:
         """Check everything a trailer says, short of the payload's bytes.
@@ -160,8 +191,11 @@ class Seal:
             SealError: the first check that failed, in the format's order.
         """
         checksum, expected = self._check(key, trailer, payload.nbytes)
-        if _DIGESTS[checksum](payload) != expected:
+        if DIGESTS[checksum](payload) != expected:
             raise SealError(SealReason.PAYLOAD_CHECKSUM, f"{payload.nbytes} payload bytes do not match their checksum")
+
+    #: ``verify``, and turn the stored bytes into the payload, in place. Here they are the payload.
+    open_in_place = verify
 
     def _check(
         self, key: OffloadKey, trailer: bytes | bytearray | memoryview, payload_length: int
@@ -193,7 +227,10 @@ class Seal:
             raise SealError(SealReason.GROUP, f"of group {group}")
         if rank != self._rank:
             raise SealError(SealReason.RANK, f"of rank {rank}, not {self._rank}")
-        # Sound so far, but made by means this reader lacks: a miss that must not be destroyed.
-        if checksum not in _DIGESTS or authentication != 0:
-            raise SealError(SealReason.UNSUPPORTED, f"checksum {checksum}, authentication {authentication}")
+        if checksum not in DIGESTS or authentication != self._authentication:
+            raise self._other_means(checksum, authentication)
         return checksum, expected
+
+    def _other_means(self, checksum: int, authentication: int) -> SealError:
+        """Sound so far, but made by means this reader lacks: a miss that must not be destroyed."""
+        return SealError(SealReason.UNSUPPORTED, f"checksum {checksum}, authentication {authentication}")

@@ -54,6 +54,7 @@ class TierOptions:
         task_bytes: payload bytes of one pool task at most; a store that is latency bound gets one block a task.
         jobs_max, max_bytes_in_flight: a job beyond them fails at once (D4).
         checksum: of new blocks.
+        make_seal: called as ``Seal``; makes one that authenticates or encrypts, say.
         job_deadline_s: blocks of a job that have not begun to move by then fail (L3); a task that runs longer cuts
             the tier off.
         circuit_failures: failures in a row that cut the tier off.
@@ -69,6 +70,7 @@ class TierOptions:
     jobs_max: int = 1024
     max_bytes_in_flight: int = 8 << 30
     checksum: Checksum = Checksum.XXH3_64
+    make_seal: Callable[..., Seal] = Seal
     job_deadline_s: float = 10.0
     circuit_failures: int = 3
     circuit_probe_s: float = 5.0
@@ -137,7 +139,7 @@ class StoreTierManager(SecondaryTierManager):
         self._collector = collector
         self.metrics: Metrics = getattr(offloading_spec, "metrics", None) or Metrics()
         self._options = options
-        seal = Seal(mapper.fingerprint, mapper.rank, checksum=options.checksum)
+        seal = options.make_seal(mapper.fingerprint, mapper.rank, checksum=options.checksum)
         self._mover = make_mover(self.name, store, mapper.name_prefix, seal, self._rows, clock)
         self._one_by_one = store.capabilities.latency_bound and not isinstance(store, SupportsGetMany)
         self._pool = DualQueueThreadPool[Batch](

@@ -141,12 +141,39 @@ class TierConfig(Model):
         description="Share blocks between parallel layouts, where the engine says that its bytes allow it.",
     )
 
+    auth: Literal["none", "gmac"] = Field(
+        "none", description="gmac: only blocks that somebody with a key has written are taken (AES-256-GMAC)."
+    )
+    encrypt: Literal["none", "aes-gcm"] = Field(
+        "none",
+        description="aes-gcm: blocks are stored encrypted and authenticated (AES-256-GCM); one more copy a store.",
+    )
+    keys_file: ExpandedPath | None = Field(
+        None, description="File of keys for auth and encrypt: 64 hex digits each, the first is for new blocks."
+    )
+    keys_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,127}$")] | None = Field(
+        None, description="Environment variable with the keys, instead of keys_file."
+    )
+
+    @property
+    def protection(self) -> Literal["none", "gmac", "aes-gcm"]:
+        """How blocks are protected: encrypted ones are authenticated, too."""
+        return self.encrypt if self.encrypt != "none" else self.auth
+
     def check(self) -> None:
         """Look at what single fields cannot show.
 
         Raises:
             ConfigError: names the field.
         """
+        given = [name for name in ("keys_file", "keys_env") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ConfigError("is one too many; give either keys_file or keys_env", field="keys_env")
+        if given and self.protection == "none":
+            raise ConfigError("is of no use without auth: gmac or encrypt: aes-gcm", field=given[0])
+        if not given and self.protection != "none":
+            name = "encrypt" if self.encrypt != "none" else "auth"
+            raise ConfigError(f"{getattr(self, name)} needs keys; give keys_file or keys_env", field=name)
 
 
 class BoundedTierConfig(TierConfig):
@@ -173,6 +200,7 @@ class BoundedTierConfig(TierConfig):
     )
 
     def check(self) -> None:
+        super().check()
         if self.gc_low > self.gc_high:
             raise ConfigError(f"{self.gc_low} is above gc_high = {self.gc_high}", field="gc_low")
         if self.max_bytes is not None and self.max_bytes < MAX_BYTES_MIN:

@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from tiers.file_mapper import FileMapper
+from tiers.keyring import KeyRing
 from tiers.keys import make_offload_key
+from tiers.protected_seal import GcmSeal, GmacSeal
 from tiers.seal import Seal
 
 HERE = Path(__file__).parent
 SEALED_KEY = make_offload_key(bytes(range(32)), 3)
 SEALED_FINGERPRINT = bytes(range(100, 132))
 SEALED_RANK = 5
+SEALED_KEYS = KeyRing(bytes(range(200, 232)))  # no secret: it stands here
 
 
 def sealed_payload() -> bytes:
@@ -29,6 +32,9 @@ def main() -> None:
     seal = Seal(SEALED_FINGERPRINT, SEALED_RANK, writer_id=bytes(16), clock_ns=lambda: 1_700_000_000_000_000_000)
     payload = sealed_payload()
     _write("sealed-1.bin", payload + seal.trailer(SEALED_KEY, memoryview(payload)))
+    for name, kind in (("sealed-1-gmac.bin", GmacSeal), ("sealed-1-gcm.bin", GcmSeal)):
+        keyed = kind(SEALED_FINGERPRINT, SEALED_RANK, keys=SEALED_KEYS)
+        _write(name, b"".join(keyed.seal_parts(SEALED_KEY, memoryview(payload))))
     base: dict[str, Any] = {
         "root_dir": "/mnt/kv",
         "model_name": "meta-llama/Llama-3.1-8B-Instruct",

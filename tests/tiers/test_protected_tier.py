@@ -1,0 +1,255 @@
+"""``auth`` and ``encrypt`` from the config to the bytes on storage."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+import yaml
+
+from connector.vllm_config import vllm_config
+from tests.identity import FakeSpec, block_key
+from tiers import protected_seal
+from tiers.base import JobMetadata
+from tiers.builtin import FileSystemTierManager
+from tiers.config import parse_config, parse_tier
+from tiers.errors import ConfigError
+from tiers.keys import OffloadKey
+from tiers.seal import TRAILER_BYTES
+
+ROWS, ROW_BYTES = 8, 8192
+KEYS = [block_key(n) for n in range(ROWS)]
+OLD, NEW, OTHER = (random.Random(seed).randbytes(32).hex() for seed in (21, 22, 23))
+
+GMAC = {"auth": "gmac"}
+both = pytest.mark.parametrize("options", [GMAC, {"encrypt": "aes-gcm"}], ids=["gmac", "gcm"])
+
+
+class Bench:
+    """A region, and fs tiers over one folder."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root / "kv"
+        self.keys_file = root / "keys"
+        self.keys_file.write_text(OLD)
+        self.region = np.zeros((ROWS, ROW_BYTES), np.int8)
+        self.tiers: list[FileSystemTierManager] = []
+        self.job_id = 0
+
+    def tier(self, *keys: str, **options: Any) -> FileSystemTierManager:
+        if keys:
+            self.keys_file.write_text("\n".join(keys))
+            options["keys_file"] = str(self.keys_file)
+        tier = FileSystemTierManager(
+            FakeSpec(), self.region.data, "fs", str(self.root), n_read_threads=1, n_write_threads=1, min_free=0,
+            **options,
+        )  # fmt: skip
+        self.tiers.append(tier)
+        return tier
+
+    def run(self, tier: FileSystemTierManager, operation: str, keys: list[OffloadKey]) -> set[OffloadKey]:
+        """What the tier stored or loaded of the keys; key n is in row n."""
+        self.job_id += 1
+        rows = np.array([KEYS.index(key) for key in keys], np.int32)
+        getattr(tier, f"submit_{operation}")(JobMetadata(self.job_id, keys, rows))
+        tier.drain_jobs()
+        (result,) = tier.get_finished()
+        return set(result.successful_keys)
+
+    def fill(self) -> np.ndarray[Any, Any]:
+        self.region[:] = np.random.default_rng(7).integers(-128, 128, self.region.shape, np.int8)
+        return self.region.copy()
+
+    def files(self) -> list[Path]:
+        return sorted(path for path in self.root.rglob("*.bin") if ".quarantine" not in path.parts)
+
+    def loads(self, tier: FileSystemTierManager, expected: np.ndarray[Any, Any]) -> bool:
+        """Whether all blocks load; none does with other bytes."""
+        self.region[:] = 0
+        loaded = self.run(tier, "load", KEYS)
+        for number, key in enumerate(KEYS):
+            if key in loaded:
+                assert np.array_equal(self.region[number], expected[number])
+        return len(loaded) == len(KEYS)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path)
+    yield made
+    for tier in made.tiers:
+        tier.shutdown()
+
+
+def failures(tier: FileSystemTierManager, reason: str) -> float:
+    return tier.metrics.value("kvtiers_verify_failures_total", "fs", reason)
+
+
+@both
+def test_blocks_go_round_and_rotate(bench: Bench, options: dict[str, Any]) -> None:
+    expected = bench.fill()
+    first = bench.tier(OLD, **options)
+    assert bench.run(first, "store", KEYS) == set(KEYS)
+    assert bench.loads(first, expected)
+    assert bench.loads(bench.tier(NEW, OLD, **options), expected)
+    after = bench.tier(NEW, **options)
+    assert not bench.loads(after, expected)
+    assert failures(after, "unsupported") == ROWS
+    assert len(bench.files()) == ROWS  # a block under a key that is not known is nobody's to throw away
+    assert bench.run(after, "store", KEYS) == set()
+    assert bench.loads(bench.tier(NEW, OLD, **options), expected)
+
+
+@both
+def test_process_isolation_changes_nothing(bench: Bench, options: dict[str, Any]) -> None:
+    expected = bench.fill()
+    tier = bench.tier(OLD, isolation="process", **options)
+    assert bench.run(tier, "store", KEYS) == set(KEYS)
+    assert bench.loads(tier, expected)
+    assert bench.loads(bench.tier(OLD, **options), expected)
+
+
+def test_encrypted_blocks_hold_nothing_of_the_payload(bench: Bench) -> None:
+    expected = bench.fill()
+    tier = bench.tier(OLD, encrypt="aes-gcm")
+    assert bench.run(tier, "store", KEYS) == set(KEYS)
+    assert np.array_equal(bench.region, expected)  # a slot is not encrypted where it lies: the engine may read it
+    stored = b"".join(path.read_bytes()[:-TRAILER_BYTES] for path in bench.files())
+    assert len(stored) == ROWS * ROW_BYTES
+    assert not any(expected[row, at : at + 16].tobytes() in stored for row in range(ROWS) for at in (0, 4096))
+    assert bench.loads(tier, expected)
+
+
+def test_a_slot_that_changes_while_it_is_encrypted_is_not_stored(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.fill()
+    tier = bench.tier(OLD, encrypt="aes-gcm")
+    associated = protected_seal._associated
+
+    def late_write(trailer: bytearray) -> bytearray:
+        bench.region[0, 0] += 1
+        return associated(trailer)
+
+    monkeypatch.setattr(protected_seal, "_associated", late_write)
+    assert bench.run(tier, "store", KEYS[:1]) == set()
+    assert failures(tier, "payload_checksum") == 1
+    assert not bench.files()
+
+
+@both
+def test_a_tampered_block_is_a_miss_and_heals(bench: Bench, options: dict[str, Any]) -> None:
+    expected = bench.fill()
+    tier = bench.tier(OLD, **options)
+    bench.run(tier, "store", KEYS)
+    for path in bench.files():
+        blob = bytearray(path.read_bytes())
+        blob[10] ^= 1
+        tail = memoryview(blob)[-TRAILER_BYTES:]
+        tail[136:144] = xxhash.xxh3_64_intdigest(blob[:-TRAILER_BYTES]).to_bytes(8, "little")
+        tail[208:216] = xxhash.xxh3_64_intdigest(bytes(tail[:208])).to_bytes(8, "little")
+        path.write_bytes(blob)
+    assert not bench.loads(tier, expected)
+    assert failures(tier, "authentication") == ROWS
+    assert not bench.files()
+    bench.region[:] = expected
+    assert bench.run(tier, "store", KEYS) == set(KEYS)
+    assert bench.loads(tier, expected)
+
+
+def test_planted_unauthenticated_blocks_are_not_taken(bench: Bench) -> None:
+    """An attacker who copies good blocks of the plain namespace into the protected one."""
+    expected = bench.fill()
+    plain, guarded = bench.tier(), bench.tier(OLD, **GMAC)
+    bench.run(plain, "store", KEYS)
+    for key in KEYS:
+        path = Path(guarded.mapper.get_file_name(key))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(Path(plain.mapper.get_file_name(key)).read_bytes())
+    assert not bench.loads(guarded, expected)
+    assert failures(guarded, "fingerprint") == ROWS
+
+
+def test_with_and_without_keys_are_two_namespaces(bench: Bench) -> None:
+    expected = bench.fill()
+    plain, guarded = bench.tier(), bench.tier(OLD, **GMAC)
+    for tier in (plain, guarded):
+        assert bench.run(tier, "store", KEYS) == set(KEYS)
+        assert bench.loads(tier, expected)
+        bench.region[:] = expected
+    assert plain.mapper.base_path != guarded.mapper.base_path
+    assert guarded.mapper.get_run_config()["protection"] == "gmac"
+    assert "protection" not in plain.mapper.get_run_config()  # the digest of those without keys stays as it was
+    assert failures(plain, "unsupported") == failures(guarded, "authentication") == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"auth": "gmac"}, "auth: gmac needs keys; give keys_file or keys_env"),
+        ({"encrypt": "aes-gcm"}, "encrypt: aes-gcm needs keys"),
+        ({"keys_file": "/k"}, "keys_file: is of no use without auth: gmac or encrypt: aes-gcm"),
+        ({"auth": "gmac", "keys_file": "/k", "keys_env": "K"}, "keys_env: is one too many"),
+        ({"auth": "hmac"}, "auth: 'hmac' is not accepted"),
+        ({"auth": "gmac", "keys_env": "A B"}, "keys_env: 'A B' is not accepted"),
+    ],
+)
+@pytest.mark.parametrize("tier_type", ["fs", "s3", "memory"])
+def test_each_mistake_names_its_field(options: dict[str, str], expected: str, tier_type: str) -> None:
+    base = {"fs": {"root_dir": "/kv"}, "s3": {"bucket": "kvb"}, "memory": {}}[tier_type]
+    with pytest.raises(ConfigError) as caught:
+        parse_tier({"type": tier_type, **base, **options})
+    assert expected in str(caught.value)
+
+
+def test_keys_come_from_the_environment_too(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = bench.fill()
+    bench.run(bench.tier(OLD, **GMAC), "store", KEYS)
+    monkeypatch.setenv("KVTIERS_KEYS", OLD)
+    assert bench.loads(bench.tier(keys_env="KVTIERS_KEYS", **GMAC), expected)
+    monkeypatch.delenv("KVTIERS_KEYS")
+    with pytest.raises(ConfigError, match="no KVTIERS_KEYS"):
+        bench.tier(keys_env="KVTIERS_KEYS", **GMAC)
+
+
+def test_a_canary_key_is_shown_nowhere(
+    bench: Bench, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """X4: not in logs, reprs, errors, metrics or configs."""
+    caplog.set_level(logging.DEBUG)
+    bench.fill()
+    tier = bench.tier(OLD, **GMAC)
+    bench.run(tier, "store", KEYS)
+    bench.files()[0].write_bytes(bytes(100))
+    bench.run(tier, "load", KEYS)
+    data = {
+        "region": {"size": "1MiB"},
+        "tiers": [{"type": "fs", "root_dir": str(bench.root), "auth": "gmac", "keys_file": str(bench.keys_file)}],
+    }
+    config = parse_config(data)
+    shown = [
+        caplog.text,
+        repr(tier),
+        repr(vars(tier)),
+        repr(tier.metrics.snapshot()),
+        repr(config),
+        config.model_dump_json(),
+    ]
+    with pytest.raises(ConfigError) as caught:
+        bench.tier(OLD[:-1], **GMAC)
+    shown += [str(caught.value), repr(caught.value)]
+    for text in shown:
+        assert OLD[:16] not in text
+        assert repr(bytes.fromhex(OLD))[2:-1] not in text
+
+
+def test_prefix_files_are_not_offered_for_a_protected_tier(bench: Bench, tmp_path: Path) -> None:
+    """They are plain safetensors: the tier's keys would not protect them."""
+    path = tmp_path / "c.yaml"
+    tier = {"type": "fs", "root_dir": str(bench.root), "auth": "gmac", "keys_file": str(bench.keys_file)}
+    path.write_text(yaml.safe_dump({"region": {"size": "1MiB"}, "tiers": [tier]}))
+    assert set(vllm_config(path)) == {"spec", "tier"}
