@@ -11,10 +11,11 @@ from typing import Any
 
 from tiers.capacity.policy import CapacityPolicy
 from tiers.config import parse_tier
-from tiers.errors import ConfigError, StoreError
+from tiers.errors import StoreError
 from tiers.file_mapper import FileMapper, strict_fields
 from tiers.lookup import LookupOptions
 from tiers.namespace import open_namespace
+from tiers.open_store import store_recipe, tool_recipe
 from tiers.seal import Checksum
 from tiers.store import Store, SupportsTouch
 from tiers.store_tier import CollectorEnd, StoreTierManager, TierOptions
@@ -50,17 +51,10 @@ class FileSystemTierManager(StoreTierManager):
         n_write_threads: int = 16,
         **options: Any,
     ) -> None:
-        from tiers.stores.local import LocalStore
-
         options = {"n_read_threads": n_read_threads, "n_write_threads": n_write_threads, **options}
         config = parse_tier({"type": "fs", "root_dir": root_dir, **options})
         assert isinstance(config, FsTierConfig)
-        store_options = {
-            "root_dir": config.root_dir,
-            "min_free_bytes": config.min_free,
-            "durability": config.durability,
-        }
-        _start(self, offloading_spec, primary_kv_view, tier_type, config, LocalStore, store_options)
+        _start(self, offloading_spec, primary_kv_view, tier_type, config)
 
 
 class NfsTierManager(StoreTierManager):
@@ -71,23 +65,18 @@ class NfsTierManager(StoreTierManager):
     """
 
     def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **options: Any) -> None:
-        from tiers.stores.nfs import NfsStore
-
         config = parse_tier({"type": "nfs", **options})
         assert isinstance(config, NfsTierConfig)
-        store_options = {"root_dir": config.root_dir, "min_free_bytes": config.min_free}
-        _start(self, offloading_spec, primary_kv_view, tier_type, config, NfsStore, store_options)
+        _start(self, offloading_spec, primary_kv_view, tier_type, config)
 
 
 class MemoryTierManager(StoreTierManager):
     """Blocks in this process's memory. ``options`` are those of ``tiers.tier_config.MemoryTierConfig``."""
 
     def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **options: Any) -> None:
-        from tiers.stores.memory import MemoryStore
-
         config = parse_tier({"type": "memory", **options})
         assert isinstance(config, MemoryTierConfig)
-        _start(self, offloading_spec, primary_kv_view, tier_type, config, MemoryStore, {"max_bytes": config.max_bytes})
+        _start(self, offloading_spec, primary_kv_view, tier_type, config)
 
 
 class S3TierManager(StoreTierManager):
@@ -103,28 +92,24 @@ class S3TierManager(StoreTierManager):
 
         config = parse_tier({"type": "s3", **options})
         assert isinstance(config, S3TierConfig)
-        if config.embedded:
-            raise ConfigError("only kvtiers demo has such a server; give an endpoint_url", field="embedded")
+        _, options = store_recipe(config)
         try:
-            with closing(S3Store(config.store_options())) as store:
+            with closing(S3Store(**options)) as store:
                 store.check()
         except StoreError as e:
             if not e.retryable:
                 raise
             logger.warning("tier %s starts without its storage: %s", config.name or tier_type, e)
-        _start(self, offloading_spec, primary_kv_view, tier_type, config, S3Store, {"options": config.store_options()})
+        _start(self, offloading_spec, primary_kv_view, tier_type, config)
 
 
 class FsspecTierManager(StoreTierManager):
     """Blocks under any fsspec URL. ``options`` are those of ``tiers.tier_config.FsspecTierConfig``."""
 
     def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **options: Any) -> None:
-        from tiers.stores.fsspec import FsspecStore
-
         config = parse_tier({"type": "fsspec", **options})
         assert isinstance(config, FsspecTierConfig)
-        store_options = {"url": config.url, "storage_options": config.storage_options}
-        _start(self, offloading_spec, primary_kv_view, tier_type, config, FsspecStore, store_options)
+        _start(self, offloading_spec, primary_kv_view, tier_type, config)
 
 
 def _start(
@@ -133,10 +118,9 @@ def _start(
     view: memoryview,
     tier_type: str,
     config: TierConfig,
-    store_class: type[Store],
-    store_options: dict[str, Any],
 ) -> None:
     """The rest of every built-in tier's constructor: makes the store, and closes what it made if anything fails."""
+    store_class, store_options = store_recipe(config)
     policy = config.capacity_policy() if isinstance(config, BoundedTierConfig) else None
     if config.isolation == "process":
         from tiers.layers.isolate import ProcessIsolatedStore, StoreRecipe
@@ -159,7 +143,7 @@ def _start(
         )
         if policy is not None:
             open_namespace(store, mapper)  # before there is a bound: a few bytes that must not be refused
-            collector = _start_collector(tier_type, config, policy, mapper, store_class, store_options)
+            collector = _start_collector(tier_type, config, policy, mapper)
             if policy.max_bytes is not None:
                 store = _bounded(store, config, policy.max_bytes)
         StoreTierManager.__init__(
@@ -194,14 +178,11 @@ def _start_collector(
     config: TierConfig,
     policy: CapacityPolicy,
     mapper: FileMapper,
-    store_class: type[Store],
-    store_options: dict[str, Any],
 ) -> CollectorEnd:
     from tiers.capacity.link import CollectorLink
     from tiers.layers.worker_process import StoreRecipe
 
-    if "min_free_bytes" in store_options:  # its records are what makes room again
-        store_options = store_options | {"min_free_bytes": 0}
+    store_class, store_options = tool_recipe(config)
     return CollectorLink(
         config.name or tier_type,
         StoreRecipe.of(store_class, **store_options),
