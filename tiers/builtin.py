@@ -13,11 +13,12 @@ from typing import Any
 
 from tiers.capacity.policy import CapacityPolicy
 from tiers.config import parse_tier
-from tiers.errors import ConfigError, RegionError, StoreError
+from tiers.errors import RegionError, StoreError
 from tiers.file_mapper import FileMapper, strict_fields
 from tiers.keyring import load_keys
 from tiers.lookup import LookupOptions
 from tiers.namespace import open_namespace
+from tiers.open_store import store_recipe, tool_recipe
 from tiers.seal import Checksum, Seal
 from tiers.seal_kinds import seal_factory
 from tiers.store import Store, SupportsTouch
@@ -25,9 +26,6 @@ from tiers.store_tier import CollectorEnd, StoreTierManager, TierOptions
 from tiers.tier_config import (
     BoundedTierConfig,
     ExternalTierConfig,
-    FsspecTierConfig,
-    FsTierConfig,
-    MemoryTierConfig,
     NfsTierConfig,
     S3TierConfig,
     TierConfig,
@@ -93,10 +91,9 @@ class S3TierManager(StoreTierManager):
 
         config = parse_tier({"type": "s3", **options})
         assert isinstance(config, S3TierConfig)
-        if config.embedded:
-            raise ConfigError("only kvtiers demo has such a server; give an endpoint_url", field="embedded")
+        _, options = store_recipe(config)
         try:
-            with closing(S3Store(config.store_options())) as store:
+            with closing(S3Store(**options)) as store:
                 store.check()
         except StoreError as e:
             if not e.retryable:
@@ -111,42 +108,6 @@ class FsspecTierManager(StoreTierManager):
     def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **options: Any) -> None:
         config = parse_tier({"type": "fsspec", **options})
         _start(self, offloading_spec, primary_kv_view, tier_type, config)
-
-
-def store_recipe(config: TierConfig) -> tuple[type[Store], dict[str, Any]]:
-    """Class and arguments of a built-in tier's store. Imports the client libraries that it takes."""
-    match config:
-        case FsTierConfig():
-            from tiers.stores.local import LocalStore
-
-            return LocalStore, {
-                "root_dir": config.root_dir,
-                "min_free_bytes": config.min_free,
-                "durability": config.durability,
-            }
-        case NfsTierConfig():
-            from tiers.stores.nfs import NfsStore
-
-            return NfsStore, {"root_dir": config.root_dir, "min_free_bytes": config.min_free}
-        case S3TierConfig():
-            from tiers.stores.s3 import S3Store
-
-            return S3Store, {"options": config.store_options()}
-        case FsspecTierConfig():
-            from tiers.stores.fsspec import FsspecStore
-
-            return FsspecStore, {"url": config.url, "storage_options": config.storage_options}
-        case MemoryTierConfig():
-            from tiers.stores.memory import MemoryStore
-
-            return MemoryStore, {"max_bytes": config.max_bytes}
-    raise AssertionError(f"{type(config).__name__} has no store")
-
-
-def open_store(config: TierConfig) -> Store:
-    """A built-in tier's store for a tool, without the tier: no threads, and no process of its own."""
-    store_class, options = store_recipe(config)
-    return store_class(**options)
 
 
 def make_seal(config: TierConfig) -> Callable[..., Seal]:
@@ -194,7 +155,7 @@ def _start(
         )
         if policy is not None:
             open_namespace(store, mapper)  # before there is a bound: a few bytes that must not be refused
-            collector = _start_collector(tier_type, config, policy, mapper, store_class, store_options)
+            collector = _start_collector(tier_type, config, policy, mapper)
             if policy.max_bytes is not None:
                 store = _bounded(store, config, policy.max_bytes)
         StoreTierManager.__init__(
@@ -229,14 +190,11 @@ def _start_collector(
     config: TierConfig,
     policy: CapacityPolicy,
     mapper: FileMapper,
-    store_class: type[Store],
-    store_options: dict[str, Any],
 ) -> CollectorEnd:
     from tiers.capacity.link import CollectorLink
     from tiers.layers.worker_process import StoreRecipe
 
-    if "min_free_bytes" in store_options:  # its records are what makes room again
-        store_options = store_options | {"min_free_bytes": 0}
+    store_class, store_options = tool_recipe(config)
     return CollectorLink(
         config.name or tier_type,
         StoreRecipe.of(store_class, **store_options),

@@ -73,7 +73,7 @@ class InterruptedStore(MemoryStore):
 def measure(store: Store, now: float, *, at: float = 0.0) -> Baseline:
     """What a collector does, in one go."""
     baseline = read_baseline(store, now=now, writer_s=WRITER_S)
-    infos = [info for info in store.keys() if not info.key.startswith(OWN_PREFIX)]  # noqa: SIM118
+    infos = [info for info in store.keys("") if not info.key.startswith(OWN_PREFIX)]
     measured = Measured(secrets.token_hex(4), sum(i.size for i in infos), len(infos), baseline.base, at)
     if publish_measured(store, measured, baseline.measured_id):
         forget_writers(store, baseline.dead)
@@ -81,7 +81,7 @@ def measure(store: Store, now: float, *, at: float = 0.0) -> Baseline:
 
 
 def stored_bytes(store: Store) -> int:
-    return sum(info.size for info in store.keys() if not info.key.startswith(OWN_PREFIX))  # noqa: SIM118
+    return sum(info.size for info in store.keys("") if not info.key.startswith(OWN_PREFIX))
 
 
 class Writers(RuleBasedStateMachine):
@@ -176,7 +176,7 @@ class Writers(RuleBasedStateMachine):
     @rule(position=st.integers(0, 50))
     def remove(self, position: int) -> None:
         """The collector removes a block between two listings, and says so."""
-        blobs = [info for info in self.store.keys() if not info.key.startswith(OWN_PREFIX)]  # noqa: SIM118
+        blobs = [info for info in self.store.keys("") if not info.key.startswith(OWN_PREFIX)]
         measured = read_measured(self.store)
         if self.listing is None and blobs and measured is not None:
             info = blobs[position % len(blobs)]

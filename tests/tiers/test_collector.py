@@ -135,6 +135,7 @@ def test_only_blocks_are_removed(store: LocalStore, tmp_path: Path) -> None:
         ("_kvtiers/x_r0/abc/de_g0/abcde0.bin", False),
         ("model_r0/abc/de_g0/abcde0.tmp", False),
         ("model_r0/abc/abcde0.bin", False),
+        ("model_r0/abc/de_g0/123450.bin", False),
     ],
 )
 def test_which_names_are_blocks(key: str, expected: bool) -> None:

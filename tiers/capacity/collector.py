@@ -15,7 +15,6 @@ A reader that meets a removed block has a miss. Two collectors at once would rem
 from __future__ import annotations
 
 import logging
-import re
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -35,11 +34,11 @@ from tiers.capacity.lease import Lease
 from tiers.capacity.policy import CapacityPolicy
 from tiers.capacity.records import OWN_PREFIX
 from tiers.errors import StoreError, StoreFullError
+from tiers.inventory import parse_block_name
 from tiers.store import KeyInfo, Store, SupportsDeleteMany, SupportsFreeBytes, SupportsSweep
 
 logger = logging.getLogger(__name__)
 
-BLOCK_NAME = re.compile(r".+_r\d+/[0-9a-f]{3}/[0-9a-f]{2}_g\d+/[0-9a-f]{5,128}\.bin")
 DELETE_BATCH_KEYS = 512
 RENEW_EVERY_KEYS = 1024
 # The collector begins when less than 1.05 x min_free is free, because at 1 x writers are refused already.
@@ -283,7 +282,7 @@ class _Removal:
 
 def is_block(key: str) -> bool:
     """Whether a name is one that FileMapper gives to blocks."""
-    return not key.startswith(OWN_PREFIX) and BLOCK_NAME.fullmatch(key) is not None
+    return not key.startswith(OWN_PREFIX) and parse_block_name(key) is not None
 
 
 def _error_of(call: Callable[[str], None], key: str) -> Exception | None:
