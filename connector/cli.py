@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -110,6 +111,29 @@ def vllm_config(
         print(json.dumps(ways[way]))
     else:
         raise typer.BadParameter(f"{way!r} is not one of {', '.join(ways)} for this file", param_hint="--way")
+
+
+@app.command()
+def doctor(
+    config: Annotated[Path, typer.Argument(help="The YAML file.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Try out what a deployment needs of this machine and its storage; each finding comes with its fix.
+
+    Makes the root folders as an engine would, and writes and removes small blobs in each tier.
+    """
+    from connector.doctor import examine, show
+
+    try:
+        findings = examine(load_config(config, SecondaryTierFactory.tier_types()))
+    except KVTiersError as e:
+        raise _refused("doctor", e) from e
+    if as_json:
+        print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
+    else:
+        show(findings, _console())
+    if any(finding.level == "problem" for finding in findings):
+        raise typer.Exit(EXIT_FINDING)
 
 
 @app.command("serve-metrics")

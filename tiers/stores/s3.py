@@ -247,6 +247,11 @@ class S3Store(Store):
         if error is not None:
             raise error
 
+    @property
+    def checksum_refused(self) -> bool:
+        """Whether the server refused ``checksum`` with a put, and payloads are signed since."""
+        return self._checksum_refused
+
     def expire_after(self, days: int | None) -> None:
         """Have the bucket itself delete blobs ``days`` after they were written; None: no longer. Other rules stay.
 

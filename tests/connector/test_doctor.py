@@ -1,0 +1,320 @@
+from __future__ import annotations
+
+import json
+import os
+import resource
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from connector import doctor, doctor_storage
+from connector.cli import EXIT_BAD_INPUT, EXIT_FINDING, app
+from connector.doctor import examine
+from connector.doctor_storage import Finding, examine_namespaces, examine_store
+from tests.identity import FakeSpec
+from tiers.builtin import FileSystemTierManager
+from tiers.config import DeploymentConfig, parse_config
+from tiers.errors import StorePermissionError
+from tiers.exporter import MetricsServer
+from tiers.metrics import Metrics
+from tiers.store import Capabilities, KeyInfo
+from tiers.stores.memory import MemoryStore
+from tiers.testing.servers import S3Server, moto_server
+from tiers.tier_config import FsTierConfig, MemoryTierConfig
+
+
+def deployment(*tiers: dict[str, Any], **more: Any) -> DeploymentConfig:
+    return parse_config({"region": {"size": "1MiB"}, "tiers": list(tiers), **more})
+
+
+def fs(root: Path, **options: Any) -> dict[str, Any]:
+    return {"type": "fs", "root_dir": str(root), "min_free": 0, **options}
+
+
+def levels(findings: Sequence[Finding], where: str = "") -> dict[str, str]:
+    return {finding.check: finding.level for finding in findings if finding.where.startswith(where)}
+
+
+def one(findings: Sequence[Finding], check: str, where: str = "") -> Finding:
+    (found,) = [f for f in findings if f.check == check and f.where.startswith(where)]
+    return found
+
+
+def test_a_good_folder_has_no_problem_and_is_left_clean(tmp_path: Path) -> None:
+    root = tmp_path / "kv"
+    findings = examine(deployment(fs(root)))
+    found = levels(findings, "tiers[0] fs")
+    assert "problem" not in found.values()
+    assert {"publishing", "atomic rename", "O_DIRECT", "clock", "rights", "free space", "conditional put"} <= set(found)
+    assert found["atomic rename"] == found["rights"] == found["conditional put"] == found["clock"] == "ok"
+    assert not [path for path in root.rglob("*") if path.is_file()]
+    assert not (root / doctor_storage.PROBE_FOLDER).exists()
+
+
+def test_unnamed_files_are_really_linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a file system that has them the finding is ok, and one that refuses linkat is told from it."""
+    found = doctor_storage._unnamed_files("fs", "/dev/shm", expected=True)
+    assert (found.level, found.check) == ("ok", "publishing")
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(95, "no")
+
+    monkeypatch.setattr(os, "link", refuse)
+    found = doctor_storage._unnamed_files("fs", str(tmp_path), expected=True)
+    assert found.level == "note"
+    assert "no O_TMPFILE with linkat" in found.message
+    assert doctor_storage._unnamed_files("nfs", str(tmp_path), expected=False).level == "ok"
+
+
+def test_what_is_wrong_with_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "link").symlink_to(tmp_path)
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    findings = examine(
+        deployment(
+            fs(tmp_path / "file"),
+            fs(tmp_path / "link"),
+            fs(tmp_path / "open"),
+            fs(tmp_path / "full", min_free="900PiB"),
+        )
+    )
+    assert "is not a folder" in one(findings, "storage", "tiers[0]").message
+    assert "symbolic link" in one(findings, "storage", "tiers[1]").message
+    mode = one(findings, "mode", "tiers[2]")
+    assert (mode.level, "777" in mode.message) == ("problem", True)
+    assert "chmod 700" in mode.fix
+    space = one(findings, "free space", "tiers[3]")
+    assert space.level == "problem"
+    assert "min_free" in space.fix
+    assert one(findings, "rights", "tiers[3]").level == "problem"  # a put is refused at the reserve
+
+
+@pytest.mark.parametrize(("kind", "level"), [("overlay", "problem"), ("tmpfs", "note"), ("ext4", "ok"), ("", "ok")])
+def test_file_systems(kind: str, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_storage, "file_system_type", lambda root: kind)
+    assert one(examine(deployment(fs(tmp_path))), "file system").level == level
+
+
+class Crooked(MemoryStore):
+    """A store that does one thing wrong."""
+
+    capabilities = Capabilities(exclusive_create=True, shared=True, latency_bound=True)
+    always_replaces = never_replaces = refuses = lists_nothing = False
+    skew_s = 0.0
+
+    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> Any:
+        if self.refuses:
+            raise StorePermissionError("secret: AccessDenied for PutObject", key=key)
+        return super().put(key, parts, overwrite=(overwrite or self.always_replaces) and not self.never_replaces)
+
+    def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
+        for info in super().keys(prefix):
+            if not self.lists_nothing:
+                yield KeyInfo(info.key, info.size, 1000.0 + self.skew_s)
+
+
+@pytest.mark.parametrize(
+    ("fault", "check", "message"),
+    [
+        ({"always_replaces": True}, "conditional put", "ignores If-None-Match"),
+        ({"never_replaces": True}, "replace", "still has its old content"),
+        ({"refuses": True}, "rights", "AccessDenied"),
+        ({"lists_nothing": True}, "listing", "not listed"),
+        ({"skew_s": 60.0}, "clock", "60 s ahead"),
+        ({"skew_s": -900.0}, "clock", "900 s behind"),
+    ],
+)
+def test_what_a_storage_does_wrong_is_found(fault: dict[str, Any], check: str, message: str) -> None:
+    store = Crooked()
+    for name, value in fault.items():
+        setattr(store, name, value)
+    findings = list(examine_store("s3", MemoryTierConfig(), store, now=lambda: 1000.0))
+    found = one(findings, check)
+    assert found.level == "problem"
+    assert message in found.message
+    assert found.fix
+    assert [f.check for f in findings if f.level == "problem"] == [check]
+    assert not list(MemoryStore.keys(store))
+
+
+@pytest.fixture(scope="module")
+def moto() -> Iterator[S3Server]:
+    with moto_server() as server:
+        yield server
+
+
+def test_s3_is_tried_out(moto: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tiers.stores.s3 import S3Store
+
+    options = s3_tier(moto, monkeypatch)
+    findings = examine(deployment(options))
+    found = levels(findings, "tiers[0] s3")
+    assert "problem" not in found.values()
+    assert found["bucket"] == found["rights"] == found["conditional put"] == "ok"
+    assert "checksums" in found
+    store = S3Store(doctor_s3_options(options))
+    assert not list(store.keys(doctor_storage.PROBE_FOLDER))
+    store.close()
+    missing = examine(deployment({**options, "bucket": "no-such-bucket-here"}))
+    assert "bucket" in one(missing, "storage", "tiers[0]").message
+
+
+def doctor_s3_options(options: dict[str, Any]) -> Any:
+    tier = deployment(options).tiers[0]
+    return tier.store_options()  # type: ignore[union-attr]
+
+
+def s3_tier(moto: S3Server, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    import boto3
+
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
+    client = boto3.client("s3", endpoint_url=moto.endpoint_url, region_name="us-east-1")
+    client.create_bucket(Bucket="kv-doctor")
+    return {"type": "s3", "bucket": "kv-doctor", "endpoint_url": moto.endpoint_url, "region": "us-east-1"}
+
+
+def test_storage_that_hangs_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+
+    def hang(*_: Any) -> Iterator[Finding]:
+        yield Finding("ok", "tiers[0] fs", "file system", "first")
+        gate.wait(20)
+
+    monkeypatch.setattr(doctor, "examine_folder", hang)
+    try:
+        findings = examine(deployment(fs(tmp_path)), tier_s_max=0.2)
+        assert "no answer within 0.2 s" in one(findings, "storage").message
+        assert one(findings, "file system").message == "first"  # what was found before is not lost
+    finally:
+        gate.set()
+
+
+def test_replicas_that_cannot_share_are_told_why(tmp_path: Path) -> None:
+    view = memoryview(bytearray(4096)).cast("b", (1, 4096))
+    for change in ({}, {"hash_algorithm": "xxhash"}):
+        FileSystemTierManager(FakeSpec().changed("cache", **change), view, "fs", str(tmp_path), min_free=0).shutdown()
+    found = one(examine(deployment(fs(tmp_path))), "namespaces")
+    assert found.level == "note"
+    assert 'hash_algorithm: "sha256", "xxhash"' in found.message
+    (torn := tmp_path / "x_0").mkdir()
+    (torn / "config.json").write_bytes(b"{")
+    assert one(examine(deployment(fs(tmp_path))), "namespaces") == found
+
+
+def test_namespaces_of_a_bucket_are_looked_for_within_bounds() -> None:
+    store = MemoryStore()
+    store.put("m_1/config.json", [memoryview(json.dumps({"model_name": "m"}).encode())])
+    for number in range(10):
+        store.put(f"m_1_r0/000/00_g0/{number}.bin", [memoryview(b"x")])
+    (found,) = examine_namespaces("s3", MemoryTierConfig(), store)
+    assert found.level == "ok"
+
+
+def test_the_hosts_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (64, 64))
+    findings = examine(parse_config({"region": {"size": "900PiB"}, "tiers": [{"type": "memory"}]}), environ={})
+    assert levels(findings, "host") == {
+        "/dev/shm": "problem",
+        "memory": "problem",
+        "locked memory": "note",
+        "open files": "problem",
+    }
+    assert all(finding.fix for finding in findings if finding.level == "problem")
+    assert one(findings, "hash seed").level == "note"
+    assert one(examine(deployment(), environ={"PYTHONHASHSEED": "0"}), "hash seed").level == "ok"
+
+
+def test_a_containers_memory_is_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(doctor, "CGROUP_MEMORY", str(limit))
+    for text, level in (("1048576\n", "problem"), ("max\n", "ok")):
+        limit.write_text(text)
+        assert one(examine(deployment()), "memory").level == level
+
+
+def test_metrics_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = MetricsServer([Metrics()], port=0)
+    try:
+        found = one(examine(deployment(metrics={"port": taken.port})), "metrics")
+        assert (found.level, "cannot be had" in found.message) == ("problem", True)
+    finally:
+        taken.close()
+    assert one(examine(deployment(metrics={"port": 0})), "metrics").level == "ok"
+    monkeypatch.setattr(doctor, "_is_installed", lambda module: False)
+    assert "kvtiers[metrics]" in one(examine(deployment(metrics={"port": 0})), "metrics").fix
+    assert "metrics" not in levels(examine(deployment()))
+
+
+def test_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "keys"
+    tier = fs(tmp_path / "kv", auth="gmac", keys_file=str(path))
+    assert "cannot be read" in one(examine(deployment(tier)), "keys").message
+    path.write_text("ab" * 32)
+    path.chmod(0o644)
+    found = one(examine(deployment(tier)), "keys")
+    assert (found.level, found.fix) == ("problem", f"chmod 600 {path}")
+    path.chmod(0o600)
+    found = one(examine(deployment(tier)), "keys")
+    assert found.level == "ok"
+    assert "abab" not in repr(examine(deployment(tier)))
+    monkeypatch.setattr(doctor, "_is_installed", lambda module: False)
+    assert "kvtiers[crypto]" in one(examine(deployment(tier)), "keys").fix
+
+
+def test_nfs_options_are_judged_before_the_mount_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    def noting(name: str, result: Any) -> Callable[..., Any]:
+        def call(*_: Any) -> Any:
+            order.append(name)
+            return result
+
+        return call
+
+    found = ["/mnt: hard: a call waits for ever", "/mnt: recommended: mount -t nfs -o softerr S:/E /mnt"]
+    monkeypatch.setattr(doctor_storage, "mount_findings", noting("options", found))
+    monkeypatch.setattr(doctor_storage, "file_system_type", lambda root: "nfs4")
+    monkeypatch.setattr(doctor, "open_store", noting("store", MemoryStore()))
+    monkeypatch.setattr(doctor, "examine_folder", lambda *_: iter(()))
+    findings = examine(deployment({"type": "nfs", "root_dir": str(tmp_path)}))
+    finding = one(findings, "mount options")
+    assert (finding.level, finding.fix) == ("problem", "mount -t nfs -o softerr S:/E /mnt")
+    assert order == ["options", "store"]
+
+
+def test_tiers_that_nothing_can_be_asked_of() -> None:
+    tiers: list[dict[str, Any]] = [
+        {"type": "memory"},
+        {"type": "X", "module_path": "m"},
+        {"type": "s3", "bucket": "kvb", "embedded": True},
+    ]
+    findings = examine(deployment(*tiers))
+    assert [f.level for f in findings if f.where.startswith("tiers")] == ["note"] * 3
+
+
+def test_the_command(tmp_path: Path) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text(yaml.safe_dump({"region": {"size": "1MiB"}, "tiers": [fs(tmp_path / "kv")]}))
+    result = CliRunner().invoke(app, ["doctor", str(config)])
+    assert result.exit_code in (0, EXIT_FINDING)  # the machine's own limits may be a problem
+    assert "atomic rename" in result.output
+    result = CliRunner().invoke(app, ["doctor", str(config), "--json"])
+    findings = json.loads(result.output)
+    assert set(findings[0]) == {"level", "where", "check", "message", "fix"}
+    assert (result.exit_code == EXIT_FINDING) == any(f["level"] == "problem" for f in findings)
+    config.write_text(yaml.safe_dump({"region": {"size": "1MiB"}, "tiers": [fs(tmp_path / "kv", min_free="900PiB")]}))
+    result = CliRunner().invoke(app, ["doctor", str(config)])
+    assert result.exit_code == EXIT_FINDING
+    assert "fix: make room, or lower min_free" in result.output
+    assert CliRunner().invoke(app, ["doctor", str(tmp_path / "none.yaml")]).exit_code == EXIT_BAD_INPUT
+
+
+def test_need_root(tmp_path: Path) -> None:
+    doctor_storage.need_root(FsTierConfig(root_dir=str(tmp_path / "absent")))
