@@ -83,6 +83,11 @@ class Rig:
     def step(self) -> None:
         self.times.timed("on_schedule_end", self.manager.on_schedule_end)
 
+    def stepped(self) -> bool:
+        """One step, in a condition that is waited for."""
+        self.step()
+        return True
+
     def ask(self, keys: Sequence[OffloadKey], context: ReqContext) -> list[bool | None]:
         """One round of questions, and the end of the step."""
         found = [self.times.timed("lookup", lambda key=key: self.manager.lookup(key, context)) for key in keys]  # type: ignore[misc]
@@ -158,7 +163,7 @@ def test_lookups_are_answered_while_everything_hangs(rig: Rig, record: Record) -
     assert took_s < 0.2 + BUSY_MACHINE_S
     for first in (8, 16, 24, 32):
         rig.seconds_until_known(KEYS[first : first + 4])
-    wait_for(lambda: rig.step() or all(tier.circuit_state != "closed" for tier in rig.tiers))
+    wait_for(lambda: rig.stepped() and all(tier.circuit_state != "closed" for tier in rig.tiers))
     later_s, answers = rig.seconds_until_known(KEYS[40:44])
     assert not any(answers)
     record("L2", answered_after_s=took_s, cut_off_answered_after_ms=1e3 * later_s)
@@ -211,7 +216,7 @@ def test_a_dead_tier_is_cut_off_and_comes_back(rig: Rig, record: Record) -> None
     dropped = rig.spec.metrics.value("kvtiers_stores_dropped_total", "files", "StoreUnavailableError")
     rig.heal()
     start_s = time.monotonic()
-    wait_for(lambda: rig.step() or all(tier.circuit_state == "closed" for tier in rig.tiers))
+    wait_for(lambda: rig.stepped() and all(tier.circuit_state == "closed" for tier in rig.tiers))
     back_s = time.monotonic() - start_s
     rig.forget_lookups()
     rig.manager.reset_cache()
@@ -244,7 +249,7 @@ def test_the_rig_hangs_what_it_says(rig: Rig) -> None:
         lambda: rig.stores[0].size("f/a"),
         lambda: rig.stores[1].put("f/a", [memoryview(b"x")]),
     ]
-    threads = [threading.Thread(target=lambda call=call: ended.append(call()), daemon=True) for call in calls]  # type: ignore[misc]
+    threads = [threading.Thread(target=lambda call=call: ended.append(call()), daemon=True) for call in calls]
     for thread in threads:
         thread.start()
     wait_for(lambda: rig.stores[0].struck and rig.stores[1].struck)
