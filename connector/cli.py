@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from connector.commands import storage
+from connector.commands.verify import verify
 from tiers.config import DeploymentConfig, json_schema, load_config
 from tiers.errors import KVTiersError, StoreError
 from tiers.registry import SecondaryTierFactory
@@ -24,7 +25,7 @@ EXIT_FINDING = 1  # the command ran and found something wrong
 EXIT_BAD_INPUT = 2
 
 app = typer.Typer(help="KV-cache tiers for LLM servers.", no_args_is_help=True, pretty_exceptions_enable=False)
-for command in (storage.ls, storage.du, storage.gc):
+for command in (storage.ls, storage.du, storage.gc, verify):
     app.command()(command)
 
 
