@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 
 from tiers.errors import BlobCorruptError, BlobNotFoundError, SealError, SealReason, StoreError
 from tiers.file_mapper import CONFIG_FILE_NAME, DIGEST_HEX_DIGITS
@@ -104,7 +104,7 @@ class Verifier:
         """
         result = UnitResult(unit)
         with ThreadPoolExecutor(self._threads) as pool:
-            blocks = list_blocks(self._store, unit)
+            blocks = self._list(unit)
             while batch := list(islice(blocks, BATCH_BLOCKS)):
                 for _, name in batch:
                     if name.namespace not in self._fingerprints:
@@ -118,6 +118,11 @@ class Verifier:
                 for share in shares:
                     _add(result, share)
         return result
+
+    def _list(self, unit: str) -> Iterator[tuple[KeyInfo, BlockName]]:
+        """By folders where a listing costs no request: their parent then need not be searched for each unit."""
+        prefixes = [unit] if self._store.capabilities.latency_bound else [f"{unit}{digit:x}/" for digit in range(16)]
+        return chain.from_iterable(list_blocks(self._store, prefix) for prefix in prefixes)
 
     def _check_some(self, batch: list[tuple[KeyInfo, BlockName]], seat: int, result: UnitResult) -> None:
         for info, name in batch:
