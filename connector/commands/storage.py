@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from connector.commands.places import Place, Ticker, find_places, human_age, human_bytes
 from tiers.capacity.account import used_bytes
@@ -167,7 +167,7 @@ def _show_du(result: dict[str, Any]) -> None:
         bound = f", {known} of max_bytes {human_bytes(result['max_bytes'])}"
     text = f"{result['tier']} at {result['where']}: {blocks['blobs']:,} blocks, {human_bytes(blocks['bytes'])}{bound}"
     console.print(text, markup=False, highlight=False)
-    table = Table("namespace", "rank", "group", "blocks", "size")
+    table = Table(Column("namespace", overflow="fold"), "rank", "group", "blocks", "size")
     for group in result["groups"]:
         numbers = (str(group["rank"]), str(group["group"]), f"{group['blobs']:,}", human_bytes(group["bytes"]))
         table.add_row(group["namespace"], *numbers)
