@@ -6,7 +6,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # The pins hold in pip's isolated build environments too.
 export PIP_CONSTRAINT = $(CURDIR)/constraints.txt
 
-.PHONY: setup demo test test-full test-gpu check lint bench bench-fs bench-gpu bench-liveness bench-s3 bench-seal soak e2e e2e-reduced test-vllm clean
+.PHONY: setup demo test test-full test-gpu check lint bench bench-fs bench-gpu bench-liveness bench-s3 bench-seal soak e2e e2e-reduced test-vllm bench-gc clean
 
 setup: $(VENV)/.stamp
 
@@ -41,6 +41,9 @@ bench: bench-fs bench-gpu bench-s3 bench-seal
 
 bench-fs: setup
 	$(BIN)/python -m tests.benchmarks.bench_fs
+
+bench-gc: setup
+	$(BIN)/python -m tests.benchmarks.bench_gc
 
 # DEVICE=cpu measures the path for CPU tensors. Results are named by device and date.
 RESULTS := tests/benchmarks/results
