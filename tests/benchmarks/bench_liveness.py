@@ -35,7 +35,7 @@ from connector.primary import CPUPrimaryTier
 from connector.shared_region import SharedOffloadRegion
 from connector.tiering import TieringOffloadingManager
 from tests.identity import FakeSpec, block_key
-from tests.soak.ledger import CallTimes
+from tests.soak.ledger import CallTimes, settled_heap
 from tiers.base import JobMetadata, ReqContext, SecondaryTierManager
 from tiers.builtin import FileSystemTierManager, NfsTierManager
 from tiers.keys import OffloadKey
@@ -204,6 +204,7 @@ def measure_hung(kind: str, where: Path, hang_s: float, turn_s: float) -> HungRo
             work.turn(turn_s)  # warm up; the tier that will hang works
         for work in (alone, beside):
             work.times = CallTimes(time.perf_counter)
+        hanging.enter_context(settled_heap())
         hanging.enter_context(mount.stopped())
         with hanging:
             for number in range(max(1, round(hang_s / turn_s))):
