@@ -190,15 +190,19 @@ def measure_hung(kind: str, where: Path, hang_s: float, turn_s: float) -> HungRo
             )
 
         def hung(spec: FakeSpec, view: memoryview) -> SecondaryTierManager:
-            manager = {"nfs": NfsTierManager, "fs": FileSystemTierManager}[kind]
-            root, threads = str(mount.path / "blocks"), {"n_read_threads": 2, "n_write_threads": 2}
-            return manager(spec, view, kind, root_dir=root, name="hung", min_free=0, **threads)  # type: ignore[arg-type]
+            root = str(mount.path / "blocks")
+            if kind == "nfs":
+                return NfsTierManager(
+                    spec, view, kind, root_dir=root, name="hung", min_free=0, n_read_threads=2, n_write_threads=2
+                )
+            return FileSystemTierManager(spec, view, kind, root, 2, 2, name="hung", min_free=0)
 
         alone = Work(lambda spec, view: [healthy("alone")(spec, view)])
         beside = Work(lambda spec, view: [hung(spec, view), healthy("beside")(spec, view)])
         for work in (alone, beside):
             work.store_ring()
-        alone_mb_s, beside_mb_s = [], []
+        alone_mb_s: list[float] = []
+        beside_mb_s: list[float] = []
         hanging = contextlib.ExitStack()
         for work in (alone, beside):
             work.turn(turn_s)  # warm up; the tier that will hang works
