@@ -37,7 +37,7 @@ lint: setup
 
 check: lint test
 
-bench: bench-fs bench-gpu bench-s3 bench-seal
+bench: bench-fs bench-gpu bench-liveness bench-s3 bench-seal
 
 bench-fs: setup
 	$(BIN)/python -m tests.benchmarks.bench_fs
