@@ -6,7 +6,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # The pins hold in pip's isolated build environments too.
 export PIP_CONSTRAINT = $(CURDIR)/constraints.txt
 
-.PHONY: setup demo test test-full test-gpu check lint bench bench-fs bench-gpu bench-s3 bench-seal docs e2e e2e-reduced test-vllm clean
+.PHONY: setup demo test test-full test-gpu check lint bench bench-fs bench-gpu bench-liveness bench-s3 bench-seal docs soak \
+	e2e e2e-reduced test-vllm clean
 
 setup: $(VENV)/.stamp
 
@@ -49,6 +50,14 @@ bench-gpu: setup
 
 bench-s3: setup
 	$(BIN)/python -m tests.benchmarks.bench_s3
+
+# With one tier hung for HANG_S seconds (60 by default).
+bench-liveness: setup
+	$(BIN)/python -m tests.benchmarks.bench_liveness $(if $(HANG_S),--hang-s $(HANG_S))
+
+# Real tiers under faults, hangs and kills for SOAK_S seconds (600 by default); `make test` runs 20.
+soak: setup
+	$(BIN)/python -m tests.soak $(if $(SOAK_S),--seconds $(SOAK_S))
 
 bench-seal: setup
 	$(BIN)/python -m tests.benchmarks.bench_seal

@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from connector.commands import storage
 from tiers.config import DeploymentConfig, json_schema, load_config
 from tiers.errors import KVTiersError, StoreError
 from tiers.registry import SecondaryTierFactory
@@ -26,6 +27,8 @@ EXIT_FINDING = 1  # the command ran and found something wrong
 EXIT_BAD_INPUT = 2
 
 app = typer.Typer(help="KV-cache tiers for LLM servers.", no_args_is_help=True, pretty_exceptions_enable=False)
+for command in (storage.ls, storage.du, storage.gc):
+    app.command()(command)
 
 
 @app.command()

@@ -29,9 +29,10 @@ from connector.doctor_storage import (
     examine_store,
     need_root,
 )
-from tiers.builtin import make_seal, open_store
+from tiers.builtin import make_seal
 from tiers.config import DeploymentConfig
 from tiers.errors import KVTiersError
+from tiers.open_store import open_store
 from tiers.tier_config import (
     ExternalTierConfig,
     FsTierConfig,

@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tiers.builtin import open_store
 from tiers.config import DeploymentConfig
 from tiers.errors import ConfigError, KVTiersError, StoreError
 from tiers.metrics import MetricDef, MetricKind, Metrics
+from tiers.open_store import open_store
 from tiers.store import Store
 from tiers.tier_config import FsTierConfig, MemoryTierConfig, NfsTierConfig, S3TierConfig, TierConfig
 

@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 _EVERY_TIER = -1  # as a bit mask
 _EXPIRED = float("-inf")
+_LOAD_GRACE_S = 1.0  # beyond a tier's own deadline, to end its I/O and report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +45,8 @@ class TieringOptions:
     Attributes:
         promotion_wait_s: how long a hit waits for room in the region before it counts as a miss.
         lookup_deadline_s: how long a request waits for a tier's answer before it counts as "absent".
-        load_deadline_s: a load not reported by then is a miss. Tiers have shorter deadlines of their own; this is for
-            one that does not keep them.
+        load_deadline_s: a load not reported by then is a miss, and one second past the tier's own ``job_deadline_s``
+            where that is sooner: I/O that cannot be ended holds its slots, but not its request.
         store_backlog_share: part of the region that blocks on their way to tiers may pin, in equal parts for each tier;
             a tier that has used its part up gets no more. So a hung one takes neither the region nor the others' share.
         promotion_hold_s: how long blocks loaded for a request are kept for it to come and use them.
@@ -137,7 +138,10 @@ class TieringOffloadingManager(OffloadingManager):
         self._clock = clock
         self._job_ids = itertools.count(1)
         self._jobs: dict[int, _Job] = {}
-        self._loads: deque[_Job] = deque()  # in the order of their deadlines
+        self._loads: list[deque[_Job]] = [deque() for _ in self._tiers]  # of each tier, in the order of their deadlines
+        self._load_deadlines_s = [
+            min(self._options.load_deadline_s, _load_deadline_s(tier.tier)) for tier in self._tiers
+        ]
         self._requests: OrderedDict[str, _Request] = OrderedDict()
         self._waiting: dict[_Request, None] = {}  # an ordered set: with hits, loads under way or held blocks
         # What lookups of this step found in the region, by request.
@@ -203,7 +207,7 @@ class TieringOffloadingManager(OffloadingManager):
         """Take results, submit this step's promotions, let the tiers send this step's lookups."""
         began = self._clock()
         self._take_results()
-        if self._waiting or self._loads:
+        if self._waiting or any(self._loads):
             now = self._clock()
             self._give_up_late_loads(now)
             for request in list(self._waiting):
@@ -247,7 +251,7 @@ class TieringOffloadingManager(OffloadingManager):
         if self._jobs:
             logger.error("shutdown: %d jobs were never reported; their slots stay quarantined", len(self._jobs))
         self.primary.shutdown()
-        self._tiers = ()  # late calls of the engine end here
+        self._tiers, self._loads = (), []  # late calls of the engine end here
 
     # -- promotion ---------------------------------------------------------------------------------------------------
 
@@ -303,8 +307,8 @@ class TieringOffloadingManager(OffloadingManager):
         request.hits = {key: request.hits[key] for key in wanted[len(blocks) :]}
         for index, its_blocks in by_tier.items():
             request.loading += len(its_blocks)
-            job = _Job(index, its_blocks, request, late_at=now + self._options.load_deadline_s)
-            self._loads.append(job)
+            job = _Job(index, its_blocks, request, late_at=now + self._load_deadlines_s[index])
+            self._loads[index].append(job)
             self._submit("submit_load", job, request.context)
         if request.hits:
             self._starve(request, now)
@@ -352,14 +356,15 @@ class TieringOffloadingManager(OffloadingManager):
 
     def _give_up_late_loads(self, now: float) -> None:
         """Their slots stay out of use until the tier reports them after all."""
-        while self._loads and (self._loads[0].ended or now >= self._loads[0].late_at):
-            job = self._loads.popleft()
-            if not job.ended:
-                tier = self._tiers[job.tier]
-                self.metrics.inc("kvtiers_deadline_expired_total", tier.name, "load")
-                tier.contain("submit_load", f"not reported within {self._options.load_deadline_s:g} s")
-                self._end_wait(job, job.blocks)
-                self.primary.quarantine(job.blocks)
+        for index, loads in enumerate(self._loads):
+            while loads and (loads[0].ended or now >= loads[0].late_at):
+                job = loads.popleft()
+                if not job.ended:
+                    tier = self._tiers[index]
+                    self.metrics.inc("kvtiers_deadline_expired_total", tier.name, "load")
+                    tier.contain("submit_load", f"not reported within {self._load_deadlines_s[index]:g} s")
+                    self._end_wait(job, job.blocks)
+                    self.primary.quarantine(job.blocks)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -445,3 +450,8 @@ class TieringOffloadingManager(OffloadingManager):
         if what not in self._logged:
             self._logged.add(what)
             logger.warning("%s", message)
+
+
+def _load_deadline_s(tier: SecondaryTierManager) -> float:
+    own = getattr(tier, "job_deadline_s", None)
+    return float("inf") if own is None else own + _LOAD_GRACE_S

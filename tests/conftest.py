@@ -1,3 +1,34 @@
+"""The report of what was measured of the promises; see ``tests/promises.py``."""
+
+from __future__ import annotations
+
 import pytest
 
+from tests.promises import PASS_LINES, Measured, Record, lines
+
 pytest.register_assert_rewrite("tiers.testing.contract")
+
+_MEASURED = pytest.StashKey[list[Measured]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_MEASURED] = []
+
+
+@pytest.fixture
+def record(request: pytest.FixtureRequest) -> Record:
+    """``record("L5", shutdown_s=1.2)``: called last, by a test whose assertions all held."""
+
+    def record(promise: str, **figures: object) -> None:
+        assert promise in PASS_LINES
+        request.config.stash[_MEASURED].append(Measured(promise, figures, request.node.nodeid))
+
+    return record
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    measured = config.stash[_MEASURED]
+    if measured:
+        terminalreporter.section("promises, as measured")
+        for line in lines(measured):
+            terminalreporter.write_line(line)

@@ -88,7 +88,13 @@ class SecondaryTierManager(ABC):
         primary_kv_view: the region, shape (num_chunks, row_bytes), C-contiguous, writable.
         tier_type: name under which the tier was registered; labels its logs and metrics.
         **options: the tier's own options.
+
+    Attributes:
+        job_deadline_s: by when the tier itself ends a job whose I/O can be ended; None: it does not say. Soon after it
+            the engine side goes on without the job, whose slots stay out of use until it is reported.
     """
+
+    job_deadline_s: float | None = None
 
     def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **options: Any) -> None:
         if options:

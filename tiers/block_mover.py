@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tiers.errors import BlobCorruptError, BlobNotFoundError, ConfigError, SealError, SealReason, StoreError
-from tiers.file_mapper import FileMapper
+from tiers.file_mapper import block_name
 from tiers.keys import OffloadKey
 from tiers.seal import PAYLOAD_MULTIPLE_BYTES, TRAILER_BYTES, Seal
 from tiers.store import Store, SupportsGetMany, SupportsQuarantine, SupportsSizeMany, SupportsTail
@@ -40,8 +40,10 @@ class BlockMover:
 
     Args:
         name: the tier's, for logs.
+        name_prefix: of the blocks' names in the store; see ``tiers.file_mapper.block_name``.
         rows: the region.
         clock: seconds, monotonic; the deadlines are its.
+        warn: takes what an operator should read.
 
     Attributes:
         cut: set by the scheduler's thread. True makes every block that has not begun fail, so that a dead tier's
@@ -49,12 +51,23 @@ class BlockMover:
     """
 
     def __init__(
-        self, name: str, store: Store, mapper: FileMapper, seal: Seal, rows: Rows, clock: Callable[[], float]
+        self,
+        name: str,
+        store: Store,
+        name_prefix: str,
+        seal: Seal,
+        rows: Rows,
+        clock: Callable[[], float],
+        warn: Callable[[str], None] = logger.warning,
     ) -> None:
         self.name = name
         self.store = store
-        self.mapper = mapper
         self.cut = False
+        # Asked once: isinstance of a protocol looks every method up, 4 µs a block.
+        self._tails = store if isinstance(store, SupportsTail) else None
+        self._gets_many = store if isinstance(store, SupportsGetMany) else None
+        self._name_prefix = name_prefix
+        self._warn = warn
         self._seal = seal
         self._rows = rows
         self._clock = clock
@@ -85,24 +98,28 @@ class BlockMover:
 
     def _store_one(self, key: OffloadKey, row: memoryview, batch: Batch) -> str:
         """Store one block if it is not there in good order; returns the outcome."""
-        name = self.mapper.relative_name(key)
-        overwrite = False
-        if isinstance(self.store, SupportsTail):
-            try:
-                self._check_stored(self.store, key, name)
-                return "already_stored"
-            except BlobNotFoundError:
-                pass
-            except BlobCorruptError:
-                batch.verify_failures[SealReason.SIZE] += 1
-                overwrite = True
-            except SealError as e:
-                batch.verify_failures[e.reason] += 1
-                if e.foreign:  # perhaps a newer writer's good block: never replaced
-                    batch.errors["ForeignBlock"] += 1
-                    return "failed"
-                overwrite = True
-        self.store.put(name, self._seal.seal_parts(key, row), overwrite=overwrite)
+        name = block_name(self._name_prefix, key)
+        parts = self._seal.seal_parts(key, row)
+        # Put first, look afterwards: most blocks of a store job are new, and a look costs as much as a small put.
+        if self.store.put(name, parts):
+            return "moved"
+        if self._tails is None:
+            return "already_stored"
+        try:
+            self._check_stored(self._tails, key, name)
+            return "already_stored"
+        except BlobNotFoundError:
+            overwrite = False  # deleted between the two
+        except BlobCorruptError:
+            batch.verify_failures[SealReason.SIZE] += 1
+            overwrite = True
+        except SealError as e:
+            batch.verify_failures[e.reason] += 1
+            if e.foreign:  # perhaps a newer writer's good block: never replaced
+                batch.errors["ForeignBlock"] += 1
+                return "failed"
+            overwrite = True
+        self.store.put(name, parts, overwrite=overwrite)
         batch.healed += overwrite
         return "moved"
 
@@ -125,8 +142,8 @@ class BlockMover:
     def load_batch(self, pairs: Sequence[tuple[OffloadKey, int]], deadline: float) -> Batch:
         """Fill slots with verified blocks. ``deadline`` is for beginning one."""
         batch = Batch()
-        if isinstance(self.store, SupportsGetMany):
-            pairs = self._load_many(self.store, pairs, deadline, batch)
+        if self._gets_many is not None:
+            pairs = self._load_many(self._gets_many, pairs, deadline, batch)
         trailer = bytearray(TRAILER_BYTES)
         for key, block in pairs:
             if not self._is_late(deadline, batch):
@@ -146,7 +163,7 @@ class BlockMover:
         pairs = [pair for pair in pairs if not self._is_late(deadline, batch)]
         trailers = [bytearray(TRAILER_BYTES) for _ in pairs]
         requests = [
-            (self.mapper.relative_name(key), (self._rows[block], memoryview(trailer)))
+            (block_name(self._name_prefix, key), (self._rows[block], memoryview(trailer)))
             for (key, block), trailer in zip(pairs, trailers, strict=True)
         ]
         suspect = []
@@ -171,7 +188,7 @@ class BlockMover:
         return suspect
 
     def _load_one(self, key: OffloadKey, row: memoryview, trailer: bytearray, batch: Batch) -> bool:
-        name = self.mapper.relative_name(key)
+        name = block_name(self._name_prefix, key)
         failure: SealError | BlobCorruptError | None = None
         for _ in range(2):  # twice: a torn page cache and a blob replaced under the reader happen once
             try:
@@ -190,7 +207,7 @@ class BlockMover:
         assert failure is not None
         reason = failure.reason if isinstance(failure, SealError) else SealReason.SIZE
         batch.verify_failures[reason] += 1
-        logger.warning("tier %s: %s is not the block it should be (%s)", self.name, name, failure)
+        self._warn(f"tier {self.name}: {name} is not the block it should be ({failure})")
         if not (isinstance(failure, SealError) and failure.foreign):
             self._quarantine(name, batch)
         return False
@@ -209,7 +226,7 @@ class BlockMover:
     def probe(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
         """Whether blobs of a block's size are there; None where the storage could not be asked."""
         expected = self._rows.row_bytes + TRAILER_BYTES
-        names = [self.mapper.relative_name(key) for key in keys]
+        names = [block_name(self._name_prefix, key) for key in keys]
         return [None if isinstance(size, Exception) else size == expected for size in self._sizes(names)]
 
     def _sizes(self, names: Sequence[str]) -> Iterable[int | Exception | None]:

@@ -6,30 +6,34 @@ A tier that needs a client library imports its store in its constructor, so that
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
+from tiers.capacity.policy import CapacityPolicy
 from tiers.config import parse_tier
-from tiers.errors import ConfigError, StoreError
+from tiers.errors import RegionError, StoreError
 from tiers.file_mapper import FileMapper, strict_fields
 from tiers.keyring import load_keys
 from tiers.lookup import LookupOptions
+from tiers.namespace import open_namespace
+from tiers.open_store import store_recipe, tool_recipe
 from tiers.seal import Checksum, Seal
 from tiers.seal_kinds import seal_factory
-from tiers.store import Store
-from tiers.store_tier import StoreTierManager, TierOptions
+from tiers.store import Store, SupportsTouch
+from tiers.store_tier import CollectorEnd, StoreTierManager, TierOptions
 from tiers.tier_config import (
+    BoundedTierConfig,
     ExternalTierConfig,
-    FsspecTierConfig,
-    FsTierConfig,
-    MemoryTierConfig,
     NfsTierConfig,
     S3TierConfig,
     TierConfig,
 )
 
 logger = logging.getLogger(__name__)
+
+NFS_NEWCOMER_S = 60.0  # acdirmax's default: so long other hosts may not see a new name
 
 
 class FileSystemTierManager(StoreTierManager):
@@ -87,10 +91,9 @@ class S3TierManager(StoreTierManager):
 
         config = parse_tier({"type": "s3", **options})
         assert isinstance(config, S3TierConfig)
-        if config.embedded:
-            raise ConfigError("only kvtiers demo has such a server; give an endpoint_url", field="embedded")
+        _, options = store_recipe(config)
         try:
-            with closing(S3Store(config.store_options())) as store:
+            with closing(S3Store(**options)) as store:
                 store.check()
         except StoreError as e:
             if not e.retryable:
@@ -105,42 +108,6 @@ class FsspecTierManager(StoreTierManager):
     def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **options: Any) -> None:
         config = parse_tier({"type": "fsspec", **options})
         _start(self, offloading_spec, primary_kv_view, tier_type, config)
-
-
-def store_recipe(config: TierConfig) -> tuple[type[Store], dict[str, Any]]:
-    """Class and arguments of a built-in tier's store. Imports the client libraries that it takes."""
-    match config:
-        case FsTierConfig():
-            from tiers.stores.local import LocalStore
-
-            return LocalStore, {
-                "root_dir": config.root_dir,
-                "min_free_bytes": config.min_free,
-                "durability": config.durability,
-            }
-        case NfsTierConfig():
-            from tiers.stores.nfs import NfsStore
-
-            return NfsStore, {"root_dir": config.root_dir, "min_free_bytes": config.min_free}
-        case S3TierConfig():
-            from tiers.stores.s3 import S3Store
-
-            return S3Store, {"options": config.store_options()}
-        case FsspecTierConfig():
-            from tiers.stores.fsspec import FsspecStore
-
-            return FsspecStore, {"url": config.url, "storage_options": config.storage_options}
-        case MemoryTierConfig():
-            from tiers.stores.memory import MemoryStore
-
-            return MemoryStore, {"max_bytes": config.max_bytes}
-    raise AssertionError(f"{type(config).__name__} has no store")
-
-
-def open_store(config: TierConfig) -> Store:
-    """A built-in tier's store for a tool, without the tier: no threads, and no process of its own."""
-    store_class, options = store_recipe(config)
-    return store_class(**options)
 
 
 def make_seal(config: TierConfig) -> Callable[..., Seal]:
@@ -162,11 +129,12 @@ def _protection_fields(config: TierConfig) -> dict[str, str]:
 def _start(
     tier: StoreTierManager, spec: Any, view: memoryview, tier_type: str, config: TierConfig | ExternalTierConfig
 ) -> None:
-    """The rest of every built-in tier's constructor: makes the store, and closes it if anything fails."""
+    """The rest of every built-in tier's constructor: makes the store, and closes what it made if anything fails."""
     assert isinstance(config, TierConfig)
     options = _tier_options(config)
     store_class, store_options = store_recipe(config)
-    if config.isolation == "process":
+    policy = config.capacity_policy() if isinstance(config, BoundedTierConfig) else None
+    if config.isolation == "process" or (config.isolation == "auto" and _can_be_mapped(view)):
         from tiers.layers.isolate import ProcessIsolatedStore, StoreRecipe
 
         store: Store = ProcessIsolatedStore(
@@ -177,6 +145,7 @@ def _start(
         )
     else:
         store = store_class(**store_options)
+    collector = None
     try:
         mapper = FileMapper.from_offloading_spec(
             getattr(config, "root_dir", ""),
@@ -184,10 +153,70 @@ def _start(
             parallel_agnostic=config.parallel_agnostic,
             extra_fields=strict_fields(spec) | _protection_fields(config),
         )
-        StoreTierManager.__init__(tier, spec, view, tier_type, store=store, mapper=mapper, options=options)
+        if policy is not None:
+            open_namespace(store, mapper)  # before there is a bound: a few bytes that must not be refused
+            collector = _start_collector(tier_type, config, policy, mapper)
+            if policy.max_bytes is not None:
+                store = _bounded(store, config, policy.max_bytes)
+        StoreTierManager.__init__(
+            tier,
+            spec,
+            view,
+            tier_type,
+            store=store,
+            mapper=mapper,
+            options=options,
+            collector=collector,
+        )
     except BaseException:
+        if collector is not None:
+            collector.close()
         store.close()
         raise
+    if policy is not None and policy.max_bytes is not None:
+        tier.metrics.set("kvtiers_storage_max_bytes", tier.name, value=policy.max_bytes)
+
+
+def _bounded(store: Store, config: TierConfig, max_bytes: int) -> Store:
+    from tiers.capacity.account import Account
+    from tiers.layers.bound import BoundedStore
+
+    newcomer_s = NFS_NEWCOMER_S if isinstance(config, NfsTierConfig) else 0.0
+    return BoundedStore(store, Account(store, max_bytes, newcomer_s=newcomer_s))
+
+
+def _start_collector(
+    tier_type: str,
+    config: TierConfig,
+    policy: CapacityPolicy,
+    mapper: FileMapper,
+) -> CollectorEnd:
+    from tiers.capacity.link import CollectorLink
+    from tiers.layers.worker_process import StoreRecipe
+
+    store_class, store_options = tool_recipe(config)
+    return CollectorLink(
+        config.name or tier_type,
+        StoreRecipe.of(store_class, **store_options),
+        policy,
+        mapper,
+        notes_uses=issubclass(store_class, SupportsTouch),
+    )
+
+
+def _can_be_mapped(view: memoryview) -> bool:
+    """Whether other processes can map the region."""
+    from tiers.layers.mapped_file import address_of, open_mapped_file
+
+    address = address_of(view)
+    if address is None:
+        return False
+    try:
+        fd, _ = open_mapped_file(address, view.nbytes)
+    except (OSError, RegionError):
+        return False
+    os.close(fd)
+    return True
 
 
 def _tier_options(config: TierConfig) -> TierOptions:

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tiers.errors import ConfigError
-from tiers.keys import OffloadKey, get_offload_block_hash, get_offload_group_idx
+from tiers.keys import GROUP_INDEX_MAX, OffloadKey, get_offload_block_hash, get_offload_group_idx, make_offload_key
 
 DIGEST_HEX_DIGITS = 12
 CONFIG_FILE_NAME = "config.json"
@@ -29,6 +29,7 @@ FORMAT_SEALED = "sealed-1"
 MODEL_NAME_BYTES_MAX = 200
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_BLOCK_NAME = re.compile(r"[0-9a-f]{3}/[0-9a-f]{2}_g([0-9]+)/([0-9a-f]+)\.bin")
 _SIZES = ("hash_block_size", "gpu_blocks_per_file", "tp_size", "pp_size", "pcp_size", "dcp_size")
 
 
@@ -96,7 +97,8 @@ class FileMapper:
         """SHA-256 of the canonical fields; goes into every block's seal."""
         self._base = f"{model_name.replace('/', '_')}_{self.fingerprint.hex()[:DIGEST_HEX_DIGITS]}"
         self.root_dir = root_dir
-        self._prefix = f"{self._base}_r{rank}"
+        self.name_prefix = f"{self._base}_r{rank}"
+        """First folder of every block's name."""
 
     @classmethod
     def from_offloading_spec(
@@ -129,8 +131,22 @@ class FileMapper:
 
     def relative_name(self, key: OffloadKey) -> str:
         """The block's name without ``root_dir``: what a Store rooted there calls it."""
-        digits = get_offload_block_hash(key).hex()
-        return f"{self._prefix}/{digits[:3]}/{digits[3:5]}_g{get_offload_group_idx(key)}/{digits}.bin"
+        return block_name(self.name_prefix, key)
+
+    def key_of(self, name: str) -> OffloadKey | None:
+        """The block of a ``relative_name``; None for a name that is none of this namespace and rank."""
+        if not name.startswith(self.block_prefix):
+            return None
+        found = _BLOCK_NAME.fullmatch(name, len(self.block_prefix))
+        if found is None or len(found[2]) % 2 or int(found[1]) > GROUP_INDEX_MAX:
+            return None
+        key = make_offload_key(bytes.fromhex(found[2]), int(found[1]))
+        return key if self.relative_name(key) == name else None
+
+    @property
+    def block_prefix(self) -> str:
+        """What every block's ``relative_name`` starts with."""
+        return f"{self.name_prefix}/"
 
     def get_file_name(self, key: OffloadKey) -> str:
         """The block's name: ``<base>_r<rank>/<hhh>/<hh>_g<group>/<hash>.bin``."""
@@ -157,6 +173,12 @@ class FileMapper:
 
     def _rooted(self, name: str) -> str:
         return f"{self.root_dir}/{name}" if self.root_dir else name
+
+
+def block_name(name_prefix: str, key: OffloadKey) -> str:
+    """A block's name without ``root_dir``, from its mapper's ``name_prefix``."""
+    digits = get_offload_block_hash(key).hex()
+    return f"{name_prefix}/{digits[:3]}/{digits[3:5]}_g{get_offload_group_idx(key)}/{digits}.bin"
 
 
 def strict_fields(offloading_spec: Any) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from tiers.errors import (
     StoreError,
     StoreUnavailableError,
 )
+from tiers.folder_cleanup import free_bytes, own_bytes, remove_blobs, sweep_quarantine, touch_blob
 from tiers.posix import (
     RootFolder,
     blob_size,
@@ -75,6 +76,7 @@ class FolderStore(Store):
         self._space = FreeSpace(min_free_bytes, monotonic) if min_free_bytes else None
         self._quarantine_count_max = quarantine_count_max
         self._publisher = publisher
+        self._now = now
         self._lock = threading.Lock()
         root = self._open_root(make=True)
         self._root: RootFolder | None = root
@@ -85,14 +87,13 @@ class FolderStore(Store):
             # As text: a handler that keeps the record would keep the exception's frames, and with them the root open.
             logger.warning("%s: files of dead writers were not removed: %s", self.root_dir, str(e))
 
-    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> None:
+    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
         root = self._use_root(key)
         try:
             if self._space is None:
-                self._publish(root, key, parts, overwrite=overwrite)
-            else:
-                with self._space.reserved(root, parts_size(parts), key):
-                    self._publish(root, key, parts, overwrite=overwrite)
+                return self._publish(root, key, parts, overwrite=overwrite)
+            with self._space.reserved(root, parts_size(parts), key):
+                return self._publish(root, key, parts, overwrite=overwrite)
         except OSError as e:
             raise store_error(e, key) from e
 
@@ -156,16 +157,59 @@ class FolderStore(Store):
             if not is_absent(e):
                 raise store_error(e, key) from e
 
-    def _publish(self, root: RootFolder, key: str, parts: Sequence[memoryview], *, overwrite: bool) -> None:
+    def delete_many(self, keys: Sequence[str]) -> list[Exception | None]:
+        """See ``SupportsDeleteMany``. Folders that are empty then are removed too."""
+        root = self._use_root(None)
+        outcomes: dict[str, Exception | None] = {}
+        for key in keys:
+            try:
+                outcomes[check_key(key)] = None
+            except InvalidKeyError as e:
+                outcomes[key] = e
+        good = [key for key, error in outcomes.items() if error is None]
+        try:
+            failed = remove_blobs(root, good)
+        except OSError as e:  # only an empty folder could not be removed
+            failed = {}
+            logger.warning("%s: an empty folder was not removed: %s", self.root_dir, str(e))
+        outcomes.update((key, store_error(e, key)) for key, e in failed.items())
+        return [outcomes[key] for key in keys]
+
+    def touch(self, key: str) -> None:
+        """See ``SupportsTouch``."""
+        root = self._use_root(key)
+        try:
+            touch_blob(root, key)
+        except OSError as e:
+            if not is_absent(e):
+                raise store_error(e, key) from e
+
+    def sweep(self, quarantine_s_max: float) -> int:
+        """See ``SupportsSweep``."""
+        root = self._use_root(None)
+        try:
+            now = self._now(root)
+            sweep(root, now)
+            sweep_quarantine(root, now, quarantine_s_max)
+            return own_bytes(root)
+        except OSError as e:
+            raise store_error(e, "") from e
+
+    def free_bytes(self) -> int:
+        """See ``SupportsFreeBytes``."""
+        try:
+            return free_bytes(self._use_root(None))
+        except OSError as e:
+            raise store_error(e, "") from e
+
+    def _publish(self, root: RootFolder, key: str, parts: Sequence[memoryview], *, overwrite: bool) -> bool:
         for attempts_left in reversed(range(PUBLISH_ATTEMPTS_MAX)):
             try:
-                self._publisher.publish(root, key, parts, overwrite=overwrite)
-                return
-            except FileNotFoundError as e:
-                if not attempts_left:
-                    raise StoreUnavailableError("its folder was removed again and again", key=key) from e
-                if root.is_removed():
+                return self._publisher.publish(root, key, parts, overwrite=overwrite)
+            except FileNotFoundError:
+                if attempts_left and root.is_removed():
                     root = self._replace_root(root, make=True)
+        raise StoreUnavailableError("its folder was removed again and again", key=key)
 
     def _use_root(self, key: str | None) -> RootFolder:
         """The root as it is now, which stays usable until the caller drops it."""

@@ -133,6 +133,11 @@ class AsyncLookup:
             self._asked.pop(key, None)
             self._record(key, present, now)
 
+    def forget(self, keys: Iterable[OffloadKey]) -> None:
+        """Believe nothing known of these keys any more: the next question is asked."""
+        for key in keys:
+            self._answers.pop(key, None)
+
     def take_counts(self) -> LookupCounts:
         """Counts since the last call."""
         counts, self._counts = self._counts, LookupCounts()

@@ -65,6 +65,11 @@ METRICS: Mapping[str, MetricDef] = {
     "kvtiers_bytes_total": _counter("Payload bytes moved.", "tier", "op"),
     "kvtiers_circuit_closed": _gauge("1 while the tier is used, 0 while it is cut off.", "tier"),
     "kvtiers_circuit_opened_total": _counter("Times the tier was cut off.", "tier"),
+    "kvtiers_collector_removed_blobs_total": _counter(
+        "Blocks that this process's collector removed.", "tier", "reason"
+    ),
+    "kvtiers_collector_removed_bytes_total": _counter("Their bytes.", "tier", "reason"),
+    "kvtiers_collector_runs_total": _counter("Runs of this process's collector: ok, error.", "tier", "outcome"),
     "kvtiers_contained_errors_total": _counter("Errors of a tier that were kept from the engine.", "tier", "where"),
     "kvtiers_deadline_expired_total": _counter("Answers that came too late.", "tier", "what"),
     "kvtiers_healed_blobs_total": _counter("Bad blobs that a store replaced.", "tier"),
@@ -78,6 +83,8 @@ METRICS: Mapping[str, MetricDef] = {
         MetricKind.HISTOGRAM, "Time the end of an engine step took on the scheduler's thread.", (), _STEP_SECONDS
     ),
     "kvtiers_slots": _gauge("Region slots by state: free, ready, pinned, pending, quarantined.", "state"),
+    "kvtiers_storage_max_bytes": _gauge("What the tier's root may hold, where that is limited.", "tier"),
+    "kvtiers_storage_used_bytes": _gauge("What its root held at most after the last run of the collector.", "tier"),
     "kvtiers_store_errors_total": _counter("Errors a store raised, by class.", "tier", "op", "error"),
     "kvtiers_stores_dropped_total": _counter("Blocks that were not stored, by reason.", "tier", "reason"),
     "kvtiers_verify_failures_total": _counter("Blobs that were not the block asked for.", "tier", "reason"),

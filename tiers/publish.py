@@ -65,8 +65,8 @@ class Publisher:
         self._link_open_file = True
         self._names = _PrivateNames()
 
-    def publish(self, root: RootFolder, key: str, parts: Sequence[memoryview], *, overwrite: bool) -> None:
-        """Store the joined parts under ``key``.
+    def publish(self, root: RootFolder, key: str, parts: Sequence[memoryview], *, overwrite: bool) -> bool:
+        """Store the joined parts under ``key``. False: something is there and stays.
 
         Raises:
             FileNotFoundError: a folder on the way, or the root, was removed meanwhile.
@@ -75,13 +75,16 @@ class Publisher:
         folder, _, name = key.rpartition("/")
         dir_fd = root.make_folder(folder)
         try:
-            fd = -1 if overwrite or not self._unnamed_files else self._open_unnamed(dir_fd)
-            if fd >= 0:
-                self._publish_unnamed(fd, dir_fd, name, parts)
+            # Only to save the writing: of two who find nothing, one will find the other's at the end.
+            if not overwrite and os.access(name, os.F_OK, dir_fd=dir_fd, follow_symlinks=False):
+                published = False
+            elif not overwrite and self._unnamed_files and (fd := self._open_unnamed(dir_fd)) >= 0:
+                published = self._publish_unnamed(fd, dir_fd, name, parts)
             else:
-                self._publish_private(root, dir_fd, name, parts, overwrite=overwrite)
+                published = self._publish_private(root, dir_fd, name, parts, overwrite=overwrite)
             if self._durable:
                 _sync_folder(dir_fd)
+            return published
         finally:
             close_reader(dir_fd)
 
@@ -116,7 +119,7 @@ class Publisher:
             self._unnamed_files = False
             return -1
 
-    def _publish_unnamed(self, fd: int, dir_fd: int, name: str, parts: Sequence[memoryview]) -> None:
+    def _publish_unnamed(self, fd: int, dir_fd: int, name: str, parts: Sequence[memoryview]) -> bool:
         """Owns ``fd``."""
         published = False
         try:
@@ -134,6 +137,7 @@ class Publisher:
                 if published:
                     _unlink_quietly(name, dir_fd)
                 raise
+        return published
 
     def _link(self, fd: int, name: str, dir_fd: int) -> None:
         if self._link_open_file:
@@ -147,7 +151,7 @@ class Publisher:
 
     def _publish_private(
         self, root: RootFolder, dir_fd: int, name: str, parts: Sequence[memoryview], *, overwrite: bool
-    ) -> None:
+    ) -> bool:
         temp_fd = _make_own_folder(root, PRIVATE_FOLDER)
         try:
             temp = self._names.make()
@@ -165,7 +169,8 @@ class Publisher:
                     try:
                         os.link(temp, name, src_dir_fd=temp_fd, dst_dir_fd=dir_fd, follow_symlinks=False)
                     except FileExistsError:
-                        pass
+                        return False
+                return True
             finally:
                 if not renamed:
                     _unlink_quietly(temp, temp_fd)

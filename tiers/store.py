@@ -68,14 +68,19 @@ class Store(ABC):
     capabilities: Capabilities
 
     @abstractmethod
-    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> None:
+    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
         """Publish the joined parts under ``key``.
 
         # Behavior
-        - ``overwrite=False``: publishes only if ``key`` is absent; already there is success and changes nothing.
+        - ``overwrite=False``: publishes only if ``key`` is absent; already there is success and changes nothing. What
+          is there may be anything, also no blob: who must know looks at it.
         - ``overwrite=True``: replaces what is there in one step; readers see the old blob or the new one.
         - On error nothing is visible under ``key`` that was not there before.
         - The parts may change only after the call has returned.
+
+        Returns:
+            False: something was there already and stays. True: published. A storage that cannot tell the two apart
+            (after a lost acknowledgement, say) may return either.
 
         Raises:
             StoreError: nothing was published (or, where an acknowledgement was lost, it was published whole).
@@ -164,6 +169,37 @@ class SupportsQuarantine(Protocol):
 
     def quarantine(self, key: str) -> None:
         """Move what is stored under ``key`` aside, so that the key is absent. An absent key is success."""
+        ...
+
+
+@runtime_checkable
+class SupportsTouch(Protocol):
+    """A store that can note that a blob was used, in the ``mtime`` that ``keys`` lists."""
+
+    def touch(self, key: str) -> None:
+        """Make the blob's ``mtime`` now. An absent key is success."""
+        ...
+
+
+@runtime_checkable
+class SupportsSweep(Protocol):
+    """A store that keeps things of its own beside the blobs: what writers left that died, and bad blobs."""
+
+    def sweep(self, quarantine_s_max: float) -> int:
+        """Remove what dead writers left and what has been in quarantine for so long; 0: all of it.
+
+        Returns:
+            Bytes of what is still there.
+        """
+        ...
+
+
+@runtime_checkable
+class SupportsFreeBytes(Protocol):
+    """A store whose storage says how much more it can take."""
+
+    def free_bytes(self) -> int:
+        """Free bytes, for this user."""
         ...
 
 

@@ -10,16 +10,17 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from tiers.base import JobMetadata, JobResult, OffloadingEvent, ReqContext, SecondaryTierManager
-from tiers.block_mover import Batch, BlockMover, Rows
+from tiers.block_mover import Batch, Rows
 from tiers.circuit import Circuit, CircuitState
 from tiers.errors import QueueFullError, SealReason
 from tiers.file_mapper import FileMapper
+from tiers.isolated_mover import make_mover
 from tiers.keys import OffloadKey, make_offload_key
 from tiers.lookup import AsyncLookup, LookupCounts, LookupOptions
 from tiers.metrics import Metrics
@@ -31,6 +32,7 @@ from tiers.store import Store, SupportsGetMany
 logger = logging.getLogger(__name__)
 
 EVENTS_MAX = 65_536
+TASK_BYTES_MIN = 1 << 20  # less is not worth another thread's wake-up
 _SHOWN_FROM_THE_START: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
     ("kvtiers_circuit_opened_total", ((),)),
     ("kvtiers_deadline_expired_total", (("lookup",), ("job",))),
@@ -38,6 +40,7 @@ _SHOWN_FROM_THE_START: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
     ("kvtiers_stores_dropped_total", (("StoreFullError",), ("circuit_open",), ("queue_full",), ("deadline",))),
     ("kvtiers_verify_failures_total", tuple((reason,) for reason in SealReason)),
 )
+REMOVED_KEYS_PER_STEP_MAX = 1024  # a scheduler step is not held up by what a collector did
 DRAIN_SHARE = 0.7  # part of shutdown_s that waiting jobs get to land
 
 
@@ -48,7 +51,7 @@ class TierOptions:
     Attributes:
         name: label in metrics and logs; None: the tier's type.
         n_read_threads, n_write_threads: threads that prefer loads, and stores.
-        task_bytes: payload bytes of one pool task; a store that is latency bound gets one block a task instead.
+        task_bytes: payload bytes of one pool task at most; a store that is latency bound gets one block a task.
         jobs_max, max_bytes_in_flight: a job beyond them fails at once (D4).
         checksum: of new blocks.
         make_seal: called as ``Seal``; makes one that authenticates or encrypts, say.
@@ -63,7 +66,7 @@ class TierOptions:
     name: str | None = None
     n_read_threads: int = 2
     n_write_threads: int = 2
-    task_bytes: int = 4 << 20
+    task_bytes: int = 16 << 20
     jobs_max: int = 1024
     max_bytes_in_flight: int = 8 << 30
     checksum: Checksum = Checksum.XXH3_64
@@ -81,6 +84,22 @@ class _InFlight:
     is_load: bool
 
 
+class CollectorEnd(Protocol):
+    """What a tier needs of its collector (``tiers.capacity.link``); nothing in it waits but ``close``."""
+
+    def touch(self, keys: Iterable[OffloadKey]) -> None:
+        """The blocks were used."""
+
+    def take_removed(self, count_max: int) -> list[OffloadKey]:
+        """Blocks of this tier that it removed."""
+
+    def take_reports(self) -> list[dict[str, Any]]:
+        """``report`` and ``used`` of each of its runs, or ``error``."""
+
+    def close(self) -> None:
+        """End it."""
+
+
 class StoreTierManager(SecondaryTierManager):
     """A tier that keeps sealed blocks in a Store.
 
@@ -90,6 +109,7 @@ class StoreTierManager(SecondaryTierManager):
     Args:
         store: where the blobs are; closed at shutdown.
         mapper: names the blocks and carries the namespace's identity.
+        collector: removes blocks; closed at shutdown.
 
     Raises:
         ConfigError: the region's rows are no multiple of 4,096 bytes, or the namespace is another one's.
@@ -105,21 +125,23 @@ class StoreTierManager(SecondaryTierManager):
         store: Store,
         mapper: FileMapper,
         options: TierOptions | None = None,
+        collector: CollectorEnd | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type)
         options = options or TierOptions()
         self.name = options.name or tier_type
+        self.job_deadline_s = options.job_deadline_s
         self._rows = Rows(primary_kv_view)
         open_namespace(store, mapper)
         self.store = store
         self.mapper = mapper
+        self._collector = collector
         self.metrics: Metrics = getattr(offloading_spec, "metrics", None) or Metrics()
         self._options = options
         seal = options.make_seal(mapper.fingerprint, mapper.rank, checksum=options.checksum)
-        self._mover = BlockMover(self.name, store, mapper, seal, self._rows, clock)
-        one_by_one = store.capabilities.latency_bound and not isinstance(store, SupportsGetMany)
-        self._blocks_per_task = 1 if one_by_one else max(1, options.task_bytes // self._rows.row_bytes)
+        self._mover = make_mover(self.name, store, mapper.name_prefix, seal, self._rows, clock)
+        self._one_by_one = store.capabilities.latency_bound and not isinstance(store, SupportsGetMany)
         self._pool = DualQueueThreadPool[Batch](
             options.n_read_threads,
             options.n_write_threads,
@@ -150,6 +172,8 @@ class StoreTierManager(SecondaryTierManager):
             # A key nobody has: any answer at all is good news, and it goes the way of every lookup.
             self._lookup.lookup(make_offload_key(os.urandom(32), 0))
         self._lookup.flush()
+        if self._collector is not None:
+            self._hear_collector(self._collector)
         counts = self._lookup.take_counts()
         self._check_health(counts)
         for result, count in (("hit", counts.hits), ("miss", counts.misses), ("error", counts.errors)):
@@ -158,6 +182,25 @@ class StoreTierManager(SecondaryTierManager):
         if counts.expired:
             self.metrics.inc("kvtiers_lookups_total", self.name, "deadline", by=counts.expired)
             self.metrics.inc("kvtiers_deadline_expired_total", self.name, "lookup", by=counts.expired)
+
+    def touch(self, keys: Collection[OffloadKey]) -> None:
+        if self._collector is not None:
+            self._collector.touch(keys)
+
+    def _hear_collector(self, collector: CollectorEnd) -> None:
+        removed = collector.take_removed(REMOVED_KEYS_PER_STEP_MAX)
+        if removed:
+            self._lookup.forget(removed)
+            self._events.append(OffloadingEvent(tuple(removed), self.name, removed=True))
+        for message in collector.take_reports():
+            report = message.get("report")
+            self.metrics.inc("kvtiers_collector_runs_total", self.name, "ok" if report else "error")
+            if report:
+                for reason, count in report["removed_blobs"].items():
+                    self.metrics.inc("kvtiers_collector_removed_blobs_total", self.name, reason, by=count)
+                    size = report["removed_bytes"][reason]
+                    self.metrics.inc("kvtiers_collector_removed_bytes_total", self.name, reason, by=size)
+                self.metrics.set("kvtiers_storage_used_bytes", self.name, value=message["used"] or 0)
 
     @property
     def circuit_state(self) -> CircuitState:
@@ -221,6 +264,8 @@ class StoreTierManager(SecondaryTierManager):
             self._pool.wait_idle(limit_s * DRAIN_SHARE)
         idle = self._pool.shutdown(limit_s * (1 - DRAIN_SHARE))
         idle = self._lookup.shutdown(timeout_s=0.5 if idle else 0.0) and idle
+        if self._collector is not None:
+            self._collector.close()
         if idle:
             self.store.close()
         else:
@@ -243,7 +288,7 @@ class StoreTierManager(SecondaryTierManager):
         if not is_load:
             pairs = list(dict(pairs).items())
         run = self._mover.load_batch if is_load else self._mover.store_batch
-        size = self._blocks_per_task
+        size = self._blocks_per_task(len(pairs))
         deadline = self._clock() + self._options.job_deadline_s
         tasks = [partial(run, pairs[start : start + size], deadline) for start in range(0, len(pairs), size)]
         keys = tuple(job.keys)
@@ -260,6 +305,14 @@ class StoreTierManager(SecondaryTierManager):
             self._results.append(JobResult(job.job_id, success=not keys))
             return
         self._in_flight[job.job_id] = _InFlight(keys, is_load)
+
+    def _blocks_per_task(self, count: int) -> int:
+        """An equal share of a job for every thread, within TASK_BYTES_MIN and task_bytes."""
+        if self._one_by_one:
+            return 1
+        row_bytes, options = self._rows.row_bytes, self._options
+        share = -(-count // (options.n_read_threads + options.n_write_threads))
+        return max(1, min(max(share, TASK_BYTES_MIN // row_bytes), options.task_bytes // row_bytes))
 
     def _book(self, finished: FinishedJob[Batch]) -> None:
         job = self._in_flight.pop(finished.job_id)
@@ -281,6 +334,7 @@ class StoreTierManager(SecondaryTierManager):
         if job.is_load:
             # Whatever the reason, a key that did not come is absent now: believing "present" would loop (vllm#49176).
             self._lookup.mark((key for key in job.keys if key not in done), present=False)
+            self.touch(succeeded)
         elif done:
             self._lookup.mark(done, present=True)
             self._events.append(OffloadingEvent(tuple(succeeded), tier, removed=False))

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from tiers.capacity.policy import CapacityPolicy
 from tiers.errors import ConfigError
 from tiers.stores.s3_options import S3Options
 
@@ -24,6 +25,8 @@ _UNITS = {"": 1, "B": 1} | {
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 _SIZE_MAX = 1 << 60
+MAX_BYTES_MIN = 1 << 20
+POLL_S, REMOTE_POLL_S = 0.25, 15.0  # how often a collector looks whether there is something to do
 
 
 def parse_size(value: object) -> int:
@@ -45,11 +48,35 @@ def parse_size(value: object) -> int:
     return size
 
 
+_SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
+_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*")
+_DURATION_S_MAX = 100 * 365 * 86_400
+
+
+def parse_duration(value: object) -> float:
+    """Seconds of "7d", "12h", "90 min", "30s", "2w" or a number of seconds.
+
+    Raises:
+        ValueError: says what would be accepted.
+    """
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        seconds = float(value)
+    else:
+        match = _DURATION.fullmatch(value) if isinstance(value, str) else None
+        if match is None or match[2] not in _SECONDS:
+            raise ValueError("is not a duration; write 7d, 12h, 30min or a number of seconds")
+        seconds = float(match[1]) * _SECONDS[match[2]]
+    if not 0 < seconds <= _DURATION_S_MAX:
+        raise ValueError("is out of range; accepted is more than 0 and up to 100 years")
+    return seconds
+
+
 def _expand_path(value: object) -> object:
     return os.path.expanduser(os.path.expandvars(value)) if isinstance(value, str) else value
 
 
 Size = Annotated[int, BeforeValidator(parse_size), Field(json_schema_extra={"type": ["integer", "string"]})]
+Duration = Annotated[float, BeforeValidator(parse_duration), Field(json_schema_extra={"type": ["number", "string"]})]
 ExpandedPath = Annotated[str, BeforeValidator(_expand_path), Field(min_length=1, max_length=3072)]
 Threads = Annotated[int, Field(ge=1, le=256)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
@@ -79,9 +106,7 @@ class TierConfig(Model):
     )
     n_read_threads: Threads = Field(default_factory=default_threads, description="Threads that prefer loads.")
     n_write_threads: Threads = Field(default_factory=default_threads, description="Threads that prefer stores.")
-    task_bytes: Size = Field(
-        4 << 20, description="Bytes one pool task moves: small blocks are handled in batches of this size."
-    )
+    task_bytes: Size = Field(16 << 20, description="Bytes one pool task moves at most: blocks are handled in batches.")
     jobs_max: Annotated[int, Field(ge=1, le=1_000_000)] = Field(1024, description="Jobs in flight; more are refused.")
     max_bytes_in_flight: Size = Field(
         8 << 30, description="Payload bytes of jobs in flight; stores beyond it are dropped and counted."
@@ -106,8 +131,10 @@ class TierConfig(Model):
     shutdown_s: Annotated[float, Field(ge=0, le=60)] = Field(
         4.0, description="How long shutdown waits for running jobs. vLLM kills its engine after 5 s."
     )
-    isolation: Literal["thread", "process"] = Field(
-        "thread", description="process: I/O in processes that are killed when they hang; costs up to 0.5 ms a job."
+    isolation: Literal["auto", "thread", "process"] = Field(
+        "thread",
+        description="process: I/O in processes, which do not wait for the engine's GIL and are killed when they hang. "
+        "auto: process where other processes can map the region.",
     )
     parallel_agnostic: bool = Field(
         False,
@@ -149,24 +176,76 @@ class TierConfig(Model):
             raise ConfigError(f"{getattr(self, name)} needs keys; give keys_file or keys_env", field=name)
 
 
-class FsTierConfig(TierConfig):
+class BoundedTierConfig(TierConfig):
+    """What every tier with storage that outlives the process takes to bound it."""
+
+    max_bytes: Size | None = Field(
+        None,
+        description="What the storage may hold, all writers together; beyond it stores are dropped until the collector "
+        "has made room. Give the same to all writers of one root. null: no limit.",
+    )
+    ttl: Duration | None = Field(
+        None,
+        description="Blocks not used for so long are removed, such as 7d or 12h; on s3 and fsspec, not written for so "
+        "long. null: never.",
+    )
+    gc_high: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.95, description="Part of max_bytes above which the collector begins."
+    )
+    gc_low: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.85, description="Part of max_bytes that it leaves; the least recently used blocks go."
+    )
+    gc_every_s: Annotated[float, Field(ge=1, le=30 * 86_400)] = Field(
+        600.0, description="How often the collector looks at everything, for ttl and to measure."
+    )
+
+    def check(self) -> None:
+        super().check()
+        if self.gc_low > self.gc_high:
+            raise ConfigError(f"{self.gc_low} is above gc_high = {self.gc_high}", field="gc_low")
+        if self.max_bytes is not None and self.max_bytes < MAX_BYTES_MIN:
+            raise ConfigError(
+                f"{self.max_bytes} bytes do not hold a block; write at least {MAX_BYTES_MIN >> 20}MiB, or null for no "
+                "limit",
+                field="max_bytes",
+            )
+
+    def capacity_policy(self) -> CapacityPolicy | None:
+        """The limits as the collector takes them; None where there are none."""
+        if self.max_bytes is None and self.ttl is None:
+            return None
+        return CapacityPolicy(
+            max_bytes=self.max_bytes,
+            ttl_s=self.ttl,
+            high=self.gc_high,
+            low=self.gc_low,
+            min_free_bytes=getattr(self, "min_free", 0),
+            every_s=self.gc_every_s,
+            poll_s=POLL_S if self.type == "fs" else REMOTE_POLL_S,
+        )
+
+
+class FsTierConfig(BoundedTierConfig):
     """Blocks as files under a local folder."""
 
     type: Literal["fs"] = "fs"
     root_dir: ExpandedPath = Field(description="Folder of the blocks; made if absent. ~ and $VARIABLES are expanded.")
     min_free: Size = Field(1 << 30, description="Free space the tier leaves on the file system.")
+    isolation: Literal["auto", "thread", "process"] = Field(
+        "auto", description="process: as fast beside a busy engine as beside an idle one. auto: where it can be."
+    )
     durability: Literal["none", "data"] = Field(
         "none", description="data: fsync each block before it is visible (0.6 -> 8 ms at 2 MiB)."
     )
 
 
-class NfsTierConfig(TierConfig):
+class NfsTierConfig(BoundedTierConfig):
     """Blocks as files on an NFS mount that several hosts share."""
 
     type: Literal["nfs"] = "nfs"
     root_dir: ExpandedPath = Field(description="Folder on the mount; made if absent. ~ and $VARIABLES are expanded.")
     min_free: Size = Field(1 << 30, description="Free space the tier leaves on the file system.")
-    isolation: Literal["thread", "process"] = Field(
+    isolation: Literal["auto", "thread", "process"] = Field(
         "process", description="thread: only where the mount gives up by itself (soft, softerr)."
     )
     lookup_deadline_s: Seconds = Field(0.5, description="A lookup not answered by then is a miss.")
@@ -182,7 +261,7 @@ class MemoryTierConfig(TierConfig):
     max_bytes: Size | None = Field(None, description="Beyond it the least recently used blocks leave.")
 
 
-class S3TierConfig(TierConfig):
+class S3TierConfig(BoundedTierConfig):
     """Blocks as objects in a bucket of any S3. Credentials come from boto3's chain, never from here."""
 
     type: Literal["s3"] = "s3"
@@ -191,6 +270,9 @@ class S3TierConfig(TierConfig):
     job_deadline_s: Seconds = Field(15.0, description="As for every tier; longer, for its retries.")
     lookup_deadline_s: Seconds = Field(0.5, description="A lookup not answered by then is a miss.")
     absent_ttl_s: Annotated[float, Field(ge=0, le=86_400)] = Field(5.0, description="How long 'absent' is believed.")
+    gc_every_s: Annotated[float, Field(ge=1, le=30 * 86_400)] = Field(
+        3600.0, description="How often the collector lists everything, for ttl and to measure."
+    )
     bucket: str = Field(description="Bucket; must exist.")
     prefix: str = Field("", description="Folder inside the bucket.")
     endpoint_url: str | None = Field(None, description="Of an S3 that is not AWS's, such as https://minio:9000.")
@@ -237,7 +319,7 @@ class S3TierConfig(TierConfig):
         self.store_options()
 
 
-class FsspecTierConfig(TierConfig):
+class FsspecTierConfig(BoundedTierConfig):
     """Blocks under any fsspec URL: gs://, abfs://, s3:// by s3fs, hf://, memory://, …"""
 
     type: Literal["fsspec"] = "fsspec"
@@ -245,6 +327,9 @@ class FsspecTierConfig(TierConfig):
     n_write_threads: Threads = Field(8, description="Requests of stores under way at once.")
     lookup_deadline_s: Seconds = Field(1.0, description="A lookup not answered by then is a miss.")
     absent_ttl_s: Annotated[float, Field(ge=0, le=86_400)] = Field(5.0, description="How long 'absent' is believed.")
+    gc_every_s: Annotated[float, Field(ge=1, le=30 * 86_400)] = Field(
+        3600.0, description="How often the collector lists everything, for ttl and to measure."
+    )
     url: Annotated[str, BeforeValidator(_expand_path), Field(min_length=1, max_length=3072)] = Field(
         description="Where, such as gs://bucket/folder."
     )

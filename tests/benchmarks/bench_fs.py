@@ -5,7 +5,8 @@
 Ratios are what counts: each round measures the raw files and ours one after the other, and the median of the rounds'
 ratios is reported, so that a machine whose speed drifts does not decide. The raw ceiling is the same number of files
 of the same payload at the same paths, made and read in batches by the same number of threads with plain open,
-pwritev / preadv and close: no seal, no check, no publish protocol. Stores are measured twice: into a fresh root, where
+pwritev / preadv and close: no seal, no check, no publish protocol. "main busy" is the tier's speed beside a main thread
+that runs Python without a pause. Stores are measured twice: into a fresh root, where
 each block's folders are made too (both sides make them), and into folders that are there.
 """
 
@@ -30,6 +31,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from connector.shared_region import SharedOffloadRegion
 from tests.identity import FakeSpec, block_key
 from tiers.base import JobMetadata
 from tiers.builtin import FileSystemTierManager
@@ -38,7 +40,7 @@ from tiers.tier_config import default_threads
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (128 * KIB, 512 * KIB, MIB, 4 * MIB, 16 * MIB)
-TASK_BYTES = 4 * MIB
+TASK_BYTES = 16 * MIB
 STORE_GOAL, LOAD_GOAL, STALL_GOAL_MS = 0.85, 0.75, 5.0
 LOOKUP_GOAL, CALL_GOAL_US = 50_000, 100.0
 
@@ -60,25 +62,38 @@ class Row:
     stall_p50: float
     stall_p99: float
     stall_raw_p99: float
+    busy_store: float
+    busy_load: float
     call_p99_us: float
+
+
+@dataclass(frozen=True)
+class Options:
+    """Of the tier under test."""
+
+    threads: int
+    isolation: str
 
 
 class Setup:
     """A region of ``count`` blocks and the keys for them."""
 
-    def __init__(self, block_bytes: int, total_bytes: int, threads: int) -> None:
+    def __init__(self, block_bytes: int, total_bytes: int, options: Options) -> None:
         self.count = max(4, total_bytes // block_bytes)
         self.block_bytes = block_bytes
-        self.threads = threads
+        self.threads = options.threads
+        self.isolation = options.isolation
+        self.view = SharedOffloadRegion.anonymous(self.count, block_bytes).create_kv_memoryview()
         # Filled, so that no page is touched for the first time inside a measurement.
-        self.region = np.random.default_rng(1).integers(0, 256, (self.count, block_bytes), np.uint8).view(np.int8)
+        self.region = np.asarray(self.view)
+        self.region[:] = np.random.default_rng(1).integers(0, 256, self.region.shape, np.uint8).view(np.int8)
         self.blocks = np.arange(self.count, dtype=np.int32)
         self.keys = [block_key(n) for n in range(self.count)]
         self.job_id = 0
 
     def tier(self, root: Path) -> FileSystemTierManager:
         return FileSystemTierManager(
-            FakeSpec(), self.region.data, "fs", str(root), self.threads, self.threads,
+            FakeSpec(), self.view, "fs", str(root), self.threads, self.threads, isolation=self.isolation,
             job_deadline_s=600, task_bytes=TASK_BYTES, min_free=0, max_bytes_in_flight=1 << 40,
         )  # fmt: skip
 
@@ -189,6 +204,19 @@ def stall_while(busy: Callable[[], None]) -> tuple[float, float]:
     return percentile(late, 50), percentile(late, 99)
 
 
+def busy_speed(setup: Setup, tier: FileSystemTierManager, *, is_load: bool) -> float:
+    """Speed of a job beside a main thread that runs Python all the time, as a scheduler does between two steps."""
+
+    def run() -> None:
+        (tier.submit_load if is_load else tier.submit_store)(setup.job())
+        while not (results := list(tier.get_finished())):
+            for _ in range(2000):  # about 0.1 ms
+                pass
+        assert results[0].success
+
+    return speed(setup, run)
+
+
 def percentile(values: Sequence[float], p: float) -> float:
     return float(np.percentile(values, p)) if values else float("nan")
 
@@ -221,14 +249,15 @@ def call_times_us(setup: Setup, tier: FileSystemTierManager, seconds: float) -> 
     return times
 
 
-def measure(where: Path, label: str, block_bytes: int, total_bytes: int, rounds: int, threads: int) -> Row:
-    setup = Setup(block_bytes, total_bytes, threads)
+def measure(where: Path, label: str, block_bytes: int, total_bytes: int, rounds: int, options: Options) -> Row:
+    setup = Setup(block_bytes, total_bytes, options)
     results: dict[str, list[float]] = {
         name: [] for name in ("raw_new", "new", "raw_store", "store", "raw_load", "load")
     }
     for round_number in range(rounds + 1):  # the first one warms up
         with fresh(where) as raw_root, fresh(where) as our_root:
             tier = setup.tier(our_root)
+            time.sleep(0.5)  # workers start and map the region while an engine loads its model
             paths = [f"{raw_root}/{tier.mapper.relative_name(key)}" for key in setup.keys]
             runs: list[tuple[str, Callable[[], None]]] = [
                 ("raw_new", partial(raw_store, setup, paths)),
@@ -254,6 +283,10 @@ def measure(where: Path, label: str, block_bytes: int, total_bytes: int, rounds:
             stall_50, stall_99 = stall_while(partial(load_thrice, setup, tier))
             _, raw_99 = stall_while(partial(raw_load_thrice, setup, paths))
             calls = call_times_us(setup, tier, 1.0)
+            busy_load = busy_speed(setup, tier, is_load=True)
+            for key in setup.keys:
+                tier.store.delete(tier.mapper.relative_name(key))
+            busy_store = busy_speed(setup, tier, is_load=False)
             tier.shutdown()
     median = {name: statistics.median(values) for name, values in results.items()}
     return Row(
@@ -270,13 +303,15 @@ def measure(where: Path, label: str, block_bytes: int, total_bytes: int, rounds:
         stall_p50=stall_50,
         stall_p99=stall_99,
         stall_raw_p99=raw_99,
+        busy_store=busy_store,
+        busy_load=busy_load,
         call_p99_us=percentile(calls, 99),
     )
 
 
-def lookup_speeds(where: Path, threads: int) -> tuple[float, float]:
+def lookup_speeds(where: Path, options: Options) -> tuple[float, float]:
     """Keys per second: probed on the file system (half of them present), and answered from the cache."""
-    setup = Setup(4 * KIB, 20_000 * 4 * KIB, threads)
+    setup = Setup(4 * KIB, 20_000 * 4 * KIB, options)
     with fresh(where) as root:
         tier = setup.tier(root)
         setup.keys, setup.blocks = setup.keys[::2], setup.blocks[::2]
@@ -303,11 +338,12 @@ def lookup_speeds(where: Path, threads: int) -> tuple[float, float]:
     return probed, statistics.median(cached_rounds)
 
 
-def show(rows: Sequence[Row], lookups: dict[str, tuple[float, float]], threads: int) -> None:
-    console = Console(width=None if os.isatty(1) else 150)
-    table = Table(title=f"local-fs, sealed and verified, {threads} + {threads} threads, MB/s (median of rounds)")
+def show(rows: Sequence[Row], lookups: dict[str, tuple[float, float]], options: Options) -> None:
+    console = Console(width=None if os.isatty(1) else 170)
+    movers = f"{options.threads} + {options.threads} threads, isolation: {options.isolation}"
+    table = Table(title=f"local-fs, sealed and verified, {movers}, MB/s (median of rounds)")
     columns = ("", "block", "store", "raw", "ratio", "new folders", "load", "raw", "ratio", "memcpy")
-    for column in (*columns, "stall ms p50 / p99 (raw)", "call p99"):
+    for column in (*columns, "store / load, main busy", "stall ms p50 / p99 (raw)", "call p99"):
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(
@@ -321,6 +357,7 @@ def show(rows: Sequence[Row], lookups: dict[str, tuple[float, float]], threads: 
             f"{row.raw_load:.0f}",
             _judged(row.load_ratio, row.load_ratio >= LOAD_GOAL),
             f"{row.memcpy:.0f}",
+            f"{row.busy_store:.0f} / {row.busy_load:.0f}",
             f"{row.stall_p50:.2f} / {_judged(row.stall_p99, row.stall_p99 <= STALL_GOAL_MS)} ({row.stall_raw_p99:.2f})",
             f"{_judged(row.call_p99_us, row.call_p99_us <= CALL_GOAL_US, 0)} µs",
         )
@@ -347,18 +384,20 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="less data and fewer rounds")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--threads", type=int, default=default_threads())
+    parser.add_argument("--isolation", default="auto", choices=("auto", "thread", "process"))
     parser.add_argument("--where", nargs="*", help="folders to measure on; default: tmpfs and the disk")
     args = parser.parse_args()
     total, rounds = (96 * MIB, 3) if args.quick else (256 * MIB, 5)
     places = (
         {name: Path(name) for name in args.where} if args.where else {"tmpfs": Path("/dev/shm"), "disk": Path.cwd()}
     )
+    options = Options(args.threads, args.isolation)
     rows, lookups = [], {}
     for label, where in places.items():
         for size in SIZES:
-            rows.append(measure(where, label, size, total, rounds, args.threads))
-        lookups[label] = lookup_speeds(where, args.threads)
-    show(rows, lookups, args.threads)
+            rows.append(measure(where, label, size, total, rounds, options))
+        lookups[label] = lookup_speeds(where, options)
+    show(rows, lookups, options)
     if args.json:
         args.json.write_text(json.dumps({"rows": [asdict(row) for row in rows], "lookups": lookups}, indent=1))
 

@@ -13,6 +13,7 @@ from rich.console import Console
 from connector.demo.model import find_model
 from connector.demo.report import Answer, DemoReport, Hop, ProcessFigures
 from connector.demo.run import DemoOptions, _read_document, run_demo
+from tests.tiny_model import make_model_dir
 from tiers.errors import ConfigError, KVTiersError
 
 TEXT = "\n".join(f"Line {number} of a text that is about nothing but the number {number}." for number in range(24))
@@ -25,31 +26,9 @@ def quiet() -> Console:
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with random weights and a tokenizer of single bytes."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    tokenizers = pytest.importorskip("tokenizers")
-
-    folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=256,
-        hidden_size=48,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        initializer_range=0.3,
-        eos_token_id=None,
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = tokenizers.Tokenizer(
-        tokenizers.models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[])
-    )
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
-    return folder
+    for name in ("torch", "transformers", "tokenizers"):
+        pytest.importorskip(name)
+    return make_model_dir(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

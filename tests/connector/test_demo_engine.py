@@ -17,6 +17,7 @@ from connector.demo.model import LoadedModel  # noqa: E402
 from connector.demo.paged_cache import KVLayout, PagedKVCache  # noqa: E402
 from connector.demo.worker import make_spec  # noqa: E402
 from connector.spec import TieringOffloadingSpec  # noqa: E402
+from tests.tiny_model import make_tiny_llama  # noqa: E402
 from tiers.config import parse_config  # noqa: E402
 from tiers.errors import ConfigError  # noqa: E402
 from tiers.keys import OffloadKey  # noqa: E402
@@ -38,18 +39,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def model() -> LoadedModel:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=48,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        initializer_range=0.3,  # larger than usual, so that the next token depends on all of the prompt
-        eos_token_id=None,
-    )
-    return LoadedModel("tiny", "1", transformers.LlamaForCausalLM(config).eval(), None, frozenset(), 0)
+    return LoadedModel("tiny", "1", make_tiny_llama(), None, frozenset(), 0)
 
 
 def memory_for(model: LoadedModel, num_blocks: int = 24) -> PagedKVCache:

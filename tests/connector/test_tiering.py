@@ -492,6 +492,18 @@ def test_a_load_that_is_not_reported_is_given_up_and_its_slot_is_not_used_again(
     assert engine.counts == SlotCounts(free=1, ready=3, pinned=0, pending=0, quarantined=0)
 
 
+def test_a_load_is_given_up_soon_after_its_tiers_own_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ScriptedTier, "job_deadline_s", 2.0)
+    engine = Engine(num_blocks=4, auto=False, load_deadline_s=20.0)
+    engine.tier.put(*KEYS[:2])
+    assert engine.lookup(KEYS[:2]) == [None] * 2
+    engine.clock.advance(2.9)
+    assert engine.lookup(KEYS[:2]) == [None] * 2
+    engine.clock.advance(0.2)
+    assert engine.lookup_until_known(KEYS[:2]) == [False]
+    assert engine.counts.quarantined == 2
+
+
 def test_unknown_duplicate_and_foreign_results_are_contained() -> None:
     engine = Engine(num_tiers=2, auto=False)
     first, second = engine.tiers

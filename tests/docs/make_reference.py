@@ -28,8 +28,8 @@ the code accepts. `kvtiers check FILE` names each mistake with its path and what
 deployment.
 
 Every key must be known. Sizes are written `10GiB`, `1.5 MiB` or `4096` (KiB, MiB, … are powers of 1024, KB, MB, … of
-1000). Paths may hold `~` and `$VARIABLES`. Secrets have no place here: S3 credentials come from where every AWS tool looks
-for them, and keys for `auth` and `encrypt` from a file or an environment variable.
+1000), durations `30s`, `12h` or `7d`. Paths may hold `~` and `$VARIABLES`. Secrets have no place here: S3 credentials
+come from where every AWS tool looks for them, and keys for `auth` and `encrypt` from a file or an environment variable.
 
 ```yaml
 blocks_per_chunk: 4
@@ -128,6 +128,8 @@ def _accepted(schema: Mapping[str, Any]) -> str:
     kind = schema.get("type", "anything")
     if kind == ["integer", "string"]:
         return "size"
+    if kind == ["number", "string"]:
+        return "duration"
     if kind == "array":
         return "a list, see below"
     if kind == "object":

@@ -32,8 +32,9 @@ class PlainStore(Store):
         while os.path.exists(os.path.join(root_dir, "hang-at-start")):
             signal.pause()
 
-    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> None:
+    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
         self._act(key)
+        return True
 
     def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
         self._act(key)

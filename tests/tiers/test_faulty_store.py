@@ -154,3 +154,16 @@ def test_truncation() -> None:
         fetch(store, "a", 4)
     assert fetch(store, "a", 2) == b"1\x00"
     assert fetch(store, "a", 2) == b"12"
+
+
+def test_a_share_of_the_calls_fails() -> None:
+    fault = Fault("size", count=None, first=101, error=lambda: StoreUnavailableError("injected"), share=0.25)
+    store = FaultyStore(MemoryStore(), [fault, Fault("size", count=None, share=0.0, error=KeyError)])
+    failed = 0
+    for _ in range(1100):
+        try:
+            store.size("f/a")
+        except StoreUnavailableError:
+            failed += 1
+    assert 200 < failed < 300
+    assert store.struck == {fault: failed}

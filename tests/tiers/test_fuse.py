@@ -119,6 +119,19 @@ def test_faults_strike_when_and_where_they_are_told(mount: FuseMount) -> None:
     assert set(mount.calls()) <= set(OPERATIONS)
 
 
+def test_a_share_of_the_operations_fails(mount: FuseMount) -> None:
+    file = mount.path / "file"
+    file.write_bytes(b"x")
+    mount.plan = [FuseFault("open", errno=errno.EIO, share=0.5), FuseFault("read", errno=errno.EIO, share=0.0)]
+    failed = sum(error_of(file.read_bytes) == errno.EIO for _ in range(200))
+    assert 50 < failed < 150
+    assert mount.struck() == [failed, 0]
+    mount.plan = mount.plan
+    assert mount.struck() == [0, 0]
+    with pytest.raises(ValueError, match="share"):
+        FuseFault("read", share=1.5)
+
+
 def error_of(call: Callable[[], object]) -> int:
     try:
         call()

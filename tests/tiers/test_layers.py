@@ -28,10 +28,13 @@ from tiers.store import (
     KeyInfo,
     Store,
     SupportsDeleteMany,
+    SupportsFreeBytes,
     SupportsGetMany,
     SupportsQuarantine,
     SupportsSizeMany,
+    SupportsSweep,
     SupportsTail,
+    SupportsTouch,
 )
 from tiers.stores.memory import MemoryStore
 from tiers.testing.contract import StoreContract, as_parts, fetch, list_keys
@@ -51,6 +54,9 @@ PROTOCOLS: dict[str, type] = {
     "get_many_into": SupportsGetMany,
     "get_tail": SupportsTail,
     "quarantine": SupportsQuarantine,
+    "touch": SupportsTouch,
+    "sweep": SupportsSweep,
+    "free_bytes": SupportsFreeBytes,
 }
 
 
@@ -213,10 +219,10 @@ class GatedStore(MemoryStore):
         self.gate = threading.Event()
         self.inside: list[str] = []
 
-    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> None:
+    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
         self.inside.append(key)
         assert self.gate.wait(60)
-        super().put(key, parts, overwrite=overwrite)
+        return super().put(key, parts, overwrite=overwrite)
 
 
 @pytest.fixture

@@ -371,6 +371,7 @@ def test_a_tail_that_is_no_blob_is_replaced(bench: Bench) -> None:
     odd = GatedStore()
     tier = bench.tier(store=odd)
     bench.fill(1)
+    assert bench.store(tier, KEYS[:1]).success
     odd.tail_error = BlobCorruptError("a folder")
     assert bench.store(tier, KEYS[:1]).success
     assert tier.metrics.value("kvtiers_healed_blobs_total", "test") == 1
@@ -410,9 +411,9 @@ class GatedStore(Store):
         if self.error:
             raise self.error
 
-    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> None:
+    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
         self._pass()
-        self.inner.put(key, parts, overwrite=overwrite)
+        return self.inner.put(key, parts, overwrite=overwrite)
 
     def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
         self._pass()

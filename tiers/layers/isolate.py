@@ -61,7 +61,8 @@ class ProcessIsolatedStore(Store):
     A worker belongs to ``_idle`` or to the one thread that works with it.
 
     It has ``get_tail`` and ``quarantine`` where its store has them, and always ``size_many``, ``delete_many`` and
-    ``get_many_into``, which cost one message however many keys they are about (up to 256).
+    ``get_many_into``, which cost one message however many keys they are about (up to 256). ``run`` has a worker do
+    something of the caller's with its store.
 
     Args:
         recipe: the store.
@@ -93,7 +94,7 @@ class ProcessIsolatedStore(Store):
             raise StoreConfigError("n_workers is 1 or more, deadline_s and close_s are more than 0")
         self._config = recipe.encode()
         self._n_workers = n_workers
-        self._deadline_s = deadline_s
+        self.deadline_s = deadline_s
         self._close_s = close_s
         self._clock = clock
         self._pid = os.getpid()
@@ -131,10 +132,11 @@ class ProcessIsolatedStore(Store):
         """Workers that were killed or found dead, so far."""
         return self._kills
 
-    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> None:
+    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
         message = Message(self._region)
         message.add([key, overwrite], parts)
-        self._one("put", message, key, give=True)
+        published: bool = self._one("put", message, key, give=True)[0]
+        return published
 
     def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
         message = Message(self._region)
@@ -176,7 +178,7 @@ class ProcessIsolatedStore(Store):
                 for key, size, mtime in page:
                     yield KeyInfo(key, size, mtime)
         except TimeoutError as e:
-            raise StoreTimeoutError(f"a page of the listing took more than {self._deadline_s:g} s") from e
+            raise StoreTimeoutError(f"a page of the listing took more than {self.deadline_s:g} s") from e
         except (OSError, EOFError, RuntimeError) as e:
             raise self._lost(worker, e) from e
         finally:
@@ -221,6 +223,30 @@ class ProcessIsolatedStore(Store):
 
     # ---- many at once ------------------------------------------------------------------------------------------------
 
+    @property
+    def maps_region(self) -> bool:
+        """Whether the workers have the region: where not, ``run`` has nothing to work on."""
+        return self._region is not None and self._region.fd >= 0
+
+    def run(
+        self,
+        function: Callable[[Any, memoryview, Any, memoryview], object],
+        argument: object,
+        raw: bytes = b"",
+        *,
+        puts_bytes: int = 0,  # noqa: ARG002 - for layers that keep accounts
+    ) -> Any:
+        """Call ``function(store, region, argument, raw)`` in a worker and return what it returns.
+
+        The function is found by its module and name; argument and result are JSON values. ``deadline_s`` is for the
+        whole of it.
+
+        Raises:
+            StoreError: what the function raises, or the worker's end.
+        """
+        value, _ = self._ask("run", [function.__module__, function.__qualname__, argument], "", raw)
+        return value
+
     def get_many_into(self, requests: Sequence[tuple[str, Sequence[memoryview]]]) -> list[Exception | None]:
         """See ``SupportsGetMany``. A batch past its deadline fails as a whole."""
         outcomes: list[Exception | None] = []
@@ -248,10 +274,11 @@ class ProcessIsolatedStore(Store):
 
     # ---- one request -------------------------------------------------------------------------------------------------
 
-    def _one(self, operation: str, message: Message, key: str, *, give: bool) -> None:
-        (_, (failure,)), _ = self._exchange(operation, message, key, give=give)
+    def _one(self, operation: str, message: Message, key: str, *, give: bool) -> Any:
+        (value, (failure,)), _ = self._exchange(operation, message, key, give=give)
         if failure is not None:
             raise decode_error(failure)
+        return value
 
     def _batch(self, operation: str, message: Message, keys: Sequence[str]) -> list[Exception | None]:
         try:
@@ -277,13 +304,14 @@ class ProcessIsolatedStore(Store):
                 answers += [decode_error(value) if isinstance(value, list) else value for value in values]
         return answers
 
-    def _ask(self, operation: str, arguments: list[Any], key: str) -> tuple[Any, memoryview]:
+    def _ask(self, operation: str, arguments: list[Any], key: str, raw: bytes = b"") -> tuple[Any, memoryview]:
         message = Message(None)
         message.items = arguments
-        (value, (failure,)), raw = self._exchange(operation, message, key, give=False)
+        message.raw = raw
+        (value, (failure,)), answer = self._exchange(operation, message, key, give=False)
         if failure is not None:
             raise decode_error(failure)
-        return value, raw
+        return value, answer
 
     def _exchange(self, operation: str, message: Message, key: str, *, give: bool) -> tuple[Any, memoryview]:
         """Have one worker do it, and return its answer's content and raw bytes.
@@ -305,7 +333,7 @@ class ProcessIsolatedStore(Store):
                 return answer
             except TimeoutError as e:
                 raise StoreTimeoutError(
-                    f"{operation} took more than {self._deadline_s:g} s; its worker was killed", key=key
+                    f"{operation} took more than {self.deadline_s:g} s; its worker was killed", key=key
                 ) from e
             except ConnectionError:
                 continue  # reset: it died before it read the request
@@ -332,7 +360,7 @@ class ProcessIsolatedStore(Store):
             return capabilities, [name for name in OPTIONAL_METHODS if hasattr(found, name)]
 
     def _deadline_at(self) -> float:
-        return self._clock() + self._deadline_s
+        return self._clock() + self.deadline_s
 
     def _check_usable(self, key: str) -> None:
         if self._closed:
@@ -358,11 +386,11 @@ class ProcessIsolatedStore(Store):
             self._waiting.append(place)
             self._start_missing()
         try:
-            return place.result(self._deadline_s)
+            return place.result(self.deadline_s)
         except TimeoutError as e:
             if not place.cancel():
                 return place.result()  # it came in the last moment
-            raise StoreTimeoutError(f"no worker was free within {self._deadline_s:g} s", key=key) from e
+            raise StoreTimeoutError(f"no worker was free within {self.deadline_s:g} s", key=key) from e
         except BaseException:
             if not place.cancel() and place.exception() is None:
                 self._give_back(place.result())

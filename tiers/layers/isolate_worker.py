@@ -102,10 +102,11 @@ def decode_option(value: Any) -> Any:
         return value
     fields = {name: decode_option(item) for name, item in value.items()}
     place = fields.pop("$dataclass", None)
-    return _find(*place)(**fields) if place else fields
+    return find_object(*place)(**fields) if place else fields
 
 
-def _find(module: str, name: str) -> Any:
+def find_object(module: str, name: str) -> Any:
+    """What a recipe names."""
     return getattr(importlib.import_module(module), name)
 
 
@@ -202,24 +203,34 @@ class _Worker:
         if self._store is None:
             config = self._config
             options = {name: decode_option(value) for name, value in config["options"].items()}
-            self._store = _find(config["module"], config["name"])(**options)
+            self._store = find_object(config["module"], config["name"])(**options)
 
     def _answer(self, operation: str, arguments: Any, outside: memoryview) -> tuple[tuple[object, object], bytes]:
         store = self._store
         if operation == "put":
             rest = outside
+            published: list[object] = []
             failures: list[object] = []
             for key, overwrite, segments in arguments:
                 parts, rest = self._parts(segments, rest)
-                failures.append(_outcome(store.put, key, parts, overwrite=overwrite))
-            return (None, failures), b""
+                try:
+                    published.append(store.put(key, parts, overwrite=overwrite))
+                    failures.append(None)
+                except Exception as e:  # noqa: BLE001 - a process's edge: whatever it was, the caller must hear of it
+                    published.append(False)
+                    failures.append(encode_error(e))
+            return (published, failures), b""
         if operation == "get":
             return self._get(arguments, outside)
         if operation == "describe":
             extras = [name for name in OPTIONAL_METHODS if hasattr(store, name)]
             return ((asdict(store.capabilities), extras), [None]), b""
         try:
-            value = getattr(self, f"_{operation}")(*arguments)
+            if operation == "run":
+                module, name, argument = arguments
+                value = find_object(module, name)(store, self._region, argument, outside)
+            else:
+                value = getattr(self, f"_{operation}")(*arguments)
         except Exception as e:  # noqa: BLE001 - a process's edge: whatever it was, the caller must hear of it
             return (None, [encode_error(e)]), b""
         if operation == "get_tail" and value is not None:

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 #: Methods of the optional protocols. What a batch's outcome says of one key is in its place, not raised.
 BATCH_METHODS: Final = ("size_many", "delete_many", "get_many_into")
-SINGLE_METHODS: Final = ("get_tail", "quarantine")
+SINGLE_METHODS: Final = ("get_tail", "quarantine", "touch", "sweep", "free_bytes")
 
 
 class Layer(Store):
@@ -43,8 +43,8 @@ class Layer(Store):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.inner!r})"
 
-    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> None:
-        self._around("put", lambda: self.inner.put(key, parts, overwrite=overwrite), parts_size(parts))
+    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
+        return self._around("put", lambda: self.inner.put(key, parts, overwrite=overwrite), parts_size(parts))
 
     def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
         self._around("get_into", lambda: self.inner.get_into(key, parts), parts_size(parts))

@@ -171,6 +171,7 @@ class Message:
 
     def __init__(self, region: MappedRegion | None) -> None:
         self.items: list[Any] = []
+        self.raw = b""  # of a request that is about no blobs
         self._region = region
         self._outside: list[list[memoryview]] = []  # parallel to items
         self._outside_bytes = 0
@@ -200,7 +201,7 @@ class Message:
             transfer(os.pwritev, worker.bounce_fd, outside)
             worker.send(operation, self.items, deadline, bounce_bytes=self._outside_bytes)
         else:
-            worker.send(operation, self.items, deadline, raw=b"".join(outside))
+            worker.send(operation, self.items, deadline, raw=self.raw or b"".join(outside))
 
     def fill_outside(self, worker: WorkerProcess, content: Any, raw: memoryview) -> None:
         """Copy what was read to the parts outside the region, of the blobs that were read."""

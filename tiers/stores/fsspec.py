@@ -108,16 +108,16 @@ class FsspecStore(Store):
         parts = urlsplit(self._url)
         return f"FsspecStore('{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}')"
 
-    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> None:
+    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
         check_key(key)
         place = self._current(key)
         if not overwrite and not self.capabilities.exclusive_create and self.size(key) is not None:
-            return
+            return False
         try:
             if self._is_atomic:
-                self._run(key, lambda: self._put_at_once(place, key, parts, overwrite=overwrite))
-            else:
-                self._run(key, lambda: self._put_and_move(place, key, parts))
+                return self._run(key, lambda: self._put_at_once(place, key, parts, overwrite=overwrite))
+            self._run(key, lambda: self._put_and_move(place, key, parts))
+            return True
         except BlobNotFoundError:
             raise StoreConfigError(f"{self!r}: the bucket or the root does not exist", key=key) from None
 
@@ -254,18 +254,21 @@ class FsspecStore(Store):
                 return None
             raise
 
-    def _put_at_once(self, place: _Place, key: str, parts: Sequence[memoryview], *, overwrite: bool) -> None:
+    def _put_at_once(self, place: _Place, key: str, parts: Sequence[memoryview], *, overwrite: bool) -> bool:
         create = self.capabilities.exclusive_create and not overwrite
         options = {"mode": "create"} if create else {}
         try:
             self._call("pipe_file", place.path(key), b"".join(parts), **options)
+            return True
         except FileExistsError:
             if not create:
                 raise
+            return False
         except OSError:
             # Not every server says in its 412 which condition it was, which is how s3fs tells.
             if not create or self._size(place, key) is None:
                 raise
+            return False
 
     def _put_and_move(self, place: _Place, key: str, parts: Sequence[memoryview]) -> None:
         fs = place.fs

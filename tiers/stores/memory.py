@@ -52,26 +52,27 @@ class MemoryStore(Store):
         self._used_bytes = 0
         self._closed = False
 
-    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> None:
+    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
         check_key(key)
         size = parts_size(parts)
         if self._max_bytes is not None and size > self._max_bytes:
             self._raise_if_closed(key)
             raise StoreFullError(f"{size} bytes are more than max_bytes = {self._max_bytes}", key=key)
         if not overwrite and self._find(key) is not None:
-            return
+            return False
         data = np.empty(size, np.uint8)
         for part, target in _pairs(parts, data):
             target[:] = part
         with self._lock:
             self._raise_if_closed(key)
             if not overwrite and key in self._blobs:
-                return
+                return False
             self._drop(key)
             self._blobs[key] = _Blob(data, self._clock())
             self._used_bytes += size
             while self._max_bytes is not None and self._used_bytes > self._max_bytes:
                 self._drop(next(iter(self._blobs)))
+        return True
 
     def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
         check_key(key)

@@ -72,8 +72,8 @@ class NfsStore(FolderStore):
             monotonic=monotonic,
         )
 
-    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> None:
-        _again_if_stale(lambda: super(NfsStore, self).put(key, parts, overwrite=overwrite))
+    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
+        return _again_if_stale(lambda: super(NfsStore, self).put(key, parts, overwrite=overwrite))
 
     def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
         try:

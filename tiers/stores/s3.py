@@ -42,8 +42,8 @@ BACKOFF_S_MAX: Final = 2.0
 class DataPlane(Protocol):
     """One attempt at one operation on one object. Keys are the objects' whole names; StoreErrors come out."""
 
-    def put(self, key: str, parts: Sequence[memoryview], *, create: bool, checked: bool) -> None:
-        """Put an object; with ``create`` only if there is none, and one that is there is success."""
+    def put(self, key: str, parts: Sequence[memoryview], *, create: bool, checked: bool) -> bool:
+        """Put an object; with ``create`` only if there is none. False: there is one."""
 
     def get_into(self, key: str, parts: Sequence[memoryview], size: int) -> None:
         """Fill the parts, ``size`` bytes together. No byte is written before the server has announced that size."""
@@ -117,10 +117,10 @@ class S3Store(Store):
     def __repr__(self) -> str:
         return f"S3Store({self.options.bucket!r}, prefix={self.options.prefix!r}, client={self.options.client!r})"
 
-    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> None:
+    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
         name = self._name(key)
         plain = _as_bytes(parts)
-        self._run(key, lambda clients: self._put(clients.data, name, plain, create=not overwrite))
+        return self._run(key, lambda clients: self._put(clients.data, name, plain, create=not overwrite))
 
     def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
         name = self._name(key)
@@ -284,20 +284,21 @@ class S3Store(Store):
     def _delete_batch(self, names: Sequence[str]) -> dict[str, StoreError]:
         return self._run("", lambda clients: clients.session.delete_batch(names))
 
-    def _put(self, data: DataPlane, name: str, parts: Sequence[memoryview], *, create: bool) -> None:
+    def _put(self, data: DataPlane, name: str, parts: Sequence[memoryview], *, create: bool) -> bool:
         checked = self.options.checksum != "none" and not self._checksum_refused
         try:
-            data.put(name, parts, create=create, checked=checked)
+            return data.put(name, parts, create=create, checked=checked)
         except RequestRefusedError as refused:
             if not checked:
                 raise
             try:
-                data.put(name, parts, create=create, checked=False)
+                published = data.put(name, parts, create=create, checked=False)
             except RequestRefusedError:
                 raise refused from None  # so the checksum was not the reason
             if not self._checksum_refused:
                 self._checksum_refused = True
                 logger.warning("%r: the server refuses %s; payloads are signed instead", self, self.options.checksum)
+            return published
 
     def _run(self, key: str, action: Callable[[_Clients], T]) -> T:
         """Attempt ``action`` until it succeeds, fails for good or its time is up."""

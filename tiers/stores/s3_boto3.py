@@ -63,8 +63,8 @@ class Boto3Client:
             if value is not None
         }
 
-    def put(self, key: str, parts: Sequence[memoryview], *, create: bool, checked: bool) -> None:
-        """Put an object; with ``create`` only if there is none, and one that is there is success."""
+    def put(self, key: str, parts: Sequence[memoryview], *, create: bool, checked: bool) -> bool:
+        """Put an object; with ``create`` only if there is none. False: there is one."""
         arguments = dict(self._put_arguments)
         if create:
             arguments["IfNoneMatch"] = "*"
@@ -78,11 +78,12 @@ class Boto3Client:
         except boto_errors.ClientError as e:
             if not (create and e.response["ResponseMetadata"]["HTTPStatusCode"] in _CREATED_BY_OTHERS):
                 raise self._session.translate(e) from None
+            return False
         except BOTO_ERRORS as e:
             raise self._session.translate(e) from None
-        else:
-            if "ETag" not in answer:  # a 200 from something that is not S3
-                raise connection_error(self._session.place)
+        if "ETag" not in answer:  # a 200 from something that is not S3
+            raise connection_error(self._session.place)
+        return True
 
     def get_into(self, key: str, parts: Sequence[memoryview], size: int) -> None:
         """Fill the parts, ``size`` bytes together. No byte is written before the server has announced that size."""

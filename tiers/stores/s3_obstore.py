@@ -81,8 +81,8 @@ class ObstoreClient:
         storage_class = session.options.storage_class
         self._attributes: dict[str, str] | None = {"Storage-Class": storage_class} if storage_class else None
 
-    def put(self, key: str, parts: Sequence[memoryview], *, create: bool, checked: bool) -> None:
-        """Put an object; with ``create`` only if there is none, and one that is there is success."""
+    def put(self, key: str, parts: Sequence[memoryview], *, create: bool, checked: bool) -> bool:
+        """Put an object; with ``create`` only if there is none. False: there is one."""
         store = self._checked if checked else self._plain
         started = self._clock()
         try:
@@ -97,8 +97,10 @@ class ObstoreClient:
         except AlreadyExistsError as e:
             if not create:  # a plain 409
                 raise self._translate(e, started) from None
+            return False
         except (BaseError, OSError, ValueError) as e:
             raise self._translate(e, started) from None
+        return True
 
     def get_into(self, key: str, parts: Sequence[memoryview], size: int) -> None:
         """Fill the parts, ``size`` bytes together. No byte is written before the server has announced that size."""

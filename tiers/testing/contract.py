@@ -279,8 +279,8 @@ class StoreContract(ABC):
         source.assert_not_held()
 
     def test_put_keeps_what_is_there(self, store: Store) -> None:
-        store.put("f/a", as_parts(b"old"))
-        store.put("f/a", as_parts(b"newer and longer"))
+        assert store.put("f/a", as_parts(b"old")) is True
+        assert store.put("f/a", as_parts(b"newer and longer")) is False
         assert self.peek(store, "f/a") == b"old"
 
     def test_put_keeps_what_somebody_else_put(self, store: Store) -> None:

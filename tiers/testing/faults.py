@@ -5,8 +5,8 @@ A layer, for whatever sits on top of a store::
     store = FaultyStore(MemoryStore(), [Fault("get_into", first=3, flip_bit=17), Fault("put", count=None, error=...)])
     store.plan = []  # healed
 
-System calls, for stores on a file system (``tiers.posix`` and ``tiers.publish`` make all of theirs). Run once to
-learn how many there are, then once for each::
+System calls, for stores on a file system (``tiers.posix``, ``tiers.publish`` and ``tiers.folder_cleanup`` make all of
+theirs). Run once to learn how many there are, then once for each::
 
     with SyscallFaults() as dry:
         store.put("a", parts)
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import os
+import random
 import signal
 import sys
 import threading
@@ -33,7 +34,8 @@ from dataclasses import dataclass
 from typing import Any, Self
 from unittest import mock
 
-from tiers import posix, publish
+from tiers import folder_cleanup, posix, publish
+from tiers.layers.layer import BATCH_METHODS, SINGLE_METHODS
 from tiers.store import KeyInfo, Store
 
 # ---- a store that fails by plan --------------------------------------------------------------------------------------
@@ -53,6 +55,7 @@ class Fault:
         error_after: the call is made, and only then ``error`` raised: a lost acknowledgement.
         flip_bit: number of a bit to flip in what ``put`` stores, ``get_into`` fills or ``get_tail`` returns.
         truncate_to: bytes that arrive: ``put`` stores no more, ``get_into`` leaves zeros behind them.
+        share: of the calls between ``first`` and the end of ``count``, the part it happens in, by chance.
     """
 
     method: str
@@ -64,9 +67,10 @@ class Fault:
     error_after: bool = False
     flip_bit: int | None = None
     truncate_to: int | None = None
+    share: float = 1.0
 
     def strikes(self, method: str, number: int) -> bool:
-        """Whether it happens in this call."""
+        """Whether it may happen in this call; where ``share`` is less than 1, chance decides."""
         return (
             method == self.method and number >= self.first and (self.count is None or number < self.first + self.count)
         )
@@ -81,7 +85,7 @@ class Fault:
 
 
 class FaultyStore(Store):
-    """A store layer that fails by plan. Any thread may call; ``_lock`` owns ``calls``.
+    """A store layer that fails by plan. Any thread may call; ``_lock`` owns ``calls`` and ``struck``.
 
     It has the optional methods its store has. ``plan`` may be replaced at any time.
 
@@ -89,36 +93,48 @@ class FaultyStore(Store):
         store: closed with this one.
         plan: what goes wrong; several faults may strike in one call, in their order.
         sleep: waits for a fault's ``delay_s``.
+        rng: what decides about faults with a ``share``.
 
     Attributes:
         calls: method -> number of calls so far.
+        struck: fault -> how often it happened so far.
     """
 
     def __init__(
-        self, store: Store, plan: Iterable[Fault] = (), *, sleep: Callable[[float], object] = time.sleep
+        self,
+        store: Store,
+        plan: Iterable[Fault] = (),
+        *,
+        sleep: Callable[[float], object] = time.sleep,
+        rng: random.Random | None = None,
     ) -> None:
         self.capabilities = store.capabilities
         self.plan: Sequence[Fault] = tuple(plan)
         self.calls: Counter[str] = Counter()
+        self.struck: Counter[Fault] = Counter()
         self._store = store
         self._sleep = sleep
+        self._random = random.Random(0) if rng is None else rng
         self._lock = threading.Lock()
         # On the instance: whether a store has an extra is asked with isinstance, which looks for the attribute.
-        for name in ("quarantine", "size_many", "delete_many", "get_many_into"):
+        for name in (*SINGLE_METHODS, *BATCH_METHODS):
+            if name == "get_tail":
+                continue  # its answer can be damaged
             if hasattr(store, name):
                 setattr(self, name, functools.partial(self._call, name))
         if hasattr(store, "get_tail"):
             self.get_tail = self._get_tail
 
-    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> None:
+    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
         faults = self._before("put")
         for fault in faults:
             if fault.flip_bit is not None or fault.truncate_to is not None:
                 data = bytearray(b"".join(parts))
                 fault.damage(data)
                 parts = [memoryview(data)]
-        self._store.put(key, parts, overwrite=overwrite)
+        published = self._store.put(key, parts, overwrite=overwrite)
         self._after(faults)
+        return published
 
     def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
         faults = self._before("get_into")
@@ -166,7 +182,13 @@ class FaultyStore(Store):
     def _before(self, method: str) -> list[Fault]:
         with self._lock:
             self.calls[method] += 1
-            faults = [fault for fault in self.plan if fault.strikes(method, self.calls[method])]
+            faults = [
+                fault
+                for fault in self.plan
+                if fault.strikes(method, self.calls[method])
+                and (fault.share == 1 or self._random.random() < fault.share)
+            ]
+            self.struck.update(faults)
         for fault in faults:
             if fault.delay_s:
                 self._sleep(fault.delay_s)
@@ -207,7 +229,7 @@ SYSTEM_CALLS = frozenset(
 
 
 class SyscallFaults:
-    """Counts the system calls of ``tiers.posix`` and ``tiers.publish``, and makes the n-th one fail.
+    """Counts the system calls of the stores on a file system (see above), and makes the n-th one fail.
 
     A context manager; it works on the whole process, so one at a time. A call that fails is not made, save
     ``close``, which on Linux frees the descriptor whatever it returns.
@@ -244,6 +266,7 @@ class SyscallFaults:
         for module, name, replacement in (
             (posix, "os", seam),
             (publish, "os", seam),
+            (folder_cleanup, "os", seam),
             (posix, "openat2", openat2),
             (publish, "link_open_file", link_open_file),
         ):

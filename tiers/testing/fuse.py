@@ -27,7 +27,9 @@ import contextlib
 import ctypes.util
 import importlib.util
 import json
+import math
 import os
+import random
 import shutil
 import signal
 import socket
@@ -64,6 +66,7 @@ class FuseFault:
         flip_bit: number of a bit to flip in what ``read`` returns or ``write`` writes.
         drop: ``write`` says it wrote, and left a hole.
         hang: the call ends when the plan is replaced.
+        share: of the calls between ``first`` and the end of ``count``, the part it strikes in, by chance.
     """
 
     operation: str
@@ -76,10 +79,13 @@ class FuseFault:
     flip_bit: int | None = None
     drop: bool = False
     hang: bool = False
+    share: float = 1.0
 
     def __post_init__(self) -> None:
         if self.operation not in OPERATIONS:
             raise ValueError(f"{self.operation!r} is no operation; accepted: {', '.join(OPERATIONS)}")
+        if not 0 <= self.share <= 1:
+            raise ValueError(f"share {self.share!r} is not accepted; write 0 to 1")
 
 
 def why_no_fuse() -> str | None:
@@ -154,9 +160,19 @@ class FuseMount:
         self._plan = tuple(faults)
         self._ask([asdict(fault) for fault in faults])
 
+    @property
+    def server_pid(self) -> int:
+        """Of the file system's process."""
+        return self._server.pid
+
     def calls(self) -> Counter[str]:
         """Operation -> number of calls since the plan was set."""
-        return Counter(self._ask(None))
+        return Counter(self._ask("calls"))
+
+    def struck(self) -> list[int]:
+        """How often each fault of the plan struck, in the plan's order."""
+        struck: list[int] = self._ask("struck")
+        return struck
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
@@ -200,12 +216,14 @@ class _Plan:
         self._lock = threading.Lock()
         self._faults: list[FuseFault] = []
         self._met: list[int] = []
+        self._struck: list[int] = []
+        self._random = random.Random(0)
         self._calls: Counter[str] = Counter()
         self._replaced = threading.Event()
 
     def replace(self, faults: list[FuseFault]) -> None:
         with self._lock:
-            self._faults, self._met = faults, [0] * len(faults)
+            self._faults, self._met, self._struck = faults, [0] * len(faults), [0] * len(faults)
             self._calls.clear()
             self._replaced.set()
             self._replaced = threading.Event()
@@ -213,6 +231,10 @@ class _Plan:
     def calls(self) -> dict[str, int]:
         with self._lock:
             return dict(self._calls)
+
+    def struck(self) -> list[int]:
+        with self._lock:
+            return list(self._struck)
 
     def meet(self, operation: str, *paths: str | None) -> list[FuseFault]:
         """Count a call; wait and fail as planned. Returns the faults that strike."""
@@ -223,9 +245,11 @@ class _Plan:
             for i, fault in enumerate(self._faults):
                 if fault.operation == operation and any(fault.path in path for path in paths if path is not None):
                     self._met[i] += 1
-                    if self._met[i] >= fault.first and (
-                        fault.count is None or self._met[i] < fault.first + fault.count
+                    due = self._met[i] - fault.first
+                    if 0 <= due < (math.inf if fault.count is None else fault.count) and (
+                        fault.share == 1 or self._random.random() < fault.share
                     ):
+                        self._struck[i] += 1
                         striking.append(fault)
         for fault in striking:
             if fault.hang:
@@ -355,12 +379,14 @@ class _PassThrough:
         """Answer the control socket until its other end is gone, and with it who would unmount."""
         with self._control.makefile("r") as lines:
             for line in lines:
-                faults = json.loads(line)
-                if faults is None:
-                    answer: object = self._plan.calls()
-                else:
-                    self._plan.replace([FuseFault(**fault) for fault in faults])
-                    answer = "done"
+                match json.loads(line):
+                    case "calls":
+                        answer: object = self._plan.calls()
+                    case "struck":
+                        answer = self._plan.struck()
+                    case faults:
+                        self._plan.replace([FuseFault(**fault) for fault in faults])
+                        answer = "done"
                 self._control.sendall(json.dumps(answer).encode() + b"\n")
         os.kill(os.getpid(), signal.SIGTERM)  # libfuse unmounts and ends
 

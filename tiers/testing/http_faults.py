@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import random
 import socket
 import ssl
 import struct
 import sys
 import threading
+from collections import Counter, deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -91,6 +93,7 @@ class _Rule:
     methods: Collection[str] | None
     path_contains: str
     times: int | None
+    share: float
 
     def fits(self, request: Request) -> bool:
         return (
@@ -108,9 +111,11 @@ class HttpFaultServer:
         buckets: that exist.
         ssl_context: serve https with it.
         region: of every bucket.
+        requests_max: requests remembered, with their bodies; more forget the oldest. None: all.
 
     Attributes:
         most_under_way: the most requests that waited for their answers at once.
+        struck: fault -> how many requests it spoiled.
     """
 
     def __init__(
@@ -119,14 +124,17 @@ class HttpFaultServer:
         buckets: Collection[str] = ("bucket",),
         ssl_context: ssl.SSLContext | None = None,
         region: str = "us-east-1",
+        requests_max: int | None = None,
     ) -> None:
         self.s3 = TinyS3(buckets=buckets, region=region)
         self.stopping = threading.Event()
         self.most_under_way = 0
+        self.struck: Counter[Fault] = Counter()
+        self._random = random.Random(0)
         self._under_way = 0
         self._lock = threading.Lock()
         self._rules: list[_Rule] = []
-        self._requests: list[Request] = []
+        self._requests: deque[Request] = deque(maxlen=requests_max)
         self._server = _Server(self)
         if ssl_context is not None:
             self._server.socket = ssl_context.wrap_socket(self._server.socket, server_side=True)
@@ -154,11 +162,21 @@ class HttpFaultServer:
         return f"{self._scheme}://127.0.0.1:{self.port}"
 
     def inject(
-        self, fault: Fault, *, methods: Collection[str] | None = None, path_contains: str = "", times: int | None = None
+        self,
+        fault: Fault,
+        *,
+        methods: Collection[str] | None = None,
+        path_contains: str = "",
+        times: int | None = None,
+        share: float = 1.0,
     ) -> None:
-        """Make the next ``times`` requests that fit fail; None: all of them, until ``heal``."""
+        """Make the next ``times`` requests that fit fail; None: all of them, until ``heal``.
+
+        Args:
+            share: of the requests that fit, the part that fails, by chance.
+        """
         with self._lock:
-            self._rules.append(_Rule(fault, methods, path_contains, times))
+            self._rules.append(_Rule(fault, methods, path_contains, times, share))
 
     def heal(self) -> None:
         """Drop every fault."""
@@ -184,10 +202,14 @@ class HttpFaultServer:
             self._requests.append(request)
             self._under_way += 1
             self.most_under_way = max(self.most_under_way, self._under_way)
-            rule = next((rule for rule in self._rules if rule.fits(request)), None)
-            if rule is not None and rule.times is not None:
+            fitting = (rule for rule in self._rules if rule.fits(request))
+            rule = next((rule for rule in fitting if rule.share == 1 or self._random.random() < rule.share), None)
+            if rule is None:
+                return None
+            if rule.times is not None:
                 rule.times -= 1
-            return None if rule is None else rule.fault
+            self.struck[rule.fault] += 1
+            return rule.fault
 
     def end(self) -> None:
         """For the handlers: a request is about to be answered, or dropped."""

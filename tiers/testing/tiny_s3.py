@@ -80,6 +80,17 @@ class TinyS3:
         """Store without a request."""
         self._do(lambda objects: objects.__setitem__((bucket, key), _Object(data, time.time())))
 
+    def remove_objects(self, bucket: str, which: Callable[[str], bool]) -> int:
+        """Remove the objects whose keys ``which`` accepts, without a request; returns how many."""
+
+        def remove(objects: dict[tuple[str, str], _Object]) -> int:
+            places = [place for place in objects if place[0] == bucket and which(place[1])]
+            for place in places:
+                del objects[place]
+            return len(places)
+
+        return self._do(remove)
+
     def answer(self, request: Request) -> Answer:
         """Do what a request asks for."""
         bucket, key = self._place(request)

@@ -1,0 +1,1 @@
+"""Commands that look at the storage of a configuration without an engine."""

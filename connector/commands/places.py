@@ -1,0 +1,136 @@
+"""The tiers of a configuration as stores, for commands; and how commands show that they are at work."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from tiers.config import load_config
+from tiers.errors import ConfigError
+from tiers.open_store import tool_recipe
+from tiers.registry import SecondaryTierFactory
+from tiers.store import Store
+from tiers.tier_config import MemoryTierConfig, TierConfig
+
+QUIET_S = 2.0  # what takes less shows no progress
+TICK_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One tier's storage.
+
+    Attributes:
+        name: the tier's.
+        where: folder, bucket or URL.
+    """
+
+    name: str
+    config: TierConfig
+    where: str
+
+    @contextmanager
+    def open(self) -> Iterator[Store]:
+        """Its store, closed at the end."""
+        store_class, options = tool_recipe(self.config)
+        with closing(store_class(**options)) as store:
+            yield store
+
+
+def find_places(config: Path, tier: str | None) -> list[Place]:
+    """The tiers of a YAML file whose storage outlives a process, or the one of that name.
+
+    Raises:
+        ConfigError: the file is not accepted, or there is no such tier.
+    """
+    found = []
+    for one in load_config(config, SecondaryTierFactory.tier_types()).tiers:
+        if isinstance(one, TierConfig) and not isinstance(one, MemoryTierConfig):
+            found.append(Place(one.name or one.type, one, _where(one)))
+    names = [place.name for place in found]
+    if tier is not None:
+        found = [place for place in found if place.name == tier]
+    if not found:
+        accepted = ", ".join(names) or "none: no tier here has storage that outlives its process"
+        raise ConfigError(f"no tier {tier or ''!r} in {config}; accepted: {accepted}", field="--tier")
+    return found
+
+
+def _where(config: TierConfig) -> str:
+    options: dict[str, Any] = config.model_dump()
+    if "bucket" in options:
+        return f"s3://{options['bucket']}/{options['prefix']}".rstrip("/")
+    return str(options.get("root_dir") or options.get("url"))
+
+
+class Ticker:
+    """Says on standard error how far something is, once it has taken ``QUIET_S``; nothing where nobody looks.
+
+    Args:
+        what: what is done.
+        total: how much there is; None: nobody knows.
+        unit: what ``count`` counts.
+    """
+
+    def __init__(self, what: str, total: float | None = None, *, unit: str = "") -> None:
+        self._unit = unit
+        console = Console(stderr=True)
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            *([BarColumn()] if total is not None else []),
+            TextColumn("{task.fields[done]}"),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._progress.add_task(what, total=total, done="")
+        self._started_at = self._told_at = time.monotonic()
+        self._shown = False
+
+    def __enter__(self) -> Ticker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._shown:
+            self._progress.stop()
+
+    def count(self, done: int) -> None:
+        """So many are done."""
+        self.tell(done, f"{done:,} {self._unit}")
+
+    def tell(self, done: float, text: str) -> None:
+        """Cheap enough for every thousandth blob."""
+        now = time.monotonic()
+        if now - self._started_at < QUIET_S or now - self._told_at < TICK_S:
+            return
+        self._told_at = now
+        if not self._shown:
+            self._progress.start()
+            self._shown = True
+        self._progress.update(self._task, completed=done, done=text)
+
+
+def human_bytes(size: float) -> str:
+    """Such as "1.5 GiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if size == int(size) else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def human_age(seconds: float) -> str:
+    """Such as "3d"."""
+    for limit, unit_s, unit in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
+        if seconds < limit:
+            return f"{max(0.0, seconds) / unit_s:.0f}{unit}"
+    return f"{seconds / 86_400:.0f}d"

@@ -1,0 +1,204 @@
+"""``kvtiers ls``, ``du`` and ``gc``."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from connector.commands.places import Place, Ticker, find_places, human_age, human_bytes
+from tiers.capacity.account import used_bytes
+from tiers.capacity.collector import Collector, CollectReport
+from tiers.errors import KVTiersError, StoreError
+from tiers.inventory import Inventory, list_blocks
+from tiers.tier_config import BoundedTierConfig
+
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+TELL_EVERY_BLOBS = 1000
+DAY_S = 86_400
+
+Config = Annotated[Path, typer.Argument(help="The YAML file of the deployment.")]
+TierName = Annotated[str | None, typer.Option("--tier", help="Only the tier of this name.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
+def ls(
+    config: Config,
+    tier: TierName = None,
+    prefix: Annotated[str, typer.Option(help="Only names that start so.")] = "",
+    limit: Annotated[int | None, typer.Option(min=1, help="No more than so many blocks of a tier.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
+) -> None:
+    """List the stored blocks: size, time of last use or write, name. Streams, however many there are."""
+    for place in _places("ls", config, tier):
+        try:
+            with place.open() as store:
+                for count, (info, name) in enumerate(list_blocks(store, prefix)):
+                    if limit is not None and count >= limit:
+                        break
+                    if as_json:
+                        line = {"tier": place.name, "key": info.key, "size": info.size, "mtime": info.mtime}
+                        print(json.dumps(line | {"rank": name.rank, "group": name.group}))
+                    else:
+                        at = datetime.fromtimestamp(info.mtime, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+                        print(f"{info.size:>12} {at} {info.key}")
+        except StoreError as e:
+            raise _failed("ls", place, e) from e
+
+
+def du(config: Config, tier: TierName = None, as_json: AsJson = False) -> None:
+    """Sum up what is stored: by namespace, rank and group, and by age."""
+    results = []
+    for place in _places("du", config, tier):
+        inventory = Inventory()
+        started_at = time.monotonic()
+        now = time.time()
+        try:
+            with place.open() as store, Ticker(f"listing {place.name}", unit="blobs") as ticker:
+                for count, info in enumerate(store.keys()):
+                    inventory.add(info, now)
+                    if count % TELL_EVERY_BLOBS == 0:
+                        ticker.count(count)
+                used = used_bytes(store)
+        except StoreError as e:
+            raise _failed("du", place, e) from e
+        limit = place.config.max_bytes if isinstance(place.config, BoundedTierConfig) else None
+        results.append(_du_result(place, inventory, used, limit, time.monotonic() - started_at))
+        if not as_json:
+            _show_du(results[-1])
+    if as_json:
+        print(json.dumps({"tiers": results}))
+
+
+def gc(
+    config: Config,
+    tier: TierName = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    lifecycle: Annotated[
+        bool, typer.Option("--lifecycle", help="S3: also have the bucket itself remove blocks a ttl after their write.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Remove what is past its ttl and, above gc_high x max_bytes, the least recently used blocks."""
+    results: list[dict[str, Any]] = []
+    for place in _places("gc", config, tier):
+        policy = place.config.capacity_policy() if isinstance(place.config, BoundedTierConfig) else None
+        if policy is None:
+            results.append({"tier": place.name, "where": place.where, "skipped": "has neither max_bytes nor ttl"})
+        else:
+            try:
+                with place.open() as store, Ticker(f"collecting {place.name}", unit="listed") as ticker:
+                    collector = Collector(store, policy, on_progress=ticker.count)
+                    report = _run(collector, dry_run, policy.lease_s)
+                    days = math.ceil(policy.ttl_s / DAY_S) if policy.ttl_s is not None else None
+                    if lifecycle and days is not None and not dry_run and hasattr(store, "expire_after"):
+                        store.expire_after(days)
+            except StoreError as e:
+                raise _failed("gc", place, e) from e
+            if report is None:
+                results.append({"tier": place.name, "where": place.where, "skipped": "another collector is at work"})
+            else:
+                results.append({"tier": place.name, "where": place.where, **asdict(report)})
+        if not as_json:
+            _show_gc(results[-1])
+    if as_json:
+        print(json.dumps({"tiers": results}))
+
+
+def _run(collector: Collector, dry_run: bool, lease_s: float) -> CollectReport | None:
+    """Run; where somebody holds the lease, wait until it is released or its holder is known to be dead."""
+    deadline = time.monotonic() + 2 * lease_s
+    while (report := collector.run(dry_run=dry_run)) is None and time.monotonic() < deadline:
+        time.sleep(min(1.0, collector.lease.seconds_to_wait + 0.05))
+    return report
+
+
+def _places(command: str, config: Path, tier: str | None) -> list[Place]:
+    try:
+        return find_places(config, tier)
+    except KVTiersError as e:
+        Console(stderr=True).print(f"kvtiers {command}: {e}", markup=False, highlight=False)
+        raise typer.Exit(EXIT_BAD_INPUT) from e
+
+
+def _failed(command: str, place: Place, error: StoreError) -> typer.Exit:
+    text = f"kvtiers {command}: tier {place.name} at {place.where}: {error}"
+    Console(stderr=True).print(text, markup=False, highlight=False)
+    return typer.Exit(EXIT_FAILED)
+
+
+def _du_result(
+    place: Place, inventory: Inventory, used: int | None, limit: int | None, seconds: float
+) -> dict[str, Any]:
+    groups = [
+        {"namespace": namespace, "rank": rank, "group": group, **asdict(share)}
+        for (namespace, rank, group), share in sorted(inventory.blocks.items())
+    ]
+    return {
+        "tier": place.name,
+        "where": place.where,
+        "blocks": asdict(inventory.total),
+        "groups": groups,
+        "ages": {name: asdict(share) for name, share in inventory.ages.items()},
+        "other": asdict(inventory.other),
+        "used_bytes": used,
+        "max_bytes": limit,
+        "seconds": round(seconds, 3),
+    }
+
+
+def _show_du(result: dict[str, Any]) -> None:
+    console = Console(soft_wrap=True)
+    blocks = result["blocks"]
+    bound = ""
+    if result["max_bytes"] is not None:
+        known = "not measured yet" if result["used_bytes"] is None else f"{human_bytes(result['used_bytes'])} accounted"
+        bound = f", {known} of max_bytes {human_bytes(result['max_bytes'])}"
+    text = f"{result['tier']} at {result['where']}: {blocks['blobs']:,} blocks, {human_bytes(blocks['bytes'])}{bound}"
+    console.print(text, markup=False, highlight=False)
+    table = Table("namespace", "rank", "group", "blocks", "size")
+    for group in result["groups"]:
+        numbers = (str(group["rank"]), str(group["group"]), f"{group['blobs']:,}", human_bytes(group["bytes"]))
+        table.add_row(group["namespace"], *numbers)
+    if result["groups"]:
+        console.print(table)
+    lower = "0"
+    for age, share in result["ages"].items():
+        label = f"older than {lower}" if age == "older" else f"up to {age}"
+        if share["blobs"]:
+            console.print(f"  {label}: {share['blobs']:,} blocks, {human_bytes(share['bytes'])}", highlight=False)
+        lower = age
+    other = result["other"]
+    if other["blobs"]:
+        console.print(f"  no blocks: {other['blobs']:,} files, {human_bytes(other['bytes'])}", highlight=False)
+
+
+def _show_gc(result: dict[str, Any]) -> None:
+    console = Console(soft_wrap=True)
+    place = f"{result['tier']} at {result['where']}"
+    if "skipped" in result:
+        console.print(f"{place}: {result['skipped']}", markup=False, highlight=False)
+        return
+    verb = "would be removed" if result["dry_run"] else "removed"
+    console.print(
+        f"{place}: {result['blobs']:,} blobs, {human_bytes(result['bytes'])}, listed in "
+        f"{human_age(result['seconds']) if result['seconds'] >= 1 else 'less than 1s'}",
+        markup=False,
+        highlight=False,
+    )
+    for reason, count in result["removed_blobs"].items():
+        size = human_bytes(result["removed_bytes"][reason])
+        console.print(f"  {verb} by {reason}: {count:,} blocks, {size}", highlight=False)
+    if result["kept_by_error"]:
+        console.print(f"  could not be removed: {result['kept_by_error']:,} blocks", highlight=False)
+    if result["own_bytes"]:
+        console.print(f"  in quarantine and half written: {human_bytes(result['own_bytes'])}", highlight=False)

@@ -1,0 +1,157 @@
+"""ls, du and gc over real folders and S3."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from connector.cli import app
+from connector.commands.places import human_age, human_bytes
+from tests.identity import FakeSpec, block_key
+from tiers.capacity.lease import Lease
+from tiers.file_mapper import FileMapper
+from tiers.inventory import parse_block_name
+from tiers.namespace import open_namespace
+from tiers.stores.local import LocalStore
+from tiers.testing.contract import as_parts
+from tiers.testing.servers import S3Server, moto_server
+
+SIZE = 4096
+NAMES = [FileMapper.from_offloading_spec("", FakeSpec()).relative_name(block_key(n, group=n % 2)) for n in range(10)]
+NAMESPACE = NAMES[0].partition("/")[0].removesuffix("_r0")
+
+
+def run(*args: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, list(args))
+    return result.exit_code, result.output
+
+
+def ok(*args: str) -> str:
+    code, out = run(*args)
+    assert code == 0, out
+    return out
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Ten blocks, block n last used n hours ago."""
+    store = LocalStore(tmp_path / "kv")
+    open_namespace(store, FileMapper.from_offloading_spec("", FakeSpec()))
+    for number, name in enumerate(NAMES):
+        store.put(name, as_parts(bytes(SIZE)))
+        at = time.time() - 3600 * number
+        os.utime(tmp_path / "kv" / name, (at, at))
+    store.close()
+    return tmp_path / "kv"
+
+
+def write_config(root: Path, *options: str) -> str:
+    path = root.parent / "c.yaml"
+    lines = ["region: {size: 1MiB}", "tiers:", f"- {{type: fs, root_dir: {root}, {', '.join(options)}}}"]
+    path.write_text("\n".join([*lines, "- {type: memory}\n"]))
+    return str(path)
+
+
+def test_ls(root: Path) -> None:
+    config = write_config(root)
+    lines = ok("ls", config).splitlines()
+    assert sorted(line.split()[2] for line in lines) == sorted(NAMES)
+    assert all(line.split()[0] == str(SIZE) for line in lines)
+    found = [json.loads(line) for line in ok("ls", config, "--json").splitlines()]
+    assert {(item["key"], item["group"], item["tier"]) for item in found} == {
+        (name, number % 2, "fs") for number, name in enumerate(NAMES)
+    }
+    assert len(ok("ls", config, "--limit", "3").splitlines()) == 3
+    assert ok("ls", config, "--prefix", NAMES[4]).split()[2:] == [NAMES[4]]
+    assert ok("ls", config, "--prefix", "nobody") == ""
+
+
+def test_du(root: Path) -> None:
+    out = ok("du", write_config(root, "max_bytes: 1MiB"))
+    assert "10 blocks, 40 KiB, not measured yet of max_bytes 1 MiB" in out
+    assert NAMESPACE[:20] in out
+    (tier,) = json.loads(ok("du", write_config(root), "--json"))["tiers"]
+    assert tier["blocks"] == {"blobs": 10, "bytes": 10 * SIZE}
+    assert [(group["namespace"], group["rank"], group["group"], group["blobs"]) for group in tier["groups"]] == [
+        (NAMESPACE, 0, 0, 5),
+        (NAMESPACE, 0, 1, 5),
+    ]
+    assert tier["ages"]["1h"]["blobs"] == 1
+    assert tier["ages"]["1d"]["blobs"] == 9
+    assert tier["other"]["blobs"] == 1  # config.json
+
+
+def test_gc(root: Path) -> None:
+    config = write_config(root, "ttl: 5.5h")
+    assert "would be removed by ttl: 4 blocks, 16 KiB" in ok("gc", config, "--dry-run")
+    assert len(list(root.rglob("*.bin"))) == 10
+    assert "removed by ttl: 4 blocks, 16 KiB" in ok("gc", config)
+    assert {str(path.relative_to(root)) for path in root.rglob("*.bin")} == set(NAMES[:6])
+    (tier,) = json.loads(ok("gc", config, "--json"))["tiers"]
+    assert tier["removed_blobs"] == {"ttl": 0, "capacity": 0}
+    assert "accounted" in ok("du", write_config(root, "max_bytes: 1MiB"))
+
+
+def test_gc_without_limits_says_so(root: Path) -> None:
+    assert "has neither max_bytes nor ttl" in ok("gc", write_config(root))
+    assert len(list(root.rglob("*.bin"))) == 10
+
+
+def test_gc_while_another_collector_works(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("connector.commands.storage._run", lambda collector, dry_run, lease_s: collector.run())
+    assert Lease(LocalStore(root), "another").try_acquire()
+    assert "another collector is at work" in ok("gc", write_config(root, "ttl: 1s"))
+    assert len(list(root.rglob("*.bin"))) == 10
+
+
+def test_which_tier(root: Path) -> None:
+    config = write_config(root, "name: near")
+    assert "near" in ok("du", config, "--tier", "near")
+    for command in ("ls", "du", "gc"):
+        code, out = run(command, config, "--tier", "memory")
+        assert code == 2
+        assert "accepted: near" in out
+        assert run(command, str(root / "none.yaml"))[0] == 2
+
+
+def test_a_storage_that_fails(tmp_path: Path) -> None:
+    (tmp_path / "kv").write_text("a file")
+    code, out = run("du", write_config(tmp_path / "kv"))
+    assert code == 1
+    assert "must be a folder" in out
+
+
+def test_on_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import boto3
+
+    with moto_server() as server:
+        assert isinstance(server, S3Server)
+        for variable, value in server.environment.items():
+            monkeypatch.setenv(variable, value)
+        client = boto3.client("s3", endpoint_url=server.endpoint_url, region_name=server.region)
+        client.create_bucket(Bucket="bucket")
+        for name in NAMES:
+            client.put_object(Bucket="bucket", Key=f"p/{name}", Body=bytes(SIZE))
+        config = tmp_path / "c.yaml"
+        tier = f"{{type: s3, bucket: bucket, prefix: p, endpoint_url: '{server.endpoint_url}', ttl: 10d}}"
+        config.write_text(f"region: {{size: 1MiB}}\ntiers:\n- {tier}\n")
+        assert "s3 at s3://bucket/p: 10 blocks, 40 KiB" in ok("du", str(config))
+        ok("gc", str(config), "--lifecycle")
+        (rule,) = client.get_bucket_lifecycle_configuration(Bucket="bucket")["Rules"]
+        assert rule["Expiration"]["Days"] == 10
+        assert len(ok("ls", str(config)).splitlines()) == 10
+
+
+@pytest.mark.parametrize("name", ["x", "m_r0/abc/de_g0/f0000.bin", "m_r0/abc/de_g0/abcde.tmp", "m/abc/de_g0/abcde.bin"])
+def test_names_that_are_no_blocks(name: str) -> None:
+    assert parse_block_name(name) is None
+
+
+def test_sizes_and_ages_in_words() -> None:
+    assert [human_bytes(n) for n in (0, 1023, 1536, 5 << 40)] == ["0 B", "1023 B", "1.5 KiB", "5.0 TiB"]
+    assert [human_age(s) for s in (-1, 90, 600, 7300, 172_800)] == ["0s", "90s", "10min", "2h", "2d"]

@@ -1,0 +1,57 @@
+"""What the tests measured of the promises in docs/reliability.md, shown at the end of a run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+#: Promise -> its pass line. Their words are in docs/reliability.md.
+PASS_LINES = {
+    "L1": "scheduler calls p99 <= 1 ms, worst <= 20 ms, with all I/O hung",
+    "L2": "a lookup is answered within lookup_deadline_s (0.2 s)",
+    "L3": "a load ends within job_deadline_s + 1 s: success, failure, or its slots quarantined",
+    "L4": "cut off after 3 failures or 1 deadline, back at the first probe after healing",
+    "L5": "shutdown <= 5 s with everything hung",
+    "S1": "slots are conserved after every operation: 2,000 x 60 steps",
+    "S2": "10^6 operations at 5 % faults: nothing pinned at idle, nothing quarantined 30 s after healing",
+    "S3": "one result per job, whatever a task raises",
+    "S4": "nothing that a tier raises reaches the engine",
+    "D2": "private files of dead writers are swept: 0 left",
+    "D3": "nothing left in /dev/shm after SIGKILL of all; 20 of 20 restarts",
+    "D4": "queues bounded in jobs and bytes; excess stores dropped and counted",
+    "W3": "200 SIGKILLs: 0 bad blocks, 0 left over",
+    "W4": "every system call fails, once and for ever: only its keys are missing",
+    "W5": "many writers and readers of the same keys: 0 wrong, 0 exceptions",
+}
+
+Record = Callable[..., None]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Figures that one passed test measured."""
+
+    promise: str
+    figures: dict[str, object]
+    test: str
+
+
+def lines(measured: list[Measured]) -> list[str]:
+    """The report: each promise, its pass line, and what was measured where."""
+    shown = []
+    for promise, pass_line in PASS_LINES.items():
+        shown.append(f"{promise}  {pass_line}")
+        ours = [one for one in measured if one.promise == promise]
+        for one in ours:
+            figures = ", ".join(f"{name.replace('_', ' ')} {_show(value)}" for name, value in one.figures.items())
+            shown.append(f"      {figures}  ({re.sub(r'^tests/', '', one.test)})")
+        if not ours:
+            shown.append("      not measured in this run")
+    return shown
+
+
+def _show(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:,.3g}" if value < 100 else f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,127 @@
+"""The soak in small, and that it sees what it is there to see."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.identity import block_key
+from tests.soak.ledger import CallTimes, Ledger
+from tiers.base import JobMetadata, JobResult
+
+RUN_S_MAX = 200
+
+
+def soak(json_file: Path, *options: str) -> tuple[int, dict[str, Any]]:
+    """In a process of its own: what other tests leave open is not the soak's."""
+    command = [sys.executable, "-m", "tests.soak", "--json", str(json_file), *options]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=RUN_S_MAX, check=False)
+    assert json_file.exists(), ended.stderr
+    return ended.returncode, json.loads(json_file.read_text())
+
+
+def test_twenty_seconds(tmp_path: Path) -> None:
+    status, report = soak(tmp_path / "report.json", "--seconds", "20")
+    assert report["violations"] == {}, report["details"]
+    assert status == 0
+    assert set(report["tiers"]) == {"fs", "nfs", "s3"}
+    assert report["blocks_loaded"] > 100
+    assert report["blocks_stored"] > 100
+    assert sum(report["faults"].values()) > 100
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "violations"),
+    [
+        ("wrong-bytes", {"wrong bytes"}),
+        ("lost-job", {"stuck job", "leaked slots"}),
+        pytest.param("job-twice", {"job reported twice"}, marks=pytest.mark.full),
+        pytest.param("blocking-call", {"scheduler call that waits"}, marks=pytest.mark.full),
+    ],
+)
+def test_a_broken_promise_is_reported(tmp_path: Path, sabotage: str, violations: set[str]) -> None:
+    options = ("--seconds", "3", "--heal-s", "3", "--faults", "0", "--tiers", "fs", "--sabotage", sabotage)
+    status, report = soak(tmp_path / "report.json", *options)
+    assert status == 1
+    assert not report["passed"]
+    assert violations <= report["violations"].keys()
+    assert any(detail.startswith(min(violations)) for detail in report["details"])
+
+
+# ---- the ledger ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ledger() -> Ledger:
+    return Ledger(lambda: 0.0)
+
+
+def job(job_id: int, *slots: int) -> JobMetadata:
+    return JobMetadata(job_id, tuple(block_key(slot) for slot in slots), np.array(slots, np.int32))
+
+
+def test_one_wrong_byte_is_found(ledger: Ledger) -> None:
+    stored = np.arange(100, dtype=np.int8)
+    ledger.check_bytes("block", stored.copy(), stored)
+    assert not ledger.violations
+    found = stored.copy()
+    found[41] += 1
+    ledger.check_bytes("block 3 in slot 4", found, stored)
+    assert ledger.violations == {"wrong bytes": 1}
+    assert ledger.details == ["wrong bytes: block 3 in slot 4: 1 bytes differ, the first at 41"]
+
+
+def test_slots_have_one_writer_or_readers(ledger: Ledger) -> None:
+    ledger.submitted("fs", job(1, 4, 5), is_load=True)
+    ledger.read([6], "request")
+    ledger.read([6], "another")
+    assert not ledger.violations
+    ledger.read([5], "request")
+    ledger.submitted("nfs", job(2, 6), is_load=True)
+    ledger.write([4], "request")
+    assert ledger.violations == {"slot in two hands": 3}
+    assert "job 1 of fs" in ledger.details[0]
+
+
+def test_reported_jobs_let_go_of_their_slots(ledger: Ledger) -> None:
+    ledger.submitted("fs", job(1, 4), is_load=True)
+    ledger.submitted("fs", job(2, 5), is_load=False)
+    ledger.reported("fs", JobResult(1, True))
+    ledger.reported("fs", JobResult(2, False))
+    ledger.write([4, 5], "request")
+    assert not ledger.violations
+    ledger.reported("fs", JobResult(2, False))
+    ledger.reported("nfs", JobResult(1, True))
+    assert ledger.violations == {"job reported twice": 2}
+
+
+def test_keys_of_others_in_a_result(ledger: Ledger) -> None:
+    ledger.submitted("fs", job(1, 4), is_load=True)
+    ledger.reported("fs", JobResult(1, False, (block_key(5),)))
+    assert ledger.violations == {"foreign keys in a result": 1}
+
+
+def test_what_is_left_at_idle(ledger: Ledger) -> None:
+    names = ("free", "ready", "pinned", "pending", "quarantined")
+    ledger.check_idle((3, 5, 0, 0, 0), names, 8)
+    assert not ledger.violations
+    ledger.submitted("fs", job(1, 4), is_load=True)
+    ledger.check_idle((2, 4, 1, 0, 2), names, 8)
+    assert ledger.violations == {"slots not conserved": 1, "stuck job": 1, "leaked slots": 2}
+
+
+def test_times_of_calls() -> None:
+    now = iter([0.0] + [0.0, 0.001] * 98 + [0.0, 0.5] * 2)
+    times = CallTimes(lambda: next(now))
+    for number in range(100):
+        assert times.timed("quick" if number < 98 else "slow", lambda: 7) == 7
+    assert (times.count, times.worst_s, times.worst_call) == (100, 0.5, "slow")
+    assert [slow.startswith("slow: 500 ms at 0.0 s") for slow in times.slow] == [True, True]
+    assert times.percentile_s(50) == pytest.approx(0.001, abs=2e-5)
+    assert times.percentile_s(99) == pytest.approx(0.5, abs=2e-5)

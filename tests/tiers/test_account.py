@@ -1,0 +1,329 @@
+"""The account that writers of one root share: never more than the bound, whatever they and the collector interleave."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from tiers.capacity.account import (
+    MEASURED,
+    USAGE_PREFIX,
+    Account,
+    Baseline,
+    Measured,
+    forget_writers,
+    publish_measured,
+    read_baseline,
+    read_measured,
+    used_bytes,
+)
+from tiers.capacity.records import OWN_PREFIX
+from tiers.errors import StoreFullError, StorePermissionError, StoreUnavailableError
+from tiers.layers.bound import BoundedStore
+from tiers.store import KeyInfo, Store
+from tiers.stores.memory import MemoryStore
+from tiers.testing.contract import as_parts, list_keys
+from tiers.testing.faults import Fault, FaultyStore
+
+WRITER_S = 900.0
+SIZES = st.sampled_from([7, 300, 700])
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class InterruptedStore(MemoryStore):
+    """Runs something else before the n-th call: another process that comes in between."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        super().__init__(clock=clock)
+        self.calls_left = 0
+        self.interruption: Callable[[], object] | None = None
+
+    def _count(self) -> None:
+        self.calls_left -= 1
+        if self.calls_left < 0 and self.interruption is not None:
+            interruption, self.interruption = self.interruption, None
+            interruption()
+
+    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
+        self._count()
+        return super().put(key, parts, overwrite=overwrite)
+
+    def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
+        self._count()
+        super().get_into(key, parts)
+
+    def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
+        self._count()
+        return super().keys(prefix)
+
+
+def measure(store: Store, now: float, *, at: float = 0.0) -> Baseline:
+    """What a collector does, in one go."""
+    baseline = read_baseline(store, now=now, writer_s=WRITER_S)
+    infos = [info for info in store.keys("") if not info.key.startswith(OWN_PREFIX)]
+    measured = Measured(secrets.token_hex(4), sum(i.size for i in infos), len(infos), baseline.base, at)
+    if publish_measured(store, measured, baseline.measured_id):
+        forget_writers(store, baseline.dead)
+    return baseline
+
+
+def stored_bytes(store: Store) -> int:
+    return sum(info.size for info in store.keys("") if not info.key.startswith(OWN_PREFIX))
+
+
+class Writers(RuleBasedStateMachine):
+    """Writers that come, put, die half-way; a collector whose listing takes its time; blobs that are removed."""
+
+    MAX_BYTES = 2000
+    writers = Bundle("writers")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = Clock()
+        self.store = InterruptedStore(self.clock)
+        self.count = 0
+        self.listing: Iterator[KeyInfo] | None = None
+        self.listed = 0
+        self.baseline = Baseline()
+        measure(self.store, self.clock())
+
+    @rule(target=writers)
+    def come(self) -> Account:
+        return Account(self.store, self.MAX_BYTES, writer_s=WRITER_S, clock=self.clock)
+
+    @rule(writer=writers, size=SIZES)
+    def put(self, writer: Account, size: int) -> None:
+        self.count += 1
+        try:
+            BoundedStore(self.store, writer).put(f"b{self.count}", as_parts(bytes(size)))
+        except StoreFullError:
+            pass
+
+    @rule(writer=writers, other=writers, size=SIZES, calls=st.integers(0, 12))
+    def put_while_another_puts(self, writer: Account, other: Account, size: int, calls: int) -> None:
+        if writer is not other:
+            self.store.calls_left, self.store.interruption = calls, lambda: self.put(other, size)
+        self.put(writer, size)
+        self.store.interruption = None
+
+    @rule(writer=writers, size=SIZES, calls=st.integers(0, 12))
+    def put_while_it_is_measured(self, writer: Account, size: int, calls: int) -> None:
+        self.store.calls_left, self.store.interruption = calls, lambda: measure(self.store, self.clock())
+        self.put(writer, size)
+        self.store.interruption = None
+
+    @rule(writer=consumes(writers), size=SIZES, landed=st.booleans())
+    def die_while_putting(self, writer: Account, size: int, landed: bool) -> None:
+        self.count += 1
+        try:
+            writer.take(size, "b")
+        except StoreFullError:
+            return
+        if landed:
+            self.store.put(f"b{self.count}", as_parts(bytes(size)))
+
+    @rule(number=st.integers(0, 10))
+    def a_put_that_fails(self, number: int) -> None:
+        writer = Account(self.store, self.MAX_BYTES, writer_s=WRITER_S, clock=self.clock)
+        lost = FaultyStore(self.store, [Fault("put", error=lambda: StoreUnavailableError("lost"), error_after=True)])
+        try:
+            BoundedStore(lost, writer).put(f"lost{number}", as_parts(bytes(300)))
+        except (StoreFullError, StoreUnavailableError):
+            pass
+
+    @rule(seconds=st.sampled_from([1.0, 100.0, 400.0, 1000.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.clock.now += seconds
+
+    @rule()
+    def begin_to_measure(self) -> None:
+        self.baseline = read_baseline(self.store, now=self.clock(), writer_s=WRITER_S)
+        self.listing = iter(list(self.store.keys()))
+        self.listed = 0
+
+    @rule(count=st.integers(1, 20))
+    def go_on_measuring(self, count: int) -> None:
+        for _ in range(count):
+            info = next(self.listing, None) if self.listing is not None else None
+            if info is None:
+                return
+            if not info.key.startswith(OWN_PREFIX) and self.store.size(info.key) is not None:
+                self.listed += info.size
+
+    @rule()
+    def end_to_measure(self) -> None:
+        if self.listing is None:
+            return
+        self.go_on_measuring(10_000)
+        self.listing = None
+        measured = Measured(secrets.token_hex(4), self.listed, 0, self.baseline.base, 0.0)
+        if publish_measured(self.store, measured, self.baseline.measured_id):
+            forget_writers(self.store, self.baseline.dead)
+
+    @rule(position=st.integers(0, 50))
+    def remove(self, position: int) -> None:
+        """The collector removes a block between two listings, and says so."""
+        blobs = [info for info in self.store.keys("") if not info.key.startswith(OWN_PREFIX)]
+        measured = read_measured(self.store)
+        if self.listing is None and blobs and measured is not None:
+            info = blobs[position % len(blobs)]
+            measure(self.store, self.clock())
+            measured = read_measured(self.store)
+            assert measured is not None
+            self.store.delete(info.key)
+            publish_measured(
+                self.store,
+                Measured(measured.id, measured.bytes - info.size, measured.blobs - 1, measured.base, measured.at),
+                measured.id,
+            )
+
+    @invariant()
+    def within_the_bound(self) -> None:
+        stored = stored_bytes(self.store)
+        assert stored <= self.MAX_BYTES
+        used = used_bytes(self.store)
+        assert used is not None
+        assert used >= stored
+
+
+TestWriters = Writers.TestCase
+TestWriters.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+
+
+def make(max_bytes: int = 1000, **options: float) -> tuple[MemoryStore, BoundedStore, Clock]:
+    clock = Clock()
+    store = MemoryStore(clock=clock)
+    return store, BoundedStore(store, Account(store, max_bytes, clock=clock, **options)), clock
+
+
+def test_nothing_is_stored_before_somebody_has_measured() -> None:
+    store, bounded, clock = make()
+    with pytest.raises(StoreFullError, match="max_bytes = 1000"):
+        bounded.put("a", as_parts(b"1"))
+    measure(store, clock())
+    clock.now += 1
+    bounded.put("a", as_parts(b"1"))
+    assert stored_bytes(store) == 1
+
+
+def test_the_bound_is_reached_and_not_passed() -> None:
+    store, bounded, clock = make()
+    measure(store, clock())
+    for n in range(10):
+        bounded.put(f"b{n}", as_parts(bytes(100)))
+    with pytest.raises(StoreFullError):
+        bounded.put("b10", as_parts(b"1"))
+    assert stored_bytes(store) == 1000
+    # Room that the collector made can be used.
+    store.delete("b0")
+    measure(store, clock())
+    clock.now += 1
+    bounded.put("b10", as_parts(bytes(100)))
+
+
+def test_a_full_root_is_not_asked_for_every_block() -> None:
+    clock = Clock()
+    store = FaultyStore(MemoryStore(clock=clock))
+    bounded = BoundedStore(store, Account(store, 1000, clock=clock))
+    measure(store, clock())
+    for _ in range(100):
+        with pytest.raises(StoreFullError):
+            bounded.put("b", as_parts(bytes(2000)))
+    assert store.calls["put"] < 10
+
+
+def test_a_put_that_stored_nothing_gives_its_room_back() -> None:
+    clock = Clock()
+    memory = MemoryStore(clock=clock)
+    store = FaultyStore(memory, [])
+    bounded = BoundedStore(store, Account(memory, 1000, clock=clock))
+    measure(memory, clock())
+    store.plan = [Fault("put", count=50, error=lambda: StorePermissionError("no"))]
+    for _ in range(50):
+        with pytest.raises(StorePermissionError):
+            bounded.put("b", as_parts(bytes(100)))
+    bounded.put("b", as_parts(bytes(1000)))
+
+
+def test_a_dead_writers_room_comes_back() -> None:
+    store, bounded, clock = make()
+    measure(store, clock())
+    Account(store, 1000, clock=clock).take(900, "never put")
+    with pytest.raises(StoreFullError):
+        bounded.put("b", as_parts(bytes(200)))
+    clock.now += WRITER_S + 1
+    assert len(measure(store, clock()).dead) == 2  # this one too: it has not been heard of
+    bounded.put("b", as_parts(bytes(200)))
+    assert used_bytes(store) == 200
+
+
+def test_records_of_the_dead_are_removed() -> None:
+    store, bounded, clock = make()
+    measure(store, clock())
+    bounded.put("b", as_parts(bytes(200)))
+    clock.now += WRITER_S + 1
+    measure(store, clock())
+    assert list_keys(store) == [MEASURED, "b"]
+    assert used_bytes(store) == 200
+
+
+def test_an_unreadable_record_stops_stores_until_it_is_measured_again() -> None:
+    store, bounded, clock = make()
+    measure(store, clock())
+    bounded.put("a", as_parts(b"1"))
+    (usage,) = [key for key in list_keys(store) if key.startswith(USAGE_PREFIX)]
+    store.put(usage, as_parts(b"\0" * 512), overwrite=True)
+    assert used_bytes(store) is None
+    measure(store, clock())
+    assert used_bytes(store) == 1
+
+
+@pytest.mark.parametrize("garbage", [b"", b"{", b"[]", b'{"id": 1}', b"\xff" * 700])
+def test_an_unreadable_measurement_is_none(garbage: bytes) -> None:
+    store, _, _ = make()
+    store.put(MEASURED, as_parts(garbage))
+    assert read_measured(store) is None
+    assert used_bytes(store) is None
+
+
+def test_a_newcomer_on_a_storage_with_cached_names_waits() -> None:
+    store, bounded, clock = make(newcomer_s=60.0)
+    measure(store, clock())
+    with pytest.raises(StoreFullError):
+        bounded.put("a", as_parts(b"1"))
+    clock.now += 61
+    bounded.put("a", as_parts(b"1"))
+
+
+def test_threads_share_one_account() -> None:
+    store, bounded, clock = make(100_000)
+    measure(store, clock())
+    refused: list[int] = []
+
+    def put(seed: int) -> None:
+        for n in range(100):
+            try:
+                bounded.put(f"{seed}-{n}", as_parts(bytes(500)))
+            except StoreFullError:
+                refused.append(n)
+
+    threads = [threading.Thread(target=put, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(refused) == 200
+    assert stored_bytes(store) == 100_000

@@ -1,0 +1,405 @@
+"""The collector over real files, memory and S3: what it removes, what it leaves, and who comes in between."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import boto3
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.identity import FakeSpec, block_key
+from tiers.capacity.account import Account, read_measured
+from tiers.capacity.collector import Collector, CollectReport, is_block
+from tiers.capacity.histogram import AGE_S_MIN, AgeHistogram, bucket_of
+from tiers.capacity.lease import LEASE_PREFIX, Lease
+from tiers.capacity.policy import CapacityPolicy
+from tiers.capacity.records import OWN_PREFIX
+from tiers.errors import StoreFullError, StorePermissionError
+from tiers.file_mapper import FileMapper
+from tiers.layers.bound import BoundedStore
+from tiers.namespace import open_namespace
+from tiers.store import KeyInfo, Store
+from tiers.stores.local import LocalStore
+from tiers.stores.memory import MemoryStore
+from tiers.testing.contract import as_parts, list_keys
+from tiers.testing.faults import Fault, FaultyStore, SyscallFaults
+from tiers.testing.servers import S3Server
+
+ROOT = Path(__file__).parents[2]
+MAPPER = FileMapper.from_offloading_spec("", FakeSpec())
+SIZE = 4096
+
+
+def name(number: int) -> str:
+    return MAPPER.relative_name(block_key(number))
+
+
+def blocks(store: Store) -> set[str]:
+    return {key for key in list_keys(store) if is_block(key)}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[LocalStore]:
+    store = LocalStore(tmp_path / "kv")
+    yield store
+    store.close()
+
+
+def fill(store: LocalStore, ages_s: Sequence[float], size: int = SIZE) -> None:
+    """Blocks 0, 1, … of these ages."""
+    for number, age_s in enumerate(ages_s):
+        store.put(name(number), as_parts(bytes(size)))
+        at = time.time() - age_s
+        os.utime(f"{store.root_dir}/{name(number)}", (at, at))
+
+
+def collect(store: Store, *, dry_run: bool = False, **policy: float) -> CollectReport:
+    options = {name: int(value) if name == "max_bytes" else value for name, value in policy.items()}
+    report = Collector(store, CapacityPolicy(**options)).run(dry_run=dry_run)  # type: ignore[arg-type]
+    assert report is not None
+    return report
+
+
+def test_ttl_removes_what_was_not_used_for_so_long(store: LocalStore) -> None:
+    fill(store, [10, 100, 1000, 10_000])
+    report = collect(store, ttl_s=500)
+    assert blocks(store) == {name(0), name(1)}
+    assert report.removed_blobs == {"ttl": 2, "capacity": 0}
+    assert report.removed_bytes["ttl"] == 2 * SIZE
+    store.touch(name(1))
+    collect(store, ttl_s=50)
+    assert blocks(store) == {name(0), name(1)}
+
+
+def test_capacity_removes_the_least_recently_used(store: LocalStore) -> None:
+    fill(store, [3600 * (n + 1) for n in range(20)])
+    store.touch(name(19))
+    report = collect(store, max_bytes=20 * SIZE, low=0.5)
+    left = blocks(store)
+    assert name(19) in left
+    assert 8 <= len(left) <= 10
+    assert left - {name(19)} == {name(n) for n in range(len(left) - 1)}
+    assert report.removed_blobs["capacity"] == 20 - len(left)
+
+
+def test_nothing_goes_below_the_high_watermark(store: LocalStore) -> None:
+    fill(store, [3600.0] * 8)
+    assert collect(store, max_bytes=10 * SIZE, high=0.9, low=0.1).removed_blobs["capacity"] == 0
+    assert len(blocks(store)) == 8
+
+
+def test_blocks_of_one_age_go_only_as_far_as_needed(store: LocalStore) -> None:
+    fill(store, [3600.0] * 50)
+    collect(store, max_bytes=50 * SIZE, low=0.8)
+    assert 39 <= len(blocks(store)) <= 40
+
+
+def test_young_blocks_stay(store: LocalStore) -> None:
+    fill(store, [0.0] * 10)
+    report = collect(store, max_bytes=5 * SIZE, ttl_s=0.001, grace_s=60)
+    assert report.removed_blobs == {"ttl": 0, "capacity": 0}
+    assert len(blocks(store)) == 10
+
+
+def test_only_blocks_are_removed(store: LocalStore, tmp_path: Path) -> None:
+    open_namespace(store, MAPPER)
+    fill(store, [10_000, 10_000])
+    (tmp_path / "kv" / "notes.txt").write_text("mine")
+    (tmp_path / "kv" / "other_r0").mkdir()
+    (tmp_path / "kv" / "other_r0" / "a.bin").write_text("not ours")
+    for path in (tmp_path / "kv").rglob("*"):
+        os.utime(path, (0, 0))
+    collect(store, ttl_s=10, max_bytes=1)
+    assert {k for k in list_keys(store) if not k.startswith(OWN_PREFIX)} == {
+        MAPPER.relative_config_name,
+        "notes.txt",
+        "other_r0/a.bin",
+    }
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        (name(1), True),
+        ("model_0123456789ab_r12/abc/de_g0/abcde0.bin", True),
+        ("model_0123456789ab/config.json", False),
+        ("_kvtiers/x_r0/abc/de_g0/abcde0.bin", False),
+        ("model_r0/abc/de_g0/abcde0.tmp", False),
+        ("model_r0/abc/abcde0.bin", False),
+        ("model_r0/abc/de_g0/123450.bin", False),
+    ],
+)
+def test_which_names_are_blocks(key: str, expected: bool) -> None:
+    assert is_block(key) is expected
+
+
+def test_empty_folders_go_and_puts_find_their_way(store: LocalStore, tmp_path: Path) -> None:
+    fill(store, [10_000] * 5)
+    collect(store, ttl_s=10)
+    namespace = tmp_path / "kv" / MAPPER.block_prefix
+    assert namespace.is_dir()
+    assert list(namespace.iterdir()) == []
+    store.put(name(0), as_parts(b"again"))
+    assert blocks(store) == {name(0)}
+
+
+def test_dry_run_changes_nothing(store: LocalStore, tmp_path: Path) -> None:
+    fill(store, [10_000] * 10)
+    before = sorted((p, p.stat().st_mtime_ns) for p in tmp_path.rglob("*") if p.is_file())
+    report = collect(store, dry_run=True, ttl_s=10)
+    assert report.removed_blobs["ttl"] == 10
+    report = collect(store, dry_run=True, max_bytes=5 * SIZE)
+    assert report.removed_blobs["capacity"] >= 5
+    assert sorted((p, p.stat().st_mtime_ns) for p in tmp_path.rglob("*") if p.is_file()) == before
+
+
+def test_bad_blocks_go_before_good_ones(store: LocalStore) -> None:
+    fill(store, [10_000] * 12)
+    for number in range(6):
+        store.quarantine(name(number))
+    report = collect(store, max_bytes=10 * SIZE, low=0.7)
+    assert blocks(store) == {name(n) for n in range(6, 12)}
+    assert report.own_bytes == 0
+
+
+def test_quarantine_is_kept_for_its_time(store: LocalStore) -> None:
+    fill(store, [10_000])
+    store.quarantine(name(0))
+    assert collect(store, ttl_s=1).own_bytes == SIZE
+    assert collect(store, ttl_s=1, quarantine_s=0).own_bytes == 0
+
+
+def test_free_space_of_the_file_system(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(store, [3600.0 * (n + 1) for n in range(10)])
+    monkeypatch.setattr(LocalStore, "free_bytes", lambda self: 100 * SIZE)
+    collect(store, ttl_s=1e9, min_free_bytes=90 * SIZE)
+    assert len(blocks(store)) == 10
+    collect(store, ttl_s=1e9, min_free_bytes=82 * SIZE)
+    assert len(blocks(store)) == 10
+    monkeypatch.setattr(LocalStore, "free_bytes", lambda self: 83 * SIZE)
+    collect(store, ttl_s=1e9, min_free_bytes=70 * SIZE)
+    assert len(blocks(store)) == 10
+    collector = Collector(store, CapacityPolicy(ttl_s=1e9, min_free_bytes=80 * SIZE))
+    assert collector.is_due()
+    collector.run()
+    assert blocks(store) == set()  # 17 blocks' room is missing: all that there is
+
+
+# -- others at work ----------------------------------------------------------------------------------------------------
+
+
+class Busy(FaultyStore):
+    """Does something after each listed key."""
+
+    def __init__(self, store: Store, meanwhile: Callable[[KeyInfo], None]) -> None:
+        super().__init__(store)
+        self.inner = store
+        self.meanwhile = meanwhile
+
+    def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
+        for info in self.inner.keys(prefix):
+            if not prefix:
+                self.meanwhile(info)
+            yield info
+
+
+def test_blocks_that_vanish_meanwhile_do_no_harm(store: LocalStore) -> None:
+    fill(store, [10_000] * 10)
+    report = collect(Busy(store, lambda info: store.delete(info.key)), ttl_s=10)
+    assert blocks(store) == set()
+    assert report.kept_by_error == 0
+
+
+def test_two_collectors_at_once_do_no_harm(store: LocalStore) -> None:
+    fill(store, [3600.0 * (n + 1) for n in range(20)])
+    policy = CapacityPolicy(max_bytes=20 * SIZE, low=0.5)
+    others: list[CollectReport] = []
+
+    def another(info: KeyInfo) -> None:
+        if not others and info.key == name(3):
+            others.append(Collector(store, policy)._run(CollectReport(), time.time()))
+
+    Collector(Busy(store, another), policy)._run(CollectReport(), time.time())
+    assert len(others) == 1
+    assert 8 <= len(blocks(store)) <= 10
+    measured = read_measured(store)
+    assert measured is not None
+    assert measured.bytes >= SIZE * len(blocks(store))
+
+
+def test_blocks_that_cannot_be_removed_are_counted_and_stay_measured(store: LocalStore) -> None:
+    fill(store, [10_000] * 4)
+    faulty = FaultyStore(store, [Fault("delete_many", error=lambda: StorePermissionError("no"), count=None)])
+    with pytest.raises(StorePermissionError):
+        collect(faulty, ttl_s=10)
+    assert list(store.keys(LEASE_PREFIX)) == []
+    with SyscallFaults() as dry:
+        store.delete_many(["a"])
+    number = dry.calls.index("unlink")
+    with SyscallFaults(at=number, error=errno.EACCES):
+        (error,) = store.delete_many([name(0)])
+    assert isinstance(error, StorePermissionError)
+    assert len(blocks(store)) == 4
+
+
+def test_a_full_storage_is_collected_too(store: LocalStore) -> None:
+    """No room for a lease or a measurement is no reason not to make room."""
+    fill(store, [10_000] * 10)
+    full = FaultyStore(store, [Fault("put", error=lambda: StoreFullError("no"), count=None)])
+    collect(full, max_bytes=5 * SIZE)
+    assert len(blocks(store)) <= 4
+
+
+# -- the lease ---------------------------------------------------------------------------------------------------------
+
+
+def lease(store: Store, owner: str, now: list[float]) -> Lease:
+    return Lease(store, owner, lease_s=30.0, clock=lambda: now[0])
+
+
+def test_one_holder_at_a_time_and_the_next_after_it() -> None:
+    store, now = MemoryStore(), [0.0]
+    first, second = lease(store, "a", now), lease(store, "b", now)
+    assert first.try_acquire()
+    assert not second.try_acquire()
+    first.release()
+    assert second.try_acquire()
+    second.release()
+    assert list_keys(store) == []
+
+
+def test_a_dead_holders_lease_is_taken_over() -> None:
+    store, now = MemoryStore(), [0.0]
+    assert lease(store, "dead", now).try_acquire()
+    second, third = lease(store, "b", now), lease(store, "c", now)
+    assert not second.try_acquire()
+    assert not third.try_acquire()
+    now[0] = 29.0
+    assert not second.try_acquire()
+    assert second.seconds_to_wait == 1.0
+    now[0] = 31.0
+    assert second.try_acquire()
+    assert not third.try_acquire()
+    assert len(list_keys(store)) == 1
+
+
+def test_a_living_holder_keeps_it() -> None:
+    store, now = MemoryStore(), [0.0]
+    first, second = lease(store, "a", now), lease(store, "b", now)
+    assert first.try_acquire()
+    for _ in range(10):
+        now[0] += 15.0
+        first.renew()
+        assert not second.try_acquire()
+
+
+def test_of_many_takers_one_wins() -> None:
+    store, now = MemoryStore(), [0.0]
+    assert lease(store, "dead", now).try_acquire()
+    takers = [lease(store, secrets.token_hex(4), now) for _ in range(5)]
+    assert [taker.try_acquire() for taker in takers] == [False] * 5
+    now[0] = 31.0
+    assert sum(taker.try_acquire() for taker in takers) == 1
+
+
+def test_a_collector_killed_at_work_is_followed_by_another(store: LocalStore) -> None:
+    fill(store, [10_000] * 3000, size=1)
+    code = (
+        "import os, signal, sys\n"
+        "from tiers.capacity.collector import Collector\n"
+        "from tiers.capacity.policy import CapacityPolicy\n"
+        "from tiers.stores.local import LocalStore\n"
+        "die = lambda names: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "Collector(LocalStore(sys.argv[1]), CapacityPolicy(ttl_s=10), on_removed=die).run()\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", code, store.root_dir], cwd=ROOT)
+    assert killed.returncode == -9
+    assert 0 < len(blocks(store)) < 3000
+    now = [0.0]
+    collector = Collector(store, CapacityPolicy(ttl_s=10), monotonic=lambda: now[0])
+    assert collector.run() is None
+    now[0] = 31.0
+    assert collector.run() is not None
+    assert blocks(store) == set()
+
+
+# -- the histogram -----------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.floats(-10, 4e8), st.integers(1, 1000)), min_size=1, max_size=50),
+    st.floats(0, 1.2),
+)
+def test_the_cut_takes_the_oldest_and_no_more_than_needed(blobs: list[tuple[float, int]], share: float) -> None:
+    histogram = AgeHistogram()
+    for age_s, size in blobs:
+        histogram.add(age_s, size)
+    wanted = int(share * histogram.total_bytes)
+    bucket, left = histogram.cut(wanted)
+    beyond = sum(size for age_s, size in blobs if bucket_of(age_s) > bucket)
+    at = sum(size for age_s, size in blobs if bucket_of(age_s) == bucket)
+    assert beyond + left == min(wanted, histogram.total_bytes)
+    assert 0 <= left <= at
+
+
+@given(st.floats(AGE_S_MIN, 1e9), st.floats(1.012, 10))
+def test_older_is_a_later_bucket(age_s: float, factor: float) -> None:
+    assert bucket_of(age_s) < bucket_of(age_s * factor)
+    assert bucket_of(-1.0) == bucket_of(0.0) == 0
+
+
+# -- object storage ----------------------------------------------------------------------------------------------------
+
+
+def test_s3_is_bounded_and_collected(moto: S3Server, boto_models_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tiers.stores.s3 import S3Store
+    from tiers.stores.s3_options import S3Options
+
+    for variable, value in moto.environment.items():
+        monkeypatch.setenv(variable, value)
+    bucket = "collector-tests"
+    boto3.client("s3", endpoint_url=moto.endpoint_url, region_name=moto.region).create_bucket(Bucket=bucket)
+    plain = S3Store(S3Options(bucket=bucket, endpoint_url=moto.endpoint_url))
+    policy = CapacityPolicy(max_bytes=10 * SIZE, high=0.8, low=0.6, grace_s=-2.0)  # an object's time has whole seconds
+    collector = Collector(plain, policy)
+    assert collector.is_due()
+    assert collector.run() is not None
+    assert not collector.is_due()
+    bounded = BoundedStore(plain, Account(plain, 10 * SIZE))
+    stored = 0
+    with pytest.raises(StoreFullError):  # noqa: PT012 - which put it is depends on the records' own bytes
+        for number in range(11):
+            bounded.put(name(number), as_parts(bytes(SIZE)))
+            stored += 1
+    assert len(blocks(plain)) == stored
+    assert 8 <= len(blocks(plain)) <= 10
+    assert collector.is_due()
+    report = collector.run()
+    assert report is not None
+    assert report.removed_blobs["capacity"] > 0
+    assert len(blocks(plain)) <= 6
+    assert not list(plain.keys(LEASE_PREFIX))
+    plain.close()
+
+
+def test_fsspec_is_collected(tmp_path: Path) -> None:
+    pytest.importorskip("fsspec")
+    from tiers.stores.fsspec import FsspecStore
+
+    store = FsspecStore(f"file://{tmp_path}/kv")
+    for number in range(4):
+        store.put(name(number), as_parts(bytes(SIZE)))
+        os.utime(tmp_path / "kv" / name(number), (0, 1e9 if number % 2 else time.time()))
+    collect(store, ttl_s=3600)
+    assert blocks(store) == {name(0), name(2)}
+    store.close()

@@ -1,0 +1,245 @@
+"""The collector's process and the tier it belongs to: uses, removals, deaths."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.identity import FakeSpec, block_key
+from tests.waiting import wait_for
+from tiers.base import JobMetadata, OffloadingEvent
+from tiers.capacity.link import CollectorLink
+from tiers.capacity.policy import CapacityPolicy
+from tiers.capacity.records import OWN_PREFIX
+from tiers.config import parse_config, parse_tier
+from tiers.errors import ConfigError
+from tiers.file_mapper import FileMapper
+from tiers.layers.worker_process import StoreRecipe
+from tiers.registry import SecondaryTierFactory
+from tiers.store import SupportsTouch
+from tiers.store_tier import StoreTierManager
+from tiers.stores.local import LocalStore
+from tiers.stores.memory import MemoryStore
+from tiers.testing.contract import as_parts, list_keys
+
+ROWS, ROW_BYTES = 8, 4096
+KEYS = [block_key(n) for n in range(ROWS)]
+MAPPER = FileMapper.from_offloading_spec("", FakeSpec())
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "kv"
+
+
+def make_old(root: Path, age_s: float) -> None:
+    at = time.time() - age_s
+    for path in root.rglob("*.bin"):
+        os.utime(path, (at, at))
+
+
+def make_link(root: Path, **policy: Any) -> CollectorLink:
+    return CollectorLink(
+        "test",
+        StoreRecipe.of(LocalStore, root_dir=root),
+        CapacityPolicy(**{"poll_s": 0.05, "every_s": 0.1, **policy}),
+        MAPPER,
+        notes_uses=issubclass(LocalStore, SupportsTouch),
+    )
+
+
+@pytest.fixture
+def link(root: Path) -> Iterator[CollectorLink]:
+    link = make_link(root, ttl_s=1000.0)
+    yield link
+    link.close()
+
+
+def test_removals_are_told(root: Path, link: CollectorLink) -> None:
+    store = LocalStore(root)
+    for key in KEYS:
+        store.put(MAPPER.relative_name(key), as_parts(b"1"))
+    other = MAPPER.relative_name(KEYS[0]).replace("_r0/", "_r1/")
+    store.put(other, as_parts(b"1"))
+    make_old(root, 2000)
+    removed: list[bytes] = []
+
+    def all_told() -> bool:
+        removed.extend(link.take_removed(3))
+        return len(removed) == len(KEYS)
+
+    wait_for(all_told)
+    assert sorted(removed) == sorted(KEYS)
+    wait_for(lambda: any("report" in report for report in link.take_reports()))
+    assert not [key for key in list_keys(store) if not key.startswith(OWN_PREFIX)]
+
+
+def test_uses_are_noted_and_keep_blocks(root: Path, link: CollectorLink) -> None:
+    store = LocalStore(root)
+    wait_for(lambda: bool(link.take_reports()))  # it runs
+    path = root / MAPPER.relative_name(KEYS[0])
+    store.put(MAPPER.relative_name(KEYS[0]), as_parts(b"1"))
+    make_old(root, 900)
+    link.touch([KEYS[0], KEYS[1]])  # one of them is not there
+    wait_for(lambda: time.time() - path.stat().st_mtime < 100)
+    # At most once in a quarter of the ttl.
+    make_old(root, 900)
+    link.touch([KEYS[0]])
+    link.touch([KEYS[2]])
+    assert time.time() - path.stat().st_mtime > 800
+
+
+def test_a_collector_that_dies_is_started_again(root: Path, link: CollectorLink) -> None:
+    wait_for(lambda: bool(link.take_reports()))
+    process = link._process
+    assert process is not None
+    process.kill()
+    wait_for(lambda: link._process is not None and link._process.pid != process.pid)
+    link.take_reports()
+    wait_for(lambda: bool(link.take_reports()))
+
+
+def test_close_leaves_no_process_and_no_lease(root: Path) -> None:
+    link = make_link(root, ttl_s=1000.0)
+    wait_for(lambda: bool(link.take_reports()))
+    process = link._process
+    assert process is not None
+    link.close()
+    assert process.poll() is not None
+    assert not [key for key in list_keys(LocalStore(root)) if key.startswith(f"{OWN_PREFIX}lease/")]
+
+
+def test_it_ends_when_its_parent_dies(root: Path) -> None:
+    code = (
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from tests.tiers.test_collector_process import make_link\n"
+        "link = make_link(Path(sys.argv[1]), ttl_s=1000.0)\n"
+        "while not link.take_reports():\n"
+        "    time.sleep(0.01)\n"
+        "print(link._process.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code, str(root)], cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    parent.send_signal(signal.SIGKILL)
+    parent.communicate()
+    wait_for(lambda: not Path(f"/proc/{pid}").exists() or "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text())
+
+
+def test_an_error_is_told_and_it_goes_on(tmp_path: Path) -> None:
+    root = tmp_path / "file"
+    root.write_text("no folder")
+    link = make_link(root, ttl_s=1000.0)
+    try:
+        assert "StoreConfigError" in wait_for(link.take_reports)[0]["error"]
+        root.unlink()
+        wait_for(lambda: any("report" in report for report in link.take_reports()))
+    finally:
+        link.close()
+
+
+# -- in a tier ---------------------------------------------------------------------------------------------------------
+
+
+def store_all(tier: StoreTierManager) -> int:
+    tier.submit_store(JobMetadata(1, KEYS, np.arange(ROWS, dtype=np.int32)))
+    tier.drain_jobs()
+    (result,) = tier.get_finished()
+    return len(result.successful_keys)
+
+
+def test_a_tier_tells_the_engine_what_was_removed(root: Path) -> None:
+    region = np.ones((ROWS, ROW_BYTES), np.int8)
+    spec = FakeSpec()
+    config = {"type": "fs", "root_dir": str(root), "min_free": 0, "ttl": "1h", "gc_every_s": 1, "max_bytes": "1MiB"}
+    tier = SecondaryTierFactory.create_secondary_tier(config, region.data, spec)
+    assert isinstance(tier, StoreTierManager)
+    try:
+        wait_for(lambda: store_all(tier) == ROWS)
+        list(tier.take_events())
+        assert tier.lookup(KEYS[0])
+        make_old(root, 7200)
+        events: list[OffloadingEvent] = []
+
+        def all_removed() -> bool:
+            tier.on_schedule_end()
+            events.extend(tier.take_events())
+            return sum(len(event.keys) for event in events) == ROWS
+
+        wait_for(all_removed)
+        assert all(event.removed for event in events)
+        assert {key for event in events for key in event.keys} == set(KEYS)
+        assert tier.lookup(KEYS[0]) is None  # what was known of it is forgotten: it is asked again
+
+        def counted() -> bool:
+            tier.on_schedule_end()
+            return spec.metrics.value("kvtiers_collector_removed_blobs_total", "fs", "ttl") == ROWS
+
+        wait_for(counted)
+        assert spec.metrics.value("kvtiers_storage_max_bytes", "fs") == 1 << 20
+    finally:
+        tier.shutdown()
+
+
+def test_config_of_the_namespace_is_written_where_nothing_may_be_stored_yet(root: Path) -> None:
+    region = np.ones((ROWS, ROW_BYTES), np.int8)
+    config = {"type": "fs", "root_dir": str(root), "min_free": 0, "max_bytes": "1MiB"}
+    tier = SecondaryTierFactory.create_secondary_tier(config, region.data, FakeSpec())
+    tier.shutdown()
+    assert len(list(root.glob("*/config.json"))) == 1
+
+
+# -- configuration -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ttl": "7 days"}, "ttl: '7 days' is not a duration; write 7d, 12h, 30min or a number of seconds"),
+        ({"ttl": 0}, "ttl: 0 is out of range"),
+        ({"ttl": True}, "ttl: True is not a duration"),
+        ({"max_bytes": "10 Gigs"}, "max_bytes: '10 Gigs' is not a size; write 10GiB"),
+        ({"max_bytes": 4096}, "max_bytes: 4096 bytes do not hold a block; write at least 1MiB"),
+        ({"gc_low": 0.99}, "gc_low: 0.99 is above gc_high = 0.95"),
+        ({"gc_high": 1.5}, "gc_high"),
+        ({"gc_every_s": 0}, "gc_every_s"),
+    ],
+)
+def test_mistakes_name_their_field(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
+        parse_config({"region": {"size": "1MiB"}, "tiers": [{"type": "fs", "root_dir": "/x", **options}]})
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("7d", 604_800), ("12h", 43_200), ("30 min", 1800), ("1.5m", 90), (90, 90), ("45", 45)]
+)
+def test_durations(text: object, seconds: float) -> None:
+    assert parse_tier({"type": "fs", "root_dir": "/x", "ttl": text}).ttl == seconds  # type: ignore[union-attr]
+
+
+def test_names_lead_back_to_their_blocks() -> None:
+    for key in (*KEYS, block_key(1, group=3)):
+        assert MAPPER.key_of(MAPPER.relative_name(key)) == key
+    good = MAPPER.relative_name(KEYS[0])
+    for bad in (
+        "",
+        good + "x",
+        good.replace("_r0", "_r1"),
+        good.replace("_g0", "_g\u0663"),
+        good.replace("_g0", "_g00"),
+    ):
+        assert MAPPER.key_of(bad) is None
+    assert not isinstance(MemoryStore(), SupportsTouch)

@@ -1,0 +1,139 @@
+"""IsolatedMover: whole batches in a worker say, count and leave behind what BlockMover does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from connector.shared_region import SharedOffloadRegion
+from tests.identity import FakeSpec, block_key
+from tests.waiting import wait_for
+from tiers.base import JobMetadata, JobResult
+from tiers.builtin import FileSystemTierManager
+from tiers.isolated_mover import IsolatedMover, pack_pairs, unpack_pairs
+from tiers.keys import OffloadKey
+from tiers.layers.isolate import ProcessIsolatedStore
+
+ROW_BYTES, ROWS = 8192, 16
+KEYS = [block_key(n) for n in range(8)]
+
+
+class Bench:
+    """A tier on a region that other processes can map."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.view = SharedOffloadRegion.anonymous(ROWS, ROW_BYTES).create_kv_memoryview()
+        self.rows = np.asarray(self.view)
+        self.tier = FileSystemTierManager(FakeSpec(), self.view, "fs", str(root), 1, 1, min_free=0)
+        self.jobs = 0
+
+    def run(self, keys: list[OffloadKey], blocks: list[int], *, is_load: bool) -> JobResult:
+        self.jobs += 1
+        job = JobMetadata(self.jobs, keys, np.array(blocks, np.int32))
+        (self.tier.submit_load if is_load else self.tier.submit_store)(job)
+        self.tier.drain_jobs()
+        (result,) = self.tier.get_finished()
+        return result
+
+    def fill(self, seed: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int8]]:
+        self.rows[:] = np.random.default_rng(seed).integers(-128, 128, self.rows.shape, np.int8)
+        return self.rows.copy()
+
+    def path(self, key: OffloadKey) -> Path:
+        return self.root / self.tier.mapper.relative_name(key)
+
+    def value(self, name: str, *labels: str) -> float:
+        return self.tier.metrics.value(name, "fs", *labels)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path / "kv")
+    yield bench
+    bench.tier.shutdown()
+
+
+def test_auto_is_process_where_the_region_can_be_mapped(bench: Bench, tmp_path: Path) -> None:
+    assert isinstance(bench.tier.store, ProcessIsolatedStore)
+    assert isinstance(bench.tier._mover, IsolatedMover)
+    private = np.zeros((ROWS, ROW_BYTES), np.int8)
+    tier = FileSystemTierManager(FakeSpec(), private.data, "fs", str(tmp_path / "other"), 1, 1, min_free=0)
+    try:
+        assert not isinstance(tier.store, ProcessIsolatedStore)
+    finally:
+        tier.shutdown()
+
+
+def test_what_is_stored_comes_back(bench: Bench) -> None:
+    before = bench.fill(1)
+    stored = bench.run(KEYS, list(range(8)), is_load=False)
+    assert (stored.success, stored.transfer_bytes) == (True, 8 * ROW_BYTES)
+    bench.rows[:] = 0
+    loaded = bench.run([*KEYS, KEYS[0]], [*range(8, 16), 0], is_load=True)  # one key into two slots
+    assert (loaded.success, loaded.transfer_bytes) == (True, 9 * ROW_BYTES)
+    assert np.array_equal(bench.rows[8:], before[:8])
+    assert np.array_equal(bench.rows[0], before[0])
+    assert bench.value("kvtiers_blocks_total", "load", "moved") == 9
+
+
+def test_a_block_that_is_there_is_not_written_again(bench: Bench) -> None:
+    bench.fill(1)
+    assert bench.run(KEYS[:2], [0, 1], is_load=False).success
+    stamp = bench.path(KEYS[0]).stat().st_mtime_ns
+    assert bench.run(KEYS[:2], [0, 1], is_load=False).success
+    assert bench.path(KEYS[0]).stat().st_mtime_ns == stamp
+    assert bench.value("kvtiers_blocks_total", "store", "already_stored") == 2
+
+
+@pytest.mark.parametrize("offset", [0, ROW_BYTES - 1, ROW_BYTES + 30])
+def test_a_changed_block_is_a_miss_and_healed(bench: Bench, offset: int, caplog: pytest.LogCaptureFixture) -> None:
+    before = bench.fill(1)
+    assert bench.run(KEYS[:3], [0, 1, 2], is_load=False).success
+    data = bytearray(bench.path(KEYS[1]).read_bytes())
+    data[offset] ^= 4
+    bench.path(KEYS[1]).write_bytes(data)
+    result = bench.run(KEYS[:3], [3, 4, 5], is_load=True)
+    assert not result.success
+    assert set(result.successful_keys) == {KEYS[0], KEYS[2]}
+    assert bench.value("kvtiers_quarantined_blobs_total") == 1
+    assert "is not the block it should be" in caplog.text
+    assert bench.run(KEYS[:3], [0, 1, 2], is_load=False).success
+    bench.rows[3:6] = 0
+    assert bench.run(KEYS[:3], [3, 4, 5], is_load=True).success
+    assert np.array_equal(bench.rows[3:6], before[:3])
+
+
+def test_absent_keys_fail_alone(bench: Bench) -> None:
+    bench.fill(1)
+    assert bench.run(KEYS[:4], [0, 1, 2, 3], is_load=False).success
+    result = bench.run(KEYS, list(range(8, 16)), is_load=True)
+    assert set(result.successful_keys) == set(KEYS[:4])
+
+
+def test_after_workers_died_the_next_batches_are_served(bench: Bench) -> None:
+    bench.fill(1)
+    assert bench.run(KEYS, list(range(8)), is_load=False).success
+    store = bench.tier.store
+    assert isinstance(store, ProcessIsolatedStore)
+    for worker in list(store._workers):
+        worker.process.kill()
+        worker.process.wait()
+    wait_for(lambda: bench.run(KEYS, list(range(8)), is_load=True).success)
+
+
+def test_a_block_that_cannot_be_stored_fails_alone(bench: Bench) -> None:
+    bench.fill(1)
+    bench.path(KEYS[0]).mkdir(parents=True)  # a folder where the block should be
+    result = bench.run(KEYS[:2], [0, 1], is_load=False)
+    assert set(result.successful_keys) == {KEYS[1]}
+    assert bench.value("kvtiers_blocks_total", "store", "failed") == 1
+
+
+def test_packed_pairs_are_the_pairs() -> None:
+    pairs = [(block_key(n, group=n), n * 7) for n in range(5)] + [(OffloadKey(b"x" * 64 + bytes(4)), 2**32 - 1)]
+    assert unpack_pairs(memoryview(pack_pairs(pairs))) == pairs
+    assert unpack_pairs(memoryview(b"")) == []

@@ -1,0 +1,271 @@
+"""Account: what a root holds at most, kept by all writers together without a lock, on any store.
+
+Records (``tiers.capacity.records``), each written by one process at a time::
+
+    measured          {id, bytes, base}     by the collector: the sizes it listed, less what it removed since
+    usage/<writer>    {reserved, settled}   by that writer: bytes it may have put so far, and bytes whose put has ended
+    writers/<writer>  {}                    by that writer, once: that there is such a record
+
+    what is stored  <=  measured.bytes + sum over the writers of (reserved - base[writer])
+
+``base[writer]`` is ``settled`` as it stood when the listing began: what was settled by then was listed, everything
+else may have come after the listing had passed. It is counted twice if it was listed as well, until the next
+measurement: the sum errs to the safe side.
+
+A writer that wants to put reserves first and looks afterwards: it publishes the higher ``reserved``, then reads all
+records, and uses what it reserved only if the sum is within ``max_bytes``. Of two writers that do so at once, the one
+that published last sees the other's, so they never both take the last room. Reserving costs a few small reads and
+writes, so it is done for a grant at a time, ``GRANT_SHARE`` of ``max_bytes``, and for single blobs near the bound.
+
+A writer that dies leaves its record. The collector sees that it is not renewed any more, counts all it reserved as
+listed (``base = reserved``), and removes the record once that measurement is published; a reader that finds another
+measurement after it has read the records than before begins again. A writer does not use a grant older than a third of
+the time after which it is taken for dead, but begins as a new writer.
+
+Writers are found by listing ``writers/``, where nothing is ever replaced: a listing need not show a name that is
+replaced meanwhile (tmpfs gives it a new place in the folder).
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tiers.capacity.records import OWN_PREFIX, READ_ATTEMPTS_MAX, get_record, put_record
+from tiers.errors import StoreError, StoreFullError, StoreUnavailableError
+from tiers.store import Store
+
+MEASURED = f"{OWN_PREFIX}measured"
+USAGE_PREFIX = f"{OWN_PREFIX}usage/"
+WRITERS_PREFIX = f"{OWN_PREFIX}writers/"
+GRANT_SHARE = 256
+GRANT_BYTES_MAX = 256 << 20
+DENIED_S = 0.02  # after a refusal, so that a full root is not asked for every block; times 100 on a network
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a collector found.
+
+    Attributes:
+        id: of the measurement; stays while the collector takes off what it removes.
+        bytes: sizes of everything listed, less what was removed since.
+        blobs: how many.
+        base: writer -> how much of its ``reserved`` is in ``bytes`` already; None: whatever it is.
+        at: Unix seconds of the collector's clock.
+    """
+
+    id: str
+    bytes: int
+    blobs: int
+    base: Mapping[str, int | None]
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """The writers' records as they stood when a measurement began.
+
+    Attributes:
+        base: for ``Measured``.
+        dead: writers whose records can go once the measurement is published.
+        measured_id: of the last measurement before it; None: there was none.
+    """
+
+    base: dict[str, int | None] = field(default_factory=dict)
+    dead: list[str] = field(default_factory=list)
+    measured_id: str | None = None
+
+
+def read_measured(store: Store) -> Measured | None:
+    """The last measurement; None where there is none that can be understood."""
+    found = get_record(store, MEASURED)
+    try:
+        return Measured(**found) if found else None
+    except TypeError:
+        return None
+
+
+def publish_measured(store: Store, measured: Measured, before: str | None) -> bool:
+    """Make a measurement the one that counts, unless another was published since its listing began.
+
+    An older one could not be believed then: the records of writers that died meanwhile may be gone.
+
+    Args:
+        before: ``Baseline.measured_id``, or the measurement's own id to take off what was removed since.
+    """
+    current = read_measured(store)
+    if (current.id if current is not None else None) != before:
+        return False
+    content = {name: getattr(measured, name) for name in ("id", "bytes", "blobs", "base", "at")}
+    put_record(store, MEASURED, content)
+    return True
+
+
+def read_baseline(store: Store, *, now: float, writer_s: float) -> Baseline:
+    """To be read before the listing begins.
+
+    Args:
+        now: Unix seconds by the clock that stamps blobs.
+        writer_s: a record not renewed for so long is a dead writer's.
+    """
+    before = read_measured(store)
+    baseline = Baseline(measured_id=None if before is None else before.id)
+    renewed_at = {info.key.removeprefix(USAGE_PREFIX): info.mtime for info in store.keys(USAGE_PREFIX)}
+    for info in list(store.keys(WRITERS_PREFIX)):
+        writer = info.key.removeprefix(WRITERS_PREFIX)
+        record = get_record(store, USAGE_PREFIX + writer)
+        dead = now - max(info.mtime, renewed_at.get(writer, info.mtime)) > writer_s
+        if dead:
+            baseline.dead.append(writer)
+        if record is not None:
+            baseline.base[writer] = _count(record, "reserved" if dead else "settled")
+    return baseline
+
+
+def forget_writers(store: Store, writers: Iterable[str]) -> None:
+    """Remove the records of the dead; only once a measurement without them is published."""
+    for writer in writers:
+        store.delete(WRITERS_PREFIX + writer)
+        store.delete(USAGE_PREFIX + writer)
+
+
+def used_bytes(store: Store, *, own: tuple[str, int] | None = None) -> int | None:
+    """The most that can be stored at this moment; None: nobody has measured yet, or nobody since a record was lost.
+
+    Args:
+        own: writer and its ``reserved``, which need not be read.
+    """
+    for _ in range(READ_ATTEMPTS_MAX):
+        measured = read_measured(store)
+        if measured is None:
+            return None
+        used = measured.bytes
+        reserved: dict[str, int | None] = {} if own is None else {own[0]: own[1]}
+        for info in store.keys(WRITERS_PREFIX):
+            writer = info.key.removeprefix(WRITERS_PREFIX)
+            if writer not in reserved:
+                record = get_record(store, USAGE_PREFIX + writer)
+                if record is not None:
+                    reserved[writer] = _count(record, "reserved")
+        for writer, count in reserved.items():
+            base = measured.base.get(writer, 0)
+            if base is None:
+                continue
+            if count is None:
+                return None
+            used += max(0, count - base)
+        again = read_measured(store)
+        if again is not None and again.id == measured.id:
+            return used - measured.bytes + again.bytes
+    raise StoreUnavailableError("it is measured faster than it can be read", key=MEASURED)
+
+
+def _count(record: Mapping[str, Any], name: str) -> int | None:
+    count = record.get(name)
+    return count if isinstance(count, int) else None
+
+
+class Account:
+    """One writer's part. Any thread may call; ``_lock`` owns the fields and is held while records are read and written.
+
+    Args:
+        store: the shared one.
+        max_bytes: what the root may hold.
+        writer_s: see ``CapacityPolicy``.
+        newcomer_s: how long other writers may not see that this one exists: names are cached on NFS. Nothing is
+            granted before.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        max_bytes: int,
+        *,
+        writer_s: float = 900.0,
+        newcomer_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._max_bytes = max_bytes
+        self._grant_bytes = min(GRANT_BYTES_MAX, max_bytes // GRANT_SHARE)
+        self._grant_s = writer_s / 3
+        self._newcomer_s = newcomer_s
+        self._denied_s = DENIED_S * (100 if store.capabilities.latency_bound else 1)
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._denied_until = float("-inf")
+        self._begin()
+
+    def take(self, size: int, key: str) -> str:
+        """Reserve room for a blob. What it returns goes to ``settle`` or ``give_back``.
+
+        Raises:
+            StoreFullError: there is none, or nobody knows yet.
+            StoreError: the records cannot be read or written.
+        """
+        with self._lock:
+            now = self._clock()
+            if now - self._renewed_at > self._grant_s:
+                self._begin()
+            if self._available < size:
+                if now < self._denied_until:
+                    raise self._full(size, key)
+                self._reserve(size, key)
+            self._available -= size
+            return self._writer
+
+    def settle(self, taken: str, size: int) -> None:
+        """The put has ended, and may have stored the blob."""
+        with self._lock:
+            if taken == self._writer:
+                self._settled += size
+
+    def give_back(self, taken: str, size: int) -> None:
+        """The put has stored nothing."""
+        with self._lock:
+            if taken == self._writer:
+                self._available += size
+
+    def _begin(self) -> None:
+        """As a new writer: others may have taken the old one for dead. What is under way was counted as its."""
+        self._writer = secrets.token_hex(8)
+        self._is_known = False
+        self._reserved = self._settled = self._available = 0
+        self._renewed_at = self._began_at = self._clock()
+
+    def _reserve(self, size: int, key: str) -> None:
+        before = self._reserved
+        wanted = sorted({max(size, self._grant_bytes), size}, reverse=True)
+        for more in wanted:
+            self._reserved = before + more - self._available
+            try:
+                self._publish()
+                used = used_bytes(self._store, own=(self._writer, self._reserved))
+            except StoreError:
+                self._reserved = before  # what others may read is more: it errs to the safe side
+                raise
+            young = self._clock() - self._began_at < self._newcomer_s
+            if used is not None and used <= self._max_bytes and not young:
+                self._available = more
+                return
+        self._reserved = before
+        self._denied_until = self._clock() + self._denied_s
+        self._publish()
+        raise self._full(size, key)
+
+    def _publish(self) -> None:
+        renewed_at = self._clock()
+        if not self._is_known:
+            put_record(self._store, WRITERS_PREFIX + self._writer, {}, overwrite=False)
+            self._is_known = True
+        put_record(self._store, f"{USAGE_PREFIX}{self._writer}", {"reserved": self._reserved, "settled": self._settled})
+        self._renewed_at = renewed_at
+
+    def _full(self, size: int, key: str) -> StoreFullError:
+        return StoreFullError(f"{size} bytes would be more than max_bytes = {self._max_bytes} together", key=key)

@@ -1,0 +1,293 @@
+"""Collector: measures a root and removes what is too old or too much, in memory that does not grow with it.
+
+A run lists everything twice at most:
+
+1. Measure: sum the sizes, remove what is past its ``ttl``, count the bytes of each age in a histogram. Publish the sum
+   for the writers' accounts.
+2. Only if that is more than ``high`` x ``max_bytes``, or the file system is nearly full: find the age beyond which
+   there is as much as is to go, list again and remove what is older. What was used, stored or removed between the two
+   listings does no harm: a block that was just used is too young by then, one that is gone is gone.
+
+Only names that FileMapper makes are removed: ``config.json``, records and other people's files are counted and left.
+A reader that meets a removed block has a miss. Two collectors at once would remove the same blocks.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+from tiers.capacity.account import (
+    Baseline,
+    Measured,
+    forget_writers,
+    publish_measured,
+    read_baseline,
+    read_measured,
+    used_bytes,
+)
+from tiers.capacity.histogram import AgeHistogram, bucket_of
+from tiers.capacity.lease import Lease
+from tiers.capacity.policy import CapacityPolicy
+from tiers.capacity.records import OWN_PREFIX
+from tiers.errors import StoreError, StoreFullError
+from tiers.inventory import parse_block_name
+from tiers.store import KeyInfo, Store, SupportsDeleteMany, SupportsFreeBytes, SupportsSweep
+
+logger = logging.getLogger(__name__)
+
+DELETE_BATCH_KEYS = 512
+RENEW_EVERY_KEYS = 1024
+# The collector begins when less than 1.05 x min_free is free, because at 1 x writers are refused already.
+FREE_HIGH, FREE_LOW = 1.05, 1.25
+
+
+@dataclass(slots=True)
+class CollectReport:
+    """What a run saw and did; with ``dry_run``, what it would have done.
+
+    Attributes:
+        blobs, bytes: of everything listed.
+        removed_blobs, removed_bytes: by reason: "ttl" or "capacity".
+        kept_by_error: blobs that could not be removed.
+        own_bytes: in the store's own folders, quarantine included.
+    """
+
+    dry_run: bool = False
+    blobs: int = 0
+    bytes: int = 0
+    removed_blobs: dict[str, int] = field(default_factory=lambda: {"ttl": 0, "capacity": 0})
+    removed_bytes: dict[str, int] = field(default_factory=lambda: {"ttl": 0, "capacity": 0})
+    kept_by_error: int = 0
+    own_bytes: int = 0
+    seconds: float = 0.0
+
+
+class Collector:
+    """For one thread, of any process.
+
+    Args:
+        store: the root, without a bound on its puts: a full root must take the collector's records.
+        policy: the limits.
+        on_removed: told the names of removed blocks, batch by batch.
+        on_progress: told how many blobs were listed so far.
+        clock: Unix seconds.
+        monotonic: seconds.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        policy: CapacityPolicy,
+        *,
+        on_removed: Callable[[list[str]], None] = lambda _: None,
+        on_progress: Callable[[int], None] = lambda _: None,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._policy = policy
+        self._on_removed = on_removed
+        self._on_progress = on_progress
+        self._clock = clock
+        self._monotonic = monotonic
+        self.lease = Lease(store, secrets.token_hex(8), lease_s=policy.lease_s, clock=monotonic)
+
+    def is_due(self) -> bool:
+        """Whether a run would find something to do, by the records; cheap beside a run.
+
+        Raises:
+            StoreError: they cannot be read.
+        """
+        measured = read_measured(self._store)
+        if measured is None or abs(self._clock() - measured.at) >= self._policy.every_s:
+            return True
+        if self._missing_free_bytes(FREE_HIGH) > 0:
+            return True
+        if self._policy.max_bytes is None:
+            return False
+        used = used_bytes(self._store)
+        return used is None or used > self._policy.high * self._policy.max_bytes
+
+    def run(self, *, dry_run: bool = False) -> CollectReport | None:
+        """Measure and remove. None: another collector is at work, or was and has died not long ago.
+
+        Raises:
+            StoreError: the storage could not be listed.
+        """
+        if dry_run:
+            return self._run(CollectReport(dry_run=True), self._clock())
+        try:
+            if not self.lease.try_acquire():
+                return None
+            now = self.lease.storage_time()
+        except StoreFullError:
+            now = None  # no room for a lease: all the more reason to go on
+        try:
+            return self._run(CollectReport(), self._clock() if now is None else now)
+        finally:
+            try:
+                self.lease.release()
+            except StoreError as e:
+                logger.warning("the collector's lease stays until it expires: %s", e)
+
+    def _run(self, report: CollectReport, now: float) -> CollectReport:
+        started_at = self._monotonic()
+        if isinstance(self._store, SupportsSweep) and not report.dry_run:
+            report.own_bytes = self._store.sweep(self._policy.quarantine_s)
+        baseline = read_baseline(self._store, now=now, writer_s=self._policy.writer_s)
+        histogram = self._measure(report, now)
+        kept = report.bytes + report.own_bytes - report.removed_bytes["ttl"]
+        blobs = report.blobs - report.removed_blobs["ttl"]
+        measured = Measured(secrets.token_hex(8), kept, blobs, baseline.base, self._clock())
+        if not report.dry_run and not self._publish(measured, baseline):
+            logger.info("another collector has measured meanwhile")
+            report.seconds = self._monotonic() - started_at
+            return report
+        excess = self._excess(measured)
+        if excess > 0 and report.own_bytes and isinstance(self._store, SupportsSweep):
+            left = self._store.sweep(0.0)  # bad blocks go before good ones
+            excess -= report.own_bytes - left
+            measured = replace(measured, bytes=measured.bytes - (report.own_bytes - left))
+            report.own_bytes = left
+        if excess > 0:
+            self._shrink(report, now, histogram.cut(excess), measured)
+        report.seconds = self._monotonic() - started_at
+        return report
+
+    def _measure(self, report: CollectReport, now: float) -> AgeHistogram:
+        """List everything; remove what is past its ttl."""
+        histogram = AgeHistogram()
+        ttl_s, grace_s = self._policy.ttl_s, self._policy.grace_s
+        removal = _Removal(self, report, "ttl")
+        for info in self._listing():
+            report.blobs += 1
+            report.bytes += info.size
+            age_s = now - info.mtime
+            if age_s < grace_s or not is_block(info.key):
+                continue
+            if ttl_s is not None and age_s >= ttl_s:
+                removal.add(info)
+            else:
+                histogram.add(age_s, info.size)
+        removal.flush()
+        return histogram
+
+    def _shrink(self, report: CollectReport, now: float, cut: tuple[int, int], measured: Measured) -> None:
+        """List again; remove what is beyond the cut."""
+        bucket, bytes_left = cut
+        grace_s = self._policy.grace_s
+
+        def publish(removed_bytes: int) -> None:
+            left = replace(measured, bytes=measured.bytes - removed_bytes)
+            self._publish(left, Baseline(measured_id=measured.id))
+
+        removal = _Removal(self, report, "capacity", publish)
+        for info in self._listing():
+            age_s = now - info.mtime
+            found = bucket_of(age_s)
+            if found < bucket or age_s < grace_s or not is_block(info.key):
+                continue
+            if found == bucket:
+                if bytes_left <= 0:
+                    continue
+                bytes_left -= info.size
+            removal.add(info)
+        removal.flush()
+
+    def _excess(self, measured: Measured) -> int:
+        """How many bytes are to go."""
+        excess = 0
+        limit = self._policy.max_bytes
+        if limit is not None and measured.bytes > self._policy.high * limit:
+            excess = measured.bytes - int(self._policy.low * limit)
+        if self._missing_free_bytes(FREE_HIGH) > 0:
+            excess = max(excess, self._missing_free_bytes(FREE_LOW))
+        return excess
+
+    def _missing_free_bytes(self, share: float) -> int:
+        wanted = int(self._policy.min_free_bytes * share)
+        return wanted - self._store.free_bytes() if wanted and isinstance(self._store, SupportsFreeBytes) else 0
+
+    def _publish(self, measured: Measured, baseline: Baseline) -> bool:
+        """False: another collector's measurement counts now."""
+        try:
+            if not publish_measured(self._store, measured, baseline.measured_id):
+                return False
+            forget_writers(self._store, baseline.dead)
+        except StoreFullError as e:
+            logger.debug("no room for the measurement: %s", e)  # the writers' accounts stay too high meanwhile
+        return True
+
+    def _listing(self) -> Iterator[KeyInfo]:
+        for count, info in enumerate(self._store.keys()):
+            if count % RENEW_EVERY_KEYS == 0:
+                self.lease.renew()
+                self._on_progress(count)
+            yield info
+
+    def remove(self, infos: list[KeyInfo]) -> list[KeyInfo]:
+        """Delete blobs; returns those that are gone."""
+        keys = [info.key for info in infos]
+        outcomes: list[Exception | None]
+        if isinstance(self._store, SupportsDeleteMany):
+            outcomes = self._store.delete_many(keys)
+        else:
+            outcomes = [_error_of(self._store.delete, key) for key in keys]
+        gone = [info for info, error in zip(infos, outcomes, strict=True) if error is None]
+        error = next((error for error in outcomes if error is not None), None)
+        if error is not None:
+            logger.warning("%d of %d blocks could not be removed: %s", len(infos) - len(gone), len(infos), error)
+        self.lease.renew()
+        self._on_removed([info.key for info in gone])
+        return gone
+
+
+class _Removal:
+    """Blobs on their way out, in batches."""
+
+    def __init__(
+        self,
+        collector: Collector,
+        report: CollectReport,
+        reason: str,
+        publish: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        self._collector = collector
+        self._report = report
+        self._reason = reason
+        self._publish = publish
+        self._batch: list[KeyInfo] = []
+
+    def add(self, info: KeyInfo) -> None:
+        self._batch.append(info)
+        if len(self._batch) >= DELETE_BATCH_KEYS:
+            self.flush()
+
+    def flush(self) -> None:
+        batch, self._batch = self._batch, []
+        if not batch:
+            return
+        report = self._report
+        gone = batch if report.dry_run else self._collector.remove(batch)
+        report.kept_by_error += len(batch) - len(gone)
+        report.removed_blobs[self._reason] += len(gone)
+        report.removed_bytes[self._reason] += sum(info.size for info in gone)
+        if not report.dry_run:
+            self._publish(report.removed_bytes[self._reason])
+
+
+def is_block(key: str) -> bool:
+    """Whether a name is one that FileMapper gives to blocks."""
+    return not key.startswith(OWN_PREFIX) and parse_block_name(key) is not None
+
+
+def _error_of(call: Callable[[str], None], key: str) -> Exception | None:
+    try:
+        call(key)
+    except StoreError as e:
+        return e
+    return None

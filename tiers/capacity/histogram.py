@@ -1,0 +1,42 @@
+"""AgeHistogram: how many bytes there are of each age, in memory that does not grow with their number."""
+
+from __future__ import annotations
+
+import math
+
+AGE_S_MIN = 1e-3
+BUCKETS_PER_OCTAVE = 64  # a bucket's ages differ by 1.1 %
+BUCKETS = 40 * BUCKETS_PER_OCTAVE + 1  # from 1 ms to 34 years
+
+
+class AgeHistogram:
+    """Bytes by age, in buckets that grow with the age."""
+
+    def __init__(self) -> None:
+        self._bytes = [0] * BUCKETS
+        self.total_bytes = 0
+
+    def add(self, age_s: float, size: int) -> None:
+        """Count a blob."""
+        self._bytes[bucket_of(age_s)] += size
+        self.total_bytes += size
+
+    def cut(self, bytes_wanted: int) -> tuple[int, int]:
+        """Where to cut so that what is older has the wanted bytes.
+
+        Returns:
+            A bucket: all of those beyond it are to go; and how many bytes of its own must go as well.
+        """
+        left = bytes_wanted
+        for bucket in range(BUCKETS - 1, -1, -1):
+            if left <= self._bytes[bucket]:
+                return bucket, max(0, left)
+            left -= self._bytes[bucket]
+        return -1, 0
+
+
+def bucket_of(age_s: float) -> int:
+    """The bucket of an age; the future and the present share the first one."""
+    if age_s <= AGE_S_MIN:
+        return 0
+    return min(BUCKETS - 1, 1 + int(math.log2(age_s / AGE_S_MIN) * BUCKETS_PER_OCTAVE))

@@ -1,0 +1,106 @@
+"""Lease: one collector at a time for a root, whoever dies.
+
+``_kvtiers/lease/<generation>`` is created only if absent, so each generation has one holder (where the store has
+``exclusive_create``). The holder renews it by replacing it, and removes it when it is done. Another process that has
+seen it unchanged for ``lease_s`` by its own clock takes its holder for dead and creates the next generation: no clocks
+are compared, and of many takers one wins.
+
+It keeps collectors from doing the same work twice; nothing depends on it. Two at once would remove the same blocks.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from tiers.capacity.records import OWN_PREFIX, get_record, put_record
+from tiers.errors import StoreError
+from tiers.store import KeyInfo, Store
+
+logger = logging.getLogger(__name__)
+
+LEASE_PREFIX = f"{OWN_PREFIX}lease/"
+_DIGITS = 12
+
+
+class Lease:
+    """One process's view of the lease. For one thread.
+
+    Args:
+        store: the shared one.
+        owner: what tells this process from all others.
+        lease_s: see ``CapacityPolicy``.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, store: Store, owner: str, *, lease_s: float = 30.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._store = store
+        self._owner = owner
+        self._lease_s = lease_s
+        self._clock = clock
+        self._held: str | None = None
+        self._renewals = 0
+        self._renewed_at = 0.0
+        self._seen: tuple[str, float] | None = None  # another's lease as it was, and since when
+
+    def try_acquire(self) -> bool:
+        """Become the holder, if nobody else is.
+
+        Raises:
+            StoreError: the store cannot be asked.
+        """
+        found = self._newest()
+        if found is not None:
+            state = f"{found.key} {found.mtime} {get_record(self._store, found.key)}"
+            if self._seen is None or self._seen[0] != state:
+                self._seen = state, self._clock()
+                return False
+            if self._clock() - self._seen[1] < self._lease_s:
+                return False
+        generation = int(found.key.removeprefix(LEASE_PREFIX)) + 1 if found is not None else 1
+        key = f"{LEASE_PREFIX}{generation:0{_DIGITS}}"
+        put_record(self._store, key, self._content(), overwrite=False)
+        if get_record(self._store, key) != self._content():
+            return False  # another one was faster
+        self._seen = None
+        self._held = key
+        self._renewed_at = self._clock()
+        if found is not None:
+            self._store.delete(found.key)
+        return True
+
+    @property
+    def seconds_to_wait(self) -> float:
+        """How long until a lease that is not renewed any more is taken over; 0 where none was seen."""
+        return 0.0 if self._seen is None else max(0.0, self._lease_s - (self._clock() - self._seen[1]))
+
+    def renew(self) -> None:
+        """To be called often; writes when a third of the lease has passed."""
+        if self._held is not None and self._clock() - self._renewed_at > self._lease_s / 3:
+            self._renewals += 1
+            self._renewed_at = self._clock()
+            try:
+                put_record(self._store, self._held, self._content())
+            except StoreError as e:
+                logger.debug("the lease is not renewed: %s", e)  # another collector may begin, which does no harm
+
+    def release(self) -> None:
+        """Let the next one begin at once."""
+        held, self._held = self._held, None
+        if held is not None:
+            self._store.delete(held)
+
+    def storage_time(self) -> float | None:
+        """Unix seconds by the clock that stamps blobs, as of ``try_acquire``; None where the lease is not held."""
+        held = next((info for info in self._store.keys(LEASE_PREFIX) if info.key == self._held), None)
+        return None if held is None else held.mtime
+
+    def _newest(self) -> KeyInfo | None:
+        leases = (info for info in self._store.keys(LEASE_PREFIX) if info.key.removeprefix(LEASE_PREFIX).isdecimal())
+        return max(leases, key=lambda info: info.key, default=None)
+
+    def _content(self) -> dict[str, object]:
+        return {"owner": self._owner, "renewals": self._renewals}

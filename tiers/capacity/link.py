@@ -1,0 +1,191 @@
+"""CollectorLink: the engine's end of the collector's process. The scheduler's thread never waits here."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from queue import Empty, Full, Queue, SimpleQueue
+from typing import Any
+
+from tiers.capacity.policy import CapacityPolicy
+from tiers.file_mapper import FileMapper
+from tiers.keys import OffloadKey
+from tiers.layers.worker_process import StoreRecipe
+
+logger = logging.getLogger(__name__)
+
+TOUCH_EVERY_S = 600.0
+TOUCHED_KEYS_MAX = 262_144  # remembered, so that they are not noted again too soon
+TOUCH_BATCHES_MAX = 64  # that wait to be handed over; more are dropped
+REMOVED_KEYS_MAX = 65_536  # removals that wait to be told; older ones are dropped
+RESTART_S = (1.0, 60.0)  # first and longest pause before a collector that died is started again
+CLOSE_S = 0.5
+
+_START = "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from tiers.capacity.process import main; main()"
+
+
+class CollectorLink:
+    """Starts the process, starts it again when it dies, hands uses to it and removals to the tier.
+
+    ``touch``, ``take_removed``, ``take_reports`` and ``close`` are the scheduler's. ``_feeder`` owns the table of keys
+    touched lately and the process's input, ``_reader`` the process and its output; deques and queues are between them.
+
+    Args:
+        name: the tier's, for logs and threads' names.
+        recipe: of the store; one that takes puts also where the reserve of free space is reached.
+        policy: the limits.
+        mapper: names the tier's own blocks, the only ones whose removal is told.
+        notes_uses: whether the store can record uses.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        recipe: StoreRecipe,
+        policy: CapacityPolicy,
+        mapper: FileMapper,
+        *,
+        notes_uses: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._name = name
+        self._config = json.dumps({**recipe.encode(), "policy": asdict(policy), "prefix": mapper.block_prefix})
+        self._mapper = mapper
+        # A use must be noted well before the block would be taken for unused.
+        self._touch_every_s = min(TOUCH_EVERY_S, policy.ttl_s / 4) if policy.ttl_s else TOUCH_EVERY_S
+        self._notes_uses = notes_uses
+        self._clock = clock
+        self._touched: OrderedDict[OffloadKey, float] = OrderedDict()
+        self._uses: Queue[tuple[OffloadKey, ...] | None] = Queue(TOUCH_BATCHES_MAX)
+        self._removed: deque[OffloadKey] = deque(maxlen=REMOVED_KEYS_MAX)
+        self._reports: SimpleQueue[dict[str, Any]] = SimpleQueue()
+        self._closed = threading.Event()
+        self._process: subprocess.Popen[str] | None = None
+        self._reader = threading.Thread(target=self._read, name=f"kvtiers-{name}-collector", daemon=True)
+        self._feeder = threading.Thread(target=self._feed, name=f"kvtiers-{name}-uses", daemon=True)
+        self._reader.start()
+        self._feeder.start()
+
+    def touch(self, keys: Iterable[OffloadKey]) -> None:
+        """The blocks were used."""
+        if self._notes_uses:
+            try:
+                self._uses.put_nowait(tuple(keys))
+            except Full:
+                pass
+
+    def take_removed(self, count_max: int) -> list[OffloadKey]:
+        """Blocks that this process's collector removed, the oldest removals first."""
+        removed: list[OffloadKey] = []
+        while self._removed and len(removed) < count_max:
+            removed.append(self._removed.popleft())
+        return removed
+
+    def take_reports(self) -> list[dict[str, Any]]:
+        """What the process told of its runs: ``report`` and ``used``, or ``error``."""
+        reports = []
+        while True:
+            try:
+                reports.append(self._reports.get_nowait())
+            except Empty:
+                return reports
+
+    def close(self) -> None:
+        """End the process. Takes about ``CLOSE_S`` at most."""
+        self._closed.set()
+        try:
+            self._uses.put_nowait(None)
+        except Full:
+            pass
+        process = self._process
+        if process is not None:
+            process.terminate()
+            self._reader.join(CLOSE_S / 2)
+            process.kill()
+        self._reader.join(CLOSE_S / 2)
+        self._feeder.join(CLOSE_S / 2)
+
+    def _read(self) -> None:
+        pause_s = RESTART_S[0]
+        while not self._closed.is_set():
+            started_at = self._clock()
+            try:
+                self._serve()
+            except OSError as e:
+                logger.warning("tier %s: its collector cannot be started: %s", self._name, e)
+            if self._closed.is_set():
+                return
+            pause_s = RESTART_S[0] if self._clock() - started_at > RESTART_S[1] else min(RESTART_S[1], 2 * pause_s)
+            logger.warning("tier %s: its collector ended; another is started in %.0f s", self._name, pause_s)
+            self._closed.wait(pause_s)
+
+    def _serve(self) -> None:
+        """One process, from its start to its end."""
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", _START, json.dumps(sys.path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(self._config + "\n")
+            process.stdin.flush()
+            self._process = process
+            if self._closed.is_set():  # close() may have looked before there was a process
+                process.kill()
+            for line in process.stdout:
+                self._hear(json.loads(line))
+        except BrokenPipeError:
+            pass  # it died before it read
+        finally:
+            self._process = None
+            if not self._closed.is_set():
+                process.kill()
+            process.wait()
+            process.stdout.close()
+            try:
+                process.stdin.close()
+            except OSError:
+                pass  # what was not written goes nowhere
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        for name in message.pop("removed", ()):
+            key = self._mapper.key_of(name)
+            if key is not None:
+                self._removed.append(key)
+        if "error" in message:
+            logger.warning("tier %s: its collector: %s", self._name, message["error"])
+        if message:
+            self._reports.put(message)
+
+    def _feed(self) -> None:
+        while (keys := self._uses.get()) is not None and not self._closed.is_set():
+            now = self._clock()
+            names = [self._mapper.relative_name(key) for key in keys if self._is_due(key, now)]
+            process = self._process
+            if names and process is not None and process.stdin is not None:
+                try:
+                    process.stdin.write(json.dumps(names) + "\n")
+                    process.stdin.flush()
+                except (OSError, ValueError):
+                    pass  # it has died; the next one starts without
+
+    def _is_due(self, key: OffloadKey, now: float) -> bool:
+        at = self._touched.get(key)
+        if at is not None and now - at < self._touch_every_s:
+            return False
+        self._touched[key] = now
+        self._touched.move_to_end(key)
+        if len(self._touched) > TOUCHED_KEYS_MAX:
+            self._touched.popitem(last=False)
+        return True

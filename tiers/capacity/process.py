@@ -1,0 +1,116 @@
+"""The collector's process: a fresh interpreter at the lowest priority, so that a listing costs the engine no GIL.
+
+It reads JSON lines from its standard input: first its configuration, then lists of names of blocks that were used. It
+writes JSON lines: ``{"removed": [names]}``, ``{"report": {…}, "used": bytes}`` after a run, ``{"error": "…"}``. At
+SIGTERM, and at the end of its input, when its parent is gone, it ends whatever it is doing: a run that is cut short
+leaves nothing to repair.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from tiers.capacity.account import read_measured, used_bytes
+from tiers.capacity.collector import Collector
+from tiers.capacity.policy import CapacityPolicy
+from tiers.errors import StoreError
+from tiers.layers.isolate_worker import decode_option, find_object
+from tiers.store import Store, SupportsTouch
+
+logger = logging.getLogger(__name__)
+
+NICENESS = 19
+TOUCHES_MAX = 1_000_000  # that wait; a block whose use is not noted leaves somewhat early, no more
+RUN_SHARE = 1 / 3  # of the time that runs may take, whatever there is to do
+ERROR_PAUSE_S_MAX = 60.0
+EXIT_S = 0.3
+
+
+def main() -> None:
+    """Serve standard input and output until the input ends."""
+    os.nice(NICENESS)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to handle
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # by an exception, so that the lease is released
+    tell = _own_output()
+    config = json.loads(sys.stdin.readline())
+    touches: deque[str] = deque(maxlen=TOUCHES_MAX)
+    threading.Thread(target=_read_touches, args=(touches,), name="kvtiers-collector-input", daemon=True).start()
+    policy = CapacityPolicy(**config["policy"])
+
+    def tell_removed(names: list[str]) -> None:
+        own = [name for name in names if name.startswith(config["prefix"])]
+        if own:
+            tell({"removed": own})
+
+    store: Store | None = None
+    pause_s = error_pause_s = 0.0
+    while True:
+        try:
+            if store is None:
+                options = {name: decode_option(value) for name, value in config["options"].items()}
+                store = find_object(config["module"], config["name"])(**options)
+                collector = Collector(store, policy, on_removed=tell_removed)
+            _note_uses(store, touches)
+            started_at = time.monotonic()
+            report = collector.run() if collector.is_due() else None
+            pause_s = error_pause_s = 0.0
+            if report is not None:
+                pause_s = (time.monotonic() - started_at) * (1 / RUN_SHARE - 1)
+                tell({"report": asdict(report), "used": _used(store)})
+        except StoreError as e:
+            tell({"error": f"{type(e).__name__}: {e}"})
+            pause_s = error_pause_s = min(ERROR_PAUSE_S_MAX, max(1.0, 2 * error_pause_s))
+        time.sleep(max(policy.poll_s, pause_s))
+
+
+def _used(store: Store) -> int | None:
+    used = used_bytes(store)
+    measured = read_measured(store) if used is None else None
+    return used if measured is None else measured.bytes
+
+
+def _note_uses(store: Store, touches: deque[str]) -> None:
+    while touches:
+        name = touches.popleft()
+        if isinstance(store, SupportsTouch):
+            try:
+                store.touch(name)
+            except StoreError as e:
+                logger.debug("a use is not noted: %s", e)
+
+
+def _read_touches(touches: deque[str]) -> None:
+    for line in sys.stdin:
+        touches.extend(json.loads(line))
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(EXIT_S)
+    os._exit(0)  # the main thread is inside a call that hangs
+
+
+def _own_output() -> Callable[[dict[str, Any]], None]:
+    """What writes a message; what libraries print goes to standard error."""
+    output = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def tell(message: dict[str, Any]) -> None:
+        try:
+            output.write(json.dumps(message) + "\n")
+            output.flush()
+        except BrokenPipeError:
+            os._exit(0)
+
+    return tell
+
+
+if __name__ == "__main__":
+    main()

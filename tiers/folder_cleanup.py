@@ -1,0 +1,135 @@
+"""What a collector does below a root: remove many files, note that one was used, sweep the store's own folders.
+
+A file is removed by plain unlinkat: the name is gone in one step, whoever has the file open goes on reading it, and
+a reader that comes later finds nothing. Renaming it first would only add a second step that can be left half done.
+
+Folders left empty are removed too, except for a namespace's own (the first component of a key). A put that had opened
+one gets ENOENT when it publishes and begins again (``tiers.folder_store``).
+
+System calls go through the module's name ``os``, as in ``tiers.posix``; functions raise OSError.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterable, Mapping
+from itertools import groupby
+
+from tiers.posix import OPEN_FOLDER, OPEN_LISTING, RootFolder, close_reader, is_absent
+from tiers.publish import PRIVATE_FOLDER, QUARANTINE_FOLDER
+
+_IN_USE = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR, errno.EBUSY)
+
+
+def remove_blobs(root: RootFolder, keys: Iterable[str]) -> Mapping[str, OSError]:
+    """Unlink files, folder by folder, and the folders that are empty then.
+
+    Returns:
+        The errors of those that are still there.
+    """
+    failed: dict[str, OSError] = {}
+    by_folder = sorted((key.rpartition("/")[0], key) for key in keys)
+    for folder, pairs in groupby(by_folder, key=lambda pair: pair[0]):
+        inside = [key for _, key in pairs]
+        try:
+            dir_fd = root.open(folder or ".", OPEN_FOLDER)
+        except OSError as e:
+            if not _is_gone(e):
+                failed.update(dict.fromkeys(inside, e))
+            continue
+        try:
+            for key in inside:
+                try:
+                    os.unlink(key[len(folder) :].lstrip("/"), dir_fd=dir_fd)
+                except IsADirectoryError:
+                    pass
+                except OSError as e:
+                    if not _is_gone(e):
+                        failed[key] = e
+        finally:
+            close_reader(dir_fd)
+        _remove_empty(root, folder)
+    return failed
+
+
+def touch_blob(root: RootFolder, key: str) -> None:
+    """Set a file's time of last change to now, by the clock of the file system's server."""
+    folder, _, name = key.rpartition("/")
+    dir_fd = root.open(folder or ".", OPEN_FOLDER)
+    try:
+        os.utime(name, dir_fd=dir_fd, follow_symlinks=False)
+    finally:
+        close_reader(dir_fd)
+
+
+def sweep_quarantine(root: RootFolder, now: float, age_s_max: float) -> None:
+    """Remove bad blobs that have been in quarantine for so long. ``now``: Unix seconds."""
+    fd = _open_listing(root, QUARANTINE_FOLDER)
+    if fd is None:
+        return
+    try:
+        with os.scandir(fd) as entries:
+            for entry in entries:
+                try:
+                    # A rename changes ctime and nothing else: it is when the blob was moved here.
+                    if now - os.stat(entry.name, dir_fd=fd, follow_symlinks=False).st_ctime >= age_s_max:
+                        os.unlink(entry.name, dir_fd=fd)
+                except (FileNotFoundError, IsADirectoryError):
+                    pass
+    finally:
+        close_reader(fd)
+
+
+def own_bytes(root: RootFolder) -> int:
+    """Bytes of files in the store's own folders, which no listing shows."""
+    total = 0
+    for folder in (PRIVATE_FOLDER, QUARANTINE_FOLDER):
+        fd = _open_listing(root, folder)
+        if fd is None:
+            continue
+        try:
+            with os.scandir(fd) as entries:
+                for entry in entries:
+                    try:
+                        total += os.stat(entry.name, dir_fd=fd, follow_symlinks=False).st_size
+                    except FileNotFoundError:
+                        pass
+        finally:
+            close_reader(fd)
+    return total
+
+
+def free_bytes(root: RootFolder) -> int:
+    """Free space of the root's file system, as far as this user may use it."""
+    status = os.fstatvfs(root.fd)
+    return status.f_bavail * status.f_frsize
+
+
+def _remove_empty(root: RootFolder, folder: str) -> None:
+    while "/" in folder:
+        parent, _, name = folder.rpartition("/")
+        try:
+            parent_fd = root.open(parent, OPEN_FOLDER)
+            try:
+                os.rmdir(name, dir_fd=parent_fd)
+            finally:
+                close_reader(parent_fd)
+        except OSError as e:
+            if e.errno not in _IN_USE and not _is_gone(e):
+                raise
+            return
+        folder = parent
+
+
+def _open_listing(root: RootFolder, name: str) -> int | None:
+    try:
+        return root.open(name, OPEN_LISTING)
+    except OSError as e:
+        if is_absent(e):
+            return None
+        raise
+
+
+def _is_gone(e: OSError) -> bool:
+    return is_absent(e) or e.errno == errno.ESTALE

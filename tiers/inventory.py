@@ -1,0 +1,89 @@
+"""What a root holds, summed up while it is listed: memory grows with namespaces and groups, not with blocks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from tiers.store import KeyInfo, Store
+
+_NAME = re.compile(r"(.+)_r([0-9]+)/([0-9a-f]{3})/([0-9a-f]{2})_g([0-9]+)/([0-9a-f]{5,128})\.bin")
+
+#: Upper bounds of the ages that are told apart, in seconds.
+AGES_S = {"1h": 3600.0, "1d": 86_400.0, "7d": 7 * 86_400.0, "30d": 30 * 86_400.0, "older": float("inf")}
+
+
+@dataclass(frozen=True, slots=True)
+class BlockName:
+    """What FileMapper's name of a block says.
+
+    Attributes:
+        namespace: ``<model>_<digest12>``.
+        digits: the block hash in hexadecimal.
+    """
+
+    namespace: str
+    rank: int
+    group: int
+    digits: str
+
+
+def parse_block_name(key: str) -> BlockName | None:
+    """None for a name that is no block's."""
+    found = _NAME.fullmatch(key)
+    if found is None or not found[6].startswith(found[3] + found[4]):
+        return None
+    return BlockName(found[1], int(found[2]), int(found[5]), found[6])
+
+
+@dataclass(slots=True)
+class Share:
+    """Blobs and their bytes."""
+
+    blobs: int = 0
+    bytes: int = 0
+
+    def add(self, size: int) -> None:
+        """Count one."""
+        self.blobs += 1
+        self.bytes += size
+
+
+@dataclass(slots=True)
+class Inventory:
+    """Sums of a listing.
+
+    Attributes:
+        blocks: by namespace, rank and group.
+        ages: by the time since a block was last used or, where its store does not note that, written.
+        other: what is no block: ``config.json``, records, other people's files.
+    """
+
+    blocks: dict[tuple[str, int, int], Share] = field(default_factory=dict)
+    ages: dict[str, Share] = field(default_factory=lambda: {name: Share() for name in AGES_S})
+    other: Share = field(default_factory=Share)
+
+    def add(self, info: KeyInfo, now: float) -> None:
+        """Count one blob. ``now``: Unix seconds."""
+        name = parse_block_name(info.key)
+        if name is None:
+            self.other.add(info.size)
+            return
+        self.blocks.setdefault((name.namespace, name.rank, name.group), Share()).add(info.size)
+        age_s = now - info.mtime
+        self.ages[next(label for label, bound_s in AGES_S.items() if age_s < bound_s)].add(info.size)
+
+    @property
+    def total(self) -> Share:
+        """All blocks."""
+        shares = self.blocks.values()
+        return Share(sum(share.blobs for share in shares), sum(share.bytes for share in shares))
+
+
+def list_blocks(store: Store, prefix: str = "") -> Iterator[tuple[KeyInfo, BlockName]]:
+    """The blocks below a prefix."""
+    for info in store.keys(prefix):
+        name = parse_block_name(info.key)
+        if name is not None:
+            yield info, name

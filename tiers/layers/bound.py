@@ -1,0 +1,59 @@
+"""BoundedStore: refuses puts that would take a root, together with all its other writers, beyond a number of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from tiers.capacity.account import Account
+from tiers.errors import StoreError
+from tiers.isolated_mover import RunsInWorkers, WorkerFunction
+from tiers.layers.layer import Layer
+from tiers.store import Store, parts_size
+
+T = TypeVar("T")
+
+
+class BoundedStore(Layer):
+    """Takes room from an account before each put. Any thread may call; nothing changes after the constructor.
+
+    A put that replaces a blob counts as new bytes until the next measurement. So does a batch that the inner store's
+    workers move (``tiers.isolated_mover``), whatever of it was there already. Both err to the safe side.
+
+    Args:
+        inner: closed with the layer.
+        account: of the same root, over the same store.
+    """
+
+    def __init__(self, inner: Store, account: Account) -> None:
+        super().__init__(inner)
+        self._account = account
+        if isinstance(inner, RunsInWorkers):
+            # On the instance: whether a store has an extra is asked with isinstance, which looks for the attribute.
+            self.maps_region, self.deadline_s, self.run = inner.maps_region, inner.deadline_s, self._run
+
+    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
+        return self._within(parts_size(parts), key, lambda: self.inner.put(key, parts, overwrite=overwrite))
+
+    def _run(self, function: WorkerFunction, argument: object, raw: bytes = b"", *, puts_bytes: int = 0) -> Any:
+        inner: Any = self.inner
+        if not puts_bytes:
+            return inner.run(function, argument, raw)
+        return self._within(puts_bytes, "", lambda: inner.run(function, argument, raw))
+
+    def _within(self, size: int, key: str, put: Callable[[], T]) -> T:
+        taken = self._account.take(size, key)
+        try:
+            result = put()
+        except BaseException as e:
+            # A retryable error may be a lost acknowledgement: the blob may be there.
+            if isinstance(e, StoreError) and not e.retryable:
+                self._account.give_back(taken, size)
+            else:
+                self._account.settle(taken, size)
+            raise
+        if result is False:  # it was there already
+            self._account.give_back(taken, size)
+        else:
+            self._account.settle(taken, size)
+        return result

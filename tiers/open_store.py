@@ -1,0 +1,56 @@
+"""From a built-in tier's options to its store: for the tiers themselves, and for tools that need no engine.
+
+The store's module is imported here and not before, so that a process pays only for the clients it uses.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tiers.errors import ConfigError
+from tiers.store import Store
+from tiers.tier_config import FsspecTierConfig, FsTierConfig, MemoryTierConfig, NfsTierConfig, S3TierConfig, TierConfig
+
+
+def store_recipe(config: TierConfig) -> tuple[type[Store], dict[str, Any]]:
+    """The store's class and the arguments of its constructor.
+
+    Raises:
+        ConfigError: there is no such store.
+    """
+    if isinstance(config, FsTierConfig):
+        from tiers.stores.local import LocalStore
+
+        options = {"min_free_bytes": config.min_free, "durability": config.durability}
+        return LocalStore, {"root_dir": config.root_dir, **options}
+    if isinstance(config, NfsTierConfig):
+        from tiers.stores.nfs import NfsStore
+
+        return NfsStore, {"root_dir": config.root_dir, "min_free_bytes": config.min_free}
+    if isinstance(config, MemoryTierConfig):
+        from tiers.stores.memory import MemoryStore
+
+        return MemoryStore, {"max_bytes": config.max_bytes}
+    if isinstance(config, S3TierConfig):
+        from tiers.stores.s3 import S3Store
+
+        if config.embedded:
+            raise ConfigError("only kvtiers demo has such a server; give an endpoint_url", field="embedded")
+        return S3Store, {"options": config.store_options()}
+    if isinstance(config, FsspecTierConfig):
+        from tiers.stores.fsspec import FsspecStore
+
+        return FsspecStore, {"url": config.url, "storage_options": config.storage_options}
+    raise ConfigError(f"{config.type!r} has no store of ours", field="type")
+
+
+def tool_recipe(config: TierConfig) -> tuple[type[Store], dict[str, Any]]:
+    """As ``store_recipe``, without the reserve of free space: what makes room must not be refused for want of it."""
+    store_class, options = store_recipe(config)
+    return store_class, options | ({"min_free_bytes": 0} if "min_free_bytes" in options else {})
+
+
+def open_store(config: TierConfig) -> Store:
+    """A tier's store for a tool, without the tier: no threads, and no process of its own."""
+    store_class, options = store_recipe(config)
+    return store_class(**options)
