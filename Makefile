@@ -6,7 +6,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # The pins hold in pip's isolated build environments too.
 export PIP_CONSTRAINT = $(CURDIR)/constraints.txt
 
-.PHONY: setup demo test test-full test-gpu check lint bench bench-fs bench-gpu bench-liveness bench-s3 bench-seal soak e2e e2e-reduced test-vllm bench-gc clean
+.PHONY: setup demo test test-full test-gpu check lint bench bench-fs bench-gc bench-gpu bench-liveness bench-s3 bench-seal docs soak \
+	e2e e2e-reduced test-vllm clean
 
 setup: $(VENV)/.stamp
 
@@ -63,6 +64,10 @@ soak: setup
 
 bench-seal: setup
 	$(BIN)/python -m tests.benchmarks.bench_seal
+
+# What of docs/ comes from the code.
+docs: setup
+	$(BIN)/python -m tests.docs.make_reference
 
 # vLLM for CPU in an environment of its own: 3 minutes and 3.5 GB to make; the runs take up to an hour.
 E2E_ENV := build/e2e-env

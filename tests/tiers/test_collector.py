@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import boto3
 import pytest
@@ -164,7 +165,7 @@ def test_dry_run_changes_nothing(store: LocalStore, tmp_path: Path) -> None:
 
 def test_dry_run_says_what_a_run_then_does(store: LocalStore) -> None:
     fill(store, [3600.0 * (n + 1) for n in range(40)])
-    limits = {"ttl_s": 3600 * 30.5, "max_bytes": 30 * SIZE, "low": 0.5}
+    limits: dict[str, Any] = {"ttl_s": 3600 * 30.5, "max_bytes": 30 * SIZE, "low": 0.5}
     told = collect(store, dry_run=True, **limits)
     done = collect(store, **limits)
     assert told.removed_blobs["ttl"] == done.removed_blobs["ttl"] == 10

@@ -1,0 +1,169 @@
+"""Writes what of docs/ comes from the code: ``make docs``. A test fails when it is not current."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from connector.storage_monitor import STORAGE_METRICS
+from tiers.config import DeploymentConfig, MetricsConfig, RegionConfig
+from tiers.metrics import METRICS, MetricDef
+from tiers.tier_config import TIER_MODELS, ExternalTierConfig, Model, TierConfig
+
+DOCS = Path(__file__).parents[2] / "docs"
+BEGIN, END = "<!-- from the code: {} -->\n", "<!-- end -->\n"
+UNITS = (("PiB", 50), ("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10))
+BOUNDS = (("minimum", "≥ {}"), ("exclusiveMinimum", "> {}"), ("maximum", "≤ {}"), ("exclusiveMaximum", "< {}"))
+DEFAULT_THREADS = "half the cores, 1 to 4"
+
+HEAD = """\
+# Configuration
+
+One YAML file describes a deployment. This page is written by `make docs` from the models that read it, so it says what
+the code accepts. `kvtiers check FILE` names each mistake with its path and what would be accepted, and
+`kvtiers check --schema` prints a JSON schema for editors. [configs/](../configs) has a commented file for each shape of
+deployment.
+
+Every key must be known. Sizes are written `10GiB`, `1.5 MiB` or `4096` (KiB, MiB, … are powers of 1024, KB, MB, … of
+1000), durations `30s`, `12h` or `7d`. Paths may hold `~` and `$VARIABLES`. Secrets have no place here: S3 credentials
+come from where every AWS tool looks for them, and keys for `auth` and `encrypt` from a file or an environment variable.
+
+```yaml
+blocks_per_chunk: 4
+region:
+  size: 4GiB
+  eviction_policy: arc
+tiers:
+  - type: fs
+    root_dir: /mnt/nvme/kv
+```
+"""
+
+
+def configuration() -> str:
+    """The whole of configuration.md."""
+    parts = [HEAD, _section("The deployment", DeploymentConfig), _section("`region`", RegionConfig)]
+    parts.append(_section("`metrics`", MetricsConfig))
+    parts.append(
+        "## `tiers`\n\nA list, asked in its order; every stored block goes to all of them. "
+        f"`type` is one of {', '.join(f'`{name}`' for name in sorted(TIER_MODELS))}, a tier registered by a plugin, or "
+        "any class with a `module_path`.\n"
+    )
+    parts.append(_section("What every tier takes", TierConfig, skip=("type",), level=3))
+    shared = _properties(TierConfig)
+    for name, model in sorted(TIER_MODELS.items()):
+        changed = {
+            field: model.model_fields[field]
+            for field in _properties(model)
+            if field not in shared or not _same(model.model_fields[field], TierConfig.model_fields[field])
+        }
+        changed.pop("type")
+        parts.append(f"### `type: {name}`\n\n{_first_line(model)}\n\n{_table(model, changed)}")
+    parts.append(
+        f"### Your own\n\n{_first_line(ExternalTierConfig)} [writing-a-store.md](writing-a-store.md) says how to write "
+        f"one.\n\n{_table(ExternalTierConfig, {'module_path': ExternalTierConfig.model_fields['module_path']})}"
+    )
+    return "\n".join(parts)
+
+
+def metric_table(table: Mapping[str, MetricDef]) -> str:
+    """A table of metrics."""
+    rows = (
+        (f"`{name}`", metric.kind.value, ", ".join(f"`{label}`" for label in metric.labels), metric.help)
+        for name, metric in table.items()
+    )
+    return _rows(("metric", "kind", "labels", ""), rows)
+
+
+def with_tables(page: str) -> str:
+    """A page with what stands between its markers made anew."""
+    for name, table in (("METRICS", METRICS), ("STORAGE_METRICS", STORAGE_METRICS)):
+        begin = BEGIN.format(name)
+        before, _, rest = page.partition(begin)
+        _, _, after = rest.partition(END)
+        page = before + begin + metric_table(table) + END + after
+    return page
+
+
+def _section(title: str, model: type[Model], skip: Iterable[str] = (), level: int = 2) -> str:
+    fields = {name: field for name, field in model.model_fields.items() if name not in skip}
+    return f"{'#' * level} {title}\n\n{_first_line(model)}\n\n{_table(model, fields)}"
+
+
+def _table(model: type[Any], fields: Mapping[str, FieldInfo]) -> str:
+    properties = _properties(model)
+    rows = (
+        (f"`{name}`", _accepted(properties[name]), _default(field, properties[name]), field.description or "")
+        for name, field in fields.items()
+    )
+    return _rows(("key", "accepted", "default", ""), rows) if fields else ""
+
+
+def _rows(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
+
+
+def _properties(model: type[Any]) -> dict[str, Any]:
+    properties: dict[str, Any] = model.model_json_schema()["properties"]
+    return properties
+
+
+def _same(one: FieldInfo, other: FieldInfo) -> bool:
+    return (one.annotation, one.default, one.description) == (other.annotation, other.default, other.description)
+
+
+def _accepted(schema: Mapping[str, Any]) -> str:
+    if "anyOf" in schema:
+        return " or ".join(_accepted(option) for option in schema["anyOf"] if option.get("type") != "null")
+    if "enum" in schema:
+        return " or ".join(f"`{value}`" for value in schema["enum"])
+    if "const" in schema:
+        return f"`{schema['const']}`"
+    if "$ref" in schema:
+        return "a mapping, see below"
+    kind = schema.get("type", "anything")
+    if kind == ["integer", "string"]:
+        return "size"
+    if kind == ["number", "string"]:
+        return "duration"
+    if kind == "array":
+        return "a list, see below"
+    if kind == "object":
+        return "a mapping"
+    text = str(kind) if isinstance(kind, str) else " or ".join(kind)
+    bounds = [form.format(schema[name]) for name, form in BOUNDS if name in schema]
+    return f"{text} {', '.join(bounds)}" if bounds else text
+
+
+def _default(field: FieldInfo, schema: Mapping[str, Any]) -> str:
+    if field.is_required():
+        return "required"
+    if field.default_factory is not None:
+        return DEFAULT_THREADS if "threads" in (schema.get("title") or "").lower() else ""
+    value = field.default
+    if value is None or value == ():
+        return "–"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if schema.get("type") == ["integer", "string"]:
+        value = next((f"{value >> bits}{unit}" for unit, bits in UNITS if not value % (1 << bits)), value)
+    return f"`{value}`" if value != "" else '`""`'
+
+
+def _first_line(model: type[Any]) -> str:
+    return (model.__doc__ or "").strip().splitlines()[0]
+
+
+def main() -> None:
+    """Write them."""
+    (DOCS / "configuration.md").write_text(configuration())
+    metrics = DOCS / "metrics.md"
+    metrics.write_text(with_tables(metrics.read_text()))
+
+
+if __name__ == "__main__":
+    main()
