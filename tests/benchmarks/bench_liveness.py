@@ -5,9 +5,9 @@
 **Hung tier.** Two managers do the same work (half of the blocks stored, half loaded from the healthy tier): one has the
 healthy tier alone, the other has a tier before it whose storage hangs all the time. They take turns of a few seconds;
 the hung one runs for ``--hang-s`` in all. Reported are the healthy tier's bytes as a ratio, turn by turn and overall,
-and the worst call on the scheduler's thread. Requests that found their blocks in the tier just before it hung wait for its
-deadline; here they are all there is, so the first turns show that wait, and the median does not. Once with an nfs tier
-(processes) and once with an fs tier (threads) as the hung one.
+and the worst call on the scheduler's thread. Requests that found their blocks in the tier just before it hung wait for
+its deadline; here they are all there is, so the first turns show that wait, and the median does not. Once with an nfs
+tier (processes) and once with an fs tier (threads) as the hung one.
 
 **Worker processes.** The nfs tier on a healthy folder, with isolation: process against isolation: thread: throughput of
 jobs, and the time of a job of one block. Rounds alternate, the order within a round changes, the medians of the
