@@ -17,17 +17,28 @@ from rich.console import Console
 from rich.table import Table
 
 from connector.commands import storage
+from connector.commands.places import human_age
+from connector.commands.verify import verify
 from tiers.config import DeploymentConfig, json_schema, load_config
 from tiers.errors import KVTiersError, StoreError
 from tiers.registry import SecondaryTierFactory
 from tiers.stores.nfs import mount_findings
-from tiers.tier_config import ExternalTierConfig, FsTierConfig, NfsTierConfig, S3TierConfig, TierConfig
+from tiers.tier_config import (
+    BoundedTierConfig,
+    ExternalTierConfig,
+    FsTierConfig,
+    NfsTierConfig,
+    S3TierConfig,
+    TierConfig,
+)
 
 EXIT_FINDING = 1  # the command ran and found something wrong
 EXIT_BAD_INPUT = 2
 
+_SAID_OTHERWISE = {*TierConfig.model_fields, "ttl", "gc_high", "gc_low", "gc_every_s"}
+
 app = typer.Typer(help="KV-cache tiers for LLM servers.", no_args_is_help=True, pretty_exceptions_enable=False)
-for command in (storage.ls, storage.du, storage.gc):
+for command in (storage.ls, storage.du, storage.gc, verify):
     app.command()(command)
 
 
@@ -237,17 +248,40 @@ def _describe(path: Path, deployment: DeploymentConfig, findings: list[str]) -> 
         for index, tier in enumerate(deployment.tiers):
             table.add_row(f"tiers[{index}]", tier.type, *_where_and_how(tier))
         console.print(table)
+        for index, tier in enumerate(deployment.tiers):
+            if isinstance(tier, BoundedTierConfig):
+                console.print(f"tiers[{index}]: {_bound_in_words(tier)}", markup=False, highlight=False)
     for finding in findings:
         console.print("[yellow]problem[/yellow] ", end="")
         console.print(finding, markup=False, highlight=False)
 
 
+def _bound_in_words(tier: BoundedTierConfig) -> str:
+    rules = []
+    if tier.max_bytes is not None:
+        rules.append(
+            f"holds at most {_human(tier.max_bytes)}, all its writers together; above {tier.gc_high:.0%} of that the "
+            f"{_unused(tier)} blocks are removed until {tier.gc_low:.0%} are left"
+        )
+    if tier.ttl is not None:
+        rules.append(f"blocks not {'used' if _notes_uses(tier) else 'written'} for {human_age(tier.ttl)} are removed")
+    if not rules:
+        return "nothing is ever removed; set max_bytes or ttl to bound it"
+    return "; ".join(rules) + f"; it is looked through every {human_age(tier.gc_every_s)}"
+
+
+def _notes_uses(tier: BoundedTierConfig) -> bool:
+    return isinstance(tier, FsTierConfig | NfsTierConfig)
+
+
+def _unused(tier: BoundedTierConfig) -> str:
+    return "least recently used" if _notes_uses(tier) else "oldest"
+
+
 def _where_and_how(tier: TierConfig | ExternalTierConfig) -> tuple[str, str]:
     if isinstance(tier, ExternalTierConfig):
         return f"{tier.module_path or 'entry point'}", "a tier of yours; its options are not checked here"
-    own: dict[str, Any] = {
-        name: value for name, value in tier.model_dump().items() if name not in TierConfig.model_fields
-    }
+    own: dict[str, Any] = {name: value for name, value in tier.model_dump().items() if name not in _SAID_OTHERWISE}
     where = next((str(own.pop(name)) for name in ("root_dir", "url", "bucket") if name in own), "this process's memory")
     sizes = {name: _human(value) if isinstance(value, int) and value >= 4096 else value for name, value in own.items()}
     options = ", ".join(f"{name} {value}" for name, value in sizes.items() if value is not None)

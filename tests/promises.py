@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 #: Promise -> its pass line. Their words are in docs/reliability.md.
@@ -37,18 +36,34 @@ class Measured:
     test: str
 
 
-def lines(measured: list[Measured]) -> list[str]:
-    """The report: each promise, its pass line, and what was measured where."""
+def lines(measured: Sequence[Measured]) -> list[str]:
+    """The report: each promise, its pass line, and what was measured where. The cases of one test share a line."""
     shown = []
     for promise, pass_line in PASS_LINES.items():
         shown.append(f"{promise}  {pass_line}")
-        ours = [one for one in measured if one.promise == promise]
-        for one in ours:
-            figures = ", ".join(f"{name.replace('_', ' ')} {_show(value)}" for name, value in one.figures.items())
-            shown.append(f"      {figures}  ({re.sub(r'^tests/', '', one.test)})")
-        if not ours:
+        by_test: dict[str, list[dict[str, object]]] = {}
+        for one in measured:
+            if one.promise == promise:
+                by_test.setdefault(one.test.partition("[")[0].removeprefix("tests/"), []).append(one.figures)
+        for test, cases in by_test.items():
+            prefix = f"{len(cases)} cases: " if len(cases) > 1 else ""
+            figures = ", ".join(f"{name.replace('_', ' ')} {_together(name, cases)}" for name in cases[0])
+            shown.append(f"      {prefix}{figures}  ({test})")
+        if not by_test:
             shown.append("      not measured in this run")
     return shown
+
+
+def _together(name: str, cases: Sequence[dict[str, object]]) -> str:
+    """What all cases have in common, or else the sum of counts, the largest of times and the list of texts."""
+    values = [case[name] for case in cases]
+    if len(set(values)) == 1:
+        return _show(values[0]) + (" each" if len(cases) > 1 and values[0] else "")
+    if all(isinstance(value, int) for value in values):
+        return f"{_show(sum(value for value in values if isinstance(value, int)))} in all"
+    if all(isinstance(value, float) for value in values):
+        return f"{_show(max(value for value in values if isinstance(value, float)))} at most"
+    return " ".join(map(_show, values))
 
 
 def _show(value: object) -> str:

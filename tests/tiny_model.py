@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,8 @@ from typing import Any
 def make_tiny_llama(*, vocab_size: int = 64, num_layers: int = 3) -> Any:
     """The model. Its weights are larger than usual, so that the next token depends on all of the prompt."""
     import torch
-    import transformers
 
+    transformers: Any = importlib.import_module("transformers")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=vocab_size,
@@ -28,9 +29,8 @@ def make_tiny_llama(*, vocab_size: int = 64, num_layers: int = 3) -> Any:
 
 def make_model_dir(folder: Path) -> Path:
     """As a hub would give it."""
-    import tokenizers
-    import transformers
-
+    tokenizers: Any = importlib.import_module("tokenizers")
+    transformers: Any = importlib.import_module("transformers")
     make_tiny_llama(vocab_size=256, num_layers=2).save_pretrained(folder)
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     tokenizer = tokenizers.Tokenizer(

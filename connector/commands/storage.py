@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from connector.commands.places import Place, Ticker, find_places, human_age, human_bytes
 from tiers.capacity.account import used_bytes
@@ -39,7 +39,7 @@ def ls(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
 ) -> None:
     """List the stored blocks: size, time of last use or write, name. Streams, however many there are."""
-    for place in _places("ls", config, tier):
+    for place in open_places("ls", config, tier):
         try:
             with place.open() as store:
                 for count, (info, name) in enumerate(list_blocks(store, prefix)):
@@ -52,13 +52,13 @@ def ls(
                         at = datetime.fromtimestamp(info.mtime, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
                         print(f"{info.size:>12} {at} {info.key}")
         except StoreError as e:
-            raise _failed("ls", place, e) from e
+            raise failed("ls", place, e) from e
 
 
 def du(config: Config, tier: TierName = None, as_json: AsJson = False) -> None:
     """Sum up what is stored: by namespace, rank and group, and by age."""
     results = []
-    for place in _places("du", config, tier):
+    for place in open_places("du", config, tier):
         inventory = Inventory()
         started_at = time.monotonic()
         now = time.time()
@@ -70,7 +70,7 @@ def du(config: Config, tier: TierName = None, as_json: AsJson = False) -> None:
                         ticker.count(count)
                 used = used_bytes(store)
         except StoreError as e:
-            raise _failed("du", place, e) from e
+            raise failed("du", place, e) from e
         limit = place.config.max_bytes if isinstance(place.config, BoundedTierConfig) else None
         results.append(_du_result(place, inventory, used, limit, time.monotonic() - started_at))
         if not as_json:
@@ -90,7 +90,7 @@ def gc(
 ) -> None:
     """Remove what is past its ttl and, above gc_high x max_bytes, the least recently used blocks."""
     results: list[dict[str, Any]] = []
-    for place in _places("gc", config, tier):
+    for place in open_places("gc", config, tier):
         policy = place.config.capacity_policy() if isinstance(place.config, BoundedTierConfig) else None
         if policy is None:
             results.append({"tier": place.name, "where": place.where, "skipped": "has neither max_bytes nor ttl"})
@@ -103,7 +103,7 @@ def gc(
                     if lifecycle and days is not None and not dry_run and hasattr(store, "expire_after"):
                         store.expire_after(days)
             except StoreError as e:
-                raise _failed("gc", place, e) from e
+                raise failed("gc", place, e) from e
             if report is None:
                 results.append({"tier": place.name, "where": place.where, "skipped": "another collector is at work"})
             else:
@@ -122,7 +122,8 @@ def _run(collector: Collector, dry_run: bool, lease_s: float) -> CollectReport |
     return report
 
 
-def _places(command: str, config: Path, tier: str | None) -> list[Place]:
+def open_places(command: str, config: Path, tier: str | None) -> list[Place]:
+    """As ``find_places``; bad input ends the command."""
     try:
         return find_places(config, tier)
     except KVTiersError as e:
@@ -130,7 +131,8 @@ def _places(command: str, config: Path, tier: str | None) -> list[Place]:
         raise typer.Exit(EXIT_BAD_INPUT) from e
 
 
-def _failed(command: str, place: Place, error: StoreError) -> typer.Exit:
+def failed(command: str, place: Place, error: StoreError) -> typer.Exit:
+    """Say which storage failed; to be raised."""
     text = f"kvtiers {command}: tier {place.name} at {place.where}: {error}"
     Console(stderr=True).print(text, markup=False, highlight=False)
     return typer.Exit(EXIT_FAILED)
@@ -165,7 +167,7 @@ def _show_du(result: dict[str, Any]) -> None:
         bound = f", {known} of max_bytes {human_bytes(result['max_bytes'])}"
     text = f"{result['tier']} at {result['where']}: {blocks['blobs']:,} blocks, {human_bytes(blocks['bytes'])}{bound}"
     console.print(text, markup=False, highlight=False)
-    table = Table("namespace", "rank", "group", "blocks", "size")
+    table = Table(Column("namespace", overflow="fold"), "rank", "group", "blocks", "size")
     for group in result["groups"]:
         numbers = (str(group["rank"]), str(group["group"]), f"{group['blobs']:,}", human_bytes(group["bytes"]))
         table.add_row(group["namespace"], *numbers)

@@ -35,7 +35,7 @@ from connector.primary import CPUPrimaryTier
 from connector.shared_region import SharedOffloadRegion
 from connector.tiering import TieringOffloadingManager
 from tests.identity import FakeSpec, block_key
-from tests.soak.ledger import CallTimes
+from tests.soak.ledger import CallTimes, settled_heap
 from tiers.base import JobMetadata, ReqContext, SecondaryTierManager
 from tiers.builtin import FileSystemTierManager, NfsTierManager
 from tiers.keys import OffloadKey
@@ -190,9 +190,12 @@ def measure_hung(kind: str, where: Path, hang_s: float, turn_s: float) -> HungRo
             )
 
         def hung(spec: FakeSpec, view: memoryview) -> SecondaryTierManager:
-            manager: Callable[..., SecondaryTierManager] = NfsTierManager if kind == "nfs" else FileSystemTierManager
-            root, threads = str(mount.path / "blocks"), {"n_read_threads": 2, "n_write_threads": 2}
-            return manager(spec, view, kind, root_dir=root, name="hung", min_free=0, **threads)
+            root = str(mount.path / "blocks")
+            if kind == "nfs":
+                return NfsTierManager(
+                    spec, view, kind, root_dir=root, name="hung", min_free=0, n_read_threads=2, n_write_threads=2
+                )
+            return FileSystemTierManager(spec, view, kind, root, 2, 2, name="hung", min_free=0)
 
         alone = Work(lambda spec, view: [healthy("alone")(spec, view)])
         beside = Work(lambda spec, view: [hung(spec, view), healthy("beside")(spec, view)])
@@ -205,6 +208,7 @@ def measure_hung(kind: str, where: Path, hang_s: float, turn_s: float) -> HungRo
             work.turn(turn_s)  # warm up; the tier that will hang works
         for work in (alone, beside):
             work.times = CallTimes(time.perf_counter)
+        hanging.enter_context(settled_heap())
         hanging.enter_context(mount.stopped())
         with hanging:
             for number in range(max(1, round(hang_s / turn_s))):

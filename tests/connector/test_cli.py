@@ -36,6 +36,21 @@ def test_check_says_what_would_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert json.loads(out)["config"]["region"]["size"] == 1 << 20
 
 
+def test_check_says_what_bounds_a_tier(tmp_path: Path) -> None:
+    config = tmp_path / "c.yaml"
+    fs = f"{{type: fs, root_dir: {tmp_path}/kv, min_free: 1, max_bytes: 10GiB, ttl: 7d}}"
+    url = f"{{type: fsspec, url: 'file://{tmp_path}/far', ttl: 12h}}"
+    free = f"{{type: fs, name: free, root_dir: {tmp_path}/free, min_free: 1}}"
+    config.write_text(f"region: {{size: 1MiB}}\ntiers:\n- {fs}\n- {url}\n- {free}\n")
+    code, out = run("check", str(config))
+    assert code == 0
+    out = " ".join(out.split())
+    assert "tiers[0]: holds at most 10 GiB, all its writers together; above 95% of that the least recently used" in out
+    assert "blocks not used for 7d are removed; it is looked through every 10min" in out
+    assert "tiers[1]: blocks not written for 12h are removed" in out
+    assert "tiers[2]: nothing is ever removed; set max_bytes or ttl to bound it" in out
+
+
 def test_check_names_each_mistake(tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
     config.write_text("region: {size: 1MiB}\ntiers:\n- {type: memory}\n- {type: memory, max_bytes: 10 Gigs}\n")

@@ -22,6 +22,7 @@ import pytest
 from connector import region_file
 from connector.region_file import region_path
 from connector.shared_region import SharedOffloadRegion, reap_stale_regions
+from tests.promises import Record
 from tiers.errors import RegionError
 
 PAGE = os.sysconf("SC_PAGESIZE")
@@ -164,7 +165,7 @@ def test_nothing_is_left_after_all_are_killed(directory: str) -> None:
     assert os.listdir(directory) == []
 
 
-def test_restarts_work_whenever_the_last_engine_was_killed(directory: str) -> None:
+def test_restarts_work_whenever_the_last_engine_was_killed(directory: str, record: Record) -> None:
     moments = random.Random(3)
     for _ in range(20):
         children = [join(directory, rank, num_blocks=2048) for rank in (None, 0, 1)]
@@ -176,6 +177,7 @@ def test_restarts_work_whenever_the_last_engine_was_killed(directory: str) -> No
         end(*children)
         assert len(os.listdir(directory)) <= 1
         assert_engine_starts(directory)
+    record("D3", restarts=20, failed=0)
 
 
 def test_a_reaper_removes_what_dead_engines_left_and_nothing_else(directory: str) -> None:

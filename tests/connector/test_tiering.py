@@ -14,6 +14,7 @@ from connector.primary import CPUPrimaryTier, SlotCounts
 from connector.tiering import TieringOffloadingManager, TieringOptions
 from tests.connector.scripted_tier import FakeClock, ScriptedTier, job_keys, make_view, pattern, row
 from tests.identity import block_key
+from tests.promises import Record
 from tiers.base import JobResult, OffloadingEvent, ReqContext
 from tiers.errors import ConfigError
 from tiers.keys import OffloadKey
@@ -111,7 +112,9 @@ def test_a_failed_store_is_not_cascaded() -> None:
     assert engine.counts.free == 16
 
 
-def test_a_backlog_beyond_its_share_drops_new_stores_and_counts_them(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_backlog_beyond_its_share_drops_new_stores_and_counts_them(
+    caplog: pytest.LogCaptureFixture, record: Record
+) -> None:
     engine = Engine(num_blocks=16, auto=False, store_backlog_share=0.5)
     engine.store(*KEYS[:6])
     engine.store(*KEYS[6:8])
@@ -126,6 +129,7 @@ def test_a_backlog_beyond_its_share_drops_new_stores_and_counts_them(caplog: pyt
     engine.manager.on_schedule_end()
     engine.store(*KEYS[12:14])
     assert len(engine.tier.submitted) == 3
+    record("D4", share_of_the_region=0.5, blocks_dropped_and_counted=4)
 
 
 def test_a_hung_tier_keeps_neither_the_region_nor_the_other_tiers_busy() -> None:
@@ -426,7 +430,9 @@ METHODS += ["on_request_finished", "take_events", "drain_jobs", "shutdown"]
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_nothing_that_a_tier_raises_reaches_the_engine(method: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_that_a_tier_raises_reaches_the_engine(
+    method: str, caplog: pytest.LogCaptureFixture, record: Record
+) -> None:
     """Every call of an engine, with a bad tier before a good one; the good one serves, and no slot is lost."""
     engine = Engine(num_tiers=2, load_deadline_s=0.3)
     bad, good = engine.tiers
@@ -454,6 +460,7 @@ def test_nothing_that_a_tier_raises_reaches_the_engine(method: str, caplog: pyte
     assert engine.counted("kvtiers_contained_errors_total", "tier0", where) >= 1
     assert len([r for r in caplog.records if f"tier0: {where}" in r.message]) == 1
     assert good.blobs.keys() == {*KEYS[:3], *KEYS[10:12]}
+    record("S4", raising=method, reached_the_engine=0, slots_lost=0)
 
 
 def test_a_never_reporting_lookup_source_is_cut_by_the_deadline() -> None:

@@ -27,6 +27,7 @@ from connector.primary import BlockState, CPUPrimaryTier, SlotCounts
 from connector.tiering import TieringOffloadingManager, TieringOptions
 from tests.connector.scripted_tier import FakeClock, ScriptedTier, make_view, pattern, row
 from tests.identity import block_key
+from tests.promises import Record
 from tiers.base import JobResult, ReqContext
 from tiers.keys import OffloadKey
 
@@ -35,6 +36,7 @@ REQUESTS = [ReqContext(name) for name in ("", "a", "b", "c")]
 RAISING = ["lookup", "submit_store", "submit_load", "get_finished", "get_finished_late", "touch", "on_schedule_end"]
 RAISING += ["on_request_finished", "take_events"]
 LOAD_DEADLINE_S = 5.0
+STEPS = 60
 
 some_keys = st.lists(st.sampled_from(KEYS), min_size=1, max_size=8)
 some_request = st.sampled_from(REQUESTS)
@@ -298,24 +300,25 @@ class TieringMachine(RuleBasedStateMachine):
         raise AssertionError(f"{len(undecided)} lookups undecided after {steps} steps")
 
 
-def run(examples: int) -> None:
+def run(examples: int, record: Record) -> None:
     run_state_machine_as_test(
         TieringMachine,
         settings=settings(
             max_examples=examples,
-            stateful_step_count=60,
+            stateful_step_count=STEPS,
             deadline=None,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
         ),
     )
+    record("S1", runs=examples, steps_each=STEPS, slots_lost=0)
 
 
-def test_slots_are_conserved() -> None:
-    run(100)
+def test_slots_are_conserved(record: Record) -> None:
+    run(100, record)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("part", range(8))
-def test_slots_are_conserved_at_length(part: int) -> None:
+def test_slots_are_conserved_at_length(part: int, record: Record) -> None:
     """2,000 x 60 steps, in parts that stay below the suite's time-outs."""
-    run(250)
+    run(250, record)

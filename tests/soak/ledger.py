@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import gc
+import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -130,8 +134,9 @@ class CallTimes:
     """Times of the scheduler's calls, in bounded memory.
 
     Args:
-        slow_s: calls of this length and longer are told one by one, with the time that their thread was ready to run
-            and had no core: what a busy machine costs is no fault of ours.
+        slow_s: calls of this length and longer are told one by one, with two causes that are not theirs: the time that
+            their thread was ready to run and had no core, and what Python's collector took, which runs in whatever call
+            allocates next and takes longer the more the process imported.
     """
 
     STEP_S = 10e-6
@@ -143,6 +148,7 @@ class CallTimes:
         self._steps: Counter[int] = Counter()
         self._start_s = clock()
         self._waited_s = 0.0
+        self._collected_s = 0.0
         self.worst_s = 0.0
         self.worst_call = ""
         self.slow: list[str] = []
@@ -154,7 +160,7 @@ class CallTimes:
 
     def end_step(self) -> None:
         """A step ended: what a slow call of the next one waited for a core is counted from here."""
-        self._waited_s = waited_for_core_s()
+        self._waited_s, self._collected_s = waited_for_core_s(), _collector().total_s
 
     def timed(self, name: str, call: Callable[[], T]) -> T:
         """Make a call and book its time."""
@@ -168,9 +174,10 @@ class CallTimes:
                 self.worst_s, self.worst_call = took_s, name
             if took_s >= self._slow_s and len(self.slow) < self.SLOW_KEPT:
                 waited_ms = 1e3 * (waited_for_core_s() - self._waited_s)
+                collected_ms = 1e3 * (_collector().total_s - self._collected_s)
                 self.slow.append(
                     f"{name}: {1e3 * took_s:.0f} ms at {start_s - self._start_s:.1f} s; in its step {waited_ms:.0f} ms "
-                    "without a core"
+                    f"without a core, {collected_ms:.0f} ms in the collector"
                 )
 
     def percentile_s(self, percent: float) -> float:
@@ -187,3 +194,35 @@ def waited_for_core_s() -> float:
     """How long this thread has been ready to run without a core, ever."""
     with open("/proc/thread-self/schedstat", encoding="ascii") as f:
         return int(f.read().split()[1]) / 1e9
+
+
+class _Collector:
+    """How long Python's collector ran, in all."""
+
+    def __init__(self) -> None:
+        self.total_s = 0.0
+        self._start_s = 0.0
+        gc.callbacks.append(self._note)
+
+    def _note(self, phase: str, _: dict[str, int]) -> None:
+        now_s = time.monotonic()
+        if phase == "start":
+            self._start_s = now_s
+        else:
+            self.total_s += now_s - self._start_s
+
+
+@functools.cache
+def _collector() -> _Collector:
+    return _Collector()
+
+
+@contextlib.contextmanager
+def settled_heap() -> Iterator[None]:
+    """As engines do once they have started: what was imported and made so far is not looked through again and again."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -22,7 +22,7 @@ from connector.tiering import TieringOffloadingManager
 from tests.identity import FakeSpec
 from tests.soak.chaos import Chaos, FolderPlace, FusePlace, LayerPlace, Place, S3Place
 from tests.soak.engine import RecordedTier, SoakEngine
-from tests.soak.ledger import Ledger
+from tests.soak.ledger import Ledger, settled_heap
 from tests.soak.report import SoakReport
 from tests.soak.s3_server import BUCKET
 from tiers.base import JobMetadata, JobResult, SecondaryTierManager
@@ -187,7 +187,8 @@ def _run_in(
     if chaos is not None:
         chaos.start()
     try:
-        engine.run(_Stopwatch(options.seconds, memory, engine, ledger, progress).is_over)
+        with settled_heap():
+            engine.run(_Stopwatch(options.seconds, memory, engine, ledger, progress).is_over)
     finally:
         if chaos is not None:
             chaos.stop()

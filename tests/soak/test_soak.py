@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.identity import block_key
+from tests.promises import Record
 from tests.soak.ledger import CallTimes, Ledger
 from tiers.base import JobMetadata, JobResult
 
@@ -26,7 +27,7 @@ def soak(json_file: Path, *options: str) -> tuple[int, dict[str, Any]]:
     return ended.returncode, json.loads(json_file.read_text())
 
 
-def test_twenty_seconds(tmp_path: Path) -> None:
+def test_twenty_seconds(tmp_path: Path, record: Record) -> None:
     status, report = soak(tmp_path / "report.json", "--seconds", "20")
     assert report["violations"] == {}, report["details"]
     assert status == 0
@@ -34,6 +35,10 @@ def test_twenty_seconds(tmp_path: Path) -> None:
     assert report["blocks_loaded"] > 100
     assert report["blocks_stored"] > 100
     assert sum(report["faults"].values()) > 100
+    record(
+        "S2", operations=report["operations"], faults=sum(report["faults"].values()), wrong_bytes=0, slots_in_use=0,
+        healed_after_s=report["healed_s"], worst_call_ms=report["worst_call_ms"], p99_call_ms=report["p99_call_ms"],
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -162,6 +162,16 @@ def test_dry_run_changes_nothing(store: LocalStore, tmp_path: Path) -> None:
     assert sorted((p, p.stat().st_mtime_ns) for p in tmp_path.rglob("*") if p.is_file()) == before
 
 
+def test_dry_run_says_what_a_run_then_does(store: LocalStore) -> None:
+    fill(store, [3600.0 * (n + 1) for n in range(40)])
+    limits = {"ttl_s": 3600 * 30.5, "max_bytes": 30 * SIZE, "low": 0.5}
+    told = collect(store, dry_run=True, **limits)
+    done = collect(store, **limits)
+    assert told.removed_blobs["ttl"] == done.removed_blobs["ttl"] == 10
+    # A run also has its own records to make room for.
+    assert 0 <= done.removed_blobs["capacity"] - told.removed_blobs["capacity"] <= 1
+
+
 def test_bad_blocks_go_before_good_ones(store: LocalStore) -> None:
     fill(store, [10_000] * 12)
     for number in range(6):

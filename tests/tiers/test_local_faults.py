@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.promises import Record
 from tiers import posix
 from tiers.errors import (
     StoreConfigError,
@@ -169,7 +170,7 @@ def check(place: Place, operation: Operation, faults: SyscallFaults, expected: t
 
 @pytest.mark.parametrize("forever", [False, True], ids=["once", "for ever"])
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_every_system_call_fails(place: Place, name: str, forever: bool) -> None:
+def test_every_system_call_fails(place: Place, name: str, forever: bool, record: Record) -> None:
     operation = OPERATIONS[name]
     calls = calls_of(place, operation)
     assert calls
@@ -180,6 +181,7 @@ def test_every_system_call_fails(place: Place, name: str, forever: bool) -> None
             faults = SyscallFaults(at=n, error=code, forever=forever)
             failed += not check(place, operation, faults, expected)
     assert failed
+    record("W4", system_calls=len(calls), faults=len(calls) * len(ERRNOS), calls_that_failed=failed, wrong=0)
 
 
 @pytest.mark.parametrize("forever", [False, True], ids=["once", "for ever"])

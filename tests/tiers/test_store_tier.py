@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.identity import FakeSpec, block_key
+from tests.promises import Record
 from tests.waiting import wait_for
 from tiers.base import JobMetadata, JobResult
 from tiers.errors import (
@@ -316,7 +317,7 @@ def test_own_stores_are_found_without_asking(bench: Bench) -> None:
     assert tier.lookup(KEYS[0]) is True
 
 
-def test_jobs_beyond_the_limit_fail_at_once_and_are_counted(bench: Bench) -> None:
+def test_jobs_beyond_the_limit_fail_at_once_and_are_counted(bench: Bench, record: Record) -> None:
     """D4."""
     gated = GatedStore()
     tier = bench.tier(store=gated, jobs_max=1)
@@ -328,6 +329,7 @@ def test_jobs_beyond_the_limit_fail_at_once_and_are_counted(bench: Bench) -> Non
     assert tier.metrics.value("kvtiers_stores_dropped_total", "test", "queue_full") == 2
     gated.gate.set()
     assert bench.result(tier, first).success
+    record("D4", jobs_max=1, blocks_dropped_and_counted=2)
 
 
 def test_shutdown_reports_every_job_once(bench: Bench) -> None:

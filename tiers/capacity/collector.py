@@ -180,6 +180,8 @@ class Collector:
         """List again; remove what is beyond the cut."""
         bucket, bytes_left = cut
         grace_s = self._policy.grace_s
+        # Not counted twice: after a dry run's first listing they are still there.
+        counted_s = self._policy.ttl_s if report.dry_run and self._policy.ttl_s is not None else float("inf")
 
         def publish(removed_bytes: int) -> None:
             left = replace(measured, bytes=measured.bytes - removed_bytes)
@@ -189,7 +191,7 @@ class Collector:
         for info in self._listing():
             age_s = now - info.mtime
             found = bucket_of(age_s)
-            if found < bucket or age_s < grace_s or not is_block(info.key):
+            if found < bucket or not grace_s <= age_s < counted_s or not is_block(info.key):
                 continue
             if found == bucket:
                 if bytes_left <= 0:

@@ -14,8 +14,8 @@ Reads and writes reach the server one by one (``direct_io``), nothing is cached,
 folder, so ``plant`` and ``peek`` of a contract test go there.
 
 Two ways to hang. ``stopped`` stops the server (SIGSTOP): requests wait in the kernel, and a process that waits for one
-can be killed, as on an NFS mount. A fault with ``hang`` keeps a request that the server has taken: who waits for it is
-beyond SIGKILL (state D) until the plan is replaced.
+can be killed, as on an NFS mount; but for the few requests that a busy server had taken already. A fault with ``hang``
+keeps a request that the server has taken: who waits for it is beyond SIGKILL (state D) until the plan is replaced.
 
 Needs Linux, /dev/fuse, libfuse (Debian: ``apt-get install libfuse2 fuse``), mfusepy (``pip install mfusepy``) and root
 or fusermount; ``why_no_fuse`` says what is missing, for a test to skip.

@@ -1,0 +1,144 @@
+"""``kvtiers verify``."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, TextIO
+
+import typer
+from rich.console import Console
+
+from connector.commands.places import Place, Ticker, human_bytes
+from connector.commands.storage import EXIT_FAILED, AsJson, Config, TierName, failed, open_places
+from tiers.errors import StoreError
+from tiers.layers.worker_process import StoreRecipe
+from tiers.open_store import tool_recipe
+from tiers.verify import UnitResult, decode_result, find_units, total_of
+from tiers.verify_processes import verify_units
+
+BAD_SHOWN_MAX = 20
+
+
+def verify(
+    config: Config,
+    tier: TierName = None,
+    repair: Annotated[bool, typer.Option("--repair", help="Move bad blocks aside; the next store heals them.")] = False,
+    state: Annotated[
+        Path | None, typer.Option(help="Remember in this file what is done; begun again, go on from there.")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(min=1, max=256, help="Processes; by default one a core.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check the seals of all stored blocks: that each is the block its name says, whole and unchanged."""
+    n_workers = workers or len(os.sched_getaffinity(0))
+    results = []
+    for place in open_places("verify", config, tier):
+        try:
+            results.append(_verify_place(place, repair, state, n_workers))
+        except StoreError as e:
+            raise failed("verify", place, e) from e
+        if not as_json:
+            _show(results[-1])
+    if state is not None:
+        state.unlink(missing_ok=True)  # all is done
+    if as_json:
+        print(json.dumps({"tiers": results}))
+    if any(result["bad_count"] > result["quarantined"] or result["errors"] for result in results):
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _verify_place(place: Place, repair: bool, state: Path | None, n_workers: int) -> dict[str, Any]:
+    started_at = time.monotonic()
+    with place.open() as store, Ticker(f"listing {place.name}", unit="blocks") as ticker:
+        units = find_units(store, ticker.count)
+    store_class, options = tool_recipe(place.config)
+    recipe = StoreRecipe.of(store_class, **options)
+    with _state_file(state, f"{place.name} {place.where} {'repair' if repair else 'check'}") as (done, remember):
+        results = dict(done)
+        left = [unit for unit in units if unit not in done]
+        total_bytes = sum(share.bytes for share in units.values())
+        checked_at = time.monotonic()
+        with Ticker(f"verifying {place.name}", total_bytes, unit="bytes") as ticker:
+            for result in verify_units(recipe, left, n_workers=n_workers, repair=repair):
+                results[result.unit] = result
+                remember(result)
+                checked = sum(r.bytes for r in results.values())
+                ticker.tell(checked, f"{human_bytes(checked)} of {human_bytes(total_bytes)}")
+    total = total_of(iter(results.values()))
+    now_bytes = total.bytes - sum(result.bytes for result in done.values())
+    return {
+        "tier": place.name,
+        "where": place.where,
+        **{name: value for name, value in asdict(total).items() if name != "unit"},
+        "resumed_units": len(done),
+        "seconds": round(time.monotonic() - started_at, 3),
+        "bytes_per_s": round(now_bytes / max(1e-9, time.monotonic() - checked_at)),
+    }
+
+
+class _Remember:
+    """Appends results to a state file, one line each, as they come."""
+
+    def __init__(self, file: TextIO | None, place: str) -> None:
+        self._file = file
+        self._place = place
+
+    def __call__(self, result: UnitResult) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps({"place": self._place, "result": asdict(result)}) + "\n")
+            self._file.flush()
+
+
+@contextmanager
+def _state_file(path: Path | None, place: str) -> Iterator[tuple[dict[str, UnitResult], _Remember]]:
+    """What of a place was done before, and what notes more. A line that was cut off is as if it were not there."""
+    if path is None:
+        yield {}, _Remember(None, place)
+        return
+    done = {}
+    text = path.read_text() if path.exists() else ""
+    for line in text.splitlines():
+        try:
+            content = json.loads(line)
+            result = decode_result(content["result"])
+        except (ValueError, KeyError, TypeError):
+            continue
+        if content["place"] == place:
+            done[result.unit] = result
+    with path.open("a") as file:
+        if text and not text.endswith("\n"):
+            file.write("\n")
+        yield done, _Remember(file, place)
+
+
+def _show(result: dict[str, Any]) -> None:
+    console = Console(soft_wrap=True)
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False)
+
+    resumed = f", {result['resumed_units']} of its parts before" if result["resumed_units"] else ""
+    speed = f"{human_bytes(result['bytes_per_s'])}/s"
+    size = human_bytes(result["bytes"])
+    say(f"{result['tier']} at {result['where']}: {result['blocks']:,} blocks, {size} checked at {speed}{resumed}")
+    for reason, count in Counter(reason for _, reason in result["bad"]).items():
+        say(f"  bad ({reason}): {count:,} blocks")
+    for key, reason in result["bad"][:BAD_SHOWN_MAX]:
+        say(f"    {key} ({reason})")
+    if result["bad_count"] > BAD_SHOWN_MAX:
+        say(f"    … and {result['bad_count'] - BAD_SHOWN_MAX:,} more; --json names them")
+    if result["quarantined"]:
+        say(f"  moved aside: {result['quarantined']:,} blocks")
+    if result["foreign"]:
+        say(f"  of a newer version, left alone: {result['foreign']:,} blocks")
+    if result["errors"]:
+        say(f"  could not be read: {result['errors']:,} blocks")
+    if not result["bad_count"] and not result["errors"]:
+        say("  all are what they should be")

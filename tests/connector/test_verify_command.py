@@ -1,0 +1,229 @@
+"""verify over real folders: what it finds, repairs and resumes."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from connector.cli import app
+from tests.identity import FakeSpec, block_key
+from tiers.errors import StoreUnavailableError
+from tiers.file_mapper import FileMapper
+from tiers.layers.worker_process import StoreRecipe
+from tiers.namespace import open_namespace
+from tiers.seal import Seal
+from tiers.store import Capabilities
+from tiers.stores.local import LocalStore
+from tiers.stores.memory import MemoryStore
+from tiers.testing.faults import Fault, FaultyStore
+from tiers.verify import Verifier, find_units
+from tiers.verify_processes import verify_units
+
+MAPPER = FileMapper.from_offloading_spec("", FakeSpec())
+COUNT, SIZE = 40, 8192
+NAMES = [MAPPER.relative_name(block_key(n)) for n in range(COUNT)]
+
+
+def put_blocks(store: Any) -> None:
+    open_namespace(store, MAPPER)
+    seal = Seal(MAPPER.fingerprint, MAPPER.rank)
+    for number, name in enumerate(NAMES):
+        payload = memoryview(random.Random(number).randbytes(SIZE))
+        store.put(name, (payload, memoryview(seal.trailer(block_key(number), payload))))
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    store = LocalStore(tmp_path / "kv")
+    put_blocks(store)
+    store.close()
+    return tmp_path / "kv"
+
+
+@pytest.fixture
+def config(root: Path) -> str:
+    path = root.parent / "c.yaml"
+    path.write_text(f"region: {{size: 1MiB}}\ntiers:\n- {{type: fs, root_dir: {root}}}\n")
+    return str(path)
+
+
+def run(*args: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["verify", *args])
+    return result.exit_code, result.output
+
+
+def run_json(*args: str) -> dict[str, Any]:
+    _, out = run(*args, "--json")
+    (tier,) = json.loads(out)["tiers"]
+    assert isinstance(tier, dict)
+    return tier
+
+
+def flip(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+def test_good_blocks(config: str) -> None:
+    code, out = run(config)
+    assert code == 0
+    assert f"{COUNT} blocks, 480 KiB checked" in out
+    assert "all are what they should be" in out
+
+
+def test_each_kind_of_badness_has_its_reason(config: str, root: Path) -> None:
+    flip(root / NAMES[0], 100)
+    flip(root / NAMES[1], SIZE + 60)
+    with (root / NAMES[2]).open("ab") as file:
+        file.truncate(SIZE)
+    (root / NAMES[3]).write_bytes(b"x")
+    (root / NAMES[4]).write_bytes((root / NAMES[5]).read_bytes())
+    flip(root / NAMES[6], SIZE + 8)  # version: perhaps a newer one's
+    code, out = run(config)
+    assert code == 1
+    assert "of a newer version, left alone: 1 blocks" in out
+    found = run_json(config)
+    assert dict(map(tuple, found["bad"])) == {
+        NAMES[0]: "payload_checksum",
+        NAMES[1]: "trailer_checksum",
+        NAMES[2]: "magic",
+        NAMES[3]: "size",
+        NAMES[4]: "key",
+    }
+    assert found["foreign"] == 1
+
+
+def test_repair_moves_bad_blocks_aside_and_no_other(config: str, root: Path) -> None:
+    flip(root / NAMES[0], 100)
+    flip(root / NAMES[6], SIZE + 8)
+    code, out = run(config, "--repair")
+    assert code == 0
+    assert "moved aside: 1 blocks" in out
+    assert {str(path.relative_to(root)) for path in root.glob("*/*/*/*.bin")} == set(NAMES[1:])
+    assert len(list((root / ".quarantine").iterdir())) == 1
+    assert run(config)[0] == 0
+
+
+@pytest.mark.parametrize("text", [None, "{}", "{", "[1]"])
+def test_blocks_without_their_identity_are_not_moved(config: str, root: Path, text: str | None) -> None:
+    path = root / MAPPER.relative_config_name
+    path.unlink()
+    if text is not None:
+        path.write_text(text)
+    found = run_json(config, "--repair")
+    assert found["bad_count"] == COUNT
+    assert {reason for _, reason in found["bad"]} == {"no_identity"}
+    assert len(list(root.glob("*/*/*/*.bin"))) == COUNT
+
+
+def test_it_goes_on_where_it_was(config: str, root: Path, tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    # As an interrupted run leaves it: three units done, a line cut off, and another place's.
+    store = LocalStore(root)
+    units = sorted(find_units(store))
+    verifier = Verifier(store)
+    from dataclasses import asdict
+
+    lines = [json.dumps({"place": f"fs {root} check", "result": asdict(verifier.check(unit))}) for unit in units[:3]]
+    other = json.dumps({"place": "s3 s3://b check", "result": asdict(verifier.check(units[3]))})
+    state.write_text("\n".join([*lines, other, lines[0][:20]]))
+    found = run_json(config, "--state", str(state))
+    assert found["resumed_units"] == 3
+    assert found["blocks"] == COUNT
+    assert not state.exists()
+
+
+def test_an_interrupted_run_leaves_its_state(
+    config: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def two_then_fail(*args: Any, **options: Any) -> Iterator[Any]:
+        results = verify_units(*args, **options)
+        yield next(results)
+        yield next(results)
+        results.close()  # type: ignore[attr-defined]
+        raise StoreUnavailableError("gone")
+
+    monkeypatch.setattr("connector.commands.verify.verify_units", two_then_fail)
+    state = tmp_path / "state"
+    code, out = run(config, "--state", str(state))
+    assert code == 1
+    assert "gone" in out
+    monkeypatch.undo()
+    assert run_json(config, "--state", str(state))["resumed_units"] == 2
+
+
+def test_blocks_that_vanish_meanwhile_are_not_bad(root: Path) -> None:
+    memory = MemoryStore()
+    put_blocks(memory)
+    store = FaultyStore(memory)
+    unit = sorted(find_units(store))[0]
+    names = [info.key for info in memory.keys(unit)]
+    real = store.get_into
+
+    def get_into(key: str, parts: Any) -> None:
+        if key in names:
+            memory.delete(key)
+        real(key, parts)
+
+    store.get_into = get_into  # type: ignore[method-assign]
+    result = Verifier(store, repair=True).check(unit)
+    assert (result.bad_count, result.errors) == (0, 0)
+
+
+def test_unreadable_blocks_are_errors_and_stay() -> None:
+    memory = MemoryStore()
+    put_blocks(memory)
+    store = FaultyStore(memory)
+    units = sorted(find_units(store))
+    verifier = Verifier(store, repair=True)
+    assert verifier.check(units[0]).errors == 0
+    store.plan = [Fault("get_into", error=lambda: StoreUnavailableError("no"), count=None)]
+    result = verifier.check(units[1])
+    assert result.errors == result.blocks > 0
+    assert len([key for key in memory.keys("") if key.key.endswith(".bin")]) == COUNT
+
+
+class SlowLocalStore(LocalStore):
+    """One whose reads mostly wait."""
+
+    capabilities = Capabilities(exclusive_create=True, shared=True, latency_bound=True)
+
+
+def test_many_reads_at_once(root: Path) -> None:
+    flip(root / NAMES[0], 100)
+    store = SlowLocalStore(root)
+    results = [Verifier(store).check(unit) for unit in find_units(store)]
+    assert sum(result.blocks for result in results) == COUNT
+    assert [key for result in results for key, _ in result.bad] == [NAMES[0]]
+
+
+def test_a_worker_that_cannot_work_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    recipe = StoreRecipe.of(LocalStore, root_dir=tmp_path / "file")
+    with pytest.raises(StoreUnavailableError, match="must be a folder"):
+        list(verify_units(recipe, ["a/b"], n_workers=2, repair=False))
+
+
+def test_workers_end_with_their_reader(root: Path) -> None:
+    before = set(os.listdir("/proc"))
+    results = verify_units(
+        StoreRecipe.of(LocalStore, root_dir=root), sorted(find_units(LocalStore(root))), n_workers=2, repair=False
+    )
+    next(results)
+    results.close()  # type: ignore[attr-defined]
+    children = [
+        pid
+        for pid in set(os.listdir("/proc")) - before
+        if pid.isdecimal()
+        and Path(f"/proc/{pid}/stat").exists()
+        and f" {os.getpid()} " in Path(f"/proc/{pid}/stat").read_text()
+    ]
+    assert children == []

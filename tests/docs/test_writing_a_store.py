@@ -1,0 +1,55 @@
+"""The example in docs/writing-a-store.md is a test file that passes, and fails where the store is bad."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RUN_S_MAX = 120
+
+
+def example() -> str:
+    found = re.findall(
+        r"<!-- tested -->\n```python\n(.*?)```", (ROOT / "docs" / "writing-a-store.md").read_text(), re.DOTALL
+    )
+    (code,) = found
+    return str(code)
+
+
+def run(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
+    (folder / "test_my_store.py").write_text(code)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", f"--rootdir={folder}"]
+    return subprocess.run(
+        [*command, str(folder)], cwd=ROOT, capture_output=True, text=True, timeout=RUN_S_MAX, check=False
+    )
+
+
+def test_the_example_passes(tmp_path: Path) -> None:
+    ended = run(tmp_path, example())
+    assert ended.returncode == 0, ended.stdout
+    assert re.search(r"\d+ passed", ended.stdout)
+
+
+@pytest.mark.full
+def test_the_example_finds_a_store_that_publishes_too_early(tmp_path: Path) -> None:
+    bad = """
+class MyStore(MyStore):
+    def put(self, key, parts, *, overwrite=False):
+        path = os.path.join(self.root_dir, key)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "wb", buffering=0) as file:
+            for part in parts:
+                for start in range(0, part.nbytes, 1000):
+                    file.write(part[start : start + 1000])
+
+
+OLD, NEW ="""
+    code = example().replace("OLD, NEW =", bad, 1)
+    ended = run(tmp_path, code)
+    assert ended.returncode == 1
+    assert "test_killed_at_random" in ended.stdout

@@ -1,0 +1,121 @@
+"""Verify's worker processes: a checksum and a read a core, and no GIL between them.
+
+A worker reads JSON lines from its standard input (its configuration, then units) and answers each unit with one line:
+``{"result": {…}}`` or ``{"error": "…"}``. It ends with its input.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from tiers.errors import StoreError, StoreUnavailableError
+from tiers.layers.isolate_worker import decode_option, find_object
+from tiers.layers.worker_process import StoreRecipe
+from tiers.verify import UnitResult, Verifier, decode_result
+
+_START = "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from tiers.verify_processes import main; main()"
+
+
+def main() -> None:
+    """Be a worker."""
+    output = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print must not mix with the answers
+    config = json.loads(sys.stdin.readline())
+    options = {name: decode_option(value) for name, value in config["options"].items()}
+    verifier: Verifier | None = None
+    for line in sys.stdin:
+        answer: dict[str, Any]
+        try:
+            if verifier is None:
+                verifier = Verifier(find_object(config["module"], config["name"])(**options), repair=config["repair"])
+            answer = {"result": asdict(verifier.check(json.loads(line)))}
+        except StoreError as e:
+            answer = {"error": str(e)}
+        output.write(json.dumps(answer) + "\n")
+        output.flush()
+
+
+def verify_units(recipe: StoreRecipe, units: Sequence[str], *, n_workers: int, repair: bool) -> Iterator[UnitResult]:
+    """Check units in processes; yields each result as it comes, in no particular order.
+
+    Raises:
+        StoreError: a unit could not be listed, or a worker died. What was yielded stands.
+    """
+    waiting: SimpleQueue[str] = SimpleQueue()
+    for unit in units:
+        waiting.put(unit)
+    answers: SimpleQueue[UnitResult | StoreError | None] = SimpleQueue()
+    config = json.dumps({**recipe.encode(), "repair": repair})
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-P", "-c", _START, json.dumps(sys.path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(min(n_workers, len(units)))
+    ]
+    threads = [
+        threading.Thread(target=_serve, args=(process, config, waiting, answers), daemon=True) for process in processes
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        left = len(threads)
+        while left:
+            answer = answers.get()
+            if isinstance(answer, StoreError):
+                raise answer
+            if answer is None:
+                left -= 1
+            else:
+                yield answer
+    finally:
+        for process in processes:
+            process.kill()
+        for thread in threads:
+            thread.join()
+        for process in processes:
+            process.wait()
+
+
+def _serve(
+    process: subprocess.Popen[str],
+    config: str,
+    waiting: SimpleQueue[str],
+    answers: SimpleQueue[UnitResult | StoreError | None],
+) -> None:
+    """Hand units to one worker until there are none."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        with process.stdin, process.stdout:
+            process.stdin.write(config + "\n")
+            while True:
+                try:
+                    unit = waiting.get_nowait()
+                except Empty:
+                    break
+                process.stdin.write(json.dumps(unit) + "\n")
+                process.stdin.flush()
+                line = process.stdout.readline()
+                if not line:
+                    answers.put(StoreUnavailableError(f"the worker that checked {unit}* died"))
+                    return
+                answer = json.loads(line)
+                if "error" in answer:
+                    answers.put(StoreUnavailableError(answer["error"]))
+                    return
+                answers.put(decode_result(answer["result"]))
+    except OSError as e:
+        answers.put(StoreUnavailableError(f"a worker died: {e}"))
+        return
+    answers.put(None)
