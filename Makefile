@@ -6,8 +6,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # The pins hold in pip's isolated build environments too.
 export PIP_CONSTRAINT = $(CURDIR)/constraints.txt
 
-.PHONY: setup demo test test-full test-gpu check lint bench bench-fs bench-gc bench-gpu bench-liveness bench-s3 bench-seal docs soak \
-	e2e e2e-reduced test-vllm clean
+.PHONY: setup demo test test-full test-gpu check lint bench bench-fs bench-gc bench-gpu bench-liveness bench-s3 bench-seal \
+	docs soak e2e e2e-reduced test-vllm clean
 
 setup: $(VENV)/.stamp
 
