@@ -11,8 +11,6 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import NewType
 
-import numpy as np
-
 OffloadKey = NewType("OffloadKey", bytes)
 
 GROUP_INDEX_BYTES = 4
@@ -65,6 +63,8 @@ def hash_blocks(
     """
     if block_size < 1:
         raise ValueError(f"block_size is {block_size}; accepted is 1 or more tokens")
+    import numpy as np  # not by a worker process, which gets its keys made
+
     wide = np.asarray(token_ids, dtype=np.int64)
     if wide.size and (wide.min() < 0 or wide.max() > 0xFFFF_FFFF):
         raise ValueError("token_ids has an id outside 0..2**32-1")

@@ -50,6 +50,7 @@ __all__ = ["ProcessIsolatedStore", "StoreRecipe"]
 
 logger = logging.getLogger(__name__)
 
+RUN_MODULES = ("tiers.isolated_mover",)  # imported by idle workers: what a tier has them ``run`` is there
 BATCH_COUNT_MAX = 256  # blobs of one message, so that frames stay small
 LISTINGS_MAX = 4  # at once; each has a process of its own
 REDELIVERIES_MAX = 8  # of one call, to workers found dead before they took it
@@ -92,7 +93,7 @@ class ProcessIsolatedStore(Store):
     ) -> None:
         if n_workers < 1 or deadline_s <= 0 or close_s <= 0:
             raise StoreConfigError("n_workers is 1 or more, deadline_s and close_s are more than 0")
-        self._config = recipe.encode()
+        self._config = {**recipe.encode(), "imports": RUN_MODULES if region is not None else ()}
         self._n_workers = n_workers
         self.deadline_s = deadline_s
         self._close_s = close_s
