@@ -76,6 +76,7 @@ class AsyncLookup:
         self._options = options
         self._clock = clock
         self._answers: dict[OffloadKey, tuple[bool, float]] = {}  # key -> (present, believed until)
+        self._doubted_until = float("-inf")  # positive answers that would be believed until then came before a doubt
         self._asked: dict[OffloadKey, float] = {}  # key -> asked at
         self._batch: list[OffloadKey] = []
         self._questions: SimpleQueue[tuple[list[OffloadKey], float] | None] = SimpleQueue()
@@ -91,12 +92,12 @@ class AsyncLookup:
         """True present, False absent, None asked."""
         now = self._clock()
         answer = self._answers.get(key)
-        if answer is not None and now < answer[1]:
+        if answer is not None and now < answer[1] and (answer[1] >= self._doubted_until or not answer[0]):
             return answer[0]
         if not self._replies.empty():
             self._take_replies()
             answer = self._answers.get(key)
-            if answer is not None and now < answer[1]:
+            if answer is not None and now < answer[1] and (answer[1] >= self._doubted_until or not answer[0]):
                 return answer[0]
         asked_at = self._asked.get(key)
         if asked_at is None:
@@ -137,6 +138,10 @@ class AsyncLookup:
         """Believe nothing known of these keys any more: the next question is asked."""
         for key in keys:
             self._answers.pop(key, None)
+
+    def doubt(self) -> None:
+        """Believe nothing known to be present any more: whether the storage answers at all is to be seen anew."""
+        self._doubted_until = self._clock() + self._options.present_ttl_s
 
     def take_counts(self) -> LookupCounts:
         """Counts since the last call."""

@@ -41,6 +41,7 @@ _SHOWN_FROM_THE_START: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
     ("kvtiers_verify_failures_total", tuple((reason,) for reason in SealReason)),
 )
 REMOVED_KEYS_PER_STEP_MAX = 1024  # a scheduler step is not held up by what a collector did
+DOUBT_SHARE = 0.25  # part of job_deadline_s from which a task that still runs may be hung
 DRAIN_SHARE = 0.7  # part of shutdown_s that waiting jobs get to land
 
 
@@ -160,6 +161,7 @@ class StoreTierManager(SecondaryTierManager):
         self._events: deque[OffloadingEvent] = deque(maxlen=EVENTS_MAX)
         self._closed = False
         self._openings_counted = 0
+        self._doubted = False
         self._show_zeros()
 
     # -- lookups ---------------------------------------------------------------------------------------------------
@@ -210,6 +212,10 @@ class StoreTierManager(SecondaryTierManager):
     def _check_health(self, counts: LookupCounts) -> None:
         circuit = self._circuit
         stuck_s = self._pool.longest_running_s()
+        # A hung storage's blocks would be "present" from memory, and every request would wait for its load's deadline.
+        was_doubted, self._doubted = self._doubted, stuck_s > DOUBT_SHARE * self._options.job_deadline_s
+        if self._doubted and not was_doubted:
+            self._lookup.doubt()
         if stuck_s > self._options.job_deadline_s:
             if circuit.closed:
                 self.metrics.inc("kvtiers_deadline_expired_total", self.name, "job")

@@ -165,6 +165,22 @@ def test_answers_age(make: Make, clock: Clock) -> None:
     assert lookup.lookup(KEYS[0]) is None
 
 
+def test_doubt_asks_anew_for_what_was_present(make: Make, clock: Clock) -> None:
+    storage = Storage(KEYS[:2])
+    lookup = make(storage, present_ttl_s=10, absent_ttl_s=5)
+    for key in KEYS[:3]:
+        lookup.lookup(key)
+    lookup.flush()
+    assert [answer(lookup, key) for key in KEYS[:3]] == [True, True, False]
+    clock.now += 1
+    lookup.doubt()
+    assert [lookup.lookup(key) for key in KEYS[:3]] == [None, None, False]
+    lookup.mark(KEYS[1:2], present=True)
+    lookup.flush()
+    assert [answer(lookup, key) for key in KEYS[:3]] == [True, True, False]
+    assert storage.batches == [KEYS[:3], KEYS[:1]]
+
+
 def test_marks_overrule_answers_on_their_way(make: Make) -> None:
     """After a failed load a "present" that is still on its way must not bring the loop back (vllm#49176)."""
     storage = Storage(KEYS)

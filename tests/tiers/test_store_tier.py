@@ -583,6 +583,30 @@ class TestLiveness:
         assert bench.present(tier, KEYS[0])
         bench.load(tier, KEYS[:2])
 
+    def test_what_is_known_of_a_hung_store_is_not_believed(self, bench: Bench) -> None:
+        """Or every request that comes before the cut-off would wait for a load that cannot end."""
+        now = [1000.0]
+        bench.clock = lambda: now[0]
+        hung = GatedStore()
+        tier = bench.tier(store=hung, n_read_threads=1, n_write_threads=1, lookup=LookupOptions(deadline_s=0.2))
+        bench.fill(1)
+        assert bench.store(tier, KEYS[:2]).success
+        assert tier.lookup(KEYS[0]) is True
+        hung.gate.clear()
+        hung.entered = 0
+        tier.submit_load(bench.job(KEYS[:1]))
+        wait_for(lambda: hung.entered == 1)
+        now[0] += 2
+        tier.on_schedule_end()
+        assert tier.lookup(KEYS[1]) is True  # a slow load is no hang
+        now[0] += 1
+        tier.on_schedule_end()
+        assert tier.lookup(KEYS[1]) is None
+        now[0] += 0.3
+        assert tier.lookup(KEYS[1]) is False  # as for any question that is not answered: L2
+        assert tier.circuit_state == "closed"
+        hung.gate.set()
+
     def test_what_waits_behind_a_cut_off_is_dropped_not_tried(self, bench: Bench) -> None:
         now = [1000.0]
         bench.clock = lambda: now[0]
