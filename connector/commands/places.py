@@ -119,6 +119,11 @@ class Ticker:
         self._progress.update(self._task, completed=done, done=text)
 
 
+def complain(command: str, text: str) -> None:
+    """On standard error, on one line however narrow the terminal is."""
+    Console(stderr=True, soft_wrap=True).print(f"kvtiers {command}: {text}", markup=False, highlight=False)
+
+
 def human_bytes(size: float) -> str:
     """Such as "1.5 GiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):

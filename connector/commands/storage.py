@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from connector.commands.places import Place, Ticker, find_places, human_age, human_bytes
+from connector.commands.places import Place, Ticker, complain, find_places, human_age, human_bytes
 from tiers.capacity.account import used_bytes
 from tiers.capacity.collector import Collector, CollectReport
 from tiers.errors import KVTiersError, StoreError
@@ -127,14 +127,13 @@ def open_places(command: str, config: Path, tier: str | None) -> list[Place]:
     try:
         return find_places(config, tier)
     except KVTiersError as e:
-        Console(stderr=True).print(f"kvtiers {command}: {e}", markup=False, highlight=False)
+        complain(command, str(e))
         raise typer.Exit(EXIT_BAD_INPUT) from e
 
 
 def failed(command: str, place: Place, error: StoreError) -> typer.Exit:
     """Say which storage failed; to be raised."""
-    text = f"kvtiers {command}: tier {place.name} at {place.where}: {error}"
-    Console(stderr=True).print(text, markup=False, highlight=False)
+    complain(command, f"tier {place.name} at {place.where}: {error}")
     return typer.Exit(EXIT_FAILED)
 
 

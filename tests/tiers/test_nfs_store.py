@@ -89,8 +89,8 @@ OPERATIONS: dict[str, tuple[Callable[[NfsStore], object], object]] = {
     "get": (lambda store: fetch(store, "f/a", 5000), make_data(5000)),
     "size": (lambda store: store.size("f/a"), 5000),
     "tail": (lambda store: store.get_tail("f/a", 4), (5000, make_data(5000)[-4:])),
-    "put": (lambda store: store.put("f/b", as_parts(b"1")), None),
-    "overwrite": (lambda store: store.put("f/a", as_parts(make_data(5000)), overwrite=True), None),
+    "put": (lambda store: store.put("f/b", as_parts(b"1")), True),
+    "overwrite": (lambda store: store.put("f/a", as_parts(make_data(5000)), overwrite=True), True),
     "delete": (lambda store: store.delete("f/c"), None),
     "quarantine": (lambda store: store.quarantine("f/d"), None),
 }

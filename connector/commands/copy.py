@@ -1,0 +1,148 @@
+"""``kvtiers warm`` and ``kvtiers migrate``."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from connector.commands.places import Place, Ticker, complain, human_bytes
+from connector.commands.storage import EXIT_BAD_INPUT, EXIT_FAILED, AsJson, Config, open_places
+from tiers.copying import Copier, CopyReport, find_blocks
+from tiers.errors import StoreError
+from tiers.open_store import open_store
+from tiers.store import Store
+from tiers.tier_config import BoundedTierConfig
+
+From = Annotated[str | None, typer.Option("--from", help="The tier to copy from.")]
+To = Annotated[str | None, typer.Option("--to", help="The tier to copy to.")]
+
+
+def warm(
+    config: Config,
+    from_tier: From = None,
+    to_tier: To = None,
+    namespace: Annotated[str | None, typer.Option(help="Only this namespace (the first column of du).")] = None,
+    names: Annotated[
+        Path | None, typer.Option(help="Only blocks whose names begin as a line of this file does; - is stdin.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Fill a near tier from a far one: by default the first from the last. Stops where the near tier is full."""
+    places = open_places("warm", config, None)
+    source, target = _choose("warm", places, from_tier, -1), _choose("warm", places, to_tier, 0)
+    if namespace is not None and names is not None:
+        raise _refuse("warm", "--namespace and --names exclude each other")
+    prefixes = _read_names(names) if names is not None else [f"{namespace}_r" if namespace else ""]
+    _copy("warm", source, target, prefixes, as_json)
+
+
+def migrate(
+    config: Config,
+    target_config: Annotated[Path | None, typer.Argument(help="The target's YAML file; by default the same.")] = None,
+    from_tier: From = None,
+    to_tier: To = None,
+    as_json: AsJson = False,
+) -> None:
+    """Copy everything from one tier to another, of the same file or of two. The source keeps what it has."""
+    source = _choose("migrate", open_places("migrate", config, None), from_tier, 0)
+    target = _choose("migrate", open_places("migrate", target_config or config, None), to_tier, -1)
+    _copy("migrate", source, target, [""], as_json)
+
+
+def _choose(command: str, places: list[Place], name: str | None, default: int) -> Place:
+    if name is None:
+        return places[default]
+    for place in places:
+        if place.name == name:
+            return place
+    raise _refuse(command, f"no tier {name!r}; accepted: {', '.join(place.name for place in places)}")
+
+
+def _refuse(command: str, text: str) -> typer.Exit:
+    complain(command, text)
+    return typer.Exit(EXIT_BAD_INPUT)
+
+
+def _read_names(path: Path) -> list[str]:
+    try:
+        text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise _refuse("warm", f"--names: {e}") from e
+    names = [line.strip() for line in text.splitlines() if line.strip()]
+    if not names:
+        raise _refuse("warm", f"--names: {path} names nothing; accepted is the beginning of a block's name a line")
+    return names
+
+
+def _copy(command: str, source: Place, target: Place, prefixes: Iterable[str], as_json: bool) -> None:
+    if _address(source) == _address(target):
+        raise _refuse(command, f"{source.name} and {target.name} are one place: {source.where}; accepted are two tiers")
+    started_at = time.monotonic()
+    try:
+        with source.open() as from_store:
+            to_store = open_store(target.config)  # with its reserve of free space
+            try:
+                room = _room_bytes(target, to_store)
+                with Ticker(f"{source.name} to {target.name}") as ticker:
+                    copier = Copier(from_store, to_store, room_bytes=room, on_progress=lambda r: _tell(ticker, r))
+                    report = copier.copy(find_blocks(from_store, prefixes))
+            finally:
+                to_store.close()
+    except StoreError as e:
+        complain(command, f"{source.name} at {source.where} to {target.name} at {target.where}: {e}")
+        raise typer.Exit(EXIT_FAILED) from e
+    result = {"from": source.where, "to": target.where, **asdict(report)}
+    result["seconds"] = round(time.monotonic() - started_at, 3)
+    if as_json:
+        print(json.dumps(result))
+    else:
+        _show(result)
+    # A near tier that is full is as warm as it gets; a migration is not done.
+    if report.bad or report.errors or (report.no_room and command == "migrate"):
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _room_bytes(target: Place, store: Store) -> int | None:
+    """What fits below ``max_bytes``. Engines that run meanwhile count what was copied at their next collection."""
+    config = target.config
+    if not isinstance(config, BoundedTierConfig) or config.max_bytes is None:
+        return None
+    with Ticker(f"listing {target.name}", unit="blobs"):
+        used = sum(info.size for info in store.keys(""))
+    return max(0, config.max_bytes - used)
+
+
+def _address(place: Place) -> tuple[str, str | None]:
+    return place.where, getattr(place.config, "endpoint_url", None)
+
+
+def _tell(ticker: Ticker, report: CopyReport) -> None:
+    ticker.tell(report.copied, f"{report.copied:,} blocks, {human_bytes(report.copied_bytes)}")
+
+
+def _show(result: dict[str, Any]) -> None:
+    console = Console(soft_wrap=True)
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False)
+
+    speed = human_bytes(result["copied_bytes"] / max(1e-9, result["seconds"]))
+    say(f"{result['from']} to {result['to']}:")
+    say(f"  copied: {result['copied']:,} blocks, {human_bytes(result['copied_bytes'])} at {speed}/s")
+    for name, text in (
+        ("present", "were there already"),
+        ("bad", "not copied, their seal failed or a newer version made them (see kvtiers verify)"),
+        ("errors", "could not be read or written"),
+    ):
+        if result[name]:
+            say(f"  {text}: {result[name]:,} blocks")
+    if result["no_room"]:
+        say("  stopped: the target is full (max_bytes, or its reserve of free space)")

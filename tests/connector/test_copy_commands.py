@@ -1,0 +1,187 @@
+"""warm and migrate, between real folders and S3."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import boto3
+import pytest
+from typer.testing import CliRunner
+
+from connector.cli import app
+from tests.connector.test_verify_command import COUNT, NAMES, SIZE, flip, put_blocks
+from tiers.copying import Copier, find_blocks
+from tiers.errors import StoreFullError, StorePermissionError, StoreUnavailableError
+from tiers.seal import TRAILER_BYTES
+from tiers.stores.local import LocalStore
+from tiers.stores.memory import MemoryStore
+from tiers.testing.faults import Fault, FaultyStore
+from tiers.testing.servers import moto_server
+
+BLOB = SIZE + TRAILER_BYTES
+NAMESPACE = NAMES[0].partition("/")[0].removesuffix("_r0")
+
+
+def run(*args: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, list(args))
+    return result.exit_code, result.output
+
+
+def ok(*args: str) -> str:
+    code, out = run(*args)
+    assert code == 0, out
+    return out
+
+
+@pytest.fixture
+def far(tmp_path: Path) -> Path:
+    store = LocalStore(tmp_path / "far")
+    put_blocks(store)
+    store.close()
+    return tmp_path / "far"
+
+
+@pytest.fixture
+def near(tmp_path: Path) -> Path:
+    return tmp_path / "near"
+
+
+def write_config(near: Path, far: Path, *options: str) -> str:
+    path = near.parent / "c.yaml"
+    tiers = f"- {{{', '.join(('type: fs', 'name: near', f'root_dir: {near}', *options))}}}\n"
+    path.write_text(f"region: {{size: 1MiB}}\ntiers:\n{tiers}- {{type: nfs, name: far, root_dir: {far}}}\n")
+    return str(path)
+
+
+def stored(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*.bin") if ".tmp" not in path.parts}
+
+
+def test_warm_fills_the_first_tier_from_the_last(near: Path, far: Path) -> None:
+    config = write_config(near, far)
+    assert f"copied: {COUNT} blocks" in ok("warm", config)
+    assert stored(near) == stored(far)
+    assert "all are what they should be" in ok("verify", config, "--tier", "near")
+    assert f"were there already: {COUNT} blocks" in ok("warm", config)
+    assert (near / NAMESPACE / "config.json").read_bytes() == (far / NAMESPACE / "config.json").read_bytes()
+
+
+def test_warm_by_names_and_by_namespace(near: Path, far: Path, tmp_path: Path) -> None:
+    config = write_config(near, far)
+    names = tmp_path / "names"
+    names.write_text(f"{NAMES[3]}\n\n{NAMES[5][:-9]}\n{NAMESPACE}_r7/\n")
+    assert json.loads(ok("warm", config, "--names", str(names), "--json"))["copied"] == 2
+    assert stored(near).keys() == {NAMES[3], NAMES[5]}
+    assert json.loads(ok("warm", config, "--namespace", "other_0123", "--json"))["copied"] == 0
+    result = json.loads(ok("warm", config, "--namespace", NAMESPACE, "--json"))
+    assert (result["copied"], result["present"]) == (COUNT - 2, 2)
+
+
+@pytest.fixture
+def no_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bounds of a few small blocks are accepted."""
+    monkeypatch.setattr("tiers.tier_config.MAX_BYTES_MIN", 1)
+
+
+@pytest.mark.usefixtures("no_least")
+def test_warm_stops_at_the_bound(near: Path, far: Path) -> None:
+    room = 10 * BLOB + 3000  # for its config.json, and less than one more
+    out = ok("warm", write_config(near, far, f"max_bytes: {room}"))
+    assert "copied: 10 blocks" in out
+    assert "the target is full" in out
+    assert len(stored(near)) == 10
+    assert "copied: 0 blocks" in ok("warm", write_config(near, far, f"max_bytes: {room}"))
+
+
+@pytest.mark.usefixtures("no_least")
+def test_migrate_says_when_not_all_went(near: Path, far: Path) -> None:
+    config = write_config(near, far, f"max_bytes: {10 * BLOB}")
+    assert run("migrate", config, "--from", "far", "--to", "near")[0] == 1
+
+
+def test_bad_blocks_are_not_copied(near: Path, far: Path) -> None:
+    flip(far / NAMES[0], 100)
+    flip(far / NAMES[1], SIZE + 20)
+    code, out = run("warm", write_config(near, far))
+    assert code == 1
+    assert "their seal failed" in out
+    assert stored(near).keys() == set(NAMES[2:])
+    assert len(stored(far)) == COUNT
+
+
+def test_what_is_no_block_is_replaced(near: Path, far: Path) -> None:
+    config = write_config(near, far)
+    ok("warm", config)
+    (near / NAMES[0]).write_bytes(b"short")
+    assert "copied: 1 blocks" in ok("warm", config)
+    assert stored(near) == stored(far)
+
+
+def test_a_namespace_without_identity_is_refused(near: Path, far: Path) -> None:
+    (far / NAMESPACE / "config.json").unlink()
+    code, out = run("warm", write_config(near, far))
+    assert code == 1
+    assert "config.json is missing or damaged" in out
+    assert not stored(near)
+
+
+def test_a_target_that_is_another_namespaces_is_refused(near: Path, far: Path) -> None:
+    (near / NAMESPACE).mkdir(parents=True)
+    (near / NAMESPACE / "config.json").write_text("{}")
+    code, out = run("warm", write_config(near, far))
+    assert code == 1
+    assert "another namespace's" in out
+
+
+def test_mistakes(near: Path, far: Path, tmp_path: Path) -> None:
+    config = write_config(near, far)
+    empty = tmp_path / "empty"
+    empty.touch()
+    for args, expected in (
+        (("warm", config, "--from", "nowhere"), "accepted: near, far"),
+        (("warm", config, "--from", "near"), "accepted are two tiers"),
+        (("warm", config, "--names", str(tmp_path / "none")), "No such file"),
+        (("warm", config, "--names", str(empty)), "names nothing"),
+        (("warm", config, "--names", str(empty), "--namespace", "x"), "exclude each other"),
+        (("migrate", config, str(tmp_path / "none.yaml")), "none.yaml"),
+    ):
+        code, out = run(*args)
+        assert code == 2, out
+        assert expected in out
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A tier's options."""
+    with moto_server() as server:
+        for variable, value in server.environment.items():
+            monkeypatch.setenv(variable, value)
+        client = boto3.client("s3", endpoint_url=server.endpoint_url, region_name=server.region)
+        client.create_bucket(Bucket="copies")
+        yield f"type: s3, bucket: copies, prefix: p, endpoint_url: '{server.endpoint_url}'"
+
+
+def test_to_a_bucket_and_back(near: Path, far: Path, tmp_path: Path, bucket: str) -> None:
+    there = tmp_path / "s3.yaml"
+    there.write_text(f"region: {{size: 1MiB}}\ntiers:\n- {{{bucket}}}\n")
+    config = write_config(near, far)
+    assert json.loads(ok("migrate", config, str(there), "--from", "far", "--json"))["copied"] == COUNT
+    assert "all are what they should be" in ok("verify", str(there))
+    assert json.loads(ok("migrate", str(there), config, "--to", "near", "--json"))["copied"] == COUNT
+    assert stored(near) == stored(far)
+
+
+def test_faults_on_the_way() -> None:
+    source, target = MemoryStore(), MemoryStore()
+    put_blocks(source)
+    faulty = FaultyStore(target, [Fault("put", error=lambda: StoreUnavailableError("away"), first=3)])
+    report = Copier(source, faulty).copy(find_blocks(source, [""]))
+    assert (report.copied, report.errors, report.no_room) == (COUNT - 1, 1, False)
+    assert Copier(source, target).copy(find_blocks(source, [""])).copied == 1
+    full = FaultyStore(MemoryStore(), [Fault("put", error=lambda: StoreFullError("full"), first=9, count=None)])
+    assert Copier(source, full).copy(find_blocks(source, [""])).no_room
+    refused = FaultyStore(MemoryStore(), [Fault("put", error=lambda: StorePermissionError("no"), first=5)])
+    with pytest.raises(StorePermissionError):
+        Copier(source, refused).copy(find_blocks(source, [""]))

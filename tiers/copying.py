@@ -1,0 +1,157 @@
+"""Copying blocks from one tier's storage to another's.
+
+A block is copied as it is stored, trailer and all: name and seal say which block it is in every tier alike, and what is
+encrypted stays so. Each is checked on its way; what fails is not copied. Nothing is removed from the source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from tiers.block_reader import BlockReader, read_config, read_fingerprint
+from tiers.errors import BlobNotFoundError, StoreConfigError, StoreError, StoreFullError
+from tiers.file_mapper import CONFIG_FILE_NAME
+from tiers.inventory import BlockName, list_blocks
+from tiers.store import KeyInfo, Store, SupportsSizeMany
+
+THREADS = 8  # reading or writing mostly waits, on one side at least
+BATCH_BLOCKS = 256  # asked for at once, whether the target has them
+
+Block = tuple[KeyInfo, BlockName]
+
+
+@dataclass(slots=True)
+class CopyReport:
+    """What became of the source's blocks.
+
+    Attributes:
+        copied, copied_bytes: with their trailers.
+        present: blocks that the target had, of the same size.
+        bad: blocks whose seal failed, or that only a newer version can judge.
+        errors: blocks that could not be read or written.
+        no_room: the target is full, or its bound reached; the rest was not looked at.
+    """
+
+    copied: int = 0
+    copied_bytes: int = 0
+    present: int = 0
+    bad: int = 0
+    errors: int = 0
+    no_room: bool = False
+
+
+def find_blocks(store: Store, prefixes: Iterable[str]) -> Iterator[Block]:
+    """The blocks whose names begin so; a whole name is its own beginning."""
+    for prefix in prefixes:
+        yield from list_blocks(store, prefix)
+
+
+class Copier:
+    """Copies blocks. For one thread; it has its own.
+
+    Args:
+        room_bytes: how much may be copied; None: until the target refuses.
+        on_progress: called with the report now and then.
+    """
+
+    def __init__(
+        self,
+        source: Store,
+        target: Store,
+        *,
+        room_bytes: int | None = None,
+        on_progress: Callable[[CopyReport], None] = lambda _: None,
+    ) -> None:
+        self._source = source
+        self._target = target
+        self._room_bytes = room_bytes
+        self._on_progress = on_progress
+        self._readers = [BlockReader(source) for _ in range(THREADS)]
+        self._namespaces: set[str] = set()
+        self.report = CopyReport()
+
+    def copy(self, blocks: Iterable[Block]) -> CopyReport:
+        """Copy what the target does not have.
+
+        Raises:
+            StoreError: the storage refuses for good, or cannot be asked.
+            StoreConfigError: a namespace's ``config.json`` is missing, damaged, or another one's in the target.
+        """
+        left = iter(blocks)
+        with ThreadPoolExecutor(THREADS) as pool:
+            while not self.report.no_room and (batch := list(islice(left, BATCH_BLOCKS))):
+                wanted = self._take_wanted(batch)
+                parts = [wanted[seat::THREADS] for seat in range(THREADS)]
+                for report in pool.map(self._copy_some, parts, self._readers):
+                    self._add(report)
+                self._on_progress(self.report)
+        return self.report
+
+    def _take_wanted(self, batch: list[Block]) -> list[Block]:
+        """Those that the target lacks and has room for."""
+        wanted = []
+        for block, size in zip(batch, _sizes(self._target, [info.key for info, _ in batch]), strict=True):
+            info, name = block
+            if size == info.size:
+                self.report.present += 1
+                continue
+            if self._room_bytes is not None:
+                if info.size > self._room_bytes:
+                    self.report.no_room = True
+                    break
+                self._room_bytes -= info.size
+            if name.namespace not in self._namespaces:
+                self._copy_config(name.namespace)
+            wanted.append(block)
+        return wanted
+
+    def _copy_config(self, namespace: str) -> None:
+        data = read_config(self._source, namespace)
+        if data is None or read_fingerprint(self._source, namespace) is None:
+            raise StoreConfigError(f"the source's {namespace}/{CONFIG_FILE_NAME} is missing or damaged")
+        self._target.put(f"{namespace}/{CONFIG_FILE_NAME}", [memoryview(data)])  # what is there stays
+        if read_fingerprint(self._target, namespace) is None:
+            raise StoreConfigError(f"the target's {namespace}/{CONFIG_FILE_NAME} is damaged or another namespace's")
+        self._namespaces.add(namespace)
+
+    def _copy_some(self, blocks: list[Block], reader: BlockReader) -> CopyReport:
+        report = CopyReport()
+        for info, name in blocks:
+            try:
+                reason, _ = reader.read(info, name)
+                if reason is not None:
+                    report.bad += 1
+                    continue
+                # A blob of another size is there, or none: what is there is no good block of this namespace.
+                self._target.put(info.key, [reader.data], overwrite=True)
+            except BlobNotFoundError:
+                continue  # removed since it was listed
+            except StoreFullError:
+                report.no_room = True
+                break
+            except StoreError as e:
+                if not e.retryable:
+                    raise
+                report.errors += 1
+                continue
+            report.copied += 1
+            report.copied_bytes += info.size
+        return report
+
+    def _add(self, part: CopyReport) -> None:
+        total = self.report
+        for name in ("copied", "copied_bytes", "present", "bad", "errors"):
+            setattr(total, name, getattr(total, name) + getattr(part, name))
+        total.no_room |= part.no_room
+
+
+def _sizes(store: Store, keys: list[str]) -> list[Any]:
+    sizes = store.size_many(keys) if isinstance(store, SupportsSizeMany) else [store.size(key) for key in keys]
+    for size in sizes:
+        if isinstance(size, Exception):
+            raise size
+    return list(sizes)
