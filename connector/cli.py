@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from connector.commands import copy, storage
+from connector.commands.bench import bench
 from connector.commands.places import human_age
 from connector.commands.verify import verify
 from tiers.config import DeploymentConfig, json_schema, load_config
@@ -38,7 +39,7 @@ EXIT_BAD_INPUT = 2
 _SAID_OTHERWISE = {*TierConfig.model_fields, "ttl", "gc_high", "gc_low", "gc_every_s"}
 
 app = typer.Typer(help="KV-cache tiers for LLM servers.", no_args_is_help=True, pretty_exceptions_enable=False)
-for command in (storage.ls, storage.du, storage.gc, verify, copy.warm, copy.migrate):
+for command in (storage.ls, storage.du, storage.gc, verify, copy.warm, copy.migrate, bench):
     app.command()(command)
 
 

@@ -1,0 +1,257 @@
+"""``kvtiers bench``: how fast this machine moves blocks with this configuration, each hop next to its ceiling."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Column, Table
+
+from connector.base import CacheConfig, KVCacheGroup, ModelConfig, OffloadingConfig
+from connector.commands.places import Ticker, complain
+from connector.commands.storage import EXIT_BAD_INPUT, EXIT_FAILED, AsJson, Config, TierName
+from connector.region_file import row_stride
+from connector.spec import TieringOffloadingSpec
+from tiers.base import JobMetadata
+from tiers.config import DeploymentConfig, load_config
+from tiers.errors import ConfigError, KVTiersError, StoreError
+from tiers.keys import make_offload_key
+from tiers.posix import transfer
+from tiers.registry import SecondaryTierFactory
+from tiers.seal import Seal
+from tiers.store_tier import StoreTierManager
+from tiers.tier_config import TierConfig, parse_size
+
+ROUNDS = 3
+SETTLE_S = 0.5  # for worker processes to start and to map the region, as they do while an engine loads its model
+BAR_CELLS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """One way that blocks go. Speeds in bytes/s, medians of ROUNDS.
+
+    Attributes:
+        ceiling: of the same bytes on the same way without us; None where it was not measured.
+        ceiling_is: what it is.
+    """
+
+    name: str
+    bytes_per_s: float
+    ceiling: float | None = None
+    ceiling_is: str = ""
+
+
+def bench(
+    config: Config,
+    tier: TierName = None,
+    block_size: Annotated[str, typer.Option(help="Bytes of a stored block, such as 512KiB.")] = "1MiB",
+    total: Annotated[str, typer.Option(help="Bytes moved in each round, at most the region's size.")] = "256MiB",
+    as_json: AsJson = False,
+) -> None:
+    """Measure each hop of this deployment on this machine. What is stored for it is removed at the end."""
+    try:
+        deployment = load_config(config, SecondaryTierFactory.tier_types())
+        hops = _Bench(deployment, _size("--block-size", block_size), _size("--total", total)).run(tier)
+    except StoreError as e:
+        complain("bench", str(e))
+        raise typer.Exit(EXIT_FAILED) from e
+    except KVTiersError as e:
+        complain("bench", str(e))
+        raise typer.Exit(EXIT_BAD_INPUT) from e
+    if as_json:
+        print(json.dumps({"cores": len(os.sched_getaffinity(0)), "hops": [asdict(hop) for hop in hops]}))
+    else:
+        _show(hops)
+
+
+class _Bench:
+    """A region of blocks that nobody has, in a namespace of its own."""
+
+    def __init__(self, deployment: DeploymentConfig, block_bytes: int, total_bytes: int) -> None:
+        total_bytes = min(total_bytes, deployment.region.size_bytes)
+        if not 1 <= block_bytes <= total_bytes:
+            raise ConfigError(f"{block_bytes} bytes; accepted is 1 up to {total_bytes}", field="--block-size")
+        self._deployment = deployment
+        groups = (KVCacheGroup(16, ("bench",)),)
+        identity = OffloadingConfig(
+            ModelConfig("kvtiers-bench", "int8", uuid.uuid4().hex),
+            CacheConfig(16, deployment.blocks_per_chunk, hash_algorithm="random"),
+            groups=groups,
+        )
+        region = deployment.region.model_copy(update={"size": total_bytes // block_bytes * row_stride(block_bytes, 1)})
+        self._spec = TieringOffloadingSpec(identity, deployment.model_copy(update={"region": region}), block_bytes)
+        self._view = self._spec.region.create_kv_memoryview()
+        self._rows = np.asarray(self._view)
+        self._rows[:] = np.random.default_rng(1).integers(-128, 128, self._rows.shape, np.int8)
+        self._keys = [make_offload_key(os.urandom(32), 0) for _ in range(len(self._rows))]
+        self._jobs = 0
+
+    def run(self, tier_name: str | None) -> list[Hop]:
+        tiers = [tier for tier in self._deployment.tiers if isinstance(tier, TierConfig)]
+        names = [tier.name or tier.type for tier in tiers]
+        if tier_name not in (None, *names):
+            raise ConfigError(f"no tier {tier_name!r}; accepted: {', '.join(names)}", field="--tier")
+        hops = []
+        try:
+            with Ticker("measuring") as ticker:
+                ticker.tell(0, "the region")
+                hops += self._memory()
+                for config, name in zip(tiers, names, strict=True):
+                    if tier_name in (None, name):
+                        ticker.tell(0, name)
+                        made = SecondaryTierFactory.create_secondary_tier(config.model_dump(), self._view, self._spec)
+                        try:
+                            if isinstance(made, StoreTierManager):
+                                hops += self._tier(made, getattr(config, "root_dir", None))
+                        finally:
+                            made.shutdown()
+        finally:
+            del self._rows
+            self._view.release()
+            self._spec.shutdown()
+        return hops
+
+    def _memory(self) -> list[Hop]:
+        into = np.empty_like(self._rows)
+        into[:] = 0
+        copied = self._speed(lambda: np.copyto(into, self._rows))
+        seal = Seal(bytes(32), 0)
+        sealed = self._speed(
+            lambda: [seal.trailer(key, memoryview(row)) for key, row in zip(self._keys, self._rows, strict=True)]
+        )
+        return [Hop("copy of the region", copied), Hop("checksums", sealed)]
+
+    def _tier(self, tier: StoreTierManager, root: str | None) -> list[Hop]:
+        threads = ThreadPoolExecutor(2)
+        folder = Path(root).expanduser() / f".kvtiers-bench-{uuid.uuid4().hex}" if root is not None else None
+        ways = _FileCeiling(folder) if folder is not None else _StoreCeiling(tier)
+        speeds: dict[str, list[float]] = {}
+        time.sleep(SETTLE_S)
+        try:
+            for _ in range(ROUNDS):
+                for op in ("store", "load"):
+                    speeds.setdefault(op, []).append(self._once(partial(self._job, tier, op)))
+                self._remove(tier)
+                for op, ceiling in (("store", ways.write), ("load", ways.read)):
+                    alone = self._once(partial(self._all_rows, threads, ceiling))
+                    speeds.setdefault(f"{op} alone", []).append(alone)
+                ways.clear(len(self._rows))
+        finally:
+            threads.shutdown()
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+            self._remove(tier)
+            tier.store.delete(tier.mapper.relative_config_name)
+        median = {name: statistics.median(values) for name, values in speeds.items()}
+        return [
+            Hop(f"{name} {tier.name}", median[op], median[f"{op} alone"], ways.name)
+            for op, name in (("store", "region to"), ("load", "region from"))
+        ]
+
+    def _all_rows(self, threads: ThreadPoolExecutor, do: Callable[[tuple[int, Any]], None]) -> None:
+        list(threads.map(do, enumerate(self._rows)))
+
+    def _job(self, tier: StoreTierManager, op: str) -> None:
+        self._jobs += 1
+        job = JobMetadata(self._jobs, self._keys, np.arange(len(self._keys), dtype=np.int32))
+        (tier.submit_store if op == "store" else tier.submit_load)(job)
+        tier.drain_jobs()
+        for result in tier.get_finished():
+            if not result.success:
+                done = len(result.successful_keys)
+                raise StoreError(f"tier {tier.name}: only {done} of {len(self._keys)} blocks could be {op}d")
+
+    def _remove(self, tier: StoreTierManager) -> None:
+        for key in self._keys:
+            tier.store.delete(tier.mapper.relative_name(key))
+
+    def _speed(self, run: Callable[[], object]) -> float:
+        return statistics.median([self._once(run) for _ in range(ROUNDS)])
+
+    def _once(self, run: Callable[[], object]) -> float:
+        started_at = time.perf_counter()
+        run()
+        return float(self._rows.nbytes / (time.perf_counter() - started_at))
+
+
+class _FileCeiling:
+    """The same blocks as plain files of the same folder: no seal, no check, no publishing."""
+
+    name = "plain files"
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(mode=0o700, parents=True)
+
+    def write(self, row: tuple[int, Any]) -> None:
+        fd = os.open(self._folder / str(row[0]), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            transfer(os.pwritev, fd, [memoryview(row[1])])
+        finally:
+            os.close(fd)
+
+    def read(self, row: tuple[int, Any]) -> None:
+        fd = os.open(self._folder / str(row[0]), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            transfer(os.preadv, fd, [memoryview(row[1])])
+        finally:
+            os.close(fd)
+
+    def clear(self, count: int) -> None:
+        for index in range(count):
+            (self._folder / str(index)).unlink()
+
+
+class _StoreCeiling:
+    """The same blocks through the store's client alone, on two threads: no seal, no check, no region protocol."""
+
+    name = "its client"
+
+    def __init__(self, tier: StoreTierManager) -> None:
+        self._store = tier.store
+        self._prefix = tier.mapper.relative_config_name.rpartition("/")[0]
+
+    def write(self, row: tuple[int, Any]) -> None:
+        self._store.put(f"{self._prefix}/bench/{row[0]}", [memoryview(row[1])])
+
+    def read(self, row: tuple[int, Any]) -> None:
+        self._store.get_into(f"{self._prefix}/bench/{row[0]}", [memoryview(row[1])])
+
+    def clear(self, count: int) -> None:
+        for index in range(count):
+            self._store.delete(f"{self._prefix}/bench/{index}")
+
+
+def _size(option: str, text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as e:
+        raise ConfigError(str(e), field=option) from e
+
+
+def _show(hops: list[Hop]) -> None:
+    console = Console(soft_wrap=True)
+    table = Table(Column("hop", no_wrap=True), "GB/s", "", "ceiling", "GB/s", "ratio")
+    fastest = max(hop.bytes_per_s for hop in hops)
+    for hop in hops:
+        bar = "█" * max(1, round(BAR_CELLS * hop.bytes_per_s / fastest))
+        ceiling = ("", "", "")
+        if hop.ceiling is not None:
+            ceiling = hop.ceiling_is, f"{hop.ceiling / 1e9:.2f}", f"{hop.bytes_per_s / hop.ceiling:.2f}"
+        table.add_row(hop.name, f"{hop.bytes_per_s / 1e9:.2f}", bar, *ceiling)
+    console.print(table)
+    console.print(f"Medians of {ROUNDS} rounds. What was just stored is loaded: files come from the page cache.")

@@ -1,0 +1,74 @@
+"""bench over real folders: that it measures every hop and leaves nothing; not how fast this machine is."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from connector.cli import app
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    tiers = "\n".join(
+        (
+            f"- {{type: fs, name: disk, root_dir: {tmp_path}/kv, min_free: 0, isolation: thread}}",
+            f"- {{type: fsspec, url: 'file://{tmp_path}/other'}}",
+            "- {type: memory, max_bytes: 64MiB}",
+        )
+    )
+    path = tmp_path / "c.yaml"
+    path.write_text(f"region: {{size: 2MiB}}\ntiers:\n{tiers}\n")
+    return str(path)
+
+
+def run(*args: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["bench", *args])
+    return result.exit_code, result.output
+
+
+def test_every_hop_is_measured_and_nothing_is_left(config: str, tmp_path: Path) -> None:
+    code, out = run(config, "--block-size", "128KiB", "--json")
+    assert code == 0, out
+    hops = json.loads(out)["hops"]
+    assert [hop["name"] for hop in hops] == [
+        "copy of the region",
+        "checksums",
+        *(f"region {way} {tier}" for tier in ("disk", "fsspec", "memory") for way in ("to", "from")),
+    ]
+    assert all(hop["bytes_per_s"] > 0 for hop in hops)
+    assert [hop["ceiling_is"] for hop in hops[2:5]] == ["plain files", "plain files", "its client"]
+    left = [os.path.join(folder, name) for folder, _, names in os.walk(tmp_path) for name in names]
+    assert left == [config]
+
+
+def test_one_tier_as_a_table(config: str) -> None:
+    code, out = run(config, "--tier", "memory", "--block-size", "64KiB", "--total", "256KiB")
+    assert code == 0, out
+    assert "region from memory" in out
+    assert "disk" not in out
+
+
+def test_mistakes(config: str, tmp_path: Path) -> None:
+    for args, expected in (
+        ((str(tmp_path / "none.yaml"),), "none.yaml"),
+        ((config, "--block-size", "big"), "--block-size"),
+        ((config, "--tier", "nobody"), "accepted: disk, fsspec, memory"),
+        ((config, "--block-size", "4MiB"), "--block-size"),
+        ((config, "--block-size", "0"), "--block-size"),
+    ):
+        code, out = run(*args)
+        assert code == 2, out
+        assert expected in out
+
+
+def test_a_tier_that_takes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("region: {size: 2MiB}\ntiers:\n- {type: memory, max_bytes: 1MiB}\n")
+    code, out = run(str(path), "--block-size", "256KiB")
+    assert code == 1
+    assert "of 8 blocks could be" in out
