@@ -63,8 +63,8 @@ class Lab:
 
     def __init__(self, version: str, overlay: Path | None, model: Path, environment: Mapping[str, str]) -> None:
         self.version = version
-        self._model = model
-        self._environment = {
+        self.model = model
+        self.environment = {
             **os.environ,
             "HF_HUB_OFFLINE": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -92,13 +92,13 @@ class Lab:
         if not processes:
             engine.setdefault("distributed_executor_backend", "uni")
         path = self.log / f"{self._runs:03}.json"
-        model = job.pop("model", self._model)
+        model = job.pop("model", self.model)
         path.write_text(
             json.dumps(
                 {"model": str(model), "kv_transfer_config": transfer, "prompts": prompts, "engine": engine, **job}
             )
         )
-        environment = dict(self._environment, VLLM_ENABLE_V1_MULTIPROCESSING="1" if processes else "0")
+        environment = dict(self.environment, VLLM_ENABLE_V1_MULTIPROCESSING="1" if processes else "0")
         output = path.with_suffix(".log").open("wb")
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.e2e.engine", str(path)],

@@ -6,6 +6,7 @@ stay the same.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import time
@@ -15,8 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from connector.vllm_config import vllm_config
 from tests.e2e.lab import EngineFailedError, Lab, Row, metric
-from tests.e2e.ways import Place, way
+from tests.e2e.server import VllmServer
+from tests.e2e.ways import Place, on_cpu, way
 from tiers.testing.servers import SeaweedServer
 
 BLOCK_TOKENS = 32
@@ -293,6 +296,28 @@ def tensor_parallel(setting: Setting, name: str) -> Row:
     return row
 
 
+def served(setting: Setting, name: str) -> Row:
+    """``vllm serve`` with what ``kvtiers vllm-config`` prints: a server's blocks answer the next server's request."""
+    row = Row(f"{name}: vllm serve", setting.lab.version)
+    place = setting.place(_slug(f"{name}-serve-{setting.lab.version}"))
+    config = setting.scratch / f"{_slug(name)}-{setting.lab.version}.yaml"
+    config.write_text(f"region: {{size: 300MiB}}\ntiers:\n- {json.dumps(place.fs)}\n")
+    transfer = vllm_config(config)[{"spec": "spec", "tier": "tier"}.get(name.split()[0], "shared_storage")]
+    for who in ("writer", "reader"):
+        log = setting.lab.log / f"serve-{_slug(name)}-{who}.log"
+        with VllmServer(setting.lab, on_cpu(transfer), log) as server:
+            server.complete(setting.prompts.warm_up)
+            tokens, took_s = server.complete(setting.prompts.document)
+            row.expect(tokens == setting.reference.document, f"the {who}'s tokens differ")
+            row.figures |= {f"{who}_ready_s": server.ready_s, f"{who}_completion_s": took_s}
+            if who == "reader":
+                hits = server.metric("vllm:external_prefix_cache_hits_total")
+                expected = setting.prompts.full_blocks * BLOCK_TOKENS
+                row.expect(hits == expected, f"{hits:g} tokens were hits, not {expected}")
+                row.figures["external_hit_tokens"] = hits
+    return row
+
+
 def _stored(setting: Setting, name: str, row: Row) -> tuple[Place, dict[str, Any]]:
     place = setting.place(_slug(f"{row.name}-{setting.lab.version}"))
     config = way(name, place)
@@ -323,6 +348,7 @@ HARM: tuple[tuple[Callable[[Setting, str], Row], tuple[str, ...]], ...] = (
     (two_engines, ("tier on fs", "spec on fs")),
     (server_killed, ("tier on S3", "spec on S3")),
     (tensor_parallel, ("spec on fs", "tier on fs", "SharedStorageConnector on a folder")),
+    (served, ("spec on fs", "tier on fs", "SharedStorageConnector on a folder")),
 )
 
 

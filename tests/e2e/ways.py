@@ -59,6 +59,15 @@ def behind_vllm(tiers: list[dict[str, Any]], *, region_bytes: int = REGION_BYTES
     }
 
 
+def on_cpu(transfer: dict[str, Any]) -> dict[str, Any]:
+    """A configuration for users, with vLLM's own spec replaced by its form for CPU tensors."""
+    extra = transfer["kv_connector_extra_config"]
+    if extra.get("spec_name") != "TieringOffloadingSpec":
+        return transfer
+    spec = {"spec_name": "CpuTieringOffloadingSpec", "spec_module_path": "tests.e2e.cpu_spec"}
+    return {**transfer, "kv_connector_extra_config": {**extra, **spec}}
+
+
 def ours_behind_vllm(*tiers: dict[str, Any], region_bytes: int = REGION_BYTES) -> dict[str, Any]:
     """Our tiers by the plug-in."""
     adapter = {"type": "KVTiersTier", "module_path": "connector.vllm.tier"}
