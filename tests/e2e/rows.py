@@ -307,11 +307,12 @@ def served(setting: Setting, name: str) -> Row:
         log = setting.lab.log / f"serve-{_slug(name)}-{who}.log"
         with VllmServer(setting.lab, on_cpu(transfer), log) as server:
             server.complete(setting.prompts.warm_up)
+            hits = -server.metric("vllm:external_prefix_cache_hits_total")
             tokens, took_s = server.complete(setting.prompts.document)
             row.expect(tokens == setting.reference.document, f"the {who}'s tokens differ")
             row.figures |= {f"{who}_ready_s": server.ready_s, f"{who}_completion_s": took_s}
             if who == "reader":
-                hits = server.metric("vllm:external_prefix_cache_hits_total")
+                hits += server.metric("vllm:external_prefix_cache_hits_total")
                 expected = setting.prompts.full_blocks * BLOCK_TOKENS
                 row.expect(hits == expected, f"{hits:g} tokens were hits, not {expected}")
                 row.figures["external_hit_tokens"] = hits

