@@ -33,6 +33,7 @@ from tiers.tier_config import (
 
 logger = logging.getLogger(__name__)
 
+TASKS_OF_BOUND = 64  # at least so many batches fill a bounded tier
 NFS_NEWCOMER_S = 60.0  # acdirmax's default: so long other hosts may not see a new name
 
 
@@ -220,11 +221,15 @@ def _can_be_mapped(view: memoryview) -> bool:
 
 
 def _tier_options(config: TierConfig) -> TierOptions:
+    task_bytes = config.task_bytes
+    if isinstance(config, BoundedTierConfig) and config.max_bytes is not None:
+        # Workers take the room for a batch at once: a large one would find none where there is some.
+        task_bytes = min(task_bytes, config.max_bytes // TASKS_OF_BOUND)
     return TierOptions(
         name=config.name,
         n_read_threads=config.n_read_threads,
         n_write_threads=config.n_write_threads,
-        task_bytes=config.task_bytes,
+        task_bytes=task_bytes,
         jobs_max=config.jobs_max,
         max_bytes_in_flight=config.max_bytes_in_flight,
         checksum=Checksum[config.seal_checksum.upper()],

@@ -40,7 +40,11 @@ class RunsInWorkers(Protocol):
     deadline_s: float
 
     def run(self, function: WorkerFunction, argument: object, raw: bytes = b"", *, puts_bytes: int = 0) -> Any:
-        """``function(store, region, argument, raw)``, in a worker. It puts up to ``puts_bytes``."""
+        """``function(store, region, argument, raw)``, in a worker.
+
+        Args:
+            puts_bytes: up to so many it puts; its answer, a dict, says under "put_bytes" how many it may have put.
+        """
         ...
 
 
@@ -80,6 +84,7 @@ class IsolatedMover(BlockMover):
             if e.retryable:
                 batch.fault = str(e)
             return batch
+        answer.pop("put_bytes")
         for warning in answer.pop("warnings"):
             logger.warning("%s", warning)
         done = _decode(answer, [key for key, _ in pairs])
@@ -116,7 +121,10 @@ def move_batch(store: Store, region: memoryview, request: dict[str, Any], packed
     if len(batch.succeeded) != len(pairs):
         places = {key: place for place, (key, _) in enumerate(pairs)}
         answer["succeeded"] = [places[key] for key in batch.succeeded]
-    return {**answer, "warnings": warnings}
+    put = 0
+    if request["operation"] == "store_batch":  # what failed may be there: its acknowledgement was lost
+        put = (batch.outcomes["moved"] + batch.outcomes["failed"]) * (row_bytes + TRAILER_BYTES)
+    return {**answer, "put_bytes": put, "warnings": warnings}
 
 
 def pack_pairs(pairs: Sequence[tuple[OffloadKey, int]]) -> bytes:

@@ -67,7 +67,7 @@ class TierOptions:
     name: str | None = None
     n_read_threads: int = 2
     n_write_threads: int = 2
-    task_bytes: int = 16 << 20
+    task_bytes: int = 64 << 20
     jobs_max: int = 1024
     max_bytes_in_flight: int = 8 << 30
     checksum: Checksum = Checksum.XXH3_64

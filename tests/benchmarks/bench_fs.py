@@ -40,7 +40,7 @@ from tiers.tier_config import default_threads
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (128 * KIB, 512 * KIB, MIB, 4 * MIB, 16 * MIB)
-TASK_BYTES = 16 * MIB
+TASK_BYTES = 64 * MIB
 STORE_GOAL, LOAD_GOAL, STALL_GOAL_MS = 0.85, 0.75, 5.0
 LOOKUP_GOAL, CALL_GOAL_US = 50_000, 100.0
 
@@ -104,7 +104,9 @@ class Setup:
 
 def in_batches(setup: Setup, do: Callable[[int], None]) -> None:
     """Run ``do`` for every block, in batches of TASK_BYTES, on the setup's threads."""
-    size = max(1, TASK_BYTES // setup.block_bytes)
+    # As many as the tier has: both of its kinds of threads help each other out.
+    num_threads = 2 * setup.threads
+    size = max(1, min(TASK_BYTES // setup.block_bytes, -(-setup.count // num_threads)))
     batches = iter([range(start, min(start + size, setup.count)) for start in range(0, setup.count, size)])
     lock = threading.Lock()
 
@@ -117,8 +119,7 @@ def in_batches(setup: Setup, do: Callable[[int], None]) -> None:
             for index in batch:
                 do(index)
 
-    # As many as the tier has: both of its kinds of threads help each other out.
-    threads = [threading.Thread(target=work) for _ in range(2 * setup.threads)]
+    threads = [threading.Thread(target=work) for _ in range(num_threads)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -49,7 +49,7 @@ class PlainStore(Store):
         self._act(key)
 
     def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
-        for i in range(256):  # a page
+        for i in range(512):  # two pages
             yield KeyInfo("first" if not i else f"k{i}", 0, 0.0)
         self._act(prefix)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from tiers.builtin import FileSystemTierManager
 from tiers.isolated_mover import IsolatedMover, pack_pairs, unpack_pairs
 from tiers.keys import OffloadKey
 from tiers.layers.isolate import ProcessIsolatedStore
+from tiers.seal import TRAILER_BYTES
 
 ROW_BYTES, ROWS = 8192, 16
 KEYS = [block_key(n) for n in range(8)]
@@ -24,11 +26,11 @@ KEYS = [block_key(n) for n in range(8)]
 class Bench:
     """A tier on a region that other processes can map."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, **options: Any) -> None:
         self.root = root
         self.view = SharedOffloadRegion.anonymous(ROWS, ROW_BYTES).create_kv_memoryview()
         self.rows = np.asarray(self.view)
-        self.tier = FileSystemTierManager(FakeSpec(), self.view, "fs", str(root), 1, 1, min_free=0)
+        self.tier = FileSystemTierManager(FakeSpec(), self.view, "fs", str(root), 1, 1, min_free=0, **options)
         self.jobs = 0
 
     def run(self, keys: list[OffloadKey], blocks: list[int], *, is_load: bool) -> JobResult:
@@ -131,6 +133,20 @@ def test_a_block_that_cannot_be_stored_fails_alone(bench: Bench) -> None:
     result = bench.run(KEYS[:2], [0, 1], is_load=False)
     assert set(result.successful_keys) == {KEYS[1]}
     assert bench.value("kvtiers_blocks_total", "store", "failed") == 1
+
+
+def test_what_is_there_takes_no_room_of_a_bound(tmp_path: Path) -> None:
+    bound = 1 << 20
+    bench = Bench(tmp_path / "kv", max_bytes=bound)
+    blob = ROW_BYTES + TRAILER_BYTES
+    try:
+        assert isinstance(bench.tier._mover, IsolatedMover)
+        # Nothing is stored before the root was measured.
+        wait_for(lambda: bench.run(KEYS[:1], [0], is_load=False).success)
+        for _ in range(bound // (8 * blob) + 1):  # as new bytes they would be more than the bound
+            assert bench.run(KEYS, list(range(8)), is_load=False).success
+    finally:
+        bench.tier.shutdown()
 
 
 def test_packed_pairs_are_the_pairs() -> None:

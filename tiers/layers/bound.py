@@ -17,8 +17,8 @@ T = TypeVar("T")
 class BoundedStore(Layer):
     """Takes room from an account before each put. Any thread may call; nothing changes after the constructor.
 
-    A put that replaces a blob counts as new bytes until the next measurement. So does a batch that the inner store's
-    workers move (``tiers.isolated_mover``), whatever of it was there already. Both err to the safe side.
+    A put that replaces a blob counts as new bytes until the next measurement, which errs to the safe side. What the
+    inner store's workers do (``tiers.isolated_mover``) takes its room at once, and gives back what it did not need.
 
     Args:
         inner: closed with the layer.
@@ -33,15 +33,22 @@ class BoundedStore(Layer):
             self.maps_region, self.deadline_s, self.run = inner.maps_region, inner.deadline_s, self._run
 
     def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
-        return self._within(parts_size(parts), key, lambda: self.inner.put(key, parts, overwrite=overwrite))
+        size = parts_size(parts)
+
+        def put_bytes(published: bool) -> int:
+            return size if published else 0  # it was there already
+
+        return self._within(size, key, lambda: self.inner.put(key, parts, overwrite=overwrite), put_bytes)
 
     def _run(self, function: WorkerFunction, argument: object, raw: bytes = b"", *, puts_bytes: int = 0) -> Any:
         inner: Any = self.inner
         if not puts_bytes:
             return inner.run(function, argument, raw)
-        return self._within(puts_bytes, "", lambda: inner.run(function, argument, raw))
+        return self._within(
+            puts_bytes, "", lambda: inner.run(function, argument, raw), lambda answer: answer["put_bytes"]
+        )
 
-    def _within(self, size: int, key: str, put: Callable[[], T]) -> T:
+    def _within(self, size: int, key: str, put: Callable[[], T], put_bytes: Callable[[T], int]) -> T:
         taken = self._account.take(size, key)
         try:
             result = put()
@@ -52,8 +59,7 @@ class BoundedStore(Layer):
             else:
                 self._account.settle(taken, size)
             raise
-        if result is False:  # it was there already
-            self._account.give_back(taken, size)
-        else:
-            self._account.settle(taken, size)
+        used = put_bytes(result)
+        self._account.settle(taken, used)
+        self._account.give_back(taken, size - used)
         return result

@@ -284,6 +284,11 @@ class _Worker:
     def _quarantine(self, key: str) -> None:
         self._store.quarantine(key)
 
+    def _first_page(self, prefix: str) -> list[tuple[str, int, float]] | None:
+        """A whole listing, where it is short; None where it is not."""
+        page = [(info.key, info.size, info.mtime) for info in islice(self._store.keys(prefix), LISTING_PAGE_KEYS + 1)]
+        return page if len(page) <= LISTING_PAGE_KEYS else None
+
     def _pages(self, prefix: str) -> Iterator[tuple[object, object]]:
         try:
             self._open()
