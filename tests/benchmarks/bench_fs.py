@@ -6,8 +6,11 @@ Ratios are what counts: each round measures the raw files and ours one after the
 ratios is reported, so that a machine whose speed drifts does not decide. The raw ceiling is the same number of files
 of the same payload at the same paths, made and read in batches by the same number of threads with plain open,
 pwritev / preadv and close: no seal, no check, no publish protocol. "main busy" is the tier's speed beside a main thread
-that runs Python without a pause. Stores are measured twice: into a fresh root, where
-each block's folders are made too (both sides make them), and into folders that are there.
+that runs Python without a pause. Stores are measured twice, each time into fresh roots: with each block's folders
+still to be made (both sides make them), and with folders that are there. Nothing is deleted and written again: ext4
+looks at each inode that was deleted in the last minutes before it takes one, which decided everything else.
+Before each store as many pages are freed as it takes: a guest gives pages that were free for a second or two back to
+its host, and to get them again costs more than to write them (1 MiB in 1.1 ms against 0.4).
 """
 
 from __future__ import annotations
@@ -192,6 +195,32 @@ def fresh(where: Path) -> Iterator[Path]:
         shutil.rmtree(root, ignore_errors=True)
 
 
+@contextmanager
+def placed(
+    setup: Setup, where: Path, *, folders_made: bool = False
+) -> Iterator[tuple[FileSystemTierManager, list[str]]]:
+    """A tier in a fresh root, and paths for the same blocks in another one."""
+    with fresh(where) as raw_root, fresh(where) as our_root:
+        tier = setup.tier(our_root)
+        time.sleep(0.5)  # workers start and map the region while an engine loads its model
+        names = [tier.mapper.relative_name(key) for key in setup.keys]
+        if folders_made:
+            for root in (raw_root, our_root):
+                for name in names:
+                    os.makedirs((root / name).parent, mode=0o700, exist_ok=True)
+        try:
+            yield tier, [f"{raw_root}/{name}" for name in names]
+        finally:
+            tier.shutdown()
+
+
+def free_pages(setup: Setup, where: Path) -> None:
+    """Have as many pages just freed as the next run takes."""
+    with tempfile.TemporaryFile(dir=where) as file:
+        for row in setup.region:
+            file.write(row)
+
+
 def stall_while(busy: Callable[[], None]) -> tuple[float, float]:
     """How late a thread with a period of 1 ms wakes up while ``busy`` runs on others: p50 and p99 in ms."""
     late: list[float] = []
@@ -255,40 +284,34 @@ def measure(where: Path, label: str, block_bytes: int, total_bytes: int, rounds:
     results: dict[str, list[float]] = {
         name: [] for name in ("raw_new", "new", "raw_store", "store", "raw_load", "load")
     }
+
+    def run_pair(raw: str, raw_run: Callable[[], None], ours: str, our_run: Callable[[], None]) -> None:
+        # Who goes first changes from round to round, so that neither profits from a warmer machine.
+        pair = ((raw, raw_run), (ours, our_run))
+        for name, run in pair if round_number % 2 else reversed(pair):
+            if "load" not in name:
+                free_pages(setup, where)
+            value = speed(setup, run)
+            if round_number:
+                results[name].append(value)
+
     for round_number in range(rounds + 1):  # the first one warms up
-        with fresh(where) as raw_root, fresh(where) as our_root:
-            tier = setup.tier(our_root)
-            time.sleep(0.5)  # workers start and map the region while an engine loads its model
-            paths = [f"{raw_root}/{tier.mapper.relative_name(key)}" for key in setup.keys]
-            runs: list[tuple[str, Callable[[], None]]] = [
-                ("raw_new", partial(raw_store, setup, paths)),
-                ("new", partial(run_job, setup, tier, is_load=False)),
-                ("raw_store", partial(raw_store, setup, paths)),
-                ("store", partial(run_job, setup, tier, is_load=False)),
-                ("raw_load", partial(raw_load, setup, paths)),
-                ("load", partial(run_job, setup, tier, is_load=True)),
-            ]
-            # Who goes first changes from round to round, so that neither profits from a warmer machine.
-            for pair in (runs[:2], runs[2:4], runs[4:]):
-                if pair[0][0] == "raw_store":
-                    for path, key in zip(paths, setup.keys, strict=True):
-                        os.unlink(path)
-                        tier.store.delete(tier.mapper.relative_name(key))
-                for name, run in pair if round_number % 2 else reversed(pair):
-                    value = speed(setup, run)
-                    if round_number:
-                        results[name].append(value)
-            if round_number < rounds:
-                tier.shutdown()
-                continue
-            stall_50, stall_99 = stall_while(partial(load_thrice, setup, tier))
-            _, raw_99 = stall_while(partial(raw_load_thrice, setup, paths))
-            calls = call_times_us(setup, tier, 1.0)
-            busy_load = busy_speed(setup, tier, is_load=True)
-            for key in setup.keys:
-                tier.store.delete(tier.mapper.relative_name(key))
-            busy_store = busy_speed(setup, tier, is_load=False)
-            tier.shutdown()
+        with placed(setup, where) as (tier, paths):
+            store = partial(run_job, setup, tier, is_load=False)
+            run_pair("raw_new", partial(raw_store, setup, paths), "new", store)
+        with placed(setup, where, folders_made=True) as (tier, paths):
+            store = partial(run_job, setup, tier, is_load=False)
+            run_pair("raw_store", partial(raw_store, setup, paths), "store", store)
+            load = partial(run_job, setup, tier, is_load=True)
+            run_pair("raw_load", partial(raw_load, setup, paths), "load", load)
+            if round_number == rounds:
+                stall_50, stall_99 = stall_while(partial(load_thrice, setup, tier))
+                _, raw_99 = stall_while(partial(raw_load_thrice, setup, paths))
+                calls = call_times_us(setup, tier, 1.0)
+                busy_load = busy_speed(setup, tier, is_load=True)
+    with placed(setup, where, folders_made=True) as (tier, _):
+        free_pages(setup, where)
+        busy_store = busy_speed(setup, tier, is_load=False)
     median = {name: statistics.median(values) for name, values in results.items()}
     return Row(
         where=label,
