@@ -83,6 +83,9 @@ def demo(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, max=4096, help="Length of the answer.")] = 24,
     root: Annotated[Path | None, typer.Option(help="Keep the stored blocks in this folder.")] = None,
+    another_replica: Annotated[
+        bool, typer.Option("--another-replica", help="The second process has an empty folder for its first tier.")
+    ] = False,
 ) -> None:
     """Answer a long prompt twice, in two processes: cold, and from its KV cache on storage."""
     from connector.demo.run import DemoOptions, run_demo
@@ -95,6 +98,7 @@ def demo(
         json_file=json_file,
         max_new_tokens=max_new_tokens,
         root_dir=root,
+        another_replica=another_replica,
     )
     try:
         code = run_demo(options)

@@ -51,6 +51,7 @@ class DemoOptions:
         config_file: deployment YAML; by default one local-fs tier and a region that fits.
         json_file: where the figures go besides the table.
         root_dir: folder of the local-fs tier, kept; by default a temporary one, removed at the end.
+        another_replica: the warm process has an empty folder of its own for the first tier, as on another machine.
     """
 
     model: str | None = None
@@ -61,6 +62,7 @@ class DemoOptions:
     max_new_tokens: int = 24
     root_dir: Path | None = None
     block_size: int = BLOCK_SIZE_TOKENS
+    another_replica: bool = False
 
 
 def run_demo(options: DemoOptions, console: Console | None = None) -> int:
@@ -80,6 +82,7 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> int:
     _check_json_file(options.json_file)
     with contextlib.ExitStack() as cleanup:
         deployment = _deployment(options, cleanup)
+        elsewhere = _elsewhere(deployment, cleanup) if options.another_replica else deployment
         task: dict[str, Any] = {
             "model": asdict(model),
             "document": document,
@@ -90,7 +93,7 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> int:
         }
         with _Bars(console) as bars:
             cold = _run_worker(task | {"is_warm": False}, bars, "cold")
-            warm = _run_worker(task | {"is_warm": True}, bars, "warm")
+            warm = _run_worker(task | {"is_warm": True, "deployment": elsewhere}, bars, "warm")
     report = DemoReport(model.name, cold, warm, deployment | {"block_size": options.block_size})
     report.print(console)
     if options.json_file is not None:
@@ -245,6 +248,16 @@ def _deployment(options: DemoOptions, cleanup: contextlib.ExitStack) -> dict[str
         root = Path(tempfile.mkdtemp(prefix="kvtiers-demo-", dir=parent))
         cleanup.callback(shutil.rmtree, root, ignore_errors=True)
     return {"tiers": [{"type": "fs", "root_dir": str(root), "min_free": 0}]}
+
+
+def _elsewhere(deployment: dict[str, Any], cleanup: contextlib.ExitStack) -> dict[str, Any]:
+    """The deployment on another machine: what is local is empty there."""
+    near, *far = deployment["tiers"]
+    if "root_dir" not in near or not far:
+        raise ConfigError("accepted with two tiers or more, the first with a root_dir", field="--another-replica")
+    root = tempfile.mkdtemp(prefix="kvtiers-demo-")
+    cleanup.callback(shutil.rmtree, root, ignore_errors=True)
+    return deployment | {"tiers": [near | {"root_dir": root}, *far]}
 
 
 def _read_document(path: Path | None) -> str:

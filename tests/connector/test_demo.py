@@ -70,6 +70,23 @@ def test_the_second_process_answers_from_the_first_ones_blocks(options: DemoOpti
     assert "The same 8 tokens" in console.export_text()
 
 
+def test_on_another_replica_the_far_tier_fills_the_near_one(options: DemoOptions, tmp_path: Path) -> None:
+    tiers = "".join(
+        f"- {{type: fs, name: {name}, root_dir: {tmp_path / name}, min_free: 0}}\n" for name in ("near", "far")
+    )
+    (tmp_path / "two.yaml").write_text(f"region: {{size: 4MiB}}\ntiers:\n{tiers}")
+    options = replace(options, root_dir=None, config_file=tmp_path / "two.yaml", another_replica=True)
+    assert options.json_file is not None
+    assert run_demo(options, quiet()) == 0
+    figures = json.loads(options.json_file.read_text())
+    assert figures["tokens_equal"] is True
+    assert figures["blocks_hit"] == figures["blocks_total"]
+    moved = {(hop["source"], hop["destination"]): hop["bytes"] for hop in figures["hops"] if hop["process"] == "warm"}
+    assert moved["far", "region"] >= figures["bytes_loaded"]
+    assert moved["region", "near"] >= figures["bytes_loaded"]
+    assert not moved.get(("near", "region"))
+
+
 def test_finding_nothing_is_a_failure(options: DemoOptions, tmp_path: Path) -> None:
     """Blocks in one process's memory are gone with it."""
     (tmp_path / "memory.yaml").write_text("region: {size: 4MiB}\ntiers: [{type: memory}]\n")
@@ -114,6 +131,7 @@ def test_bad_input_is_refused_before_anything_runs(options: DemoOptions, tmp_pat
         (replace(options, json_file=tmp_path), "--json: .* is a folder"),
         (replace(options, config_file=tmp_path / "absent.yaml"), "--root: "),
         (replace(options, root_dir=None, config_file=tmp_path / "absent.yaml"), "absent.yaml: cannot be read"),
+        (replace(options, another_replica=True), "--another-replica: accepted with two tiers"),
     ]
     for bad, message in cases:
         with pytest.raises(ConfigError, match=message):
