@@ -230,7 +230,9 @@ class DemoReport:
             table.add_column(name, justify="right")
         for name, op, process in (("cold", "store", self.cold), ("warm", "load", self.warm)):
             for hop in process.hops:
-                if hop.op != op:
+                # What a far tier had fills a near one, besides the few blocks that are new.
+                fills = hop.source == REGION and hop.op == "store" and 0 < self.warm.answer.bytes_loaded <= hop.bytes
+                if hop.op != op and not fills:
                     continue
                 if hop.bytes:
                     figures = _megabytes(hop.bytes), _milliseconds(hop.seconds), f"{hop.gb_s:.1f}"

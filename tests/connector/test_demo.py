@@ -77,7 +77,11 @@ def test_on_another_replica_the_far_tier_fills_the_near_one(options: DemoOptions
     (tmp_path / "two.yaml").write_text(f"region: {{size: 4MiB}}\ntiers:\n{tiers}")
     options = replace(options, root_dir=None, config_file=tmp_path / "two.yaml", another_replica=True)
     assert options.json_file is not None
-    assert run_demo(options, quiet()) == 0
+    console = Console(record=True, width=120)
+    assert run_demo(options, console) == 0
+    table = console.export_text()
+    assert "far → region" in table
+    assert table.count("region → near") == 2  # stored cold, filled warm
     figures = json.loads(options.json_file.read_text())
     assert figures["tokens_equal"] is True
     assert figures["blocks_hit"] == figures["blocks_total"]
