@@ -30,6 +30,7 @@ from tiers.tier_config import (
     S3TierConfig,
     TierConfig,
 )
+from tiers.tracing import make_job_tracer
 
 logger = logging.getLogger(__name__)
 
@@ -227,6 +228,7 @@ def _tier_options(config: TierConfig) -> TierOptions:
         task_bytes = min(task_bytes, config.max_bytes // TASKS_OF_BOUND)
     return TierOptions(
         name=config.name,
+        trace_job=make_job_tracer(config.name or config.type) if config.trace else None,
         n_read_threads=config.n_read_threads,
         n_write_threads=config.n_write_threads,
         task_bytes=task_bytes,

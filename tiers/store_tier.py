@@ -28,6 +28,7 @@ from tiers.namespace import open_namespace
 from tiers.pool import Cancelled, DualQueueThreadPool, FinishedJob
 from tiers.seal import Checksum, Seal
 from tiers.store import Store, SupportsGetMany
+from tiers.tracing import JobTrace
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ class TierOptions:
         circuit_probe_s: how often a tier that is cut off is asked whether it works again.
         shutdown_s: how long shutdown takes at most: waiting jobs get most of it to land, then they are cancelled.
         lookup: limits of presence lookups.
+        trace_job: called with each job that ended, on the scheduler's thread.
     """
 
     name: str | None = None
@@ -77,12 +79,14 @@ class TierOptions:
     circuit_probe_s: float = 5.0
     shutdown_s: float = 4.0
     lookup: LookupOptions = field(default_factory=LookupOptions)
+    trace_job: Callable[[JobTrace], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
     keys: tuple[OffloadKey, ...]
     is_load: bool
+    submitted_ns: int
 
 
 class CollectorEnd(Protocol):
@@ -298,6 +302,7 @@ class StoreTierManager(SecondaryTierManager):
         deadline = self._clock() + self._options.job_deadline_s
         tasks = [partial(run, pairs[start : start + size], deadline) for start in range(0, len(pairs), size)]
         keys = tuple(job.keys)
+        submitted_ns = time.time_ns()
         try:
             if not self._circuit.closed:
                 raise QueueFullError("the tier is cut off")
@@ -310,7 +315,7 @@ class StoreTierManager(SecondaryTierManager):
             self.metrics.inc("kvtiers_jobs_total", self.name, _op(is_load), "failed")
             self._results.append(JobResult(job.job_id, success=not keys))
             return
-        self._in_flight[job.job_id] = _InFlight(keys, is_load)
+        self._in_flight[job.job_id] = _InFlight(keys, is_load, submitted_ns)
 
     def _blocks_per_task(self, count: int) -> int:
         """An equal share of a job for every thread, within TASK_BYTES_MIN and task_bytes."""
@@ -345,10 +350,14 @@ class StoreTierManager(SecondaryTierManager):
             self._lookup.mark(done, present=True)
             self._events.append(OffloadingEvent(tuple(succeeded), tier, removed=False))
         ok = len(done) == len(set(job.keys))
-        metrics.inc("kvtiers_jobs_total", tier, op, "ok" if ok else "partial" if done else "failed")
+        outcome = "ok" if ok else "partial" if done else "failed"
+        metrics.inc("kvtiers_jobs_total", tier, op, outcome)
         metrics.inc("kvtiers_bytes_total", tier, op, by=bytes_moved)
         metrics.observe("kvtiers_job_seconds", tier, op, value=finished.duration_s)
         self._results.append(JobResult(finished.job_id, ok, tuple(succeeded), finished.duration_s, bytes_moved))
+        if self._options.trace_job is not None:
+            duration_s, blocks = finished.duration_s, len(job.keys)
+            self._options.trace_job(JobTrace(op, outcome, job.submitted_ns, duration_s, blocks, bytes_moved))
 
     def _book_batch(self, batch: Batch, op: str) -> None:
         tier, metrics = self.name, self.metrics

@@ -107,6 +107,7 @@ class TierConfig(Model):
     n_read_threads: Threads = Field(default_factory=default_threads, description="Threads that prefer loads.")
     n_write_threads: Threads = Field(default_factory=default_threads, description="Threads that prefer stores.")
     task_bytes: Size = Field(64 << 20, description="Bytes one pool task moves at most: blocks are handled in batches.")
+    trace: bool = Field(False, description="One OpenTelemetry span for each job (`pip install 'kvtiers[otel]'`).")
     jobs_max: Annotated[int, Field(ge=1, le=1_000_000)] = Field(1024, description="Jobs in flight; more are refused.")
     max_bytes_in_flight: Size = Field(
         8 << 30, description="Payload bytes of jobs in flight; stores beyond it are dropped and counted."

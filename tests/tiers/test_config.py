@@ -209,7 +209,7 @@ def test_every_shared_key_arrives(key: str) -> None:
 
 def test_no_shared_key_is_forgotten() -> None:
     # type chooses the model; the others have tests of their own
-    elsewhere = {"type", "parallel_agnostic", "isolation", "auth", "encrypt", "keys_file", "keys_env"}
+    elsewhere = {"type", "parallel_agnostic", "isolation", "auth", "encrypt", "keys_file", "keys_env", "trace"}
     assert set(TierConfig.model_fields) == set(SHARED_KEYS) | elsewhere
 
 

@@ -1,0 +1,62 @@
+"""One OpenTelemetry span for each job of a tier, as an option.
+
+Only the API is used: where spans go is the process's own affair (an SDK, ``opentelemetry-instrument``, vLLM's
+``--otlp-traces-endpoint``); without any of it they cost a few microseconds and go nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tiers.errors import ConfigError
+
+TRACER_NAME = "kvtiers"
+
+
+@dataclass(frozen=True, slots=True)
+class JobTrace:
+    """A job that ended.
+
+    Attributes:
+        op: "load" or "store".
+        outcome: "ok", "partial" or "failed", as in ``kvtiers_jobs_total``.
+        started_ns: Unix nanoseconds.
+        blocks, bytes_moved: what it was about, and what of it was moved.
+    """
+
+    op: str
+    outcome: str
+    started_ns: int
+    duration_s: float
+    blocks: int
+    bytes_moved: int
+
+
+def make_job_tracer(tier: str) -> Callable[[JobTrace], None]:
+    """What makes a tier's spans. Cheap enough for the scheduler's thread.
+
+    Raises:
+        ConfigError: OpenTelemetry is not installed.
+    """
+    try:
+        from opentelemetry import trace
+    except ImportError as e:
+        raise ConfigError("needs opentelemetry-api; install it with: pip install 'kvtiers[otel]'", field="trace") from e
+    tracer = trace.get_tracer(TRACER_NAME)
+
+    def record(job: JobTrace) -> None:
+        attributes: dict[str, str | int] = {
+            "kvtiers.tier": tier,
+            "kvtiers.outcome": job.outcome,
+            "kvtiers.blocks": job.blocks,
+            "kvtiers.bytes_moved": job.bytes_moved,
+        }
+        span = tracer.start_span(
+            f"kvtiers {job.op}", kind=trace.SpanKind.CLIENT, start_time=job.started_ns, attributes=attributes
+        )
+        if job.outcome != "ok":
+            span.set_status(trace.StatusCode.ERROR, job.outcome)
+        span.end(job.started_ns + round(job.duration_s * 1e9))
+
+    return record
