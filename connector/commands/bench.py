@@ -29,6 +29,7 @@ from tiers.base import JobMetadata
 from tiers.config import DeploymentConfig, load_config
 from tiers.errors import ConfigError, KVTiersError, StoreError
 from tiers.keys import make_offload_key
+from tiers.open_store import store_recipe
 from tiers.posix import transfer
 from tiers.registry import SecondaryTierFactory
 from tiers.seal import Seal
@@ -105,6 +106,8 @@ class _Bench:
         names = [tier.name or tier.type for tier in tiers]
         if tier_name not in (None, *names):
             raise ConfigError(f"no tier {tier_name!r}; accepted: {', '.join(names)}", field="--tier")
+        for tier in tiers:
+            store_recipe(tier)  # now rather than after minutes: there may be no such store for commands
         hops = []
         try:
             with Ticker("measuring") as ticker:

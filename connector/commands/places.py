@@ -48,7 +48,7 @@ def find_places(config: Path, tier: str | None) -> list[Place]:
     """The tiers of a YAML file whose storage outlives a process, or the one of that name.
 
     Raises:
-        ConfigError: the file is not accepted, or there is no such tier.
+        ConfigError: the file is not accepted, there is no such tier, or its store cannot be made by a command.
     """
     found = []
     for one in load_config(config, SecondaryTierFactory.tier_types()).tiers:
@@ -60,6 +60,8 @@ def find_places(config: Path, tier: str | None) -> list[Place]:
     if not found:
         accepted = ", ".join(names) or "none: no tier here has storage that outlives its process"
         raise ConfigError(f"no tier {tier or ''!r} in {config}; accepted: {accepted}", field="--tier")
+    for place in found:
+        tool_recipe(place.config)  # now rather than amid the command: there may be no such store for tools
     return found
 
 
