@@ -91,14 +91,12 @@ class AsyncLookup:
     def lookup(self, key: OffloadKey) -> bool | None:
         """True present, False absent, None asked."""
         now = self._clock()
-        answer = self._answers.get(key)
-        if answer is not None and now < answer[1] and (answer[1] >= self._doubted_until or not answer[0]):
-            return answer[0]
-        if not self._replies.empty():
+        known = self._known(key, now)
+        if known is None and not self._replies.empty():
             self._take_replies()
-            answer = self._answers.get(key)
-            if answer is not None and now < answer[1] and (answer[1] >= self._doubted_until or not answer[0]):
-                return answer[0]
+            known = self._known(key, now)
+        if known is not None:
+            return known
         asked_at = self._asked.get(key)
         if asked_at is None:
             self._asked[key] = now
@@ -156,6 +154,13 @@ class AsyncLookup:
         for thread in self._threads:
             thread.join(max(0.0, deadline - self._clock()))
         return not any(thread.is_alive() for thread in self._threads)
+
+    def _known(self, key: OffloadKey, now: float) -> bool | None:
+        """The last answer, while it is believed."""
+        present, until = self._answers.get(key, (False, now))
+        if now >= until or (present and until < self._doubted_until):
+            return None
+        return present
 
     def _record(self, key: OffloadKey, present: bool, now: float) -> None:
         options = self._options

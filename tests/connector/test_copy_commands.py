@@ -8,9 +8,8 @@ from pathlib import Path
 
 import boto3
 import pytest
-from typer.testing import CliRunner
 
-from connector.cli import app
+from tests.connector.test_storage_commands import ok, run
 from tests.connector.test_verify_command import COUNT, NAMES, SIZE, flip, put_blocks
 from tiers.copying import Copier, find_blocks
 from tiers.errors import StoreFullError, StorePermissionError, StoreUnavailableError
@@ -22,17 +21,6 @@ from tiers.testing.servers import moto_server
 
 BLOB = SIZE + TRAILER_BYTES
 NAMESPACE = NAMES[0].partition("/")[0].removesuffix("_r0")
-
-
-def run(*args: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, list(args))
-    return result.exit_code, result.output
-
-
-def ok(*args: str) -> str:
-    code, out = run(*args)
-    assert code == 0, out
-    return out
 
 
 @pytest.fixture

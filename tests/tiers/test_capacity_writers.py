@@ -66,5 +66,5 @@ def test_two_writers_stay_within_the_bound(tmp_path: Path, seconds: float) -> No
         assert {name for name in one if name.startswith("error ")} <= {"error StoreFullError"}
         assert one["loaded"] > 0
     assert sum(one["removal_events"] for one in met) > 0
-    # More went through than the root can hold, so room was made.
-    assert sum(one["stored"] for one in met) * BLOB_BYTES > MAX_BYTES
+    # More went through than the root can hold, so room was made again and again.
+    assert sum(one["stored"] for one in met) * BLOB_BYTES > 2 * MAX_BYTES

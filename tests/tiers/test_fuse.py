@@ -267,12 +267,17 @@ def test_close_on_a_hung_mount(mount: FuseMount) -> None:
         StoreRecipe.of(NfsStore, root_dir=mount.path / "root"), n_workers=2, deadline_s=600.0, close_s=1.0
     )
     store.put("f/old", as_parts(OLD))
-    with ThreadPoolExecutor(2) as pool:
-        with mount.stopped():
-            calls = [pool.submit(store.size, "f/old") for _ in range(2)]
-            wait_for(lambda: len(store._workers) == 2 and not store._idle, within_s=WAIT_S_MAX)
-            store.close()
-        for call in calls:  # now: a worker whose request the mount had taken when it was stopped could not be killed
+    # A worker whose request the mount has taken when it is stopped cannot be killed: both must have opened the store.
+    workers = [store._take_worker("") for _ in range(2)]
+    for worker in workers:
+        worker.send("size_many", [["f/old"]], time.monotonic() + WAIT_S_MAX)
+        worker.receive(time.monotonic() + WAIT_S_MAX)
+        store._give_back(worker)
+    with mount.stopped(), ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(store.size, "f/old") for _ in range(2)]
+        wait_for(lambda: not store._idle, within_s=WAIT_S_MAX)
+        store.close()
+        for call in calls:
             with pytest.raises(StoreError):
                 call.result(WAIT_S_MAX)
     assert store.stuck_calls == 0
