@@ -1,18 +1,24 @@
 """BlockReader: a stored block's bytes, and whether it is the block its name says. For tools, which have no engine.
 
-Who a block should be is told by its name (hash, group, rank) and by its namespace's ``config.json`` (fingerprint).
+Who a block should be is told by its name (hash, group, rank) and by its namespace's files (fingerprint): its
+``config.json``, or in a folder that vLLM named the ``kvtiers-<digest12>.json`` beside it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
+from typing import Any
 
 from tiers.errors import BlobCorruptError, BlobNotFoundError, SealError, SealReason
-from tiers.file_mapper import CONFIG_FILE_NAME, DIGEST_HEX_DIGITS
+from tiers.file_mapper import (
+    CONFIG_FILE_NAME,
+    IDENTITY_FILE_PREFIX,
+    fingerprint_of,
+    identity_file_name,
+    namespace_of,
+)
 from tiers.inventory import BlockName
-from tiers.keys import make_offload_key
-from tiers.seal import TRAILER_BYTES, Seal
+from tiers.seal import TRAILER_BYTES, Seal, fingerprint_in
 from tiers.store import KeyInfo, Store
 
 NO_IDENTITY = "no_identity"  # its namespace's config.json is missing or another one's
@@ -22,13 +28,17 @@ CONFIG_BYTES_MAX = 1 << 20
 class BlockReader:
     """Reads blocks into a buffer of its own. For one thread.
 
+    Args:
+        takes_unverified: blocks without a seal are good.
+
     Attributes:
         data: the last block that was read, payload and trailer as stored; valid until the next.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, *, takes_unverified: bool = False) -> None:
         self._store = store
-        self._fingerprints: dict[str, bytes | None] = {}
+        self._takes_unverified = takes_unverified
+        self._fingerprints: dict[str, list[bytes]] = {}
         self._buffer = bytearray()
         self.data = memoryview(b"")
 
@@ -36,21 +46,19 @@ class BlockReader:
         """Read a block and check its seal.
 
         Returns:
-            Why it is bad, None where it is good; and whether only a newer reader can judge.
+            Why it is bad, None where it is good; and whether only another reader can judge.
 
         Raises:
             BlobNotFoundError: it was removed since it was listed.
             StoreError: it cannot be read.
         """
         if name.namespace not in self._fingerprints:
-            self._fingerprints[name.namespace] = read_fingerprint(self._store, name.namespace)
-        fingerprint = self._fingerprints[name.namespace]
-        if fingerprint is None:
+            self._fingerprints[name.namespace] = list(read_identities(self._store, name.namespace))
+        fingerprints = self._fingerprints[name.namespace]
+        if not fingerprints:
             return NO_IDENTITY, False
         if info.size <= TRAILER_BYTES or len(name.digits) % 2:
             return SealReason.SIZE, False
-        seal = Seal(fingerprint, name.rank)
-        key = make_offload_key(bytes.fromhex(name.digits), name.group)
         if len(self._buffer) < info.size:
             self._buffer = bytearray(info.size)
         self.data = memoryview(self._buffer)[: info.size]
@@ -59,7 +67,10 @@ class BlockReader:
         for _ in range(2):  # twice: a block replaced under the reader happens once
             try:
                 self._store.get_into(info.key, [payload, trailer])
-                seal.verify(key, payload, trailer)
+                found = fingerprint_in(trailer)
+                wanted = found if found in fingerprints else fingerprints[0]
+                seal = Seal(wanted, name.rank, takes_unverified=self._takes_unverified)
+                seal.verify(name.offload_key, payload, trailer)
                 return None, False
             except (SealError, BlobCorruptError) as e:
                 failure = e
@@ -68,28 +79,37 @@ class BlockReader:
         return SealReason.SIZE, False
 
 
-def read_fingerprint(store: Store, namespace: str) -> bytes | None:
-    """SHA-256 of the fields in a namespace's ``config.json``; None where there are none, or those of another one.
+def read_identities(store: Store, namespace: str) -> dict[bytes, dict[str, Any]]:
+    """Whose blocks a namespace may have: fields by fingerprint. Files that are damaged or another one's are left out.
 
     Raises:
         StoreError: they cannot be read.
     """
-    data = read_config(store, namespace)
+    identities = {}
+    fields = _read_fields(store, f"{namespace}/{CONFIG_FILE_NAME}")
+    if fields is not None and namespace_of(fields) == namespace:
+        identities[fingerprint_of(fields)] = fields
+    for info in store.keys(f"{namespace}/{IDENTITY_FILE_PREFIX}"):
+        fields = _read_fields(store, info.key)
+        if fields is not None and identity_file_name(namespace, fingerprint_of(fields)) == info.key:
+            identities[fingerprint_of(fields)] = fields
+    return identities
+
+
+def _read_fields(store: Store, key: str) -> dict[str, Any] | None:
     try:
-        fields = json.loads(data or b"")
+        fields = json.loads(read_small(store, key) or b"")
     except ValueError:
         return None
-    fingerprint = hashlib.sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
-    return fingerprint.digest() if namespace.endswith(fingerprint.hexdigest()[:DIGEST_HEX_DIGITS]) else None
+    return fields if isinstance(fields, dict) and isinstance(fields.get("model_name"), str) else None
 
 
-def read_config(store: Store, namespace: str) -> bytes | None:
-    """A namespace's ``config.json`` as it is stored; None where there is none.
+def read_small(store: Store, key: str) -> bytes | None:
+    """A small blob as it is stored; None where there is none.
 
     Raises:
         StoreError: it cannot be read.
     """
-    key = f"{namespace}/{CONFIG_FILE_NAME}"
     size = store.size(key)
     if size is None or not 0 < size <= CONFIG_BYTES_MAX:
         return None

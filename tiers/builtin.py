@@ -9,12 +9,13 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 from tiers.capacity.policy import CapacityPolicy
 from tiers.config import parse_tier
 from tiers.errors import RegionError, StoreError
-from tiers.file_mapper import FileMapper, strict_fields
+from tiers.file_mapper import FORMAT_VLLM_RAW, FileMapper, VllmFileMapper, strict_fields
 from tiers.keyring import load_keys
 from tiers.lookup import LookupOptions
 from tiers.namespace import open_namespace
@@ -119,7 +120,7 @@ def make_seal(config: TierConfig) -> Callable[..., Seal]:
         ConfigError: the keys cannot be read, or cryptography is missing.
     """
     if config.protection == "none":
-        return Seal
+        return partial(Seal, takes_unverified=True) if config.takes_unverified else Seal
     return seal_factory(config.protection, load_keys(keys_file=config.keys_file, keys_env=config.keys_env))
 
 
@@ -149,7 +150,8 @@ def _start(
         store = store_class(**store_options)
     collector = None
     try:
-        mapper = FileMapper.from_offloading_spec(
+        mapper_class = VllmFileMapper if getattr(config, "format", "") == FORMAT_VLLM_RAW else FileMapper
+        mapper = mapper_class.from_offloading_spec(
             getattr(config, "root_dir", ""),
             spec,
             parallel_agnostic=config.parallel_agnostic,

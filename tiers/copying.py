@@ -1,7 +1,8 @@
 """Copying blocks from one tier's storage to another's.
 
 A block is copied as it is stored, trailer and all: name and seal say which block it is in every tier alike, and what is
-encrypted stays so. Each is checked on its way; what fails is not copied. Nothing is removed from the source.
+encrypted stays so. Only from one format to another it gets another name and seal (``tiers.conversion``). Each is
+checked on its way; what fails is not copied. Nothing is removed from the source.
 """
 
 from __future__ import annotations
@@ -12,16 +13,26 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from tiers.block_reader import BlockReader, read_config, read_fingerprint
+from tiers.block_reader import BlockReader, read_identities, read_small
+from tiers.conversion import Converter
 from tiers.errors import BlobNotFoundError, StoreConfigError, StoreError, StoreFullError
-from tiers.file_mapper import CONFIG_FILE_NAME
+from tiers.file_mapper import CONFIG_FILE_NAME, IDENTITY_FILE_PREFIX
 from tiers.inventory import BlockName, list_blocks
+from tiers.seal import TRAILER_BYTES, Seal
 from tiers.store import KeyInfo, Store, SupportsSizeMany
 
 THREADS = 8  # reading or writing mostly waits, on one side at least
 BATCH_BLOCKS = 256  # asked for at once, whether the target has them
 
 Block = tuple[KeyInfo, BlockName]
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    info: KeyInfo
+    name: BlockName
+    target: str
+    seal: Seal | None  # None: as it is stored
 
 
 @dataclass(slots=True)
@@ -31,7 +42,7 @@ class CopyReport:
     Attributes:
         copied, copied_bytes: with their trailers.
         present: blocks that the target had, of the same size.
-        bad: blocks whose seal failed, or that only a newer version can judge.
+        bad: blocks whose seal failed, that have none, or that only a newer version can judge.
         errors: blocks that could not be read or written.
         no_room: the target is full, or its bound reached; the rest was not looked at.
     """
@@ -55,6 +66,8 @@ class Copier:
 
     Args:
         room_bytes: how much may be copied; None: until the target refuses.
+        converter: where the target's format is another.
+        takes_unverified: copy blocks without a seal, too.
         on_progress: called with the report now and then.
     """
 
@@ -64,13 +77,16 @@ class Copier:
         target: Store,
         *,
         room_bytes: int | None = None,
+        converter: Converter | None = None,
+        takes_unverified: bool = False,
         on_progress: Callable[[CopyReport], None] = lambda _: None,
     ) -> None:
         self._source = source
         self._target = target
         self._room_bytes = room_bytes
         self._on_progress = on_progress
-        self._readers = [BlockReader(source) for _ in range(THREADS)]
+        self._converter = converter
+        self._readers = [BlockReader(source, takes_unverified=takes_unverified) for _ in range(THREADS)]
         self._namespaces: set[str] = set()
         self.report = CopyReport()
 
@@ -91,43 +107,59 @@ class Copier:
                 self._on_progress(self.report)
         return self.report
 
-    def _take_wanted(self, batch: list[Block]) -> list[Block]:
+    def _take_wanted(self, batch: list[Block]) -> list[_Move]:
         """Those that the target lacks and has room for."""
         wanted = []
-        for block, size in zip(batch, _sizes(self._target, [info.key for info, _ in batch]), strict=True):
-            info, name = block
-            if size == info.size:
+        moves = [move for block in batch if (move := self._plan(*block)) is not None]
+        for move, size in zip(moves, _sizes(self._target, [move.target for move in moves]), strict=True):
+            if size == move.info.size:
                 self.report.present += 1
                 continue
             if self._room_bytes is not None:
-                if info.size > self._room_bytes:
+                if move.info.size > self._room_bytes:
                     self.report.no_room = True
                     break
-                self._room_bytes -= info.size
-            if name.namespace not in self._namespaces:
-                self._copy_config(name.namespace)
-            wanted.append(block)
+                self._room_bytes -= move.info.size
+            if move.seal is None and move.name.namespace not in self._namespaces:
+                self._copy_namespace(move.name.namespace)
+            wanted.append(move)
         return wanted
 
-    def _copy_config(self, namespace: str) -> None:
-        data = read_config(self._source, namespace)
-        if data is None or read_fingerprint(self._source, namespace) is None:
+    def _plan(self, info: KeyInfo, name: BlockName) -> _Move | None:
+        if self._converter is None:
+            return _Move(info, name, info.key, None)
+        found = self._converter.convert(info, name)
+        if found is None:
+            self.report.bad += 1
+            return None
+        target, seal = found
+        return _Move(info, name, target.path, seal)
+
+    def _copy_namespace(self, namespace: str) -> None:
+        if not read_identities(self._source, namespace):
             raise StoreConfigError(f"the source's {namespace}/{CONFIG_FILE_NAME} is missing or damaged")
-        self._target.put(f"{namespace}/{CONFIG_FILE_NAME}", [memoryview(data)])  # what is there stays
-        if read_fingerprint(self._target, namespace) is None:
+        own = (info.key for info in self._source.keys(f"{namespace}/{IDENTITY_FILE_PREFIX}"))
+        for key in (f"{namespace}/{CONFIG_FILE_NAME}", *own):
+            data = read_small(self._source, key)
+            if data is not None:
+                self._target.put(key, [memoryview(data)])  # what is there stays
+        if not read_identities(self._target, namespace):
             raise StoreConfigError(f"the target's {namespace}/{CONFIG_FILE_NAME} is damaged or another namespace's")
         self._namespaces.add(namespace)
 
-    def _copy_some(self, blocks: list[Block], reader: BlockReader) -> CopyReport:
+    def _copy_some(self, moves: list[_Move], reader: BlockReader) -> CopyReport:
         report = CopyReport()
-        for info, name in blocks:
+        for move in moves:
             try:
-                reason, _ = reader.read(info, name)
+                reason, _ = reader.read(move.info, move.name)
                 if reason is not None:
                     report.bad += 1
                     continue
+                payload, trailer = reader.data[:-TRAILER_BYTES], reader.data[-TRAILER_BYTES:]
+                if move.seal is not None:
+                    trailer = memoryview(move.seal.trailer(move.name.offload_key, payload))
                 # A blob of another size is there, or none: what is there is no good block of this namespace.
-                self._target.put(info.key, [reader.data], overwrite=True)
+                self._target.put(move.target, [payload, trailer], overwrite=True)
             except BlobNotFoundError:
                 continue  # removed since it was listed
             except StoreFullError:
@@ -139,7 +171,7 @@ class Copier:
                 report.errors += 1
                 continue
             report.copied += 1
-            report.copied_bytes += info.size
+            report.copied_bytes += move.info.size
         return report
 
     def _add(self, part: CopyReport) -> None:

@@ -67,6 +67,7 @@ class SealReason(StrEnum):
     UNSUPPORTED = "unsupported"
     PAYLOAD_CHECKSUM = "payload_checksum"
     AUTHENTICATION = "authentication"
+    UNVERIFIED = "unverified"
 
 
 class SealError(KVTiersError):
@@ -74,13 +75,14 @@ class SealError(KVTiersError):
 
     Attributes:
         reason: which check failed.
-        foreign: True when the blob may be perfectly good for a newer reader (unknown version, checksum or
-            authentication scheme). Such a blob is a miss and is never moved, replaced or deleted.
+        foreign: True when the blob may be perfectly good for another reader (unknown version, checksum or
+            authentication scheme; or no seal, because vLLM's own tier wrote it). Such a blob is a miss and is never
+            moved, replaced or deleted.
     """
 
     def __init__(self, reason: SealReason, message: str) -> None:
         self.reason = reason
-        self.foreign = reason in (SealReason.VERSION, SealReason.UNSUPPORTED)
+        self.foreign = reason in (SealReason.VERSION, SealReason.UNSUPPORTED, SealReason.UNVERIFIED)
         super().__init__(f"{reason}: {message}")
 
 

@@ -17,14 +17,17 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 from tiers.errors import ConfigError
 from tiers.keys import GROUP_INDEX_MAX, OffloadKey, get_offload_block_hash, get_offload_group_idx, make_offload_key
 
 DIGEST_HEX_DIGITS = 12
 CONFIG_FILE_NAME = "config.json"
+IDENTITY_FILE_PREFIX = "kvtiers-"
 FORMAT_SEALED = "sealed-1"
+FORMAT_VLLM_RAW = "vllm-raw"
 # A folder's name is "<model>_<12 digits>_r<rank>" and file systems take 255 bytes.
 MODEL_NAME_BYTES_MAX = 200
 
@@ -92,10 +95,9 @@ class FileMapper:
             self._fields[name] = value
         _check_fields(self._fields, rank)
         self.rank = rank
-        canonical = json.dumps(self._fields, sort_keys=True, separators=(",", ":"))
-        self.fingerprint: bytes = hashlib.sha256(canonical.encode()).digest()
+        self.fingerprint: bytes = fingerprint_of(self._fields)
         """SHA-256 of the canonical fields; goes into every block's seal."""
-        self._base = f"{model_name.replace('/', '_')}_{self.fingerprint.hex()[:DIGEST_HEX_DIGITS]}"
+        self._base = namespace_of(self._fields)
         self.root_dir = root_dir
         self.name_prefix = f"{self._base}_r{rank}"
         """First folder of every block's name."""
@@ -108,7 +110,7 @@ class FileMapper:
         gpu_blocks_per_file: int = 1,
         parallel_agnostic: bool = False,
         extra_fields: Mapping[str, Any] | None = None,
-    ) -> FileMapper:
+    ) -> Self:
         """Build a mapper from what an engine offers, in its current (``spec.config``) or older form.
 
         Args:
@@ -150,12 +152,12 @@ class FileMapper:
 
     def get_file_name(self, key: OffloadKey) -> str:
         """The block's name: ``<base>_r<rank>/<hhh>/<hh>_g<group>/<hash>.bin``."""
-        return self._rooted(self.relative_name(key))
+        return self.rooted(self.relative_name(key))
 
     @property
     def base_path(self) -> str:
         """``<root_dir>/<model>_<digest12>``, without the rank."""
-        return self._rooted(self._base)
+        return self.rooted(self._base)
 
     @property
     def relative_config_name(self) -> str:
@@ -164,15 +166,96 @@ class FileMapper:
 
     def get_config_file_path(self) -> str:
         """``<base>/config.json``."""
-        return self._rooted(self.relative_config_name)
+        return self.rooted(self.relative_config_name)
+
+    def get_namespace_files(self) -> dict[str, dict[str, Any]]:
+        """What says whose the namespace is: names without ``root_dir``, and the fields in each."""
+        return {self.relative_config_name: self.get_run_config()}
 
     def get_run_config(self) -> dict[str, Any]:
         """The fields, as a copy."""
         copy: dict[str, Any] = json.loads(json.dumps(self._fields))
         return copy
 
-    def _rooted(self, name: str) -> str:
+    def rooted(self, name: str) -> str:
+        """A name with ``root_dir`` before it."""
         return f"{self.root_dir}/{name}" if self.root_dir else name
+
+
+@dataclass(frozen=True, slots=True)
+class VllmLayout:
+    """Where vLLM's own ``fs`` tier would keep this engine's blocks.
+
+    Attributes:
+        namespace: the folder's name, ``<model>_<digest12>``.
+        rank: as in the folder of the blocks.
+        fields: content of its ``config.json``.
+    """
+
+    namespace: str
+    rank: int
+    fields: dict[str, Any]
+
+
+class VllmFileMapper(FileMapper):
+    """Names blocks as vLLM's own ``fs`` tier does (``format: vllm-raw``).
+
+    Its folders' digests leave out what ``strict_fields`` has. So the fingerprint in a block's seal stays that of our
+    fields, which are in ``<namespace>/kvtiers-<digest12>.json`` beside vLLM's ``config.json``: engines whose bytes
+    differ may share a folder and still never take each other's blocks.
+    """
+
+    @classmethod
+    def from_offloading_spec(
+        cls,
+        root_dir: str,
+        offloading_spec: Any,
+        gpu_blocks_per_file: int = 1,
+        parallel_agnostic: bool = False,
+        extra_fields: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """As ``FileMapper``'s; ``offloading_spec.vllm_layout`` says where vLLM keeps its own.
+
+        Raises:
+            ConfigError: it does not say.
+        """
+        layout: VllmLayout | None = getattr(offloading_spec, "vllm_layout", None)
+        if layout is None:
+            raise ConfigError(
+                f"{FORMAT_VLLM_RAW} is the layout of vLLM's own fs tier and goes with connector.vllm.tier only; "
+                f"accepted here is {FORMAT_SEALED}",
+                field="format",
+            )
+        extra_fields = {**(extra_fields or {}), "format": FORMAT_VLLM_RAW}
+        mapper = super().from_offloading_spec(
+            root_dir, offloading_spec, gpu_blocks_per_file, parallel_agnostic, extra_fields
+        )
+        mapper.rank = layout.rank
+        mapper.name_prefix = f"{layout.namespace}_r{layout.rank}"
+        mapper._base = layout.namespace
+        mapper._vllm_fields = layout.fields
+        return mapper
+
+    _vllm_fields: dict[str, Any]
+
+    def get_namespace_files(self) -> dict[str, dict[str, Any]]:
+        own = identity_file_name(self._base, self.fingerprint)
+        return {self.relative_config_name: self._vllm_fields, own: self.get_run_config()}
+
+
+def fingerprint_of(fields: Mapping[str, Any]) -> bytes:
+    """SHA-256 of a namespace's fields as canonical JSON, 32 bytes."""
+    return hashlib.sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()).digest()
+
+
+def namespace_of(fields: Mapping[str, Any]) -> str:
+    """A namespace's folder, ``<model>_<digest12>``."""
+    return f"{fields['model_name'].replace('/', '_')}_{fingerprint_of(fields).hex()[:DIGEST_HEX_DIGITS]}"
+
+
+def identity_file_name(namespace: str, fingerprint: bytes) -> str:
+    """Where the fields behind a fingerprint are kept in a folder that vLLM named."""
+    return f"{namespace}/{IDENTITY_FILE_PREFIX}{fingerprint.hex()[:DIGEST_HEX_DIGITS]}.json"
 
 
 def block_name(name_prefix: str, key: OffloadKey) -> str:

@@ -202,10 +202,12 @@ class FolderStore(Store):
         except OSError as e:
             raise store_error(e, "") from e
 
-    def _publish(self, root: RootFolder, key: str, parts: Sequence[memoryview], *, overwrite: bool) -> bool:
+    def _publish(
+        self, root: RootFolder, key: str, parts: Sequence[memoryview], *, overwrite: bool, attribute: bytes = b""
+    ) -> bool:
         for attempts_left in reversed(range(PUBLISH_ATTEMPTS_MAX)):
             try:
-                return self._publisher.publish(root, key, parts, overwrite=overwrite)
+                return self._publisher.publish(root, key, parts, overwrite=overwrite, attribute=attribute)
             except FileNotFoundError:
                 if attempts_left and root.is_removed():
                     root = self._replace_root(root, make=True)

@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from tiers.file_mapper import block_name
+from tiers.keys import OffloadKey, make_offload_key
 from tiers.store import KeyInfo, Store
 
 _NAME = re.compile(r"(.+)_r([0-9]+)/([0-9a-f]{3})/([0-9a-f]{2})_g([0-9]+)/([0-9a-f]{5,128})\.bin")
@@ -27,6 +29,16 @@ class BlockName:
     rank: int
     group: int
     digits: str
+
+    @property
+    def offload_key(self) -> OffloadKey:
+        """The block. A hash with half a byte has none: ValueError."""
+        return make_offload_key(bytes.fromhex(self.digits), self.group)
+
+    @property
+    def path(self) -> str:
+        """The name itself."""
+        return block_name(f"{self.namespace}_r{self.rank}", self.offload_key)
 
 
 def parse_block_name(key: str) -> BlockName | None:

@@ -1,4 +1,4 @@
-"""A namespace's ``config.json``: written once, compared by everyone who comes after."""
+"""What says whose a namespace is (``config.json``): written once, compared by everyone who comes after."""
 
 from __future__ import annotations
 
@@ -27,43 +27,40 @@ def open_namespace(store: Store, mapper: FileMapper) -> None:
         StoreError: permanent: no permission, no such bucket or root.
     """
     try:
-        _open(store, mapper)
+        for name, fields in mapper.get_namespace_files().items():
+            _open(store, name, fields, mapper.rooted(name))
     except StoreError as e:
         if not (e.retryable or isinstance(e, StoreFullError)):
             raise
         logger.warning("namespace %s has no verified config.json: %s", mapper.base_path, e)
 
 
-def _open(store: Store, mapper: FileMapper) -> None:
-    name = mapper.relative_config_name
-    fields = mapper.get_run_config()
-    wanted = (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode()
-    found = _read(store, mapper)
+def _open(store: Store, name: str, fields: dict[str, Any], path: str) -> None:
+    wanted = json.dumps(fields, indent=2, sort_keys=True).encode()
+    found = _read(store, name, path)
     if found is None:
         store.put(name, [memoryview(wanted)])  # publishes only if absent: of two first writers one wins
-        found = _read(store, mapper)
+        found = _read(store, name, path)
     if found is None or found == wanted:
         return
-    _compare(found, fields, mapper)
+    _compare(found, fields, path)
 
 
-def _read(store: Store, mapper: FileMapper) -> bytes | None:
-    name = mapper.relative_config_name
+def _read(store: Store, name: str, path: str) -> bytes | None:
     size = store.size(name)
     if size is None:
         return None
     if not 0 < size <= CONFIG_BYTES_MAX:
-        raise ConfigError(f"{size} bytes, accepted are 1..{CONFIG_BYTES_MAX}", field=mapper.get_config_file_path())
+        raise ConfigError(f"{size} bytes, accepted are 1..{CONFIG_BYTES_MAX}", field=path)
     data = bytearray(size)
     try:
         store.get_into(name, [memoryview(data)])
     except BlobCorruptError as e:
-        raise ConfigError(f"cannot be read: {e}", field=mapper.get_config_file_path()) from e
+        raise ConfigError(f"cannot be read: {e}", field=path) from e
     return bytes(data)
 
 
-def _compare(found: bytes, fields: dict[str, Any], mapper: FileMapper) -> None:
-    path = mapper.get_config_file_path()
+def _compare(found: bytes, fields: dict[str, Any], path: str) -> None:
     try:
         there = json.loads(found)
     except ValueError as e:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from tiers.errors import ConfigError
+from tiers.file_mapper import FORMAT_VLLM_RAW
 from tiers.store import Store
 from tiers.tier_config import FsspecTierConfig, FsTierConfig, MemoryTierConfig, NfsTierConfig, S3TierConfig, TierConfig
 
@@ -19,10 +20,14 @@ def store_recipe(config: TierConfig) -> tuple[type[Store], dict[str, Any]]:
         ConfigError: there is no such store.
     """
     if isinstance(config, FsTierConfig):
+        options = {"root_dir": config.root_dir, "min_free_bytes": config.min_free, "durability": config.durability}
+        if config.format == FORMAT_VLLM_RAW:
+            from tiers.vllm_raw import VllmRawStore
+
+            return VllmRawStore, options | {"unverified": config.unverified}
         from tiers.stores.local import LocalStore
 
-        options = {"min_free_bytes": config.min_free, "durability": config.durability}
-        return LocalStore, {"root_dir": config.root_dir, **options}
+        return LocalStore, options
     if isinstance(config, NfsTierConfig):
         from tiers.stores.nfs import NfsStore
 
@@ -45,9 +50,12 @@ def store_recipe(config: TierConfig) -> tuple[type[Store], dict[str, Any]]:
 
 
 def tool_recipe(config: TierConfig) -> tuple[type[Store], dict[str, Any]]:
-    """As ``store_recipe``, without the reserve of free space: what makes room must not be refused for want of it."""
+    """As ``store_recipe``, for tools: without the reserve of free space, because what makes room must not be refused
+    for want of it, and with blocks that have no seal, which a tool is to count.
+    """
     store_class, options = store_recipe(config)
-    return store_class, options | ({"min_free_bytes": 0} if "min_free_bytes" in options else {})
+    for_tools = {"min_free_bytes": 0, "unverified": "allow"}
+    return store_class, options | {name: value for name, value in for_tools.items() if name in options}
 
 
 def open_store(config: TierConfig) -> Store:

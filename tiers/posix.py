@@ -285,7 +285,7 @@ def read_blob(root: RootFolder, key: str, parts: Sequence[memoryview]) -> None:
     """
     fd = root.open(key, OPEN_READ)
     try:
-        stored = _regular_size(fd, key)
+        stored = regular_size(fd, key)
         size = parts_size(parts)
         if stored != size:
             raise BlobCorruptError(f"{stored} bytes are stored, {size} were asked for", key=key)
@@ -299,7 +299,7 @@ def read_tail(root: RootFolder, key: str, length: int) -> tuple[int, bytes]:
     """Size of a file and its last ``min(length, size)`` bytes. Raises as ``read_blob``."""
     fd = root.open(key, OPEN_READ)
     try:
-        size = _regular_size(fd, key)
+        size = regular_size(fd, key)
         tail = bytearray(min(length, size))
         if transfer(os.preadv, fd, [memoryview(tail)], size - len(tail)) != len(tail):
             raise BlobCorruptError("it was cut while it was read", key=key)
@@ -318,7 +318,8 @@ def blob_size(root: RootFolder, key: str) -> int | None:
         close_reader(fd)
 
 
-def _regular_size(fd: int, key: str) -> int:
+def regular_size(fd: int, key: str) -> int:
+    """Size of an open regular file in bytes."""
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         raise BlobCorruptError("what is there is no regular file", key=key)

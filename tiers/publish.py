@@ -41,6 +41,7 @@ from tiers.posix import FILE_MODE, OPEN_FOLDER, OPEN_LISTING, RootFolder, close_
 
 PRIVATE_FOLDER = ".tmp"
 QUARANTINE_FOLDER = ".quarantine"
+SEAL_ATTRIBUTE = "user.kvtiers.seal"
 STALE_AGE_S_MAX = 3600.0  # no writer takes an hour for one blob, and clocks of hosts are nearer than that
 
 OPEN_UNNAMED = os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC
@@ -65,8 +66,13 @@ class Publisher:
         self._link_open_file = True
         self._names = _PrivateNames()
 
-    def publish(self, root: RootFolder, key: str, parts: Sequence[memoryview], *, overwrite: bool) -> bool:
+    def publish(
+        self, root: RootFolder, key: str, parts: Sequence[memoryview], *, overwrite: bool, attribute: bytes = b""
+    ) -> bool:
         """Store the joined parts under ``key``. False: something is there and stays.
+
+        Args:
+            attribute: what the file's extended attribute ``SEAL_ATTRIBUTE`` is to hold when it becomes visible.
 
         Raises:
             FileNotFoundError: a folder on the way, or the root, was removed meanwhile.
@@ -79,9 +85,9 @@ class Publisher:
             if not overwrite and os.access(name, os.F_OK, dir_fd=dir_fd, follow_symlinks=False):
                 published = False
             elif not overwrite and self._unnamed_files and (fd := self._open_unnamed(dir_fd)) >= 0:
-                published = self._publish_unnamed(fd, dir_fd, name, parts)
+                published = self._publish_unnamed(fd, dir_fd, name, parts, attribute)
             else:
-                published = self._publish_private(root, dir_fd, name, parts, overwrite=overwrite)
+                published = self._publish_private(root, dir_fd, name, parts, attribute, overwrite=overwrite)
             if self._durable:
                 _sync_folder(dir_fd)
             return published
@@ -119,11 +125,11 @@ class Publisher:
             self._unnamed_files = False
             return -1
 
-    def _publish_unnamed(self, fd: int, dir_fd: int, name: str, parts: Sequence[memoryview]) -> bool:
+    def _publish_unnamed(self, fd: int, dir_fd: int, name: str, parts: Sequence[memoryview], attribute: bytes) -> bool:
         """Owns ``fd``."""
         published = False
         try:
-            self._write(fd, parts)
+            self._write(fd, parts, attribute)
             try:
                 self._link(fd, name, dir_fd)
                 published = True
@@ -150,7 +156,14 @@ class Publisher:
         self._link_open_file = False
 
     def _publish_private(
-        self, root: RootFolder, dir_fd: int, name: str, parts: Sequence[memoryview], *, overwrite: bool
+        self,
+        root: RootFolder,
+        dir_fd: int,
+        name: str,
+        parts: Sequence[memoryview],
+        attribute: bytes,
+        *,
+        overwrite: bool,
     ) -> bool:
         temp_fd = _make_own_folder(root, PRIVATE_FOLDER)
         try:
@@ -159,7 +172,7 @@ class Publisher:
             renamed = False
             try:
                 try:
-                    self._write(fd, parts)
+                    self._write(fd, parts, attribute)
                 finally:
                     os.close(fd)
                 if overwrite:
@@ -177,8 +190,10 @@ class Publisher:
         finally:
             close_reader(temp_fd)
 
-    def _write(self, fd: int, parts: Sequence[memoryview]) -> None:
+    def _write(self, fd: int, parts: Sequence[memoryview], attribute: bytes) -> None:
         write_all(fd, parts)
+        if attribute:
+            os.setxattr(fd, SEAL_ATTRIBUTE, attribute)
         if self._durable:
             os.fdatasync(fd)
 

@@ -43,8 +43,11 @@ PAYLOAD_MULTIPLE_BYTES = 4096
 _HEAD = struct.Struct("<8sHHHHQ32sIIH64s6x16s16sQI12s16s")
 _CHECK = struct.Struct("<Q")
 _ZEROS = bytes(TRAILER_BYTES - _HEAD.size - _CHECK.size)
-PAYLOAD_CHECKSUM_AT, TAG_AT, CHECK_AT = 136, 192, _HEAD.size
+FINGERPRINT_AT, PAYLOAD_CHECKSUM_AT, TAG_AT, CHECK_AT = 24, 136, 192, _HEAD.size
 assert CHECK_AT == 208
+TRAILER_FIELDS_BYTES = _HEAD.size + _CHECK.size  # the rest is zero
+#: Stands where a trailer would, for a block that was stored without: by vLLM's own tier, under ``format: vllm-raw``.
+NO_TRAILER = b"KVNOSEAL" + bytes(TRAILER_BYTES - 8)
 
 
 class Checksum(IntEnum):
@@ -71,6 +74,11 @@ DIGESTS: dict[int, Callable[[memoryview], bytes]] = {
 }
 
 
+def fingerprint_in(trailer: bytes | bytearray | memoryview) -> bytes:
+    """Whose block a trailer says that it is, unchecked: to choose the seal that checks it."""
+    return bytes(trailer[FINGERPRINT_AT : FINGERPRINT_AT + 32])
+
+
 class Seal:
     """Makes and checks the trailers of one namespace and rank. Any thread; holds no state but its identity.
 
@@ -82,6 +90,7 @@ class Seal:
         checksum: algorithm for new blocks; readers take any of those supported.
         writer_id: 16 bytes naming this writer in what it writes; random by default.
         clock_ns: Unix time in nanoseconds.
+        takes_unverified: take a block with ``NO_TRAILER`` for what its name says.
     """
 
     _authentication: int = Authentication.NONE
@@ -95,6 +104,7 @@ class Seal:
         checksum: Checksum = Checksum.XXH3_64,
         writer_id: bytes | None = None,
         clock_ns: Callable[[], int] = time.time_ns,
+        takes_unverified: bool = False,
     ) -> None:
         writer_id = os.urandom(16) if writer_id is None else writer_id
         if len(fingerprint) != 32 or len(writer_id) != 16:
@@ -106,6 +116,7 @@ class Seal:
         self._checksum = checksum
         self._writer_id = writer_id
         self._clock_ns = clock_ns
+        self._takes_unverified = takes_unverified
 
     def to_json(self) -> dict[str, Any]:
         """What another process of this one's needs to make the same trailers. Of a seal with keys it holds them."""
@@ -114,6 +125,7 @@ class Seal:
             "rank": self._rank,
             "checksum": int(self._checksum),
             "writer_id": self._writer_id.hex(),
+            "takes_unverified": self._takes_unverified,
         }
 
     @classmethod
@@ -130,6 +142,7 @@ class Seal:
             fields["rank"],
             checksum=Checksum(fields["checksum"]),
             writer_id=bytes.fromhex(fields["writer_id"]),
+            takes_unverified=fields["takes_unverified"],
         )
 
     def trailer(self, key: OffloadKey, payload: memoryview) -> bytes:
@@ -182,7 +195,8 @@ class Seal:
         Raises:
             SealError: the first check that failed, in the format's order.
         """
-        self._check(key, trailer, payload_length)
+        if not self._is_taken_unverified(trailer):
+            self._check(key, trailer, payload_length)
 
     def verify(self, key: OffloadKey, payload: memoryview, trailer: bytes | bytearray | memoryview) -> None:
         """Check that payload and trailer are the block ``key`` of this namespace and rank, whole and unchanged.
@@ -190,6 +204,8 @@ class Seal:
         Raises:
             SealError: the first check that failed, in the format's order.
         """
+        if self._is_taken_unverified(trailer):
+            return
         checksum, expected = self._check(key, trailer, payload.nbytes)
         if DIGESTS[checksum](payload) != expected:
             raise SealError(SealReason.PAYLOAD_CHECKSUM, f"{payload.nbytes} payload bytes do not match their checksum")
@@ -205,6 +221,8 @@ class Seal:
             raise SealError(SealReason.SIZE, f"trailer of {len(trailer)} bytes, not {TRAILER_BYTES}")
         (magic, version, trailer_length, checksum, authentication, length, fingerprint, group, rank, hash_length,
          block_hash, expected, _, _, _, _, _) = _HEAD.unpack_from(trailer)  # fmt: skip
+        if trailer == NO_TRAILER:
+            raise SealError(SealReason.UNVERIFIED, "stored without a seal, as vLLM's own tier does")
         if magic != MAGIC:
             raise SealError(SealReason.MAGIC, f"starts with {magic!r}")
         if version != VERSION:
@@ -230,6 +248,9 @@ class Seal:
         if checksum not in DIGESTS or authentication != self._authentication:
             raise self._other_means(checksum, authentication)
         return checksum, expected
+
+    def _is_taken_unverified(self, trailer: bytes | bytearray | memoryview) -> bool:
+        return self._takes_unverified and bytes(trailer) == NO_TRAILER
 
     def _other_means(self, checksum: int, authentication: int) -> SealError:
         """Sound so far, but made by means this reader lacks: a miss that must not be destroyed."""

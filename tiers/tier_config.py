@@ -10,6 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from tiers.capacity.policy import CapacityPolicy
 from tiers.errors import ConfigError
+from tiers.file_mapper import FORMAT_SEALED, FORMAT_VLLM_RAW
 from tiers.stores.s3_options import S3Options
 
 #: Keys of the s3 tier that the store takes as they are.
@@ -161,6 +162,11 @@ class TierConfig(Model):
         """How blocks are protected: encrypted ones are authenticated, too."""
         return self.encrypt if self.encrypt != "none" else self.auth
 
+    @property
+    def takes_unverified(self) -> bool:
+        """Whether blocks without a seal are loaded."""
+        return False
+
     def check(self) -> None:
         """Look at what single fields cannot show.
 
@@ -238,6 +244,30 @@ class FsTierConfig(BoundedTierConfig):
     durability: Literal["none", "data"] = Field(
         "none", description="data: fsync each block before it is visible (0.6 -> 8 ms at 2 MiB)."
     )
+    format: Literal["sealed-1", "vllm-raw"] = Field(
+        "sealed-1",
+        description="vllm-raw: files that vLLM's own fs tier can share, in its folders, their seals in an extended "
+        "attribute; only with connector.vllm.tier.",
+    )
+    unverified: Literal["deny", "allow"] = Field(
+        "deny",
+        description="allow: with format: vllm-raw also load what vLLM's own tier wrote, which nothing proves.",
+    )
+
+    @property
+    def takes_unverified(self) -> bool:
+        return self.unverified == "allow"
+
+    def check(self) -> None:
+        super().check()
+        if self.format == FORMAT_SEALED and self.takes_unverified:
+            raise ConfigError(f"is of no use with format: {FORMAT_SEALED}, whose blocks have seals", field="unverified")
+        if self.format == FORMAT_VLLM_RAW and self.encrypt != "none":
+            raise ConfigError(
+                f"vLLM's own tier cannot read such blocks; leave out format: {self.format}", field="encrypt"
+            )
+        if self.takes_unverified and self.auth != "none":
+            raise ConfigError("allow would let anybody's blocks in; leave it out with auth: gmac", field="unverified")
 
 
 class NfsTierConfig(BoundedTierConfig):

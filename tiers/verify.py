@@ -28,7 +28,7 @@ class UnitResult:
 
     Attributes:
         bad: name and reason of each block that is not what it should be.
-        foreign: blocks that only a newer version can judge; they are left alone.
+        foreign: blocks that only a newer version can judge, or nobody, for want of a seal; they are left alone.
         errors: blocks that could not be read, or not be moved aside.
     """
 

@@ -15,8 +15,10 @@ from rich.console import Console
 
 from connector.commands.places import Place, Ticker, complain, human_bytes
 from connector.commands.storage import EXIT_BAD_INPUT, EXIT_FAILED, AsJson, Config, open_places
+from tiers.conversion import Converter
 from tiers.copying import Copier, CopyReport, find_blocks
 from tiers.errors import StoreError
+from tiers.file_mapper import FORMAT_SEALED
 from tiers.open_store import open_store
 from tiers.store import Store
 from tiers.tier_config import BoundedTierConfig
@@ -51,7 +53,10 @@ def migrate(
     to_tier: To = None,
     as_json: AsJson = False,
 ) -> None:
-    """Copy everything from one tier to another, of the same file or of two. The source keeps what it has."""
+    """Copy everything from one tier to another, of the same file or of two. The source keeps what it has.
+
+    Between format: vllm-raw and sealed-1 blocks are named and sealed anew.
+    """
     source = _choose("migrate", open_places("migrate", config, None), from_tier, 0)
     target = _choose("migrate", open_places("migrate", target_config or config, None), to_tier, -1)
     _copy("migrate", source, target, [""], as_json)
@@ -85,6 +90,8 @@ def _read_names(path: Path) -> list[str]:
 def _copy(command: str, source: Place, target: Place, prefixes: Iterable[str], as_json: bool) -> None:
     if _address(source) == _address(target):
         raise _refuse(command, f"{source.name} and {target.name} are one place: {source.where}; accepted are two tiers")
+    if _format(source) != _format(target) and {source.config.protection, target.config.protection} != {"none"}:
+        raise _refuse(command, "a protected block keeps its format; accepted are two tiers of the same format")
     started_at = time.monotonic()
     try:
         with source.open() as from_store:
@@ -92,7 +99,14 @@ def _copy(command: str, source: Place, target: Place, prefixes: Iterable[str], a
             try:
                 room = _room_bytes(target, to_store)
                 with Ticker(f"{source.name} to {target.name}") as ticker:
-                    copier = Copier(from_store, to_store, room_bytes=room, on_progress=lambda r: _tell(ticker, r))
+                    copier = Copier(
+                        from_store,
+                        to_store,
+                        room_bytes=room,
+                        converter=_make_converter(source, target, from_store, to_store),
+                        takes_unverified=source.config.takes_unverified,
+                        on_progress=lambda r: _tell(ticker, r),
+                    )
                     report = copier.copy(find_blocks(from_store, prefixes))
             finally:
                 to_store.close()
@@ -108,6 +122,17 @@ def _copy(command: str, source: Place, target: Place, prefixes: Iterable[str], a
     # A near tier that is full is as warm as it gets; a migration is not done.
     if report.bad or report.errors or (report.no_room and command == "migrate"):
         raise typer.Exit(EXIT_FAILED)
+
+
+def _format(place: Place) -> str:
+    return getattr(place.config, "format", FORMAT_SEALED)
+
+
+def _make_converter(source: Place, target: Place, from_store: Store, to_store: Store) -> Converter | None:
+    if _format(source) == _format(target):
+        return None
+    takes_unverified = source.config.takes_unverified
+    return Converter(from_store, to_store, _format(target), takes_unverified=takes_unverified)
 
 
 def _room_bytes(target: Place, store: Store) -> int | None:
@@ -139,7 +164,7 @@ def _show(result: dict[str, Any]) -> None:
     say(f"  copied: {result['copied']:,} blocks, {human_bytes(result['copied_bytes'])} at {speed}/s")
     for name, text in (
         ("present", "were there already"),
-        ("bad", "not copied, their seal failed or a newer version made them (see kvtiers verify)"),
+        ("bad", "not copied, their seal failed, or is missing, or a newer version made it (see kvtiers verify)"),
         ("errors", "could not be read or written"),
     ):
         if result[name]:

@@ -137,7 +137,7 @@ def _show(result: dict[str, Any]) -> None:
     if result["quarantined"]:
         say(f"  moved aside: {result['quarantined']:,} blocks")
     if result["foreign"]:
-        say(f"  of a newer version, left alone: {result['foreign']:,} blocks")
+        say(f"  of a newer version or without a seal, left alone: {result['foreign']:,} blocks")
     if result["errors"]:
         say(f"  could not be read: {result['errors']:,} blocks")
     if not result["bad_count"] and not result["errors"]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 from typing import Any
 
 from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadingMetricMetadata, RequestOffloadingContext
@@ -26,6 +27,7 @@ from connector.vllm.pacing import Pacer
 from tiers.base import JobResult, OffloadingEvent, SecondaryTierManager
 from tiers.config import load_config
 from tiers.errors import ConfigError
+from tiers.file_mapper import FORMAT_VLLM_RAW
 from tiers.keys import OffloadKey
 from tiers.registry import SecondaryTierFactory
 
@@ -74,6 +76,8 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
         super().__init__(offloading_spec, primary_kv_view, own_type, backpressure_detector)
         self.locality = translate.locality(str(options["type"]), locality)
         spec = translate.engine_spec(offloading_spec)
+        if options.get("format") == FORMAT_VLLM_RAW:
+            spec = replace(spec, vllm_layout=translate.vllm_layout(offloading_spec))
         self.tier: SecondaryTierManager = SecondaryTierFactory.create_secondary_tier(options, primary_kv_view, spec)
         # vLLM ends its tiers one after the other.
         self._ending_s = ending.BUDGET_S / max(1, len(getattr(offloading_spec, "secondary_tier_configs", ())))

@@ -29,6 +29,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult as VllmJobResult
 from connector.base import CacheConfig, KVCacheGroup, ModelConfig, OffloadingConfig, ParallelConfig
 from tiers.base import JobMetadata, JobResult, OffloadingEvent
 from tiers.errors import ConfigError
+from tiers.file_mapper import VllmLayout
 from tiers.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ class EngineSpec:
 
     config: OffloadingConfig
     metrics: Metrics
+    vllm_layout: VllmLayout | None = None  # where a region's rows are the bytes that vLLM's own fs tier would write
 
     @property
     def blocks_per_chunk(self) -> int:
@@ -102,6 +104,15 @@ def engine_spec(spec: Any, *, blocks_per_chunk: int | None = None) -> EngineSpec
         ),
         Metrics(),
     )
+
+
+def vllm_layout(spec: Any) -> VllmLayout:
+    """Where vLLM's own ``fs`` tier would keep a spec's blocks: as the installed version says."""
+    from vllm.v1.kv_offload.file_mapper import FileMapper as VllmsFileMapper
+
+    # As that tier calls it. By position: the third parameter had other names.
+    mapper = VllmsFileMapper.from_offloading_spec("", spec, spec.blocks_per_chunk, True)
+    return VllmLayout(mapper.base_path.lstrip("/"), mapper.rank, mapper.get_run_config())
 
 
 def find_vllm_config() -> Any | None:

@@ -28,6 +28,7 @@ class Engine:
 
     def __init__(self, name: str, tier: dict[str, Any], **changes: Any) -> None:
         adapter = {"type": "KVTiersTier", "module_path": "connector.vllm.tier", **tier}
+        adapter = {name: value for name, value in adapter.items() if value is not None}
         extra = {"cpu_bytes_to_use": NUM_CHUNKS * 4096, "secondary_tiers": [adapter]}
         self.spec = TieringOffloadingSpec(offloading_config(extra, engine_id=name, **changes))
         manager = self.spec.get_manager()

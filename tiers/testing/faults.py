@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 from unittest import mock
 
-from tiers import folder_cleanup, posix, publish
+from tiers import folder_cleanup, posix, publish, vllm_raw
 from tiers.layers.layer import BATCH_METHODS, SINGLE_METHODS
 from tiers.store import KeyInfo, Store
 
@@ -224,6 +224,8 @@ SYSTEM_CALLS = frozenset(
         "fdatasync",
         "fsync",
         "fstatvfs",
+        "getxattr",
+        "setxattr",
     ]
 )
 
@@ -267,6 +269,7 @@ class SyscallFaults:
             (posix, "os", seam),
             (publish, "os", seam),
             (folder_cleanup, "os", seam),
+            (vllm_raw, "os", seam),
             (posix, "openat2", openat2),
             (publish, "link_open_file", link_open_file),
         ):

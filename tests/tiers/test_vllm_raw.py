@@ -1,0 +1,300 @@
+"""``format: vllm-raw``: payloads alone in files, seals in an attribute, and what vLLM's own tier puts beside them."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.identity import FakeSpec, block_key
+from tests.tiers.test_local_store import TestLocalStore
+from tests.waiting import wait_for
+from tiers.base import JobMetadata, JobResult, SecondaryTierManager
+from tiers.errors import BlobCorruptError, BlobNotFoundError, ConfigError, StoreConfigError, StoreError
+from tiers.file_mapper import VllmLayout
+from tiers.inventory import parse_block_name
+from tiers.registry import SecondaryTierFactory
+from tiers.seal import NO_TRAILER, TRAILER_BYTES, Seal
+from tiers.store import Store
+from tiers.testing.faults import SyscallFaults
+from tiers.vllm_raw import VllmRawStore
+
+ROWS, ROW_BYTES = 8, 8192
+KEYS = [block_key(number) for number in range(ROWS)]
+LAYOUT = VllmLayout("model_0123456789ab", 0, {"model_name": "org/model", "tokens_per_hash": 32})
+ATTRIBUTE = "user.kvtiers.seal"
+NAME = f"m_0123456789ab_r0/012/34_g0/{'01234567' * 8}.bin"
+
+
+@dataclass
+class VllmSpec(FakeSpec):
+    """An engine of vLLM's, whose own tier would keep blocks there."""
+
+    vllm_layout: VllmLayout = LAYOUT
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "root"
+
+
+class TestPlainFiles(TestLocalStore):
+    """The contract, for what is no block."""
+
+    def make_store(self) -> Store:
+        return VllmRawStore(self.tmp_path / "root")
+
+
+class TestStore:
+    payload = bytes(range(256)) * 32
+    trailer = Seal(bytes(32), 0).trailer(KEYS[0], memoryview(payload))
+
+    def put(self, store: Store, **options: Any) -> bool:
+        return store.put(NAME, [memoryview(self.payload), memoryview(self.trailer)], **options)
+
+    @staticmethod
+    def get(store: Store, size: int = ROW_BYTES) -> tuple[bytes, bytes]:
+        payload, trailer = bytearray(size), bytearray(TRAILER_BYTES)
+        store.get_into(NAME, [memoryview(payload), memoryview(trailer)])
+        return bytes(payload), bytes(trailer)
+
+    def plant(self, root: Path, data: bytes) -> None:
+        """As vLLM's own tier does."""
+        path = root / NAME
+        path.parent.mkdir(parents=True, exist_ok=True)
+        (path.with_suffix(".tmp")).write_bytes(data)
+        os.replace(path.with_suffix(".tmp"), path)
+
+    def test_a_block_is_its_payload_and_looks_sealed(self, root: Path) -> None:
+        store = VllmRawStore(root)
+        assert self.put(store)
+        assert (root / NAME).read_bytes() == self.payload
+        assert len(os.getxattr(root / NAME, ATTRIBUTE)) == 216
+        assert self.get(store) == (self.payload, self.trailer)
+        whole = bytearray(ROW_BYTES + TRAILER_BYTES)  # in one part
+        store.get_into(NAME, [memoryview(whole)])
+        assert bytes(whole) == self.payload + self.trailer
+        assert store.size(NAME) == len(whole)
+        assert [info.size for info in store.keys("m_")] == [len(whole)]
+        assert store.get_tail(NAME, TRAILER_BYTES) == (len(whole), self.trailer)
+        assert store.get_tail(NAME, 100) == (len(whole), self.trailer[-100:])
+        assert not self.put(store)
+        assert self.put(store, overwrite=True)
+        assert self.get(store) == (self.payload, self.trailer)
+
+    def test_without_a_seal_it_is_absent_and_is_replaced(self, root: Path) -> None:
+        store = VllmRawStore(root)
+        self.plant(root, b"x" * ROW_BYTES)
+        assert store.size(NAME) is None
+        assert store.get_tail(NAME, TRAILER_BYTES) is None
+        with pytest.raises(BlobNotFoundError, match="no seal"):
+            self.get(store)
+        assert [info.key for info in store.keys("")] == [NAME]  # a collector may remove it
+        assert self.put(store)
+        assert self.get(store) == (self.payload, self.trailer)
+
+    def test_without_a_seal_it_is_there_where_that_is_allowed(self, root: Path) -> None:
+        store = VllmRawStore(root, unverified="allow")
+        self.plant(root, b"x" * ROW_BYTES)
+        assert self.get(store) == (b"x" * ROW_BYTES, NO_TRAILER)
+        assert not self.put(store)
+        assert self.get(store)[0] == b"x" * ROW_BYTES
+
+    def test_another_size_and_what_is_no_block(self, root: Path) -> None:
+        store = VllmRawStore(root)
+        self.put(store)
+        with pytest.raises(BlobCorruptError, match="8192 bytes are stored, 4096"):
+            self.get(store, 4096)
+        for bad in ([memoryview(self.trailer)], [memoryview(self.payload), memoryview(b"short")]):
+            with pytest.raises(BlobCorruptError, match="payload and 4096 bytes of trailer"):
+                store.put(NAME, bad)
+        store.delete(NAME)
+        (root / NAME).mkdir(parents=True)
+        assert store.size(NAME) is None
+        with pytest.raises(BlobCorruptError):
+            self.get(store)
+        assert not self.put(store)
+
+    @pytest.mark.parametrize("planted", [False, True])
+    def test_when_a_system_call_fails_no_half_block_is_seen(self, tmp_path: Path, planted: bool) -> None:
+        struck = set()
+        for number in range(100):
+            store = VllmRawStore(tmp_path / str(number))
+            if planted:
+                self.plant(tmp_path / str(number), b"x" * ROW_BYTES)
+            published = False
+            with SyscallFaults(at=number, error=errno.EIO) as faults, contextlib.suppress(StoreError):
+                published = self.put(store)
+            struck.update(faults.failed)
+            with contextlib.suppress(BlobNotFoundError):
+                assert self.get(store) == (self.payload, self.trailer)
+                published = False
+            assert not published
+            assert self.put(store) in (True, False)
+            assert self.get(store) == (self.payload, self.trailer)
+            if not faults.failed:
+                break
+        assert {"setxattr", "pwritev", "rename" if planted else "linkat"} <= struck
+
+    def test_a_file_system_without_attributes_is_refused(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def none(*_: object) -> bytes:
+            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+        monkeypatch.setattr(os, "getxattr", none)
+        with pytest.raises(StoreConfigError, match="no extended attributes"):
+            VllmRawStore(root)
+
+
+class Tier:
+    """A tier over the folder, and a region."""
+
+    def __init__(self, root: Path, **options: Any) -> None:
+        self.region = np.zeros((ROWS, ROW_BYTES), np.int8)
+        config = {"type": "fs", "root_dir": str(root), "min_free": 0, "format": "vllm-raw", **options}
+        self.tier: SecondaryTierManager = SecondaryTierFactory.create_secondary_tier(
+            config, self.region.data, VllmSpec()
+        )
+
+    def fill(self, seed: int) -> np.ndarray[Any, Any]:
+        self.region[:] = np.random.default_rng(seed).integers(-128, 128, self.region.shape, np.int8)
+        return self.region.copy()
+
+    def run(self, operation: str) -> JobResult:
+        getattr(self.tier, f"submit_{operation}")(JobMetadata(1, KEYS, np.arange(ROWS, dtype=np.int32)))
+        self.tier.drain_jobs()
+        (result,) = self.tier.get_finished()
+        return result
+
+    def present(self) -> list[bool | None]:
+        def ask() -> list[bool | None]:
+            answers = [self.tier.lookup(key) for key in KEYS]
+            self.tier.on_schedule_end()
+            return [] if None in answers else answers
+
+        return wait_for(ask)
+
+    def failures(self) -> dict[str, float]:
+        samples = self.tier.metrics.snapshot()  # type: ignore[attr-defined]
+        found = [sample for sample in samples if sample.name == "kvtiers_verify_failures_total" and sample.value]
+        return {sample.labels["reason"]: sample.value for sample in found}
+
+
+@pytest.fixture(params=["thread", "process"])
+def tiers(request: pytest.FixtureRequest, root: Path) -> Iterator[Any]:
+    made: list[Tier] = []
+
+    def make(**options: Any) -> Tier:
+        made.append(Tier(root, **{"isolation": request.param, **options}))
+        return made[-1]
+
+    yield make
+    for tier in made:
+        tier.tier.shutdown()
+
+
+def blocks(root: Path) -> list[Path]:
+    return sorted(path for path in root.rglob("*.bin") if parse_block_name(str(path.relative_to(root))))
+
+
+def unseal(root: Path) -> None:
+    for path in blocks(root):
+        os.removexattr(path, ATTRIBUTE)
+
+
+def test_blocks_come_back_and_a_flipped_one_does_not(tiers: Any, root: Path) -> None:
+    original = tiers().fill(1)
+    writer = tiers()
+    writer.region[:] = original
+    assert writer.run("store").success
+    assert sorted(path.read_bytes() for path in blocks(root)) == sorted(row.tobytes() for row in original)
+    reader = tiers()
+    assert all(reader.present())
+    assert reader.run("load").success
+    assert np.array_equal(reader.region, original)
+    flipped = bytearray(blocks(root)[0].read_bytes())
+    flipped[7] ^= 1
+    with blocks(root)[0].open("r+b") as file:  # in place: the seal stays
+        file.write(flipped)
+    result = reader.run("load")
+    assert len(result.successful_keys) == ROWS - 1
+    assert reader.failures() == {"payload_checksum": 1}
+    assert len(blocks(root)) == ROWS - 1  # in quarantine
+    assert tiers().run("load").successful_keys == result.successful_keys
+
+
+def test_vllms_own_blocks_are_misses_by_default(tiers: Any, root: Path) -> None:
+    writer = tiers()
+    original = writer.fill(2)
+    writer.run("store")
+    unseal(root)
+    reader = tiers()
+    assert reader.present() == [False] * ROWS
+    assert not reader.run("load").successful_keys
+    assert len(blocks(root)) == ROWS  # left alone
+    reader.region[:] = original
+    assert reader.run("store").transfer_bytes == ROWS * ROW_BYTES
+    assert tiers().run("load").success  # sealed now
+    assert not reader.failures()
+
+
+def test_vllms_own_blocks_are_taken_where_that_is_allowed(tiers: Any, root: Path) -> None:
+    writer = tiers()
+    original = writer.fill(3)
+    writer.run("store")
+    unseal(root)
+    reader = tiers(unverified="allow")
+    assert all(reader.present())
+    assert reader.run("load").success
+    assert np.array_equal(reader.region, original)
+    assert reader.run("store").transfer_bytes == 0  # they are there
+    blocks(root)[0].write_bytes(b"torn")
+    assert len(reader.run("load").successful_keys) == ROWS - 1
+    assert reader.failures() == {"size": 1}
+
+
+def test_an_engine_with_other_weights_takes_none_of_them(tiers: Any, root: Path) -> None:
+    """vLLM's folder is the same for every revision of the weights (vllm#49261)."""
+    writer = tiers()
+    writer.fill(4)
+    writer.run("store")
+    other = VllmSpec(FakeSpec().changed("model", revision="other").config)
+    region = np.zeros((ROWS, ROW_BYTES), np.int8)
+    options = {"type": "fs", "root_dir": str(root), "min_free": 0, "format": "vllm-raw"}
+    tier = SecondaryTierFactory.create_secondary_tier(options, region.data, other)
+    tier.submit_load(JobMetadata(1, KEYS, np.arange(ROWS, dtype=np.int32)))
+    tier.drain_jobs()
+    (result,) = tier.get_finished()
+    tier.shutdown()
+    assert not result.successful_keys
+    assert len(list((root / LAYOUT.namespace).glob("kvtiers-*.json"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"format": "sealed-1", "unverified": "allow"}, "unverified"),
+        ({"encrypt": "aes-gcm", "keys_env": "KEYS"}, "encrypt"),
+        ({"unverified": "allow", "auth": "gmac", "keys_env": "KEYS"}, "unverified"),
+        ({"format": "raw"}, "format"),
+    ],
+)
+def test_what_does_not_go_together(tiers: Any, options: dict[str, str], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        tiers(**options)
+    assert caught.value.field is not None
+    assert field in caught.value.field
+
+
+def test_only_inside_vllm(root: Path) -> None:
+    region = np.zeros((ROWS, ROW_BYTES), np.int8)
+    options = {"type": "fs", "root_dir": str(root), "min_free": 0, "format": "vllm-raw"}
+    with pytest.raises(ConfigError, match=r"connector\.vllm\.tier only") as caught:
+        SecondaryTierFactory.create_secondary_tier(options, region.data, FakeSpec())
+    assert caught.value.field == "format"

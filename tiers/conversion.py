@@ -1,0 +1,96 @@
+"""Converter: a block of ``sealed-1`` under its name and seal of ``vllm-raw``, or the other way about.
+
+The payload is the same. The two formats differ in the namespace's folder, because vLLM's digest leaves fields out, and
+in the field ``format``, so that a block's seal says another fingerprint.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any, cast
+
+from tiers.block_reader import read_identities
+from tiers.errors import StoreConfigError
+from tiers.file_mapper import (
+    CONFIG_FILE_NAME,
+    FORMAT_SEALED,
+    FORMAT_VLLM_RAW,
+    fingerprint_of,
+    identity_file_name,
+    namespace_of,
+)
+from tiers.inventory import BlockName
+from tiers.seal import NO_TRAILER, TRAILER_BYTES, Seal, fingerprint_in
+from tiers.store import KeyInfo, Store, SupportsTail
+
+
+class Converter:
+    """Finds the target's name and seal for the source's blocks. For one thread.
+
+    Args:
+        to_format: the target's, ``sealed-1`` or ``vllm-raw``; the source has the other one.
+        takes_unverified: blocks that vLLM's own tier wrote are those of the one engine of ours that uses their folder.
+    """
+
+    def __init__(self, source: Store, target: Store, to_format: str, *, takes_unverified: bool = False) -> None:
+        self._source = source
+        self._target = target
+        self._to_format = to_format
+        self._takes_unverified = takes_unverified
+        self._identities: dict[str, dict[bytes, dict[str, Any]]] = {}
+        self._targets: dict[bytes, tuple[str, bytes]] = {}
+
+    def convert(self, info: KeyInfo, name: BlockName) -> tuple[BlockName, Seal] | None:
+        """The block's name in the target, and what seals it there; None where nothing says whose it is.
+
+        Raises:
+            StoreConfigError: the target lacks the folder that an engine must have made.
+            StoreError: the storage cannot be asked.
+        """
+        fields = self._identity(info, name)
+        if fields is None:
+            return None
+        source = fingerprint_of(fields)
+        if source not in self._targets:
+            self._targets[source] = self._open_namespace(fields | {"format": self._to_format})
+        namespace, fingerprint = self._targets[source]
+        return replace(name, namespace=namespace), Seal(fingerprint, name.rank)
+
+    def _identity(self, info: KeyInfo, name: BlockName) -> dict[str, Any] | None:
+        if name.namespace not in self._identities:
+            identities = read_identities(self._source, name.namespace)
+            wanted = FORMAT_SEALED if self._to_format == FORMAT_VLLM_RAW else FORMAT_VLLM_RAW
+            self._identities[name.namespace] = {
+                fingerprint: fields for fingerprint, fields in identities.items() if fields.get("format") == wanted
+            }
+        identities = self._identities[name.namespace]
+        if self._to_format == FORMAT_VLLM_RAW:
+            return next(iter(identities.values()), None)
+        found = cast(SupportsTail, self._source).get_tail(info.key, TRAILER_BYTES)
+        if found is not None and found[1] == NO_TRAILER:
+            return next(iter(identities.values())) if self._takes_unverified and len(identities) == 1 else None
+        return None if found is None else identities.get(fingerprint_in(found[1]))
+
+    def _open_namespace(self, fields: dict[str, Any]) -> tuple[str, bytes]:
+        fingerprint = fingerprint_of(fields)
+        if self._to_format == FORMAT_SEALED:
+            namespace = namespace_of(fields)
+            content = json.dumps(fields, indent=2, sort_keys=True).encode()
+            self._target.put(f"{namespace}/{CONFIG_FILE_NAME}", [memoryview(content)])  # what is there stays
+        else:
+            namespace = self._find_folder(fields, fingerprint)
+        if fingerprint not in read_identities(self._target, namespace):
+            raise StoreConfigError(f"the target's {namespace} is damaged or another namespace's")
+        return namespace, fingerprint
+
+    def _find_folder(self, fields: dict[str, Any], fingerprint: bytes) -> str:
+        model = fields["model_name"].replace("/", "_")
+        for info in self._target.keys(f"{model}_"):
+            namespace, _, _ = info.key.partition("/")
+            if info.key == identity_file_name(namespace, fingerprint):
+                return namespace
+        raise StoreConfigError(
+            f"the target has no folder for {fields['model_name']} as the source's engine ran it; vLLM names it: start "
+            f"that engine once with format: {FORMAT_VLLM_RAW} on this root"
+        )
