@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from tiers.errors import BlobCorruptError, BlobNotFoundError, ConfigError, SealError, SealReason, StoreError
@@ -33,6 +33,12 @@ class Batch:
     healed: int = 0
     quarantined: int = 0
     fault: str = ""  # the last error that says something about the storage's health
+
+    def add(self, other: Batch) -> None:
+        """Take over what another one has."""
+        for each in fields(self):
+            mine, theirs = getattr(self, each.name), getattr(other, each.name)
+            setattr(self, each.name, theirs or mine if each.name == "fault" else mine + theirs)
 
 
 class BlockMover:

@@ -27,6 +27,7 @@ from tiers.store_tier import CollectorEnd, StoreTierManager, TierOptions
 from tiers.tier_config import (
     BoundedTierConfig,
     ExternalTierConfig,
+    FsspecTierConfig,
     NfsTierConfig,
     S3TierConfig,
     TierConfig,
@@ -134,16 +135,17 @@ def _start(
 ) -> None:
     """The rest of every built-in tier's constructor: makes the store, and closes what it made if anything fails."""
     assert isinstance(config, TierConfig)
-    options = _tier_options(config)
+    isolated = config.isolation == "process" or (config.isolation == "auto" and _can_be_mapped(view))
+    options = _tier_options(config, isolated=isolated)
     store_class, store_options = store_recipe(config)
     policy = config.capacity_policy() if isinstance(config, BoundedTierConfig) else None
-    if config.isolation == "process" or (config.isolation == "auto" and _can_be_mapped(view)):
+    if isolated:
         from tiers.layers.isolate import ProcessIsolatedStore, StoreRecipe
 
         store: Store = ProcessIsolatedStore(
             StoreRecipe.of(store_class, **store_options),
             region=view,
-            n_workers=config.n_read_threads + config.n_write_threads,
+            n_workers=options.n_read_threads + options.n_write_threads + _waits(config),  # one for lookups
             deadline_s=config.job_deadline_s,
         )
     else:
@@ -223,7 +225,14 @@ def _can_be_mapped(view: memoryview) -> bool:
     return True
 
 
-def _tier_options(config: TierConfig) -> TierOptions:
+def _waits(config: TierConfig) -> bool:
+    """Whether blocks mostly wait, for a network: threads are many then, and a batch takes long."""
+    return isinstance(config, (S3TierConfig, FsspecTierConfig))
+
+
+def _tier_options(config: TierConfig, *, isolated: bool) -> TierOptions:
+    # Where blocks mostly wait, two workers with all the threads do what as many workers would.
+    few = isolated and _waits(config)
     task_bytes = config.task_bytes
     if isinstance(config, BoundedTierConfig) and config.max_bytes is not None:
         # Workers take the room for a batch at once: a large one would find none where there is some.
@@ -231,8 +240,9 @@ def _tier_options(config: TierConfig) -> TierOptions:
     return TierOptions(
         name=config.name,
         trace_job=make_job_tracer(config.name or config.type) if config.trace else None,
-        n_read_threads=config.n_read_threads,
-        n_write_threads=config.n_write_threads,
+        n_read_threads=1 if few else config.n_read_threads,
+        n_write_threads=1 if few else config.n_write_threads,
+        worker_threads=max(config.n_read_threads, config.n_write_threads) if few else 1,
         task_bytes=task_bytes,
         jobs_max=config.jobs_max,
         max_bytes_in_flight=config.max_bytes_in_flight,

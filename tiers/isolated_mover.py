@@ -13,7 +13,9 @@ import struct
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
+from functools import cache, partial
 from typing import Any, Protocol, runtime_checkable
 
 from tiers.block_mover import Batch, BlockMover, Rows
@@ -52,9 +54,13 @@ class IsolatedMover(BlockMover):
     """As BlockMover, for a store that ``RunsInWorkers``.
 
     A batch that its worker did not end fails whole. ``cut`` keeps batches from being sent; what a worker has goes on.
+
+    Attributes:
+        threads: that a worker uses for a batch; more than one only where a block mostly waits.
     """
 
     store: Any
+    threads = 1
 
     def store_batch(self, pairs: Sequence[tuple[OffloadKey, int]], deadline: float) -> Batch:
         return self._send("store_batch", pairs, deadline)
@@ -73,6 +79,7 @@ class IsolatedMover(BlockMover):
             "row_bytes": self._rows.row_bytes,
             "name_prefix": self._name_prefix,
             "seal": self._seal.to_json(),
+            "threads": self.threads,
             "begin_within_s": min(deadline - self._clock(), BEGIN_SHARE * self.store.deadline_s),
         }
         puts_bytes = len(pairs) * (self._rows.row_bytes + TRAILER_BYTES) if operation == "store_batch" else 0
@@ -87,18 +94,26 @@ class IsolatedMover(BlockMover):
         answer.pop("put_bytes")
         for warning in answer.pop("warnings"):
             logger.warning("%s", warning)
-        done = _decode(answer, [key for key, _ in pairs])
-        done.outcomes += batch.outcomes
-        done.errors += batch.errors
-        return done
+        batch.add(_decode(answer, [key for key, _ in pairs]))
+        return batch
 
 
 def make_mover(
-    name: str, store: Store, name_prefix: str, seal: Seal, rows: Rows, clock: Callable[[], float]
+    name: str,
+    store: Store,
+    name_prefix: str,
+    seal: Seal,
+    rows: Rows,
+    clock: Callable[[], float],
+    *,
+    worker_threads: int,
 ) -> BlockMover:
-    """The mover for a store: in its workers where it has such."""
-    in_workers = isinstance(store, RunsInWorkers) and store.maps_region
-    return (IsolatedMover if in_workers else BlockMover)(name, store, name_prefix, seal, rows, clock)
+    """The mover for a store: in its workers where it has such, each with so many threads."""
+    if not (isinstance(store, RunsInWorkers) and store.maps_region):
+        return BlockMover(name, store, name_prefix, seal, rows, clock)
+    mover = IsolatedMover(name, store, name_prefix, seal, rows, clock)
+    mover.threads = worker_threads
+    return mover
 
 
 def move_batch(store: Store, region: memoryview, request: dict[str, Any], packed: memoryview) -> dict[str, Any]:
@@ -115,7 +130,13 @@ def move_batch(store: Store, region: memoryview, request: dict[str, Any], packed
         warnings.append,
     )
     pairs = unpack_pairs(packed)
-    batch: Batch = getattr(mover, request["operation"])(pairs, time.monotonic() + request["begin_within_s"])
+    move = partial(getattr(mover, request["operation"]), deadline=time.monotonic() + request["begin_within_s"])
+    batch = Batch()
+    if request["threads"] == 1:
+        batch = move(pairs)
+    else:
+        for part in _thread_pool(request["threads"]).map(move, [[pair] for pair in pairs]):
+            batch.add(part)
     answer = {field.name: getattr(batch, field.name) for field in fields(batch)}  # asdict cannot copy a Counter
     answer["succeeded"] = None  # all
     if len(batch.succeeded) != len(pairs):
@@ -125,6 +146,11 @@ def move_batch(store: Store, region: memoryview, request: dict[str, Any], packed
     if request["operation"] == "store_batch":  # what failed may be there: its acknowledgement was lost
         put = (batch.outcomes["moved"] + batch.outcomes["failed"]) * (row_bytes + TRAILER_BYTES)
     return {**answer, "put_bytes": put, "warnings": warnings}
+
+
+@cache
+def _thread_pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads)
 
 
 def pack_pairs(pairs: Sequence[tuple[OffloadKey, int]]) -> bytes:

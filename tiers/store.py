@@ -173,6 +173,15 @@ class SupportsQuarantine(Protocol):
 
 
 @runtime_checkable
+class SupportsPrepare(Protocol):
+    """A store whose first call does something that later ones need not, such as making a client."""
+
+    def prepare(self) -> None:
+        """Do that now, without asking the storage. What fails is for the first call to report."""
+        ...
+
+
+@runtime_checkable
 class SupportsTouch(Protocol):
     """A store that can note that a blob was used, in the ``mtime`` that ``keys`` lists."""
 

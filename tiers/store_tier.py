@@ -53,6 +53,7 @@ class TierOptions:
     Attributes:
         name: label in metrics and logs; None: the tier's type.
         n_read_threads, n_write_threads: threads that prefer loads, and stores.
+        worker_threads: threads of a store's worker process, where a block mostly waits.
         task_bytes: payload bytes of one pool task at most; a store that is latency bound gets one block a task.
         jobs_max, max_bytes_in_flight: a job beyond them fails at once (D4).
         checksum: of new blocks.
@@ -69,6 +70,7 @@ class TierOptions:
     name: str | None = None
     n_read_threads: int = 2
     n_write_threads: int = 2
+    worker_threads: int = 1
     task_bytes: int = 64 << 20
     jobs_max: int = 1024
     max_bytes_in_flight: int = 8 << 30
@@ -145,7 +147,9 @@ class StoreTierManager(SecondaryTierManager):
         self.metrics: Metrics = getattr(offloading_spec, "metrics", None) or Metrics()
         self._options = options
         seal = options.make_seal(mapper.fingerprint, mapper.rank, checksum=options.checksum)
-        self._mover = make_mover(self.name, store, mapper.name_prefix, seal, self._rows, clock)
+        self._mover = make_mover(
+            self.name, store, mapper.name_prefix, seal, self._rows, clock, worker_threads=options.worker_threads
+        )
         self._one_by_one = store.capabilities.latency_bound and not isinstance(store, SupportsGetMany)
         self._pool = DualQueueThreadPool[Batch](
             options.n_read_threads,

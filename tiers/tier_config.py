@@ -298,6 +298,10 @@ class S3TierConfig(BoundedTierConfig):
     type: Literal["s3"] = "s3"
     n_read_threads: Threads = Field(8, description="Requests of loads under way at once.")
     n_write_threads: Threads = Field(8, description="Requests of stores under way at once.")
+    task_bytes: Size = Field(32 << 20, description="As for every tier; less, because a link may be slow.")
+    isolation: Literal["auto", "thread", "process"] = Field(
+        "auto", description="process: as fast beside a busy engine as beside an idle one. auto: where it can be."
+    )
     job_deadline_s: Seconds = Field(15.0, description="As for every tier; longer, for its retries.")
     lookup_deadline_s: Seconds = Field(0.5, description="A lookup not answered by then is a miss.")
     absent_ttl_s: Annotated[float, Field(ge=0, le=86_400)] = Field(5.0, description="How long 'absent' is believed.")

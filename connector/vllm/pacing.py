@@ -1,7 +1,7 @@
-"""Leaving the GIL to the threads that load, while the engine has nothing to compute.
+"""Leaving the GIL and the core to what loads and looks up, while the engine has nothing to compute.
 
-vLLM steps on and on while requests wait for their loads. Its server process sleeps 1 ms between such steps; an engine
-inside the caller's process does not, and then a loading thread gets the GIL only every 5 ms.
+vLLM steps on and on while requests wait for their lookups and loads. Its server process sleeps 1 ms between such
+steps; an engine inside the caller's process does not, and then a loading thread gets the GIL only every 5 ms.
 """
 
 from __future__ import annotations
@@ -22,9 +22,15 @@ class Pacer:
         self._clock = clock
         self._sleep = sleep
         self._ended_at = float("-inf")
+        self._asked = False
+
+    def asked(self, answer: bool | None) -> None:
+        """A lookup was made; None: somebody waits for its answer."""
+        self._asked |= answer is None
 
     def step_ended(self, *, loading: bool) -> None:
         """Once a step; ``loading``: somebody waits for a load."""
-        if loading and self._clock() - self._ended_at < SHORT_STEP_S:
+        waiting, self._asked = loading or self._asked, False
+        if waiting and self._clock() - self._ended_at < SHORT_STEP_S:
             self._sleep(PAUSE_S)
         self._ended_at = self._clock()

@@ -159,7 +159,9 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
         self._stale_steps = 0
 
     def lookup(self, key: OffloadKey, req_context: Any) -> LookupResult:
-        return translate.lookup_result(self.tiering.lookup(key, req_context))
+        answer = self.tiering.lookup(key, req_context)
+        self._pacer.asked(answer)
+        return translate.lookup_result(answer)
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: Any) -> VllmCPULoadStoreSpec:
         spec = self.tiering.prepare_load(keys, req_context)

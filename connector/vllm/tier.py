@@ -97,7 +97,10 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
 
     def lookup(self, key: OffloadKey, req_context: Any) -> LookupResult:
         answer = self._guard.call("lookup", key, req_context)
-        return LookupResult.MISS if answer is RAISED else translate.lookup_result(answer)
+        if answer is RAISED:
+            return LookupResult.MISS
+        self._pacer.asked(answer)
+        return translate.lookup_result(answer)
 
     def submit_store(self, job_metadata: Any) -> None:
         job = translate.job_metadata(job_metadata)

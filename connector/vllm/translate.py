@@ -198,11 +198,11 @@ def locality(tier_type: str, asked: str | None = None) -> Locality | None:
     Raises:
         ConfigError: ``asked`` is neither LOCAL nor REMOTE.
     """
-    name = asked or _LOCALITIES.get(tier_type)
+    name = _LOCALITIES.get(tier_type) if asked is None else asked
     if name is None:
         return None
     if name not in Locality.__members__:
-        raise ConfigError(f"{name!r} is not accepted; write LOCAL or REMOTE", field="locality")
+        raise ConfigError(f"{name!r} is no Locality; write LOCAL or REMOTE", field="locality")
     return Locality[name]
 
 

@@ -73,6 +73,7 @@ class Lab:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_TARGET_DEVICE": "cpu",
             "OMP_NUM_THREADS": "2",
+            "NIXL_TELEMETRY_ENABLE": "1",  # without it vLLM's obj tier ends the engine
             "PYTHONPATH": os.pathsep.join([*([str(overlay)] if overlay else []), str(REPOSITORY)]),
             **environment,
         }

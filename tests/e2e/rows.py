@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import statistics
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,6 +25,7 @@ from tiers.testing.servers import SeaweedServer
 
 BLOCK_TOKENS = 32
 SHORT_REGION_BYTES = 40 << 20  # 28 blocks of SmolLM2: less than half of the prompt
+AGAIN = 5
 STALL_S_MAX = 20.0  # a tier's deadline on S3 is 15 s
 
 
@@ -93,8 +95,15 @@ def reuse(setting: Setting, name: str) -> Row:
     config = way(name, place)
     cold = setting.lab.run(config, [prompts.document], warm_up=prompts.warm_up)["answers"][0]
     row.expect(cold["tokens"] == setting.reference.document, "the writer's tokens differ")
-    result = setting.lab.run(config, [prompts.document, prompts.half], warm_up=prompts.warm_up)
-    warm, half = result["answers"]
+    # Emptied of all but its storage, the engine answers again: one answer alone says little on a busy machine.
+    asked = [prompts.document, prompts.half, *[prompts.document] * AGAIN]
+    empty = [{"do": "reset_prefix_cache", "connector": True}]
+    resets = {str(index): empty for index in range(2, len(asked))}
+    result = setting.lab.run(config, asked, warm_up=prompts.warm_up, before=resets)
+    warm, half, *again = result["answers"]
+    for answer in again:
+        row.expect(answer["tokens"] == setting.reference.document, "tokens differ after a reset")
+        row.expect(answer["cached_tokens"] == warm["cached_tokens"], f"{answer['cached_tokens']} reused after a reset")
     row.expect(warm["tokens"] == setting.reference.document, "the reader's tokens differ")
     row.expect(half["tokens"] == setting.reference.half, "tokens of the half-shared prompt differ")
     row.expect(
@@ -107,6 +116,7 @@ def reuse(setting: Setting, name: str) -> Row:
         "cold_ttft_s": cold["ttft_s"],
         "warm_ttft_s": warm["ttft_s"],
         "speedup": cold["ttft_s"] / warm["ttft_s"],
+        "warm_again_ttft_s": statistics.median(answer["ttft_s"] for answer in again),
         "reused_tokens": warm["cached_tokens"],
         "external_hit_tokens": hits,
         "shutdown_s": result["shutdown_s"],

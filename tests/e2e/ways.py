@@ -34,6 +34,13 @@ class Place:
         return {"type": "s3", "bucket": self._s3["bucket"], "endpoint_url": self._s3["endpoint_url"], "prefix": "kv"}
 
     @property
+    def nixl(self) -> dict[str, str]:
+        """The bucket, as vLLM's obj tier takes it; credentials come from the environment."""
+        assert self._s3 is not None
+        scheme, _, host = self._s3["endpoint_url"].partition("://")
+        return {"bucket": self._s3["bucket"], "endpoint_override": host, "scheme": scheme}
+
+    @property
     def s3_url(self) -> str:
         """The bucket as a URL."""
         assert self._s3 is not None
@@ -103,6 +110,8 @@ def way(name: str, place: Place, *, region_bytes: int = REGION_BYTES) -> dict[st
     match name:
         case "vLLM's fs tier":
             return behind_vllm([{"type": "fs", "root_dir": str(place.folder)}], region_bytes=region_bytes)
+        case "vLLM's obj tier":
+            return behind_vllm([{"type": "obj", "store_config": place.nixl}], region_bytes=region_bytes)
         case "tier on fs":
             return ours_behind_vllm(place.fs, region_bytes=region_bytes)
         case "tier on S3":
@@ -123,6 +132,7 @@ def way(name: str, place: Place, *, region_bytes: int = REGION_BYTES) -> dict[st
 
 REUSE_WAYS = (
     "vLLM's fs tier",
+    "vLLM's obj tier",
     "tier on fs",
     "tier on S3",
     "tier on fs in front of S3",

@@ -13,11 +13,12 @@ from connector.shared_region import SharedOffloadRegion
 from tests.identity import FakeSpec, block_key
 from tests.waiting import wait_for
 from tiers.base import JobMetadata, JobResult
-from tiers.builtin import FileSystemTierManager
+from tiers.builtin import FileSystemTierManager, S3TierManager
 from tiers.isolated_mover import IsolatedMover, pack_pairs, unpack_pairs
 from tiers.keys import OffloadKey
 from tiers.layers.isolate import ProcessIsolatedStore
 from tiers.seal import TRAILER_BYTES
+from tiers.testing.servers import moto_server
 
 ROW_BYTES, ROWS = 8192, 16
 KEYS = [block_key(n) for n in range(8)]
@@ -153,3 +154,50 @@ def test_packed_pairs_are_the_pairs() -> None:
     pairs = [(block_key(n, group=n), n * 7) for n in range(5)] + [(OffloadKey(b"x" * 64 + bytes(4)), 2**32 - 1)]
     assert unpack_pairs(memoryview(pack_pairs(pairs))) == pairs
     assert unpack_pairs(memoryview(b"")) == []
+
+
+def test_a_tier_on_s3_moves_batches_by_many_threads_of_few_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    view = SharedOffloadRegion.anonymous(ROWS, ROW_BYTES).create_kv_memoryview()
+    rows = np.asarray(view)
+    rows[:] = np.random.default_rng(6).integers(-128, 128, rows.shape, np.int8)
+    before = rows.copy()
+    with moto_server() as server:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        client = server.client()
+        client.create_bucket(Bucket="bucket")
+        options = {"bucket": "bucket", "endpoint_url": server.endpoint_url, "lookup_deadline_s": 20.0}
+        tier = S3TierManager(FakeSpec(), view, "s3", **options)
+
+        def run(blocks: range, *, is_load: bool) -> JobResult:
+            job = JobMetadata(1, KEYS, np.array(blocks, np.int32))
+            (tier.submit_load if is_load else tier.submit_store)(job)
+            tier.drain_jobs()
+            (result,) = tier.get_finished()
+            return result
+
+        def present() -> list[bool | None]:
+            answers = [tier.lookup(key) for key in KEYS]
+            tier.on_schedule_end()
+            return [] if None in answers else answers
+
+        try:
+            assert isinstance(tier._mover, IsolatedMover)
+            assert tier._mover.threads == 8
+            stored = run(range(8), is_load=False)
+            assert (stored.success, stored.transfer_bytes) == (True, 8 * ROW_BYTES)
+            name = tier.mapper.relative_name(KEYS[3])
+            client.put_object(Bucket="bucket", Key=name, Body=bytes(ROW_BYTES + TRAILER_BYTES))
+            client.delete_object(Bucket="bucket", Key=tier.mapper.relative_name(KEYS[5]))
+            rows[:] = 0
+            loaded = run(range(8, 16), is_load=True)
+            assert set(loaded.successful_keys) == {*KEYS} - {KEYS[3], KEYS[5]}
+            for number in {*range(8)} - {3, 5}:
+                assert np.array_equal(rows[8 + number], before[number])
+            assert tier.metrics.value("kvtiers_verify_failures_total", "s3", "magic") == 1
+            assert wait_for(present) == [number not in (3, 5) for number in range(8)]
+            rows[:] = before
+            assert run(range(8), is_load=False).transfer_bytes == 2 * ROW_BYTES
+            assert run(range(8, 16), is_load=True).success
+        finally:
+            tier.shutdown()

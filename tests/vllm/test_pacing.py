@@ -20,3 +20,15 @@ def test_it_pauses_only_between_short_steps_while_something_loads() -> None:
     now[0] += SHORT_STEP_S * 2  # it computed something
     pacer.step_ended(loading=True)
     assert slept == [PAUSE_S]
+
+
+def test_it_pauses_while_somebody_waits_for_a_lookup() -> None:
+    now = [0.0]
+    slept: list[float] = []
+    pacer = Pacer(clock=lambda: now[0], sleep=slept.append)
+    for answer, pauses in ((None, 0), (None, 1), (True, 1), (False, 1), (None, 2)):
+        pacer.asked(True)
+        pacer.asked(answer)
+        pacer.step_ended(loading=False)
+        assert len(slept) == pauses
+        now[0] += SHORT_STEP_S / 2

@@ -10,6 +10,7 @@ retries what is retryable with growing, jittered pauses, and starts no attempt i
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import random
@@ -157,6 +158,11 @@ class S3Store(Store):
     def close(self) -> None:
         self._closed = True
         self._replace(self._process)
+
+    def prepare(self) -> None:
+        """See ``SupportsPrepare``."""
+        with contextlib.suppress(StoreError):
+            self._clients(self._current())
 
     # -- optional protocols ----------------------------------------------------------------------------------------
 
