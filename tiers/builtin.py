@@ -163,7 +163,7 @@ def _start(
             open_namespace(store, mapper)  # before there is a bound: a few bytes that must not be refused
             collector = _start_collector(tier_type, config, policy, mapper)
             if policy.max_bytes is not None:
-                store = _bounded(store, config, policy.max_bytes)
+                store = bound_store(store, config, policy.max_bytes)
         StoreTierManager.__init__(
             tier,
             spec,
@@ -183,7 +183,8 @@ def _start(
         tier.metrics.set("kvtiers_storage_max_bytes", tier.name, value=policy.max_bytes)
 
 
-def _bounded(store: Store, config: TierConfig, max_bytes: int) -> Store:
+def bound_store(store: Store, config: TierConfig, max_bytes: int) -> Store:
+    """The store with a bound that it shares with all writers of the same root."""
     from tiers.capacity.account import Account
     from tiers.layers.bound import BoundedStore
 

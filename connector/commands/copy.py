@@ -15,13 +15,15 @@ from rich.console import Console
 
 from connector.commands.places import Place, Ticker, complain, human_bytes
 from connector.commands.storage import EXIT_BAD_INPUT, EXIT_FAILED, AsJson, Config, open_places
+from tiers.builtin import bound_store
+from tiers.capacity.account import read_measured
 from tiers.conversion import Converter
 from tiers.copying import Copier, CopyReport, find_blocks
 from tiers.errors import StoreError
 from tiers.file_mapper import FORMAT_SEALED
 from tiers.open_store import open_store
 from tiers.store import Store
-from tiers.tier_config import BoundedTierConfig
+from tiers.tier_config import BoundedTierConfig, NfsTierConfig
 
 From = Annotated[str | None, typer.Option("--from", help="The tier to copy from.")]
 To = Annotated[str | None, typer.Option("--to", help="The tier to copy to.")]
@@ -95,9 +97,8 @@ def _copy(command: str, source: Place, target: Place, prefixes: Iterable[str], a
     started_at = time.monotonic()
     try:
         with source.open() as from_store:
-            to_store = open_store(target.config)  # with its reserve of free space
+            to_store, room = _open_target(target)
             try:
-                room = _room_bytes(target, to_store)
                 with Ticker(f"{source.name} to {target.name}") as ticker:
                     copier = Copier(
                         from_store,
@@ -135,14 +136,26 @@ def _make_converter(source: Place, target: Place, from_store: Store, to_store: S
     return Converter(from_store, to_store, _format(target), takes_unverified=takes_unverified)
 
 
-def _room_bytes(target: Place, store: Store) -> int | None:
-    """What fits below ``max_bytes``. Engines that run meanwhile count what was copied at their next collection."""
-    config = target.config
-    if not isinstance(config, BoundedTierConfig) or config.max_bytes is None:
-        return None
-    with Ticker(f"listing {target.name}", unit="blobs"):
-        used = sum(info.size for info in store.keys(""))
-    return max(0, config.max_bytes - used)
+def _open_target(place: Place) -> tuple[Store, int | None]:
+    """The target's store, with its reserve of free space, and how much may be copied.
+
+    Where a collector has measured, the copy is one more writer with a share in the account. Else what fits is what a
+    listing leaves of ``max_bytes``: on NFS as well, where others may not see a new writer for a minute.
+    """
+    config = place.config
+    store = open_store(config)
+    max_bytes = config.max_bytes if isinstance(config, BoundedTierConfig) else None
+    try:
+        if max_bytes is None:
+            return store, None
+        if read_measured(store) is not None and not isinstance(config, NfsTierConfig):
+            return bound_store(store, config, max_bytes), None
+        with Ticker(f"listing {place.name}", unit="blobs"):
+            used = sum(info.size for info in store.keys(""))
+        return store, max(0, max_bytes - used)
+    except BaseException:
+        store.close()
+        raise
 
 
 def _address(place: Place) -> tuple[str, str | None]:

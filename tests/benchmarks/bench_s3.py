@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import json
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -31,12 +31,12 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.benchmarks.bench_fs import KIB, MIB, stall_while
-from tests.benchmarks.s3_contenders import CEILING, THREADS, Contender, Region, make_contender
+from tests.benchmarks.s3_contenders import CEILING, THREADS, Contender, NixlContender, Region, make_contender
 from tiers.testing.servers import STUB_BUCKET, S3Server, find_nginx, find_weed, nginx_stub, seaweed_server
 
 SIZES = (256 * KIB, MIB, 4 * MIB, 16 * MIB)
 HEADS = 4_000
-CLIENTS = ("obstore", "boto3", "s3fs")
+CLIENTS = ("obstore", "obstore, threads", "boto3", "s3fs")
 HTTP_GOAL, BOTO3_GOAL, CPU_GOAL_MS, STALL_GOAL_MS = 0.8, 3.0, 0.35, 2.0
 HEADS_GOAL, HEADS_BOTO3_GOAL = 8_000, 7.0
 
@@ -72,13 +72,13 @@ class Heads:
 # -- driving -----------------------------------------------------------------------------------------------------------
 
 
-def timed(region: Region, run: Callable[[], None]) -> tuple[float, float]:
-    """MB/s, and CPU milliseconds of this process a block."""
-    cpu = time.process_time()
+def timed(region: Region, contender: Contender, run: Callable[[], None]) -> tuple[float, float]:
+    """MB/s, and CPU milliseconds of the client's processes a block."""
+    cpu = contender.cpu_s()
     start = time.perf_counter()
     run()
     seconds = time.perf_counter() - start
-    return region.count * region.block_bytes / seconds / 1e6, (time.process_time() - cpu) / region.count * 1e3
+    return region.count * region.block_bytes / seconds / 1e6, (contender.cpu_s() - cpu) / region.count * 1e3
 
 
 def measure(where: str, region: Region, contenders: list[Contender], rounds: int) -> list[Row]:
@@ -89,7 +89,7 @@ def measure(where: str, region: Region, contenders: list[Contender], rounds: int
         for way in ("put", "get"):
             for contender in order:
                 run = partial(getattr(contender, way), round_)
-                result = timed(region, run)
+                result = timed(region, contender, run)
                 if round_:
                     seen.setdefault((contender.name, way), []).append(result)
         for contender in contenders if round_ else ():
@@ -119,18 +119,12 @@ def measure(where: str, region: Region, contenders: list[Contender], rounds: int
 
 
 def heads_per_second(where: str, contender: Contender) -> Heads:
-    """By THREADS threads, each with its share. Median of three."""
-
-    def share(first: int) -> None:
-        for index in range(first, HEADS, THREADS):
-            contender.head(index)
-
+    """Median of three."""
     speeds = []
-    with ThreadPoolExecutor(THREADS) as pool:
-        for _ in range(3):
-            start = time.perf_counter()
-            list(pool.map(share, range(THREADS)))
-            speeds.append(HEADS / (time.perf_counter() - start))
+    for _ in range(3):
+        start = time.perf_counter()
+        contender.heads(HEADS)
+        speeds.append(HEADS / (time.perf_counter() - start))
     return Heads(where, contender.name, statistics.median(speeds))
 
 
@@ -155,10 +149,16 @@ def server(where: str) -> Iterator[S3Server]:
                     os.environ[name] = value
 
 
+def nixl() -> tuple[str, ...]:
+    """NIXL, where it is installed: pip install nixl nixl-cu12."""
+    return (NixlContender.name,) if importlib.util.find_spec("nixl") else ()
+
+
 def run(where: str, total_bytes: int, rounds: int) -> tuple[list[Row], list[Heads]]:
     rows: list[Row] = []
     heads: list[Heads] = []
-    names = (CEILING, "socket", *CLIENTS) if where == "nginx" else CLIENTS
+    # NIXL's client frames its bodies in a way that only a real S3 takes apart again.
+    names = (CEILING, "socket", *CLIENTS) if where == "nginx" else (*CLIENTS, *nixl())
     with server(where) as reached:
         for size in SIZES:
             region = Region(size, total_bytes)
@@ -269,6 +269,7 @@ def main() -> None:
     installed = {"nginx": find_nginx(), "seaweed": find_weed()}
     places = args.where or [name for name, path in installed.items() if path is not None]
     missing = [name for name in ("nginx", "seaweed") if name not in places]
+    missing += [] if nixl() else ["nixl (not installed)"]
     if missing:
         print(f"not measured: {', '.join(missing)}")
     total, rounds = (64 * MIB, 3) if args.quick else (256 * MIB, 5)

@@ -1,22 +1,28 @@
-"""What bench_s3 lets race: tiers over S3 clients, and two ceilings that know nothing of S3."""
+"""What bench_s3 lets race: tiers over S3 clients, NIXL, and two ceilings that know nothing of S3."""
 
 from __future__ import annotations
 
 import http.client
+import importlib
+import os
 import re
 import socket
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
 
+from connector.shared_region import SharedOffloadRegion
 from tests.identity import FakeSpec, block_key
 from tiers.base import JobMetadata
 from tiers.file_mapper import FileMapper, strict_fields
+from tiers.layers.isolate import ProcessIsolatedStore, StoreRecipe
 from tiers.seal import TRAILER_BYTES
 from tiers.store import Store
 from tiers.store_tier import StoreTierManager, TierOptions
@@ -35,8 +41,10 @@ class Region:
     def __init__(self, block_bytes: int, total_bytes: int) -> None:
         self.count = max(2 * THREADS, total_bytes // block_bytes)
         self.block_bytes = block_bytes
+        self.view = SharedOffloadRegion.anonymous(self.count, block_bytes).create_kv_memoryview()
+        self.rows = np.asarray(self.view)
         # Filled, so that no page is touched for the first time inside a measurement.
-        self.rows = np.random.default_rng(1).integers(0, 256, (self.count, block_bytes), np.uint8).view(np.int8)
+        self.rows[:] = np.random.default_rng(1).integers(-128, 128, self.rows.shape, np.int8)
 
 
 class Contender(ABC):
@@ -53,8 +61,12 @@ class Contender(ABC):
         """Load every block of the round."""
 
     @abstractmethod
-    def head(self, index: int) -> None:
-        """Ask whether one block of round 0 is there."""
+    def heads(self, count: int) -> None:
+        """Ask so often whether a block of round 0 is there, THREADS at a time."""
+
+    def cpu_s(self) -> float:
+        """CPU seconds so far, of all that runs on the client's side."""
+        return time.process_time()
 
     @abstractmethod
     def remove(self, round_: int) -> None:
@@ -66,20 +78,37 @@ class Contender(ABC):
 
 
 class TierContender(Contender):
-    """A StoreTierManager over a store."""
+    """A StoreTierManager over a store.
 
-    def __init__(self, name: str, store: Store, region: Region) -> None:
+    Args:
+        isolated: as the built-in tier runs it, in worker processes with THREADS threads together.
+    """
+
+    def __init__(
+        self, name: str, recipe: tuple[type[Store], dict[str, Any]], region: Region, *, isolated: bool
+    ) -> None:
         self.name = name
-        self._store = store
         self._region = region
-        spec = FakeSpec()
+        store_class, arguments = recipe
         # Both kinds of pool threads help each other out, so half of each are THREADS together.
+        threads = 1 if isolated else THREADS // 2
+        self._store: Store
+        if isolated:
+            recipe_ = StoreRecipe.of(store_class, **arguments)
+            self._store = ProcessIsolatedStore(recipe_, region=region.view, n_workers=3, deadline_s=3600)
+        else:
+            self._store = store_class(**arguments)
+        spec = FakeSpec()
         options = TierOptions(
-            n_read_threads=THREADS // 2, n_write_threads=THREADS // 2, job_deadline_s=3600, max_bytes_in_flight=1 << 40
+            n_read_threads=threads,
+            n_write_threads=threads,
+            worker_threads=THREADS // 2,
+            task_bytes=32 << 20,
+            job_deadline_s=3600,
+            max_bytes_in_flight=1 << 40,
         )
-        mapper = FileMapper.from_offloading_spec("", spec, extra_fields=strict_fields(spec))
-        self._mapper = mapper
-        self._tier = StoreTierManager(spec, region.rows.data, name, store=store, mapper=mapper, options=options)
+        self._mapper = FileMapper.from_offloading_spec("", spec, extra_fields=strict_fields(spec))
+        self._tier = StoreTierManager(spec, region.view, name, store=self._store, mapper=self._mapper, options=options)
         self._job_id = 0
 
     def put(self, round_: int) -> None:
@@ -88,8 +117,21 @@ class TierContender(Contender):
     def get(self, round_: int) -> None:
         self._run(self._tier.submit_load, round_)
 
-    def head(self, index: int) -> None:
-        assert self._store.size(self._name(0, index % self._region.count)) is not None
+    def heads(self, count: int) -> None:
+        names = [self._name(0, index % self._region.count) for index in range(count)]
+        size_many = getattr(self._store, "size_many", None)
+        with ThreadPoolExecutor(THREADS) as pool:
+            if size_many is None:
+                sizes = list(pool.map(self._store.size, names))
+            else:  # as a tier's lookups come
+                batches = [names[start : start + self._region.count] for start in range(0, count, self._region.count)]
+                sizes = [size for batch in batches for size in size_many(batch)]
+        assert len(sizes) == count
+        assert all(isinstance(size, int) for size in sizes)
+
+    def cpu_s(self) -> float:
+        workers = getattr(self._store, "_workers", ())
+        return super().cpu_s() + sum(_cpu_s(worker.process.pid) for worker in workers)
 
     def remove(self, round_: int) -> None:
         with ThreadPoolExecutor(THREADS) as pool:
@@ -109,6 +151,67 @@ class TierContender(Contender):
         self._tier.drain_jobs()
         (result,) = self._tier.get_finished()
         assert result.success, f"{self.name} failed"
+
+
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+class NixlContender(Contender):
+    """NIXL's OBJ plugin, as vLLM's obj tier drives it: neither sealed nor verified."""
+
+    name = "nixl"
+
+    def __init__(self, reached: S3Server, region: Region) -> None:
+        nixl = importlib.import_module("nixl._api")
+        self._region = region
+        self._client = reached.client()
+        scheme, _, host = reached.endpoint_url.partition("://")
+        self._agent = nixl.nixl_agent("bench", nixl.nixl_agent_config(backends=[]))
+        options = {"bucket": STUB_BUCKET, "endpoint_override": host, "scheme": scheme, "num_threads": str(THREADS)}
+        self._agent.create_backend("OBJ", options)
+        address = region.rows.ctypes.data
+        rows = [(address + i * region.block_bytes, region.block_bytes, 0) for i in range(region.count)]
+        self._memory = self._agent.register_memory([(address, region.rows.nbytes, 0, "")], "DRAM")
+        self._rows = self._agent.get_xfer_descs(rows, "DRAM")
+        self._device = 1
+
+    def put(self, round_: int) -> None:
+        self._move("WRITE", round_)
+
+    def get(self, round_: int) -> None:
+        self._move("READ", round_)
+
+    def heads(self, count: int) -> None:
+        asked = [(0, 1, 0, self._name(0, index % self._region.count)) for index in range(count)]
+        assert all(found is not None for found in self._agent.query_memory(asked, "OBJ", "OBJ"))
+
+    def remove(self, round_: int) -> None:
+        for start in range(0, self._region.count, 1000):
+            names = range(start, min(start + 1000, self._region.count))
+            keys = [{"Key": self._name(round_, index)} for index in names]
+            self._client.delete_objects(Bucket=STUB_BUCKET, Delete={"Objects": keys})
+
+    def close(self) -> None:
+        self._agent.deregister_memory(self._memory)
+
+    def _name(self, round_: int, index: int) -> str:
+        return f"nixl/{round_}/{index}"
+
+    def _move(self, way: str, round_: int) -> None:
+        count, size = self._region.count, self._region.block_bytes
+        files = [(0, size, self._device + index, self._name(round_, index)) for index in range(count)]
+        self._device += count
+        registered = self._agent.register_memory(files, "OBJ")
+        transfer = self._agent.initialize_xfer(way, self._rows, registered.trim(), "bench")
+        state = self._agent.transfer(transfer)
+        while state == "PROC":
+            time.sleep(0.0005)
+            state = self._agent.check_xfer_state(transfer)
+        assert state == "DONE", state
+        self._agent.release_xfer_handle(transfer)
+        self._agent.deregister_memory(registered)
 
 
 class PlainContender(Contender):
@@ -140,8 +243,8 @@ class PlainContender(Contender):
     def get(self, round_: int) -> None:
         self._each(lambda i: self._get(self._path(round_, i), self._row(i)))
 
-    def head(self, index: int) -> None:
-        self._ask("HEAD", self._path(0, index % self._region.count))
+    def heads(self, count: int) -> None:
+        list(self._pool.map(lambda i: self._ask("HEAD", self._path(0, i % self._region.count)), range(count)))
 
     def remove(self, round_: int) -> None:
         self._each(lambda i: self._ask("DELETE", self._path(round_, i)))
@@ -261,19 +364,23 @@ class SocketContender(PlainContender):
 
 
 def make_contender(name: str, reached: S3Server, region: Region) -> Contender:
+    """A contender by its name; "obstore, threads" is obstore in this process."""
     for plain in (HttpContender, SocketContender):
         if name == plain.name:
             return plain(reached.endpoint_url, region)
+    if name == NixlContender.name:
+        return NixlContender(reached, region)
     if name == "s3fs":
         access = {"key": reached.access_key, "secret": reached.secret_key, "endpoint_url": reached.endpoint_url}
-        return TierContender(name, FsspecStore(f"s3://{STUB_BUCKET}/{name}", access), region)
-    client: Any = name
+        where = {"url": f"s3://{STUB_BUCKET}/{name}", "storage_options": access}
+        return TierContender(name, (FsspecStore, where), region, isolated=False)
+    client: Any = name.partition(",")[0]
     options = S3Options(
         bucket=STUB_BUCKET,
-        prefix=name,  # a folder of its own, or one client would find the blocks of another
+        prefix=name.replace(", ", "-"),  # a folder of its own, or one client would find the blocks of another
         endpoint_url=reached.endpoint_url,
         client=client,
         request_timeout_s=60,
         max_connections=THREADS,
     )
-    return TierContender(name, S3Store(options), region)
+    return TierContender(name, (S3Store, {"options": options}), region, isolated=name == "obstore")

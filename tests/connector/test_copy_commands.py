@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 
 from tests.connector.test_storage_commands import ok, run
 from tests.connector.test_verify_command import COUNT, NAMES, SIZE, flip, put_blocks
+from tests.tiers.test_account import measure
+from tiers.capacity.account import Account
 from tiers.copying import Copier, find_blocks
 from tiers.errors import StoreFullError, StorePermissionError, StoreUnavailableError
 from tiers.seal import TRAILER_BYTES
@@ -81,6 +84,28 @@ def test_warm_stops_at_the_bound(near: Path, far: Path) -> None:
     assert "the target is full" in out
     assert len(stored(near)) == 10
     assert "copied: 0 blocks" in ok("warm", write_config(near, far, f"max_bytes: {room}"))
+
+
+@pytest.mark.usefixtures("no_least")
+def test_warm_shares_the_bound_with_running_writers(near: Path, far: Path) -> None:
+    """A writer that took room and has not used it yet is seen, and what was warmed is seen by writers."""
+    max_bytes = 16 * BLOB
+    config = write_config(near, far, f"max_bytes: {max_bytes}")
+    store = LocalStore(near)
+    measure(store, time.time())
+    account = Account(store, max_bytes)
+
+    def take(count: int) -> None:
+        for number in range(count):
+            account.take(BLOB, str(number))
+
+    take(6)
+    copied = json.loads(ok("warm", config, "--json"))
+    assert copied["no_room"]
+    assert 0 < copied["copied"] <= 10
+    with pytest.raises(StoreFullError):
+        take(16 - 6 - copied["copied"] + 1)
+    store.close()
 
 
 @pytest.mark.usefixtures("no_least")

@@ -28,6 +28,7 @@ from tests.soak.s3_server import BUCKET
 from tiers.base import JobMetadata, JobResult, SecondaryTierManager
 from tiers.file_mapper import FileMapper
 from tiers.lookup import LookupOptions
+from tiers.metrics import Metrics
 from tiers.registry import SecondaryTierFactory
 from tiers.store_tier import StoreTierManager, TierOptions
 from tiers.testing.fuse import why_no_fuse
@@ -54,6 +55,7 @@ class SoakOptions:
         heal_s_max: everything that is in use when the faults end must be free by then (S2).
         tiers: of fs, nfs and s3.
         sabotage: one of ``SABOTAGES``, to be found.
+        watch: entered with the run's metrics while it runs.
     """
 
     seconds: float = 600.0
@@ -62,6 +64,7 @@ class SoakOptions:
     heal_s_max: float = 30.0
     tiers: Sequence[str] = ("fs", "nfs", "s3")
     sabotage: str | None = None
+    watch: Callable[[Metrics], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +139,7 @@ def run_soak(options: SoakOptions, progress: Callable[[str], None] = lambda _: N
         spared = [child.pid for child in psutil.Process().children(recursive=True)]
         progress("warming up")
         # Once without faults: what is made once a process (imports, a client's runtime) is no leak.
-        _run(replace(options, seconds=1.0, share=0.0, sabotage=None), places, None)
+        _run(replace(options, seconds=1.0, share=0.0, sabotage=None, watch=contextlib.nullcontext), places, None)
         before = Held.now()
         chaos = Chaos(places, share=options.share, hang_s=1.5 * JOB_DEADLINE_S, spared=spared, seed=options.seed)
         report = _run(options, places, chaos, progress)
@@ -187,7 +190,7 @@ def _run_in(
     if chaos is not None:
         chaos.start()
     try:
-        with settled_heap():
+        with options.watch(spec.metrics), settled_heap():
             engine.run(_Stopwatch(options.seconds, memory, engine, ledger, progress).is_over)
     finally:
         if chaos is not None:

@@ -91,7 +91,7 @@ class SeaweedServer:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._ports = dict(zip(("s3", "master", "volume", "filer"), _free_ports(4), strict=True))
+        self._ports = dict(zip(("s3", "master", "volume", "filer"), free_ports(4), strict=True))
         self._process: subprocess.Popen[bytes] | None = None
         identity = {
             "name": "admin",
@@ -183,7 +183,7 @@ def nginx_stub() -> Iterator[str]:
     if nginx is None:
         raise FileNotFoundError("nginx is not installed: apt-get install nginx")
     with _scratch_folder() as folder:
-        (port,) = _free_ports(1)
+        (port,) = free_ports(1)
         for name in ("data", "tmp"):
             (folder / name).mkdir()
         (folder / "nginx.conf").write_text(
@@ -235,7 +235,7 @@ def _scratch_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Ports that nobody listens on, whose neighbours 10,000 above are free as well: ``weed`` takes those for gRPC."""
     ports: list[int] = []
     for port in random.SystemRandom().sample(range(20_000, 32_000), 1000):
