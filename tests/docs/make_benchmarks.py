@@ -1,0 +1,168 @@
+"""Writes docs/benchmarks.md and its plots from the last results: ``python -m tests.docs.make_benchmarks``.
+
+The results are in tests/benchmarks/results: ``fs.json`` and ``s3.json`` by the benchmarks' ``--json``, ``e2e.json`` by
+``make e2e``. The plots need matplotlib.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks import bench_fs, bench_s3
+from tests.benchmarks.bench_fs import MIB
+from tests.benchmarks.s3_contenders import THREADS
+from tests.e2e.lab import Row
+from tests.e2e.report import markdown
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "tests" / "benchmarks" / "results"
+DOCS = ROOT / "docs"
+LOST = " ✗"
+
+HEAD = f"""\
+# Benchmarks
+
+Written by `python -m tests.docs.make_benchmarks` from the results in `tests/benchmarks/results`, all of one virtual
+machine with 2 cores whose speed drifts: within a run, ratios are what counts. A goal that was missed is marked{LOST}.
+Speeds are MB/s, medians of rounds.
+
+## Files (`make bench-fs`)
+
+Sealed and verified, through the whole tier. Goals: store {bench_fs.STORE_GOAL} and load {bench_fs.LOAD_GOAL} of the
+same files by plain open, pwritev / preadv and close; meanwhile a thread that should wake every millisecond is late by
+{bench_fs.STALL_GOAL_MS:g} ms at most (p99), and a scheduler's call takes {bench_fs.CALL_GOAL_US:g} µs. `busy`: store /
+load while the engine's thread runs Python all the time.
+"""
+FS_HEAD = ("", "store", "of raw", "load", "of raw", "memcpy", "busy", "stall p99 ms", "call p99 µs")
+S3_TEXT = f"""
+## S3 (`make bench-s3`)
+
+{THREADS} threads. `http` and `socket` are ceilings that know nothing of S3: http.client, and requests written by hand.
+`nixl` is NIXL's OBJ plugin, which neither seals nor verifies. Goals of `obstore` (in worker processes, as the tier runs
+it): {bench_s3.HTTP_GOAL} of `http` from 1 MiB, {bench_s3.BOTO3_GOAL:g}x boto3 at 256 KiB, NIXL's speed,
+{bench_s3.CPU_GOAL_MS} ms of CPU a 256 KiB block, stalls of {bench_s3.STALL_GOAL_MS:g} ms (p99).
+"""
+S3_HEAD = ("", "PUT", "of http", "GET", "of http", "CPU ms a block", "stall p99 ms")
+
+Judge = Callable[[float], bool]
+
+
+def _cell(value: float, form: str = ",.0f", good: Judge = lambda _: True) -> str:
+    return f"{value:{form}}" + ("" if good(value) else LOST)
+
+
+def _table(head: Sequence[str], rows: Iterator[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(head)} |", "|---|" + "---:|" * (len(head) - 1), *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+def fs_rows(rows: Sequence[dict[str, Any]]) -> Iterator[Sequence[str]]:
+    """One a file system and block size."""
+    for row in rows:
+        yield (
+            f"{row['where']}, {bench_s3.size_text(row['block_bytes'])}",
+            _cell(row["store"]),
+            _cell(row["store_ratio"], ".2f", lambda ratio: ratio >= bench_fs.STORE_GOAL),
+            _cell(row["load"]),
+            _cell(row["load_ratio"], ".2f", lambda ratio: ratio >= bench_fs.LOAD_GOAL),
+            _cell(row["memcpy"]),
+            f"{row['busy_store']:,.0f} / {row['busy_load']:,.0f}",
+            _cell(row["stall_p99"], ".1f", lambda ms: ms <= bench_fs.STALL_GOAL_MS),
+            _cell(row["call_p99_us"], ".0f", lambda us: us <= bench_fs.CALL_GOAL_US),
+        )
+
+
+def s3_rows(rows: Sequence[dict[str, Any]]) -> Iterator[Sequence[str]]:
+    """One a server, block size and client; the goals are obstore's."""
+    for row in rows:
+        ours = row["client"] == "obstore"
+        large = row["block_bytes"] >= MIB
+
+        def ratio(name: str, row: dict[str, Any] = row, judged: bool = ours and large) -> str:
+            value = row[name]
+            return "" if value is None else _cell(value, ".2f", lambda r: not judged or r >= bench_s3.HTTP_GOAL)
+
+        def stall(name: str, row: dict[str, Any] = row, judged: bool = ours) -> str:
+            return _cell(row[name], ".1f", lambda ms: not judged or ms <= bench_s3.STALL_GOAL_MS)
+
+        yield (
+            f"{row['where']}, {bench_s3.size_text(row['block_bytes'])}, {row['client']}",
+            _cell(row["put"]),
+            ratio("put_ratio"),
+            _cell(row["get"]),
+            ratio("get_ratio"),
+            f"{row['put_cpu_ms']:.2f} / {row['get_cpu_ms']:.2f}",
+            f"{stall('put_stall_p99')} / {stall('get_stall_p99')}",
+        )
+
+
+def page() -> str:
+    """docs/benchmarks.md."""
+    fs, s3, e2e = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("fs", "s3", "e2e"))
+    lookups = [
+        f"Lookups on {where}: {probed:,.0f} keys/s asked of the file system, {warm:,.0f} keys/s once warm.  "
+        for where, (probed, warm) in fs["lookups"].items()
+    ]
+    places = dict.fromkeys(one["where"] for one in s3["heads"])
+    checks = {
+        where: ", ".join(f"{one['client']} {one['per_second']:,.0f}" for one in s3["heads"] if one["where"] == where)
+        for where in places
+    }
+    vllm = markdown([Row(**row) for row in e2e["rows"]], e2e["facts"]).replace("\n## ", "\n### ")
+    return "\n".join(
+        [
+            HEAD,
+            *_table(FS_HEAD, fs_rows(fs["rows"])),
+            "",
+            *lookups,
+            "",
+            "![Files](benchmarks-fs.png)",
+            S3_TEXT,
+            *_table(S3_HEAD, s3_rows(s3["rows"])),
+            "",
+            *(f"Existence checks a second on {where}: {shown}.  " for where, shown in checks.items()),
+            "",
+            "![S3](benchmarks-s3.png)",
+            "",
+            vllm.replace("# End to end inside vLLM", "## vLLM (`make e2e`)", 1),
+        ]
+    )
+
+
+def plot_fs(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Bars of what is raw and what is ours."""
+    importlib.import_module("matplotlib").use("Agg")
+    pyplot = importlib.import_module("matplotlib.pyplot")
+    places = list(dict.fromkeys(row["where"] for row in rows))
+    figure, axes = pyplot.subplots(len(places), 2, figsize=(11, 3.5 * len(places)), squeeze=False)
+    for i, where in enumerate(places):
+        here = [row for row in rows if row["where"] == where]
+        for axis, way in zip(axes[i], ("store", "load"), strict=True):
+            for k, (name, label) in enumerate(
+                ((f"raw_{way}", "plain files"), (way, "kvtiers"), (f"busy_{way}", "busy"))
+            ):
+                axis.bar([x + 0.27 * k for x in range(len(here))], [row[name] for row in here], 0.27, label=label)
+            axis.set_xticks([x + 0.27 for x in range(len(here))], [bench_s3.size_text(r["block_bytes"]) for r in here])
+            axis.set_title(f"{way}, {where}")
+            axis.set_ylabel("MB/s")
+            axis.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
+
+
+def main() -> None:
+    """Write them."""
+    (DOCS / "benchmarks.md").write_text(page())
+    try:
+        plot_fs(json.loads((RESULTS / "fs.json").read_text())["rows"], DOCS / "benchmarks-fs.png")
+        rows = [bench_s3.Row(**row) for row in json.loads((RESULTS / "s3.json").read_text())["rows"]]
+        bench_s3.plot(rows, DOCS / "benchmarks-s3.png")
+    except ImportError:
+        print("no plots: matplotlib is not installed")
+
+
+if __name__ == "__main__":
+    main()
