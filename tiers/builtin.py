@@ -135,11 +135,11 @@ def _start(
 ) -> None:
     """The rest of every built-in tier's constructor: makes the store, and closes what it made if anything fails."""
     assert isinstance(config, TierConfig)
-    isolated = config.isolation == "process" or (config.isolation == "auto" and _can_be_mapped(view))
-    options = _tier_options(config, isolated=isolated)
+    mapped = config.isolation != "thread" and _can_be_mapped(view)
+    options = _tier_options(config, in_workers=mapped)
     store_class, store_options = store_recipe(config)
     policy = config.capacity_policy() if isinstance(config, BoundedTierConfig) else None
-    if isolated:
+    if mapped or config.isolation == "process":
         from tiers.layers.isolate import ProcessIsolatedStore, StoreRecipe
 
         store: Store = ProcessIsolatedStore(
@@ -231,9 +231,9 @@ def _waits(config: TierConfig) -> bool:
     return isinstance(config, (S3TierConfig, FsspecTierConfig))
 
 
-def _tier_options(config: TierConfig, *, isolated: bool) -> TierOptions:
+def _tier_options(config: TierConfig, *, in_workers: bool) -> TierOptions:
     # Where blocks mostly wait, two workers with all the threads do what as many workers would.
-    few = isolated and _waits(config)
+    few = in_workers and _waits(config)
     task_bytes = config.task_bytes
     if isinstance(config, BoundedTierConfig) and config.max_bytes is not None:
         # Workers take the room for a batch at once: a large one would find none where there is some.

@@ -199,8 +199,8 @@ def test_every_shared_key_arrives(key: str) -> None:
     value, place, expected = SHARED_KEYS[key]
     tier = parse_tier({"type": "memory", key: value})
     assert isinstance(tier, TierConfig)
-    arrived: Any = _tier_options(tier, isolated=False)
-    default: Any = _tier_options(MemoryTierConfig(), isolated=False)
+    arrived: Any = _tier_options(tier, in_workers=False)
+    default: Any = _tier_options(MemoryTierConfig(), in_workers=False)
     for part in place.split("."):
         arrived, default = getattr(arrived, part), getattr(default, part)
     assert arrived == expected
