@@ -7,7 +7,8 @@
 #
 # VERSION 3 or 4.2; OPTIONS further mount options; FOLDER an empty one for logs. The command finds the server's folder
 # at /mnt/exported and the same folder mounted at /mnt/a and /mnt/b by two clients in network namespaces of their own.
-# It may call "nfs-server stop|start" and "nfs-cut a|b on|off" (the client's cable). Exit status: the command's, or 125.
+# It may call "nfs-server stop|start", "nfs-cut a|b on|off" (the client's cable) and "nfs-netem 'delay 5ms loss 1%'"
+# (tc-netem on what the server sends; '' ends it). Exit status: the command's, or 125.
 set -u
 version=$1 options=$2 folder=$3
 shift 3
@@ -24,6 +25,15 @@ cat >"$folder/bin/nfs-cut" <<'X'
 ip link set "server-$1" $([ "$2" = on ] && echo down || echo up)
 X
 
+cat >"$folder/bin/nfs-netem" <<'X'
+#!/bin/bash
+for client in a b; do
+    tc qdisc del dev server-$client root 2>/dev/null
+    [ -z "$1" ] || tc qdisc add dev server-$client root netem $1 || exit 1
+done
+exit 0
+X
+
 cat >"$folder/init" <<X
 #!/bin/bash
 folder=$folder version=$version options=$options
@@ -37,7 +47,7 @@ for place in /run /mnt /var/lib/nfs /dev/shm; do mkdir -p $place; mount -t tmpfs
 mkdir -p /run/lib /run/rpc_pipefs /run/lock /var/lib/nfs/sm /var/lib/nfs/sm.bak /var/lib/nfs/v4recovery
 touch /var/lib/nfs/etab /var/lib/nfs/rmtab /var/lib/nfs/state
 ln -s /usr/lib/uml/modules /run/lib/modules  # where modprobe -d looks
-for module in nfs nfsv3 nfsv4 nfsd veth; do modprobe -d /run $module; done
+for module in nfs nfsv3 nfsv4 nfsd veth sch_netem; do modprobe -d /run $module; done
 ip link set lo up
 mkdir -p /mnt/exported /mnt/a /mnt/b
 mount -t tmpfs -o size=256m,mode=0777 tmpfs /mnt/exported

@@ -51,6 +51,7 @@ def _heal() -> Iterator[None]:
     for client in "ab":
         subprocess.run(["nfs-cut", client, "off"], check=True)
     subprocess.run(["nfs-server", "start"], check=True)
+    subprocess.run(["nfs-netem", ""], check=True)
 
 
 def isolated(root: Path, deadline_s: float = 3.0) -> ProcessIsolatedStore:
@@ -140,3 +141,31 @@ def test_a_stopped_server_times_out_and_comes_back(name: str) -> None:
     until_it_works(store, "f/b")
     assert fetch(NfsStore(B / name), "f/a", len(DATA)) == DATA
     store.close()
+
+
+@pytest.mark.usefixtures("_heal")
+@pytest.mark.parametrize(
+    "network", ["delay 20ms 10ms", "delay 3ms loss 3%", "loss 5% duplicate 2% reorder 10% delay 2ms"]
+)
+def test_a_bad_network_loses_nothing_that_was_acknowledged(name: str, network: str) -> None:
+    a, b = isolated(A / name, deadline_s=10.0), NfsStore(B / name)
+    subprocess.run(["nfs-netem", network], check=True)
+    stored, failed = [], 0
+    for number in range(8):
+        try:
+            a.put(f"f/{number}", as_parts(DATA))
+            stored.append(number)
+        except StoreError:
+            failed += 1
+            continue
+        try:
+            assert fetch(b, f"f/{number}", len(DATA)) == DATA
+        except StoreError:
+            failed += 1
+    subprocess.run(["nfs-netem", ""], check=True)
+    print(f"{network}: {len(stored)} of 8 stored, {failed} errors")
+    assert stored
+    for number in stored:
+        until_it_works(b, f"f/{number}")
+        until_it_works(a, f"f/{number}")
+    a.close()
