@@ -55,10 +55,8 @@ class BlockReader:
         if name.namespace not in self._fingerprints:
             self._fingerprints[name.namespace] = list(read_identities(self._store, name.namespace))
         fingerprints = self._fingerprints[name.namespace]
-        if not fingerprints:
-            return NO_IDENTITY, False
         if info.size <= TRAILER_BYTES or len(name.digits) % 2:
-            return SealReason.SIZE, False
+            return SealReason.SIZE if fingerprints else NO_IDENTITY, False
         if len(self._buffer) < info.size:
             self._buffer = bytearray(info.size)
         self.data = memoryview(self._buffer)[: info.size]
@@ -68,15 +66,17 @@ class BlockReader:
             try:
                 self._store.get_into(info.key, [payload, trailer])
                 found = fingerprint_in(trailer)
-                wanted = found if found in fingerprints else fingerprints[0]
+                wanted = found if found in fingerprints else next(iter(fingerprints), bytes(32))
                 seal = Seal(wanted, name.rank, takes_unverified=self._takes_unverified)
                 seal.verify(name.offload_key, payload, trailer)
                 return None, False
             except (SealError, BlobCorruptError) as e:
                 failure = e
-        if isinstance(failure, SealError):
-            return failure.reason, failure.foreign
-        return SealReason.SIZE, False
+        if isinstance(failure, SealError) and failure.foreign:
+            return failure.reason, True
+        if not fingerprints:
+            return NO_IDENTITY, False
+        return failure.reason if isinstance(failure, SealError) else SealReason.SIZE, False
 
 
 def read_identities(store: Store, namespace: str) -> dict[bytes, dict[str, Any]]:
@@ -87,7 +87,8 @@ def read_identities(store: Store, namespace: str) -> dict[bytes, dict[str, Any]]
     """
     identities = {}
     fields = _read_fields(store, f"{namespace}/{CONFIG_FILE_NAME}")
-    if fields is not None and namespace_of(fields) == namespace:
+    # vLLM's own file in a folder that it named says nothing of who wrote a block.
+    if fields is not None and namespace_of(fields) == namespace and "hash_block_size" in fields:
         identities[fingerprint_of(fields)] = fields
     for info in store.keys(f"{namespace}/{IDENTITY_FILE_PREFIX}"):
         fields = _read_fields(store, info.key)

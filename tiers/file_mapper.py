@@ -168,6 +168,9 @@ class FileMapper:
         """``<base>/config.json``."""
         return self.rooted(self.relative_config_name)
 
+    #: Of ``get_namespace_files`` those that are not ours to judge.
+    others_files: frozenset[str] = frozenset()
+
     def get_namespace_files(self) -> dict[str, dict[str, Any]]:
         """What says whose the namespace is: names without ``root_dir``, and the fields in each."""
         return {self.relative_config_name: self.get_run_config()}
@@ -234,6 +237,8 @@ class VllmFileMapper(FileMapper):
         mapper.name_prefix = f"{layout.namespace}_r{layout.rank}"
         mapper._base = layout.namespace
         mapper._vllm_fields = layout.fields
+        # vLLM writes it in place: who looks meanwhile sees a part of it.
+        mapper.others_files = frozenset([mapper.relative_config_name])
         return mapper
 
     _vllm_fields: dict[str, Any]

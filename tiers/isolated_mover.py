@@ -13,9 +13,10 @@ import struct
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import fields
 from functools import cache, partial
+from threading import Barrier
 from typing import Any, Protocol, runtime_checkable
 
 from tiers.block_mover import Batch, BlockMover, Rows
@@ -57,10 +58,12 @@ class IsolatedMover(BlockMover):
 
     Attributes:
         threads: that a worker uses for a batch; more than one only where a block mostly waits.
+        begin_s: how long a worker begins blocks of a batch.
     """
 
     store: Any
     threads = 1
+    begin_s: float
 
     def store_batch(self, pairs: Sequence[tuple[OffloadKey, int]], deadline: float) -> Batch:
         return self._send("store_batch", pairs, deadline)
@@ -80,7 +83,7 @@ class IsolatedMover(BlockMover):
             "name_prefix": self._name_prefix,
             "seal": self._seal.to_json(),
             "threads": self.threads,
-            "begin_within_s": min(deadline - self._clock(), BEGIN_SHARE * self.store.deadline_s),
+            "begin_within_s": min(deadline - self._clock(), self.begin_s),
         }
         puts_bytes = len(pairs) * (self._rows.row_bytes + TRAILER_BYTES) if operation == "store_batch" else 0
         try:
@@ -106,13 +109,15 @@ def make_mover(
     rows: Rows,
     clock: Callable[[], float],
     *,
-    worker_threads: int,
+    worker_threads: int = 1,
+    begin_s: float | None = None,
 ) -> BlockMover:
-    """The mover for a store: in its workers where it has such, each with so many threads."""
+    """The mover for a store: in its workers where it has such; for the rest see ``IsolatedMover``."""
     if not (isinstance(store, RunsInWorkers) and store.maps_region):
         return BlockMover(name, store, name_prefix, seal, rows, clock)
     mover = IsolatedMover(name, store, name_prefix, seal, rows, clock)
     mover.threads = worker_threads
+    mover.begin_s = BEGIN_SHARE * store.deadline_s if begin_s is None else begin_s
     return mover
 
 
@@ -131,12 +136,7 @@ def move_batch(store: Store, region: memoryview, request: dict[str, Any], packed
     )
     pairs = unpack_pairs(packed)
     move = partial(getattr(mover, request["operation"]), deadline=time.monotonic() + request["begin_within_s"])
-    batch = Batch()
-    if request["threads"] == 1:
-        batch = move(pairs)
-    else:
-        for part in _thread_pool(request["threads"]).map(move, [[pair] for pair in pairs]):
-            batch.add(part)
+    batch = move(pairs) if request["threads"] == 1 else _move_by_threads(move, pairs, request["threads"])
     answer = {field.name: getattr(batch, field.name) for field in fields(batch)}  # asdict cannot copy a Counter
     answer["succeeded"] = None  # all
     if len(batch.succeeded) != len(pairs):
@@ -148,9 +148,31 @@ def move_batch(store: Store, region: memoryview, request: dict[str, Any], packed
     return {**answer, "put_bytes": put, "warnings": warnings}
 
 
+def _move_by_threads(
+    move: Callable[[Sequence[tuple[OffloadKey, int]]], Batch], pairs: Sequence[tuple[OffloadKey, int]], threads: int
+) -> Batch:
+    """Move the blocks one by one. Nothing touches a slot any more when it returns or raises."""
+    futures = [_thread_pool(threads).submit(move, [pair]) for pair in pairs]
+    wait(futures)
+    batch = Batch()
+    for future in futures:
+        batch.add(future.result())
+    return batch
+
+
 @cache
 def _thread_pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads)
+    """All of its threads run by then: one that cannot be started later would leave its block queued behind our back."""
+    pool = ThreadPoolExecutor(threads)
+    all_run = Barrier(threads)
+    try:
+        started = [pool.submit(all_run.wait) for _ in range(threads)]
+    except RuntimeError:
+        all_run.abort()
+        pool.shutdown(wait=False)
+        raise
+    wait(started)
+    return pool
 
 
 def pack_pairs(pairs: Sequence[tuple[OffloadKey, int]]) -> bytes:

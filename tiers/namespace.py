@@ -28,7 +28,12 @@ def open_namespace(store: Store, mapper: FileMapper) -> None:
     """
     try:
         for name, fields in mapper.get_namespace_files().items():
-            _open(store, name, fields, mapper.rooted(name))
+            try:
+                _open(store, name, fields, mapper.rooted(name))
+            except ConfigError as e:
+                if name not in mapper.others_files:
+                    raise
+                logger.warning("%s", e)
     except StoreError as e:
         if not (e.retryable or isinstance(e, StoreFullError)):
             raise

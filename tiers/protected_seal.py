@@ -123,6 +123,7 @@ class _KeyedSeal(Seal):
             checksum=Checksum(fields["checksum"]),
             writer_id=bytes.fromhex(fields["writer_id"]),
             ciphers=ciphers_from_json(fields["ciphers"]),
+            shares_folder=fields["shares_folder"],
         )
 
     def check_trailer(self, key: OffloadKey, trailer: Trailer, payload_length: int) -> None:

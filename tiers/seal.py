@@ -91,6 +91,8 @@ class Seal:
         writer_id: 16 bytes naming this writer in what it writes; random by default.
         clock_ns: Unix time in nanoseconds.
         takes_unverified: take a block with ``NO_TRAILER`` for what its name says.
+        shares_folder: engines with other fingerprints use the same names, as under ``format: vllm-raw``: their blocks
+            are foreign.
     """
 
     _authentication: int = Authentication.NONE
@@ -105,6 +107,7 @@ class Seal:
         writer_id: bytes | None = None,
         clock_ns: Callable[[], int] = time.time_ns,
         takes_unverified: bool = False,
+        shares_folder: bool = False,
     ) -> None:
         writer_id = os.urandom(16) if writer_id is None else writer_id
         if len(fingerprint) != 32 or len(writer_id) != 16:
@@ -117,6 +120,7 @@ class Seal:
         self._writer_id = writer_id
         self._clock_ns = clock_ns
         self._takes_unverified = takes_unverified
+        self._shares_folder = shares_folder
 
     def to_json(self) -> dict[str, Any]:
         """What another process of this one's needs to make the same trailers. Of a seal with keys it holds them."""
@@ -126,6 +130,7 @@ class Seal:
             "checksum": int(self._checksum),
             "writer_id": self._writer_id.hex(),
             "takes_unverified": self._takes_unverified,
+            "shares_folder": self._shares_folder,
         }
 
     @classmethod
@@ -143,6 +148,7 @@ class Seal:
             checksum=Checksum(fields["checksum"]),
             writer_id=bytes.fromhex(fields["writer_id"]),
             takes_unverified=fields["takes_unverified"],
+            shares_folder=fields["shares_folder"],
         )
 
     def trailer(self, key: OffloadKey, payload: memoryview) -> bytes:
@@ -237,7 +243,8 @@ class Seal:
         if trailer[_HEAD.size + _CHECK.size :] != _ZEROS:
             raise SealError(SealReason.TRAILER_CHECKSUM, "bytes after the trailer's fields are not zero")
         if fingerprint != self._fingerprint:
-            raise SealError(SealReason.FINGERPRINT, f"of namespace {fingerprint.hex()[:12]}…")
+            text = f"of namespace {fingerprint.hex()[:12]}…"
+            raise SealError(SealReason.FINGERPRINT, text, foreign=self._shares_folder)
         wanted = get_offload_block_hash(key)
         if hash_length != len(wanted) or block_hash[:hash_length] != wanted:
             raise SealError(SealReason.KEY, f"is block {block_hash[:hash_length].hex()}")

@@ -54,6 +54,7 @@ class TierOptions:
         name: label in metrics and logs; None: the tier's type.
         n_read_threads, n_write_threads: threads that prefer loads, and stores.
         worker_threads: threads of a store's worker process, where a block mostly waits.
+        worker_begin_s: how long a worker begins blocks of a batch; None: for a part of its deadline.
         task_bytes: payload bytes of one pool task at most; a store that is latency bound gets one block a task.
         jobs_max, max_bytes_in_flight: a job beyond them fails at once (D4).
         checksum: of new blocks.
@@ -71,6 +72,7 @@ class TierOptions:
     n_read_threads: int = 2
     n_write_threads: int = 2
     worker_threads: int = 1
+    worker_begin_s: float | None = None
     task_bytes: int = 64 << 20
     jobs_max: int = 1024
     max_bytes_in_flight: int = 8 << 30
@@ -148,7 +150,14 @@ class StoreTierManager(SecondaryTierManager):
         self._options = options
         seal = options.make_seal(mapper.fingerprint, mapper.rank, checksum=options.checksum)
         self._mover = make_mover(
-            self.name, store, mapper.name_prefix, seal, self._rows, clock, worker_threads=options.worker_threads
+            self.name,
+            store,
+            mapper.name_prefix,
+            seal,
+            self._rows,
+            clock,
+            worker_threads=options.worker_threads,
+            begin_s=options.worker_begin_s,
         )
         self._one_by_one = store.capabilities.latency_bound and not isinstance(store, SupportsGetMany)
         self._pool = DualQueueThreadPool[Batch](
@@ -373,7 +382,7 @@ class StoreTierManager(SecondaryTierManager):
                 metrics.inc("kvtiers_stores_dropped_total", tier, error, by=count)
         for reason, count in batch.verify_failures.items():
             metrics.inc("kvtiers_verify_failures_total", tier, reason, by=count)
-        if batch.fault:
+        if batch.fault and not batch.succeeded:
             self._circuit.fail(batch.fault)
         elif batch.succeeded:
             self._circuit.succeed()

@@ -42,16 +42,19 @@ class VllmRawStore(LocalStore):
     ) -> None:
         super().__init__(root_dir, **options)
         self._takes_unverified = unverified == "allow"
-        fd = self._use_root(None).open(".", OPEN_LISTING)
         try:
-            _read_seal(fd)
+            fd = self._use_root(None).open(".", OPEN_LISTING)
+            try:
+                _read_seal(fd)
+            finally:
+                close_reader(fd)
         except OSError as e:
+            if e.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
+                raise store_error(e, "") from e
             raise StoreConfigError(
-                f"the file system of {self.root_dir!r} has no extended attributes, in which vllm-raw keeps seals "
-                f"({e.strerror}); use another root_dir, or format: sealed-1"
+                f"the file system of {self.root_dir!r} has no extended attributes, in which vllm-raw keeps seals; "
+                "use another root_dir, or format: sealed-1"
             ) from e
-        finally:
-            close_reader(fd)
 
     def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
         if parse_block_name(key) is None:
@@ -127,6 +130,8 @@ class VllmRawStore(LocalStore):
                 size, seal = regular_size(fd, key), _read_seal(fd)
                 if seal is None and not self._takes_unverified:
                     raise BlobNotFoundError("it has no seal: vLLM's own tier wrote it", key=key)
+                if len(seal or b"") > TRAILER_BYTES:
+                    raise BlobCorruptError(f"its attribute {SEAL_ATTRIBUTE} is no seal", key=key)
                 yield fd, size, NO_TRAILER if seal is None else seal.ljust(TRAILER_BYTES, b"\0")
             finally:
                 close_reader(fd)

@@ -32,6 +32,7 @@ from tiers.store import Capabilities, Store
 from tiers.store_tier import StoreTierManager, TierOptions
 from tiers.stores.local import LocalStore
 from tiers.stores.memory import MemoryStore
+from tiers.testing.faults import Fault, FaultyStore
 
 ROWS, ROW_BYTES = 32, 8192
 BLOB_BYTES = ROW_BYTES + TRAILER_BYTES
@@ -672,6 +673,17 @@ class TestLiveness:
                 assert not bench.present(tier, KEYS[n])
         tier.on_schedule_end()
         assert tier.circuit_state == "open"
+
+    def test_a_batch_of_which_some_arrived_is_no_failure_of_the_storage(self, bench: Bench) -> None:
+        faults = [
+            Fault("put", first=number, error=lambda: StoreUnavailableError("now and then")) for number in (2, 5, 8)
+        ]
+        tier = bench.tier(store=FaultyStore(bench.make_store(), faults), circuit_failures=1)
+        bench.fill(1)
+        for first in (0, 3, 6):
+            assert len(bench.store(tier, KEYS[first : first + 3]).successful_keys) == 2
+            assert tier.circuit_state == "closed"
+        assert tier.metrics.value("kvtiers_store_errors_total", "test", "store", "StoreUnavailableError") == 3
 
     def test_a_full_storage_is_still_read(self, bench: Bench) -> None:
         full = GatedStore()

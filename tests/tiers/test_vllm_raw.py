@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from connector.cli import app
 from tests.identity import FakeSpec, block_key
 from tests.tiers.test_local_store import TestLocalStore
 from tests.waiting import wait_for
@@ -271,9 +274,53 @@ def test_an_engine_with_other_weights_takes_none_of_them(tiers: Any, root: Path)
     tier.submit_load(JobMetadata(1, KEYS, np.arange(ROWS, dtype=np.int32)))
     tier.drain_jobs()
     (result,) = tier.get_finished()
-    tier.shutdown()
     assert not result.successful_keys
+    tier.submit_store(JobMetadata(2, KEYS, np.arange(ROWS, dtype=np.int32)))
+    tier.drain_jobs()
+    (result,) = tier.get_finished()
+    assert not result.successful_keys
+    tier.shutdown()
     assert len(list((root / LAYOUT.namespace).glob("kvtiers-*.json"))) == 2
+    assert tiers().run("load").success  # nothing was removed or replaced
+
+
+@pytest.mark.parametrize("content", [b"", b'{\n  "blocks_per_'])
+def test_a_config_that_vllm_is_writing_does_not_stop_the_engine(tiers: Any, root: Path, content: bytes) -> None:
+    path = root / LAYOUT.namespace / "config.json"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+    assert tiers().run("store").success
+    assert path.read_bytes() == content
+
+
+def verify(root: Path, *options: str) -> tuple[int, dict[str, Any]]:
+    config = root.parent / "c.yaml"
+    config.write_text(
+        f"region: {{size: 1MiB}}\ntiers: [{{type: fs, root_dir: {root}, format: vllm-raw, min_free: 0}}]\n"
+    )
+    result = CliRunner().invoke(app, ["verify", str(config), "--json", *options])
+    (tier,) = json.loads(result.output)["tiers"]
+    return result.exit_code, tier
+
+
+def test_verify_tells_bad_blocks_from_those_that_nobody_can_judge(root: Path) -> None:
+    tier = Tier(root, isolation="thread")
+    tier.fill(7)
+    tier.run("store")
+    tier.tier.shutdown()
+    paths = blocks(root)
+    os.removexattr(paths[0], ATTRIBUTE)
+    with paths[1].open("r+b") as file:
+        file.write(b"\x55\x55")
+    code, found = verify(root, "--repair")
+    assert (code, found["bad_count"], found["foreign"], found["quarantined"]) == (0, 1, 1, 1)
+    (identity,) = (root / LAYOUT.namespace).glob("kvtiers-*.json")
+    identity.unlink()
+    code, found = verify(root, "--repair")
+    assert code == 1
+    assert {reason for _, reason in found["bad"]} == {"no_identity"}
+    assert (found["bad_count"], found["foreign"], found["quarantined"]) == (ROWS - 2, 1, 0)
+    assert len(blocks(root)) == ROWS - 1  # nothing more was moved
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ import socket
 import struct
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from itertools import islice
 from typing import Any
@@ -165,7 +166,8 @@ class _Worker:
             importlib.import_module(module)
             yield True
         if hasattr(self._store, "prepare"):  # tiers.store.SupportsPrepare
-            self._store.prepare()
+            with suppress(Exception):  # the first request meets it again, and reports it
+                self._store.prepare()
             yield True
         for start in range(0, len(self._mapping or ()), _TOUCH_BYTES):
             assert self._mapping is not None
