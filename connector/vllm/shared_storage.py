@@ -33,6 +33,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build
 
 from connector.prefix_store import CHUNK_BLOCKS_MAX, FORMAT, PrefixStore
 from connector.vllm import translate
+from connector.vllm.prefix_metrics import PrefixPromMetrics, PrefixReporter, PrefixStats
 from tiers.errors import ConfigError, KVTiersError
 from tiers.file_mapper import FileMapper, strict_fields
 from tiers.keys import hash_blocks
@@ -158,6 +159,21 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         self._saving: dict[Future[None], int] = {}
         self._extracted: dict[str, dict[int, torch.Tensor]] = {}
         self._dropped_blocks = 0
+        self._reporter = PrefixReporter()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PrefixStats:
+        """Counts that came from another process."""
+        return PrefixStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *arguments: Any) -> PrefixPromMetrics:
+        """Where they are exported."""
+        return PrefixPromMetrics(*arguments)
+
+    def get_kv_connector_stats(self) -> PrefixStats | None:
+        """What changed since the last step."""
+        return self._reporter.take((store.counts for store in self._stores), self._dropped_blocks)
 
     # -- scheduler ---------------------------------------------------------------------------------------------------
 

@@ -142,9 +142,9 @@ def flipped(setting: Setting, name: str) -> Row:
     row.expect(answer["tokens"] == setting.reference.document, "tokens differ")
     row.expect(answer["cached_tokens"] == 0, f"{answer['cached_tokens']} tokens were reused")
     row.expect(metric(result, "vllm:external_prefix_cache_hits") == 0, "external hits were counted")
-    failures = metric(result, "vllm:kvtiers_verify_failures")
-    if not name.startswith("Shared"):
-        row.expect(failures > 0, "no verify failures were counted")
+    prefixes = name.startswith("Shared")
+    failures = metric(result, "vllm:kvtiers_prefix_verify_failures" if prefixes else "vllm:kvtiers_verify_failures")
+    row.expect(failures > 0, "no verify failures were counted")
     row.figures = {"files_flipped": len(files), "verify_failures": failures, "ttft_s": answer["ttft_s"]}
     return row
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
 import connector.vllm.shared_storage as module
@@ -306,3 +309,38 @@ def test_nothing_waits_for_ever_and_prompts_without_tokens_are_left_alone(rigs: 
     request = prompt(TOKENS, "late")
     assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (None, False)
     assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+
+
+def test_what_was_done_is_counted_in_vllms_endpoint(rigs: Any, tmp_path: Path) -> None:
+    writer, reader = rigs(), rigs()
+    store_whole(writer, TOKENS, [3, 7, 1, 9, 5])
+    first = writer.worker.get_kv_connector_stats()
+    assert first is not None
+    assert first.data["chunks_stored"] == 1
+    assert first.data["bytes_stored"] > 0
+    assert writer.worker.get_kv_connector_stats() is None  # nothing since
+    (manifest,) = tmp_path.rglob("*.json")
+    asked = prompt(TOKENS)
+    assert reader.matched(asked) == (16, True)
+    manifest.write_bytes(manifest.read_bytes()[:-9])
+    load(reader, asked, [2, 4, 6, 8, 10], 16)
+    seen = reader.worker.get_kv_connector_stats()
+    assert seen is not None
+    assert seen.data["verify_failures"] == 1
+    sent = SharedStorageConnector.build_kv_connector_stats(json.loads(json.dumps(first.to_dict())))
+    registry = CollectorRegistry()
+    types = {Counter: partial(Counter, registry=registry)}
+    vllm_config = SimpleNamespace(kv_transfer_config=None)
+    metrics = SharedStorageConnector.build_prom_metrics(vllm_config, _Types(types), ["engine"], {0: ["0"]})
+    metrics.observe(sent.aggregate(seen).to_dict(), 0)
+    shown = generate_latest(registry).decode()
+    assert 'vllm:kvtiers_prefix_chunks_stored_total{engine="0"} 1.0' in shown
+    assert 'vllm:kvtiers_prefix_verify_failures_total{engine="0"} 1.0' in shown
+    assert 'vllm:kvtiers_prefix_errors_total{engine="0"} 0.0' in shown
+
+
+class _Types(dict[Any, Any]):
+    """vLLM asks for gauges and histograms as well."""
+
+    def __missing__(self, key: Any) -> Any:
+        return key
