@@ -6,6 +6,7 @@ stay the same.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -24,6 +25,7 @@ from tests.e2e.ways import Place, on_cpu, way
 from tiers.testing.servers import SeaweedServer
 
 BLOCK_TOKENS = 32
+BUCKET_NAME_MAX = 63
 SHORT_REGION_BYTES = 40 << 20  # 28 blocks of SmolLM2: less than half of the prompt
 AGAIN = 5
 STALL_S_MAX = 20.0  # a tier's deadline on S3 is 15 s
@@ -76,6 +78,8 @@ class Setting:
         folder = self.scratch / name
         shutil.rmtree(folder, ignore_errors=True)
         bucket = f"e2e-{name}".lower().replace(".", "-")
+        if len(bucket) > BUCKET_NAME_MAX:
+            bucket = f"e2e-{hashlib.sha256(name.encode()).hexdigest()[:32]}"
         self.server.s3.client().create_bucket(Bucket=bucket)
         return Place(folder, {"endpoint_url": self.server.s3.endpoint_url, "bucket": bucket})
 
@@ -141,8 +145,10 @@ def flipped(setting: Setting, name: str) -> Row:
     answer = result["answers"][0]
     row.expect(answer["tokens"] == setting.reference.document, "tokens differ")
     row.expect(answer["cached_tokens"] == 0, f"{answer['cached_tokens']} tokens were reused")
-    row.expect(metric(result, "vllm:external_prefix_cache_hits") == 0, "external hits were counted")
     prefixes = name.startswith("Shared")
+    # vLLM counts what was promised. Prefixes are promised by their manifests; their layers are verified when they load.
+    if not prefixes:
+        row.expect(metric(result, "vllm:external_prefix_cache_hits") == 0, "external hits were counted")
     failures = metric(result, "vllm:kvtiers_prefix_verify_failures" if prefixes else "vllm:kvtiers_verify_failures")
     row.expect(failures > 0, "no verify failures were counted")
     row.figures = {"files_flipped": len(files), "verify_failures": failures, "ttft_s": answer["ttft_s"]}
