@@ -33,6 +33,7 @@ from tiers.testing.servers import STUB_BUCKET, S3Server
 
 THREADS = 8
 CEILING = "http"
+HEADS_AT_ONCE = 128  # a prompt's blocks; more may be answered by a LIST, which is no HEAD and the stub has none
 
 
 class Region:
@@ -124,7 +125,7 @@ class TierContender(Contender):
             if size_many is None:
                 sizes = list(pool.map(self._store.size, names))
             else:  # as a tier's lookups come
-                batches = [names[start : start + self._region.count] for start in range(0, count, self._region.count)]
+                batches = [names[start : start + HEADS_AT_ONCE] for start in range(0, count, HEADS_AT_ONCE)]
                 sizes = [size for batch in batches for size in size_many(batch)]
         assert len(sizes) == count
         assert all(isinstance(size, int) for size in sizes)
