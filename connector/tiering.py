@@ -134,6 +134,7 @@ class TieringOffloadingManager(OffloadingManager):
         self.primary = primary
         self._tiers = tuple(GuardedTier(tier, primary.metrics) for tier in tiers)
         self.metrics = primary.metrics
+        self.metrics.inc("kvtiers_promotion_room_expired_total", by=0)  # rates see no increase in what begins at 1
         self._options = options or TieringOptions()
         self._clock = clock
         self._job_ids = itertools.count(1)
