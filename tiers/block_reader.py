@@ -18,7 +18,7 @@ from tiers.file_mapper import (
     namespace_of,
 )
 from tiers.inventory import BlockName
-from tiers.seal import TRAILER_BYTES, Seal, fingerprint_in
+from tiers.seal import PAYLOAD_MULTIPLE_BYTES, TRAILER_BYTES, Seal, fingerprint_in
 from tiers.store import KeyInfo, Store
 
 NO_IDENTITY = "no_identity"  # its namespace's config.json is missing or another one's
@@ -55,7 +55,7 @@ class BlockReader:
         if name.namespace not in self._fingerprints:
             self._fingerprints[name.namespace] = list(read_identities(self._store, name.namespace))
         fingerprints = self._fingerprints[name.namespace]
-        if info.size <= TRAILER_BYTES or len(name.digits) % 2:
+        if info.size <= TRAILER_BYTES or info.size % PAYLOAD_MULTIPLE_BYTES or len(name.digits) % 2:
             return SealReason.SIZE if fingerprints else NO_IDENTITY, False
         if len(self._buffer) < info.size:
             self._buffer = bytearray(info.size)

@@ -31,7 +31,8 @@ from tiers.vllm_raw import VllmRawStore
 
 ROWS, ROW_BYTES = 8, 8192
 KEYS = [block_key(number) for number in range(ROWS)]
-LAYOUT = VllmLayout("model_0123456789ab", 0, {"model_name": "org/model", "tokens_per_hash": 32})
+MODEL = FakeSpec().config.model.name
+LAYOUT = VllmLayout(f"{MODEL.replace('/', '_')}_0123456789ab", 0, {"model_name": MODEL, "tokens_per_hash": 32})
 ATTRIBUTE = "user.kvtiers.seal"
 NAME = f"m_0123456789ab_r0/012/34_g0/{'01234567' * 8}.bin"
 
@@ -345,3 +346,76 @@ def test_only_inside_vllm(root: Path) -> None:
     with pytest.raises(ConfigError, match=r"connector\.vllm\.tier only") as caught:
         SecondaryTierFactory.create_secondary_tier(options, region.data, FakeSpec())
     assert caught.value.field == "format"
+
+
+def migrate(root: Path, target: Path, *, to_raw: bool, allow: bool = False) -> tuple[int, str]:
+    raw = "format: vllm-raw, min_free: 0" + (", unverified: allow" if allow else "")
+    formats = ("min_free: 0", raw) if to_raw else (raw, "min_free: 0")
+    config = root.parent / "m.yaml"
+    tiers = "".join(
+        f"- {{type: fs, root_dir: {place}, {options}}}\n"
+        for place, options in zip((root, target), formats, strict=True)
+    )
+    config.write_text(f"region: {{size: 1MiB}}\ntiers:\n{tiers}")
+    result = CliRunner().invoke(app, ["migrate", str(config), "--json"])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.stdout + result.stderr
+
+
+def started(root: Path, **options: Any) -> Tier:
+    made = Tier(root, isolation="thread", **options)
+    made.tier.shutdown()
+    return made
+
+
+def test_migrate_to_sealed_blocks_and_back(root: Path, tmp_path: Path) -> None:
+    tier = Tier(root, isolation="thread")
+    original = tier.fill(8)
+    tier.run("store")
+    tier.tier.shutdown()
+    sealed, back = tmp_path / "sealed", tmp_path / "back"
+    assert json.loads(migrate(root, sealed, to_raw=False)[1])["copied"] == ROWS
+    reader = Tier(sealed, format="sealed-1", isolation="thread")
+    assert reader.run("load").success
+    reader.tier.shutdown()
+    assert np.array_equal(reader.region, original)
+    code, text = migrate(sealed, back, to_raw=True)
+    assert code == 1
+    assert "start that engine once" in text
+    started(back)
+    assert json.loads(migrate(sealed, back, to_raw=True)[1])["copied"] == ROWS
+    assert json.loads(migrate(sealed, back, to_raw=True)[1])["present"] == ROWS
+    assert [path.read_bytes() for path in blocks(back)] == [path.read_bytes() for path in blocks(root)]
+    reader = Tier(back, isolation="thread")
+    assert reader.run("load").success
+    reader.tier.shutdown()
+
+
+def test_what_nobody_can_prove_is_not_migrated(root: Path, tmp_path: Path) -> None:
+    tier = Tier(root, isolation="thread")
+    tier.fill(9)
+    tier.run("store")
+    tier.tier.shutdown()
+    unseal(root)
+    with blocks(root)[1].open("r+b") as file:
+        file.truncate(100)
+    code, text = migrate(root, tmp_path / "a", to_raw=False)
+    assert (code, json.loads(text)["bad"], json.loads(text)["copied"]) == (1, ROWS, 0)
+    copied = json.loads(migrate(root, tmp_path / "b", to_raw=False, allow=True)[1])
+    assert (copied["copied"], copied["bad"]) == (ROWS - 1, 1)
+    (identity,) = (root / LAYOUT.namespace).glob("kvtiers-*.json")
+    identity.rename(tmp_path / "gone")
+    code, text = migrate(root, tmp_path / "c", to_raw=False, allow=True)
+    assert (code, json.loads(text)["bad"]) == (1, ROWS)
+
+
+def test_protected_blocks_keep_their_format(root: Path, tmp_path: Path) -> None:
+    started(root)
+    config = tmp_path / "p.yaml"
+    config.write_text(
+        f"region: {{size: 1MiB}}\ntiers:\n- {{type: fs, root_dir: {root}, format: vllm-raw, auth: gmac, keys_env: K}}\n"
+        f"- {{type: fs, root_dir: {tmp_path}/sealed}}\n"
+    )
+    result = CliRunner().invoke(app, ["migrate", str(config)])
+    assert result.exit_code == 2
+    assert "keeps its format" in result.output

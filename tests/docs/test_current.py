@@ -1,0 +1,20 @@
+"""What of docs/ is written from the code or from results says what they say."""
+
+from __future__ import annotations
+
+from tests.docs import make_benchmarks, make_reference
+from tests.docs.make_reference import DOCS
+
+
+def test_the_configuration_reference() -> None:
+    assert (DOCS / "configuration.md").read_text() == make_reference.configuration(), "run make docs"
+
+
+def test_the_tables_of_metrics() -> None:
+    page = (DOCS / "metrics.md").read_text()
+    assert page == make_reference.with_tables(page), "run make docs"
+
+
+def test_the_benchmarks() -> None:
+    shown = (DOCS / "benchmarks.md").read_text()
+    assert shown == make_benchmarks.page(), "run python -m tests.docs.make_benchmarks"
