@@ -253,7 +253,8 @@ def plot(rows: Sequence[Row], path: Path) -> None:
             axis.set_xticks(np.arange(len(SIZES)) + 0.4, [size_text(size) for size in SIZES])
             axis.set_title(f"{way.upper()}, {where}, {THREADS} threads, sealed and verified")
             axis.set_ylabel("MB/s")
-            axis.legend()
+            axis.set_ylim(top=1.25 * axis.get_ylim()[1])  # room for the legend
+            axis.legend(ncols=3, fontsize="small", loc="upper left")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 

@@ -148,7 +148,8 @@ def plot_fs(rows: Sequence[dict[str, Any]], path: Path) -> None:
             axis.set_xticks([x + 0.27 for x in range(len(here))], [bench_s3.size_text(r["block_bytes"]) for r in here])
             axis.set_title(f"{way}, {where}")
             axis.set_ylabel("MB/s")
-            axis.legend()
+            axis.set_ylim(top=1.25 * axis.get_ylim()[1])  # room for the legend
+            axis.legend(ncols=3, fontsize="small", loc="upper left")
     figure.tight_layout()
     figure.savefig(path, dpi=100)
 
