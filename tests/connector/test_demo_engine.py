@@ -134,11 +134,13 @@ def start(model: LoadedModel, tmp_path: Path) -> Iterator[Start]:
     def start(blocks_per_chunk: int = 1, region_blocks: int = 32) -> tuple[Engine, TieringOffloadingSpec]:
         memory = memory_for(model)
         row_bytes = -(-memory.block_bytes * blocks_per_chunk // 4096) * 4096
+        # Tests wait for answers: deadlines have tests of their own.
+        tier = {"type": "fs", "root_dir": str(tmp_path / "blocks"), "min_free": 0, "lookup_deadline_s": 20.0}
         deployment = parse_config(
             {
                 "region": {"size": region_blocks * row_bytes},
                 "blocks_per_chunk": blocks_per_chunk,
-                "tiers": [{"type": "fs", "root_dir": str(tmp_path / "blocks"), "min_free": 0}],
+                "tiers": [tier],
             }
         )
         spec = make_spec(model, memory, deployment)
