@@ -50,6 +50,10 @@ class RunsInWorkers(Protocol):
         """
         ...
 
+    def abandon(self) -> None:
+        """Close at once, whatever is under way."""
+        ...
+
 
 class IsolatedMover(BlockMover):
     """As BlockMover, for a store that ``RunsInWorkers``.

@@ -20,7 +20,7 @@ from tiers.block_mover import Batch, Rows
 from tiers.circuit import Circuit, CircuitState
 from tiers.errors import QueueFullError, SealReason
 from tiers.file_mapper import FileMapper
-from tiers.isolated_mover import make_mover
+from tiers.isolated_mover import RunsInWorkers, make_mover
 from tiers.keys import OffloadKey, make_offload_key
 from tiers.lookup import AsyncLookup, LookupCounts, LookupOptions
 from tiers.metrics import Metrics
@@ -291,6 +291,8 @@ class StoreTierManager(SecondaryTierManager):
             self._collector.close()
         if idle:
             self.store.close()
+        elif isinstance(self.store, RunsInWorkers):
+            self.store.abandon()  # nobody would end its processes otherwise
         else:
             # A stuck thread may still use the store's descriptors; closing them would let a number be reused under it.
             logger.error("tier %s: threads are stuck in I/O; its store is left open", self.name)

@@ -31,6 +31,7 @@ class BoundedStore(Layer):
         if isinstance(inner, RunsInWorkers):
             # On the instance: whether a store has an extra is asked with isinstance, which looks for the attribute.
             self.maps_region, self.deadline_s, self.run = inner.maps_region, inner.deadline_s, self._run
+            self.abandon = inner.abandon
 
     def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
         size = parts_size(parts)

@@ -54,6 +54,7 @@ logger = logging.getLogger(__name__)
 RUN_MODULES = ("tiers.isolated_mover",)  # imported by idle workers: what a tier has them ``run`` is there
 BATCH_COUNT_MAX = 256  # blobs of one message, so that frames stay small
 LISTINGS_MAX = 4  # at once; each has a process of its own
+ABANDON_S = 0.5
 REDELIVERIES_MAX = 8  # of one call, to workers found dead before they took it
 
 
@@ -225,6 +226,11 @@ class ProcessIsolatedStore(Store):
         self._starter.shutdown()
         if self._region is not None:
             self._region.close()
+
+    def abandon(self) -> None:
+        """Close at once: workers are killed, and calls under way end with an error."""
+        self._close_s = min(self._close_s, ABANDON_S)
+        self.close()
 
     # ---- many at once ------------------------------------------------------------------------------------------------
 
