@@ -37,6 +37,7 @@ from tiers.tracing import make_job_tracer
 
 logger = logging.getLogger(__name__)
 
+BEGIN_SHARE_MIN = 0.2  # of job_deadline_s, however long one call may take
 TASKS_OF_BOUND = 64  # at least so many batches fill a bounded tier
 NFS_NEWCOMER_S = 60.0  # acdirmax's default: so long other hosts may not see a new name
 
@@ -144,7 +145,6 @@ def _start(
     assert isinstance(config, TierConfig)
     mapped = config.isolation != "thread" and _can_be_mapped(view)
     options = _tier_options(config, in_workers=mapped)
-    longest_call_s = config.request_timeout if isinstance(config, S3TierConfig) else 0.0
     store_class, store_options = store_recipe(config)
     policy = config.capacity_policy() if isinstance(config, BoundedTierConfig) else None
     if mapped or config.isolation == "process":
@@ -155,7 +155,7 @@ def _start(
             region=view,
             # Where a batch takes long, lookups must not wait for it.
             n_workers=options.n_read_threads + options.n_write_threads + config.lookup_threads * _waits(config),
-            deadline_s=config.job_deadline_s + longest_call_s,
+            deadline_s=config.job_deadline_s,
         )
     else:
         store = store_class(**store_options)
@@ -240,6 +240,13 @@ def _waits(config: TierConfig) -> bool:
     return isinstance(config, (S3TierConfig, FsspecTierConfig))
 
 
+def _begin_s(config: TierConfig) -> float | None:
+    """So long a worker may begin blocks, that the last one's call ends before the worker is killed."""
+    if not isinstance(config, S3TierConfig):
+        return None
+    return max(BEGIN_SHARE_MIN * config.job_deadline_s, config.job_deadline_s - config.request_timeout)
+
+
 def _tier_options(config: TierConfig, *, in_workers: bool) -> TierOptions:
     # Where blocks mostly wait, two workers with all the threads do what as many workers would.
     few = in_workers and _waits(config)
@@ -253,7 +260,7 @@ def _tier_options(config: TierConfig, *, in_workers: bool) -> TierOptions:
         n_read_threads=1 if few else config.n_read_threads,
         n_write_threads=1 if few else config.n_write_threads,
         worker_threads=max(config.n_read_threads, config.n_write_threads) if few else 1,
-        worker_begin_s=config.job_deadline_s if isinstance(config, S3TierConfig) else None,
+        worker_begin_s=_begin_s(config),
         task_bytes=task_bytes,
         jobs_max=config.jobs_max,
         max_bytes_in_flight=config.max_bytes_in_flight,

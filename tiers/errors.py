@@ -77,8 +77,7 @@ class SealError(KVTiersError):
         reason: which check failed.
         foreign: True when the blob may be perfectly good for another reader (unknown version, checksum or
             authentication scheme; or no seal, because vLLM's own tier wrote it; or another engine's in a folder
-            that both share). Such a blob is a miss and is never
-            moved, replaced or deleted.
+            that both share). Such a blob is a miss and is never moved, replaced or deleted.
     """
 
     def __init__(self, reason: SealReason, message: str, *, foreign: bool = False) -> None:

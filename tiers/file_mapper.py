@@ -168,8 +168,10 @@ class FileMapper:
         """``<base>/config.json``."""
         return self.rooted(self.relative_config_name)
 
-    #: Of ``get_namespace_files`` those that are not ours to judge.
-    others_files: frozenset[str] = frozenset()
+    @property
+    def others_files(self) -> frozenset[str]:
+        """Of ``get_namespace_files`` those that are not ours to judge."""
+        return frozenset()
 
     def get_namespace_files(self) -> dict[str, dict[str, Any]]:
         """What says whose the namespace is: names without ``root_dir``, and the fields in each."""
@@ -208,15 +210,10 @@ class VllmFileMapper(FileMapper):
     differ may share a folder and still never take each other's blocks.
     """
 
+    _vllm_fields: dict[str, Any]
+
     @classmethod
-    def from_offloading_spec(
-        cls,
-        root_dir: str,
-        offloading_spec: Any,
-        gpu_blocks_per_file: int = 1,
-        parallel_agnostic: bool = False,
-        extra_fields: Mapping[str, Any] | None = None,
-    ) -> Self:
+    def from_offloading_spec(cls, root_dir: str, offloading_spec: Any, *arguments: Any, **options: Any) -> Self:
         """As ``FileMapper``'s; ``offloading_spec.vllm_layout`` says where vLLM keeps its own.
 
         Raises:
@@ -229,19 +226,17 @@ class VllmFileMapper(FileMapper):
                 f"accepted here is {FORMAT_SEALED}",
                 field="format",
             )
-        extra_fields = {**(extra_fields or {}), "format": FORMAT_VLLM_RAW}
-        mapper = super().from_offloading_spec(
-            root_dir, offloading_spec, gpu_blocks_per_file, parallel_agnostic, extra_fields
-        )
+        options["extra_fields"] = {**(options.get("extra_fields") or {}), "format": FORMAT_VLLM_RAW}
+        mapper = super().from_offloading_spec(root_dir, offloading_spec, *arguments, **options)
         mapper.rank = layout.rank
         mapper.name_prefix = f"{layout.namespace}_r{layout.rank}"
         mapper._base = layout.namespace
         mapper._vllm_fields = layout.fields
-        # vLLM writes it in place: who looks meanwhile sees a part of it.
-        mapper.others_files = frozenset([mapper.relative_config_name])
         return mapper
 
-    _vllm_fields: dict[str, Any]
+    @property
+    def others_files(self) -> frozenset[str]:
+        return frozenset([self.relative_config_name])  # vLLM writes it in place: who looks meanwhile sees a part of it
 
     def get_namespace_files(self) -> dict[str, dict[str, Any]]:
         own = identity_file_name(self._base, self.fingerprint)

@@ -236,3 +236,14 @@ def test_fs_keys_arrive(tmp_path: Path) -> None:
     assert (tmp_path / "kv" / "a" / "b").read_bytes() == b"x"
     with pytest.raises(ConfigError, match="n_read_threads"):
         FileSystemTierManager(FakeSpec(), view, "fs", str(tmp_path), n_read_threads=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "begin_s"), [({}, 5.0), ({"request_timeout": 15}, 3.0), ({"job_deadline_s": 60}, 50.0)]
+)
+def test_the_last_call_of_an_s3_batch_ends_before_its_worker_is_killed(options: dict[str, Any], begin_s: float) -> None:
+    tier = parse_tier({"type": "s3", "bucket": "kv-blocks", **options})
+    assert isinstance(tier, TierConfig)
+    made = _tier_options(tier, in_workers=True)
+    assert made.worker_begin_s == begin_s
+    assert (made.n_read_threads, made.n_write_threads, made.worker_threads) == (1, 1, 8)

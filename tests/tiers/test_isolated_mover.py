@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from connector.shared_region import SharedOffloadRegion
@@ -148,6 +151,21 @@ def test_what_is_there_takes_no_room_of_a_bound(tmp_path: Path) -> None:
             assert bench.run(KEYS, list(range(8)), is_load=False).success
     finally:
         bench.tier.shutdown()
+
+
+@pytest.mark.parametrize("bound", [{}, {"max_bytes": 64 << 20}], ids=["unbound", "bound"])
+def test_a_tier_that_ends_amid_hung_calls_leaves_no_process(tmp_path: Path, bound: dict[str, int]) -> None:
+    before = {child.pid for child in psutil.Process().children()}
+    bench = Bench(tmp_path / "kv", shutdown_s=0.4, **bound)
+    store: Any = bench.tier.store
+    workers = [worker.process.pid for worker in getattr(store, "inner", store)._workers]
+    assert workers
+    for pid in workers:
+        os.kill(pid, signal.SIGSTOP)  # as if its system call did not return
+    bench.tier.submit_load(JobMetadata(99, KEYS, np.arange(8, dtype=np.int32)))
+    bench.tier.shutdown()
+    wait_for(lambda: not {child.pid for child in psutil.Process().children()} - before)
+    assert not any(psutil.pid_exists(pid) for pid in workers)
 
 
 def test_packed_pairs_are_the_pairs() -> None:
