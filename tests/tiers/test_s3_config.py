@@ -27,6 +27,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from tests.s3_clients import CLIENTS, READERS, choose
 from tiers.errors import (
     ConfigError,
     StoreConfigError,
@@ -70,9 +71,10 @@ def _credentials(boto_models_once: None, tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.setenv(name, value)
 
 
-@pytest.fixture(params=["obstore", "boto3"])
-def options(server: HttpFaultServer, request: pytest.FixtureRequest) -> S3Options:
-    return S3Options(bucket="bucket", endpoint_url=server.endpoint_url, client=request.param, retries=0)
+@pytest.fixture(params=CLIENTS)
+def options(server: HttpFaultServer, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> S3Options:
+    client = choose(request.param, monkeypatch)
+    return S3Options(bucket="bucket", endpoint_url=server.endpoint_url, client=client, retries=0)
 
 
 def put(options: S3Options, server: HttpFaultServer) -> Request:
@@ -280,6 +282,27 @@ def test_ca_bundle_and_verify(
     S3Store(replace(secure, ca_bundle=str(certificate / "ca.pem"))).check()
     monkeypatch.setenv("AWS_CA_BUNDLE", str(certificate / "ca.pem"))
     assert put(secure, https).body == DATA
+
+
+@pytest.mark.filterwarnings("ignore::urllib3.exceptions.InsecureRequestWarning")
+@pytest.mark.parametrize("options", READERS, indirect=True)
+def test_reading_by_https(options: S3Options, https: HttpFaultServer, certificate: Path) -> None:
+    https.put_object("bucket", "f/a", DATA)
+    options = replace(options, endpoint_url=https.endpoint_url)
+    untrusting = S3Store(options)
+    with pytest.raises((StoreUnavailableError, StoreConfigError), match=r"^endpoint: "):
+        fetch(untrusting, "f/a", len(DATA))
+    trusting = S3Store(replace(options, ca_bundle=str(certificate / "ca.pem"), request_timeout_s=0.6))
+    careless = S3Store(replace(options, verify=False))
+    for store in (trusting, careless):
+        assert fetch(store, "f/a", len(DATA)) == DATA
+    https.inject(Fault.SLOW_LORIS)
+    with pytest.raises(StoreTimeoutError, match=r"did not answer within 0\.3 s"):
+        fetch(trusting, "f/a", len(DATA))
+    https.heal()
+    assert fetch(trusting, "f/a", len(DATA)) == DATA
+    for store in (untrusting, trusting, careless):
+        store.close()
 
 
 def test_ca_bundle_that_is_not_there(options: S3Options) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from tests.identity import FakeSpec, block_key
+from tests.s3_clients import CLIENTS, READERS, choose
 from tiers.base import JobMetadata
 from tiers.errors import (
     BlobCorruptError,
@@ -68,12 +69,18 @@ def _credentials(boto_models_once: None, monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setenv(name, value)
 
 
-@pytest.fixture(params=["obstore", "boto3"])
-def store(server: HttpFaultServer, request: pytest.FixtureRequest) -> Iterator[S3Store]:
-    options = S3Options(bucket="bucket", endpoint_url=server.endpoint_url, client=request.param, request_timeout_s=60.0)
+@pytest.fixture(params=CLIENTS)
+def store(
+    server: HttpFaultServer, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[S3Store]:
+    client = choose(request.param, monkeypatch)
+    options = S3Options(bucket="bucket", endpoint_url=server.endpoint_url, client=client, request_timeout_s=60.0)
     store = S3Store(options, sleep=lambda _: None, rng=lambda: 0.0)
     yield store
     store.close()
+
+
+by_all_readers = pytest.mark.parametrize("store", READERS, indirect=True)
 
 
 def hurried(store: S3Store) -> S3Store:
@@ -91,6 +98,7 @@ def stored(store: S3Store, server: HttpFaultServer) -> S3Store:
 # -- errors ---------------------------------------------------------------------------------------------------------
 
 
+@by_all_readers
 @pytest.mark.parametrize(("fault", "error"), ERRORS)
 def test_lasting_fault_of_get(stored: S3Store, server: HttpFaultServer, fault: Fault, error: type[StoreError]) -> None:
     server.inject(fault)
@@ -151,6 +159,7 @@ def test_lasting_fault_of_the_other_calls(
     assert stored.size("f/a") == len(DATA)
 
 
+@by_all_readers
 @pytest.mark.parametrize(
     "fault",
     [
@@ -172,6 +181,7 @@ def test_passing_fault_is_retried(stored: S3Store, server: HttpFaultServer, faul
     assert stored.size("f/b") == len(DATA)
 
 
+@by_all_readers
 def test_refused_connection(store: S3Store, server: HttpFaultServer) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
@@ -184,6 +194,7 @@ def test_refused_connection(store: S3Store, server: HttpFaultServer) -> None:
         refused.close()
 
 
+@by_all_readers
 @pytest.mark.parametrize("fault", [Fault.STALL, Fault.SLOW_LORIS])
 def test_get_from_a_server_that_hangs(stored: S3Store, server: HttpFaultServer, fault: Fault) -> None:
     """The trickling one sends a byte every 20 ms, far within any socket timeout, for most of an hour."""
@@ -222,6 +233,7 @@ def test_other_calls_to_a_server_that_hangs(stored: S3Store, server: HttpFaultSe
 # -- bodies ---------------------------------------------------------------------------------------------------------
 
 
+@by_all_readers
 @pytest.mark.parametrize("fault", [Fault.LONGER, Fault.HTML_WITH_200])
 def test_other_length_touches_no_byte(stored: S3Store, server: HttpFaultServer, fault: Fault) -> None:
     server.inject(fault)
@@ -237,6 +249,7 @@ def test_other_length_touches_no_byte(stored: S3Store, server: HttpFaultServer, 
     assert target.joined() == DATA
 
 
+@by_all_readers
 @pytest.mark.parametrize(
     ("fault", "error"),
     [
@@ -258,6 +271,7 @@ def test_body_that_never_ends_well(
     assert target.joined() == DATA
 
 
+@by_all_readers
 @pytest.mark.parametrize("fault", [Fault.FLIPPED, Fault.FLIPPED_WITH_CHECKSUM])
 def test_flipped_body_is_caught_by_the_seal(store: S3Store, server: HttpFaultServer, fault: Fault) -> None:
     """The clients take it for good, with a checksum beside it or not: that is why blocks are sealed."""
@@ -311,6 +325,7 @@ def test_put_that_is_answered_by_a_proxys_page_is_no_success(store: S3Store, ser
 # -- credentials that come back -------------------------------------------------------------------------------------
 
 
+@by_all_readers
 def test_renewed_credentials_are_found(
     stored: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.s3_clients import READERS, choose
 from tests.waiting import wait_for
 from tiers.errors import StoreError, StorePermissionError, StoreTimeoutError, StoreUnavailableError
 from tiers.store import Store
@@ -47,13 +48,15 @@ def contract_bucket(behind: Any) -> str:
     return "contract"
 
 
-@pytest.fixture(params=["obstore", "boto3"])
-def options(seaweed: SeaweedServer, behind: Any, request: pytest.FixtureRequest) -> S3Options:
+@pytest.fixture(params=READERS)
+def options(
+    seaweed: SeaweedServer, behind: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> S3Options:
     return S3Options(
         bucket="kvtiers",
         prefix=f"test-{next(_numbers)}",
         endpoint_url=seaweed.s3.endpoint_url,
-        client=request.param,
+        client=choose(request.param, monkeypatch),
         request_timeout_s=60.0,
     )
 

@@ -14,6 +14,7 @@ import pytest
 from moto.core.models import DEFAULT_ACCOUNT_ID
 from moto.s3.models import s3_backends
 
+from tests.s3_clients import CLIENTS, choose
 from tiers.errors import InvalidKeyError, StoreConfigError
 from tiers.store import Store, SupportsDeleteMany, SupportsSizeMany, SupportsTail
 from tiers.stores.s3 import S3Store
@@ -44,7 +45,7 @@ def options(moto: S3Server) -> S3Options:
     return S3Options(bucket=bucket, endpoint_url=moto.endpoint_url)
 
 
-@pytest.fixture(params=["obstore", "boto3"])
+@pytest.fixture(params=CLIENTS)
 def store(options: S3Options, request: pytest.FixtureRequest) -> Iterator[S3Store]:
     store = S3Store(replace(options, client=request.param))
     yield store
@@ -71,6 +72,17 @@ class S3Contract(StoreContract):
 
 
 class TestObstoreS3Store(S3Contract):
+    def make_store(self) -> S3Store:
+        return S3Store(self.options)
+
+
+class TestDirectS3Store(S3Contract):
+    """Objects of any size received straight into the slot."""
+
+    @pytest.fixture(autouse=True)
+    def _all_direct(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        choose("direct", monkeypatch)
+
     def make_store(self) -> S3Store:
         return S3Store(self.options)
 

@@ -15,10 +15,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import importlib
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from botocore import exceptions as boto_errors
@@ -29,6 +28,7 @@ from tiers.store import parts_size
 from tiers.stores.s3_errors import connection_error, deadline_error
 from tiers.stores.s3_options import S3Options
 from tiers.stores.s3_session import BOTO_ERRORS, S3Session
+from tiers.stores.watchdog import Watchdog
 
 # What a socket raises while a body is read, below botocore.
 _BODY_ERRORS = (OSError, HTTPError, ValueError)
@@ -52,7 +52,7 @@ class Boto3Client:
         self._clock = clock
         self._checksum = _checksum(session.options)
         self._signing = session.client if self._checksum is None else session.make_client(sign_payload=True)
-        self._watchdog = _Watchdog(clock)
+        self._watchdog = Watchdog(session.options.attempt_timeout_s, clock)
         self._put_arguments = {
             name: value
             for name, value in (
@@ -139,18 +139,18 @@ class Boto3Client:
                 if announced is not None and announced != size:
                     raise BlobCorruptError(f"{announced} bytes are stored, {size} were asked for")
                 if announced is not None:
-                    with self._watchdog.guard(raw, started + self._options.attempt_timeout_s):
+                    with self._watchdog.guard(partial(_shut, raw), started + self._options.attempt_timeout_s):
                         complete = all(_fill(raw, part) for part in parts)
                 if complete:
                     raw.release_conn()  # else the with statement closes it
         except _BODY_ERRORS:
             complete = False
+        # Late and yet complete is not to be trusted: shutting a TLS socket ends its decryption first, and the reader
+        # may have taken what was left for plain bytes.
+        if self._clock() - started >= self._options.attempt_timeout_s:
+            raise deadline_error(self._options.attempt_timeout_s, self._session.place)
         if not complete:
-            late = self._clock() - started >= self._options.attempt_timeout_s
-            place = self._session.place
-            if late:
-                raise deadline_error(self._options.attempt_timeout_s, place)
-            raise connection_error(place)
+            raise connection_error(self._session.place)
 
     def _raise_unless_absent(self, error: Exception) -> None:
         translated = self._session.translate(error)
@@ -186,55 +186,6 @@ class _Body:
                 return view
             start -= len(part)
         return b""
-
-
-class _Watchdog:
-    """Shuts the sockets of bodies that are not complete in time. Its thread runs from the first body on.
-
-    ``_changed`` owns every field. Deadlines are given in the order in which they pass, near enough: all are the same
-    time after now.
-    """
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._changed = threading.Condition()
-        self._deadlines: dict[Any, float] = {}
-        self._thread: threading.Thread | None = None
-        self._closed = False
-
-    @contextmanager
-    def guard(self, response: Any, deadline: float) -> Iterator[None]:
-        with self._changed:
-            self._deadlines[response] = deadline
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._watch, name="kvtiers-s3-watchdog", daemon=True)
-                self._thread.start()
-            elif len(self._deadlines) == 1:
-                self._changed.notify()
-        try:
-            yield
-        finally:
-            with self._changed:
-                del self._deadlines[response]
-                if self._closed:
-                    self._changed.notify()
-
-    def close(self) -> None:
-        """End the thread as soon as no body is guarded."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
-
-    def _watch(self) -> None:
-        with self._changed:
-            while self._deadlines or not self._closed:
-                now = self._clock()
-                for response, deadline in self._deadlines.items():
-                    if deadline <= now:
-                        self._deadlines[response] = float("inf")
-                        _shut(response)
-                soonest = min(self._deadlines.values(), default=float("inf"))
-                self._changed.wait(None if soonest == float("inf") else max(0.0, soonest - now))
 
 
 def _fill(raw: Any, part: memoryview) -> bool:

@@ -4,7 +4,8 @@ What obstore 0.12 can and cannot do, as measured and read:
 
 - A put takes the parts as they lie in memory; nothing is joined or copied. Its checksums are crc64nvme and sha256.
 - A get hands out bytes of its own, so there is one copy into the slot, in pieces small enough for the GIL (256 KiB take
-  10-20 µs). It does not verify checksums that a server sends along: the seal does.
+  10-20 µs); large objects are left to ``DirectReader``. Checksums that a server sends along are not verified: the
+  seal is.
 - ``timeout`` covers a request from connecting to the last byte of the body, slow trickles included.
 - Errors are a handful of classes and a text. Only where the class does not tell, the text is read, and of it only the
   status and S3's ``<Code>``.
@@ -34,10 +35,12 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig, S3Config
 
 from tiers.errors import BlobCorruptError, BlobNotFoundError, InvalidKeyError, StoreError
+from tiers.stores.s3_direct import DirectReader
 from tiers.stores.s3_errors import connection_error, deadline_error, server_error
 from tiers.stores.s3_session import S3Session
 
 CHUNK_BYTES: Final = 256 << 10
+DIRECT_BYTES_MIN: Final = 512 << 10  # below, obstore costs less CPU, and has no GIL to wait for
 LIST_PAGE_KEYS: Final = 1000
 
 _IMPORTED_BY_PID: Final = os.getpid()
@@ -79,6 +82,7 @@ class ObstoreClient:
         checksum = session.options.checksum
         self._checked = self._plain if checksum == "none" else self._make(checksum)
         storage_class = session.options.storage_class
+        self._direct = DirectReader(session, clock=clock) if DirectReader.usable(session) else None
         self._attributes: dict[str, str] | None = {"Storage-Class": storage_class} if storage_class else None
 
     def put(self, key: str, parts: Sequence[memoryview], *, create: bool, checked: bool) -> bool:
@@ -104,6 +108,8 @@ class ObstoreClient:
 
     def get_into(self, key: str, parts: Sequence[memoryview], size: int) -> None:
         """Fill the parts, ``size`` bytes together. No byte is written before the server has announced that size."""
+        if self._direct is not None and size >= DIRECT_BYTES_MIN and self._direct.get_into(key, parts, size):
+            return
         started = self._clock()
         try:
             result = obstore.get(self._plain, key)
@@ -162,7 +168,9 @@ class ObstoreClient:
             raise self._translate(e, started) from None
 
     def close(self) -> None:
-        """Nothing to do: connections close with the last reference."""
+        """Close the direct reader's connections; obstore's close with the last reference."""
+        if self._direct is not None:
+            self._direct.close()
 
     # -- private ---------------------------------------------------------------------------------------------------
 

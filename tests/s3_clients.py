@@ -1,0 +1,19 @@
+"""The ways S3Store moves bytes, as test parameters."""
+
+from __future__ import annotations
+
+import pytest
+
+from tiers.stores.s3_options import Client
+
+CLIENTS: tuple[Client, ...] = ("obstore", "boto3")
+#: How an object is read; "direct" is obstore's client with the way of large objects for all.
+READERS = (*CLIENTS, "direct")
+
+
+def choose(reader: str, monkeypatch: pytest.MonkeyPatch) -> Client:
+    """Have objects be read that way: the client to configure."""
+    if reader != "direct":
+        return "boto3" if reader == "boto3" else "obstore"
+    monkeypatch.setattr("tiers.stores.s3_obstore.DIRECT_BYTES_MIN", 1)
+    return "obstore"

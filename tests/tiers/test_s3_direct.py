@@ -1,0 +1,96 @@
+"""DirectReader: what is its own beside the promises of all clients (test_s3_store, test_s3_faults, test_s3_seaweed)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from tests.s3_clients import choose
+from tiers.errors import StoreUnavailableError
+from tiers.stores.s3 import S3Store
+from tiers.stores.s3_direct import DirectReader
+from tiers.stores.s3_obstore import DIRECT_BYTES_MIN
+from tiers.stores.s3_options import S3Options
+from tiers.stores.s3_session import S3Session
+from tiers.testing.contract import fetch, make_data
+from tiers.testing.http_faults import Fault, HttpFaultServer
+from tiers.testing.servers import S3Server
+
+DATA = make_data(300_000)
+
+
+@pytest.fixture
+def server() -> Iterator[HttpFaultServer]:
+    with HttpFaultServer() as server:
+        server.put_object("bucket", "f/a", DATA)
+        yield server
+
+
+@pytest.fixture
+def store(server: HttpFaultServer, boto_models_once: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Store]:
+    for name, value in S3Server("", "first", "secret").environment.items():
+        monkeypatch.setenv(name, value)
+    client = choose("direct", monkeypatch)
+    store = S3Store(S3Options(bucket="bucket", endpoint_url=server.endpoint_url, client=client, retries=0))
+    yield store
+    store.close()
+
+
+def by_us(server: HttpFaultServer) -> list[bool]:
+    """Whether each GET came from DirectReader: obstore sends no ``Accept-Encoding``."""
+    return ["accept-encoding" in request.headers for request in server.requests("GET")]
+
+
+def test_only_large_objects_are_received_directly(
+    store: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert fetch(store, "f/a", len(DATA)) == DATA
+    monkeypatch.undo()
+    large = make_data(DIRECT_BYTES_MIN)
+    server.put_object("bucket", "f/large", large)
+    assert fetch(store, "f/large", len(large)) == large
+    assert fetch(store, "f/a", len(DATA)) == DATA
+    assert by_us(server) == [True, True, False]
+
+
+def test_connection_that_the_server_gave_up_is_no_error(store: S3Store, server: HttpFaultServer) -> None:
+    """As every client does: what was reset on a connection used before is asked again on a new one."""
+    fetch(store, "f/a", len(DATA))
+    server.inject(Fault.RESET_BEFORE, times=1)
+    assert fetch(store, "f/a", len(DATA)) == DATA
+    server.inject(Fault.RESET_BEFORE, times=2)
+    with pytest.raises(StoreUnavailableError):
+        fetch(store, "f/a", len(DATA))
+
+
+def test_every_address_of_a_name_is_tried(store: S3Store, server: HttpFaultServer) -> None:
+    """``localhost`` is ::1 and 127.0.0.1; the server listens on the second only."""
+    named = S3Store(replace(store.options, endpoint_url=server.endpoint_url.replace("127.0.0.1", "localhost")))
+    assert fetch(named, "f/a", len(DATA)) == DATA
+    assert by_us(server) == [True]
+    named.close()
+
+
+@pytest.mark.parametrize(
+    ("variables", "usable"),
+    [
+        ({}, True),
+        ({"http_proxy": "http://proxy.example:3128"}, False),
+        ({"https_proxy": "http://proxy.example:3128"}, True),
+        ({"all_proxy": "http://proxy.example:3128"}, False),
+        ({"http_proxy": "http://proxy.example:3128", "no_proxy": "127.0.0.1"}, True),
+    ],
+)
+def test_requests_through_a_proxy_are_left_to_obstore(
+    store: S3Store, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], usable: bool
+) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    session = S3Session(store.options)
+    assert DirectReader.usable(session) is usable
+    session.close()

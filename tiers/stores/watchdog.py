@@ -1,0 +1,63 @@
+"""Watchdog: ends what is not complete in time, for clients whose own timeouts are per socket call."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class Watchdog:
+    """Calls functions whose time is up; a socket shut by another thread ends its reader. One thread, from the first on.
+
+    ``_changed`` owns every field. Who is in time, which is nearly everybody, does not wake the thread.
+
+    Args:
+        interval_s: the thread looks so often at least: how far ahead deadlines usually are.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, interval_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._interval_s = interval_s
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._deadlines: dict[Callable[[], None], float] = {}
+        self._thread: threading.Thread | None = None
+        self._wakes_at = float("inf")
+        self._closed = False
+
+    @contextmanager
+    def guard(self, end: Callable[[], None], deadline: float) -> Iterator[None]:
+        """Have ``end`` called once, if the block is still running at ``deadline``. It must not raise or wait."""
+        with self._changed:
+            self._deadlines[end] = deadline
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._watch, name="kvtiers-s3-watchdog", daemon=True)
+                self._thread.start()
+            elif deadline < self._wakes_at:
+                self._changed.notify()
+        try:
+            yield
+        finally:
+            with self._changed:
+                del self._deadlines[end]
+                if self._closed:
+                    self._changed.notify()
+
+    def close(self) -> None:
+        """End the thread as soon as nothing is guarded."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def _watch(self) -> None:
+        with self._changed:
+            while self._deadlines or not self._closed:
+                now = self._clock()
+                for end, deadline in self._deadlines.items():
+                    if deadline <= now:
+                        self._deadlines[end] = float("inf")
+                        end()
+                self._wakes_at = min([now + self._interval_s, *self._deadlines.values()])
+                self._changed.wait(self._wakes_at - now)
