@@ -12,6 +12,7 @@ from contextlib import closing
 from functools import partial
 from typing import Any
 
+from tiers.block_mover import Rows
 from tiers.capacity.policy import CapacityPolicy
 from tiers.config import parse_tier
 from tiers.errors import RegionError, StoreError
@@ -144,7 +145,7 @@ def _start(
     """The rest of every built-in tier's constructor: makes the store, and closes what it made if anything fails."""
     assert isinstance(config, TierConfig)
     mapped = config.isolation != "thread" and _can_be_mapped(view)
-    options = _tier_options(config, in_workers=mapped)
+    options = _tier_options(config, Rows(view).row_bytes, in_workers=mapped)
     store_class, store_options = store_recipe(config)
     policy = config.capacity_policy() if isinstance(config, BoundedTierConfig) else None
     if mapped or config.isolation == "process":
@@ -247,10 +248,12 @@ def _begin_s(config: TierConfig) -> float | None:
     return max(BEGIN_SHARE_MIN * config.job_deadline_s, config.job_deadline_s - config.request_timeout)
 
 
-def _tier_options(config: TierConfig, *, in_workers: bool) -> TierOptions:
+def _tier_options(config: TierConfig, row_bytes: int, *, in_workers: bool) -> TierOptions:
     # Where blocks mostly wait, two workers with all the threads do what as many workers would.
     few = in_workers and _waits(config)
-    task_bytes = config.task_bytes
+    worker_threads = max(config.n_read_threads, config.n_write_threads) if few else 1
+    # A worker has one task at a time: with fewer blocks than threads, some would idle.
+    task_bytes = max(config.task_bytes, worker_threads * row_bytes if few else 0)
     if isinstance(config, BoundedTierConfig) and config.max_bytes is not None:
         # Workers take the room for a batch at once: a large one would find none where there is some.
         task_bytes = min(task_bytes, config.max_bytes // TASKS_OF_BOUND)
@@ -259,7 +262,7 @@ def _tier_options(config: TierConfig, *, in_workers: bool) -> TierOptions:
         trace_job=make_job_tracer(config.name or config.type) if config.trace else None,
         n_read_threads=1 if few else config.n_read_threads,
         n_write_threads=1 if few else config.n_write_threads,
-        worker_threads=max(config.n_read_threads, config.n_write_threads) if few else 1,
+        worker_threads=worker_threads,
         worker_begin_s=_begin_s(config),
         task_bytes=task_bytes,
         jobs_max=config.jobs_max,

@@ -298,7 +298,10 @@ class S3TierConfig(BoundedTierConfig):
     type: Literal["s3"] = "s3"
     n_read_threads: Threads = Field(8, description="Requests of loads under way at once.")
     n_write_threads: Threads = Field(8, description="Requests of stores under way at once.")
-    task_bytes: Size = Field(16 << 20, description="As for every tier; less, because a link may be slow.")
+    task_bytes: Size = Field(
+        32 << 20,
+        description="As for every tier; less, because a link may be slow. A worker gets a block a thread at least.",
+    )
     isolation: Literal["auto", "thread", "process"] = Field(
         "auto", description="process: as fast beside a busy engine as beside an idle one. auto: where it can be."
     )

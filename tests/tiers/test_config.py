@@ -16,6 +16,7 @@ from tiers.tier_config import ExternalTierConfig, FsTierConfig, MemoryTierConfig
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 REGION = {"size": "64MiB"}
+ROW_BYTES = 4096
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
@@ -199,8 +200,8 @@ def test_every_shared_key_arrives(key: str) -> None:
     value, place, expected = SHARED_KEYS[key]
     tier = parse_tier({"type": "memory", key: value})
     assert isinstance(tier, TierConfig)
-    arrived: Any = _tier_options(tier, in_workers=False)
-    default: Any = _tier_options(MemoryTierConfig(), in_workers=False)
+    arrived: Any = _tier_options(tier, ROW_BYTES, in_workers=False)
+    default: Any = _tier_options(MemoryTierConfig(), ROW_BYTES, in_workers=False)
     for part in place.split("."):
         arrived, default = getattr(arrived, part), getattr(default, part)
     assert arrived == expected
@@ -244,6 +245,17 @@ def test_fs_keys_arrive(tmp_path: Path) -> None:
 def test_the_last_call_of_an_s3_batch_ends_before_its_worker_is_killed(options: dict[str, Any], begin_s: float) -> None:
     tier = parse_tier({"type": "s3", "bucket": "kv-blocks", **options})
     assert isinstance(tier, TierConfig)
-    made = _tier_options(tier, in_workers=True)
+    made = _tier_options(tier, ROW_BYTES, in_workers=True)
     assert made.worker_begin_s == begin_s
     assert (made.n_read_threads, made.n_write_threads, made.worker_threads) == (1, 1, 8)
+
+
+@pytest.mark.parametrize(
+    ("block_mib", "options", "task_mib"),
+    [(1, {}, 32), (4, {}, 32), (16, {}, 128), (16, {"n_read_threads": 12}, 192), (16, {"max_bytes": "1GiB"}, 16)],
+)
+def test_a_worker_of_s3_gets_a_block_for_each_thread(block_mib: int, options: dict[str, Any], task_mib: int) -> None:
+    tier = parse_tier({"type": "s3", "bucket": "kv-blocks", **options})
+    assert isinstance(tier, TierConfig)
+    assert _tier_options(tier, block_mib << 20, in_workers=True).task_bytes == task_mib << 20
+    assert _tier_options(tier, block_mib << 20, in_workers=False).task_bytes == min(task_mib, 32) << 20
