@@ -95,6 +95,8 @@ class IsolatedMover(BlockMover):
         except StoreError as e:
             batch.outcomes["failed"] += len(pairs)
             batch.errors[type(e).__name__] += len(pairs)
+            if type(e) is StoreError:  # what no store raises: a fault of the worker's
+                logger.error("tier %s: a batch failed in its worker: %s", self.name, e)
             if e.retryable:
                 batch.fault = str(e)
             return batch

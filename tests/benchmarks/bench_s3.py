@@ -159,8 +159,8 @@ def run(where: str, total_bytes: int, rounds: int) -> tuple[list[Row], list[Head
     heads: list[Heads] = []
     # NIXL's client frames its bodies in a way that only a real S3 takes apart again.
     names = (CEILING, "socket", *CLIENTS) if where == "nginx" else (*CLIENTS, *nixl())
-    with server(where) as reached:
-        for size in SIZES:
+    for size in SIZES:
+        with server(where) as reached:  # a new one each time: SeaweedFS keeps what was deleted, and it lies in memory
             region = Region(size, total_bytes)
             contenders = [make_contender(name, reached, region) for name in names]
             rows += measure(where, region, contenders, rounds)

@@ -85,7 +85,7 @@ class DirectReader:
                     if reused is None and self._tls is not None:
                         _begin_tls(connection, self._tls)
                     connection.request("GET", path, headers=headers)
-                    return self._receive(connection, connection.getresponse(), parts, size)
+                    filled, keeps = self._receive(connection.getresponse(), parts, size)
             except (OSError, http.client.HTTPException, ValueError):
                 connection.close()
                 if self._clock() >= deadline:
@@ -95,6 +95,13 @@ class DirectReader:
             except BaseException:
                 connection.close()
                 raise
+            else:
+                # Only now: who takes it next must not be ended by our watchdog.
+                if keeps and not self._closed:
+                    self._idle.append(connection)
+                else:
+                    connection.close()
+                return filled
 
     def close(self) -> None:
         """Close idle connections and end the watchdog."""
@@ -103,33 +110,19 @@ class DirectReader:
         while self._idle:
             self._idle.pop().close()
 
-    def _receive(
-        self,
-        connection: http.client.HTTPConnection,
-        response: http.client.HTTPResponse,
-        parts: Sequence[memoryview],
-        size: int,
-    ) -> bool:
-        if response.status != http.HTTPStatus.OK:
-            body = response.read(ERROR_BYTES_MAX)
-            connection.close()
-            if response.status < http.HTTPStatus.BAD_REQUEST:
-                return False
-            code = _CODE.search(body)
+    def _receive(self, response: http.client.HTTPResponse, parts: Sequence[memoryview], size: int) -> tuple[bool, bool]:
+        """Whether the parts are filled, and whether the connection can be used again."""
+        if response.status >= http.HTTPStatus.BAD_REQUEST:
+            code = _CODE.search(response.read(ERROR_BYTES_MAX))
             raise server_error(response.status, code[1].decode() if code else "", place=self._session.place)
-        if response.length is None:
-            connection.close()
-            return False
+        if response.status != http.HTTPStatus.OK or response.length is None:
+            return False, False
         if response.length != size:
             raise BlobCorruptError(f"{response.length} bytes are stored, {size} were asked for")
         for part in parts:
             _fill(response, part)
-        if response.will_close or self._closed:
-            connection.close()
-        else:
-            response.close()
-            self._idle.append(connection)
-        return True
+        response.close()
+        return True, not response.will_close
 
     def _sign(self, path: str) -> dict[str, str]:
         found = self._session.credentials()

@@ -22,7 +22,7 @@ class Watchdog:
         self._interval_s = interval_s
         self._clock = clock
         self._changed = threading.Condition()
-        self._deadlines: dict[Callable[[], None], float] = {}
+        self._guarded: dict[object, tuple[float, Callable[[], None]]] = {}
         self._thread: threading.Thread | None = None
         self._wakes_at = float("inf")
         self._closed = False
@@ -30,8 +30,9 @@ class Watchdog:
     @contextmanager
     def guard(self, end: Callable[[], None], deadline: float) -> Iterator[None]:
         """Have ``end`` called once, if the block is still running at ``deadline``. It must not raise or wait."""
+        guard = object()
         with self._changed:
-            self._deadlines[end] = deadline
+            self._guarded[guard] = deadline, end
             if self._thread is None:
                 self._thread = threading.Thread(target=self._watch, name="kvtiers-s3-watchdog", daemon=True)
                 self._thread.start()
@@ -41,7 +42,7 @@ class Watchdog:
             yield
         finally:
             with self._changed:
-                del self._deadlines[end]
+                self._guarded.pop(guard, None)
                 if self._closed:
                     self._changed.notify()
 
@@ -53,11 +54,11 @@ class Watchdog:
 
     def _watch(self) -> None:
         with self._changed:
-            while self._deadlines or not self._closed:
+            while self._guarded or not self._closed:
                 now = self._clock()
-                for end, deadline in self._deadlines.items():
+                for guard, (deadline, end) in list(self._guarded.items()):
                     if deadline <= now:
-                        self._deadlines[end] = float("inf")
+                        del self._guarded[guard]
                         end()
-                self._wakes_at = min([now + self._interval_s, *self._deadlines.values()])
+                self._wakes_at = min([now + self._interval_s, *(deadline for deadline, _ in self._guarded.values())])
                 self._changed.wait(self._wakes_at - now)
