@@ -54,12 +54,15 @@ def find_places(config: Path, tier: str | None) -> list[Place]:
     for one in load_config(config, SecondaryTierFactory.tier_types()).tiers:
         if isinstance(one, TierConfig) and not isinstance(one, MemoryTierConfig):
             found.append(Place(one.name or one.type, one, _where(one)))
-    names = [place.name for place in found]
-    if tier is not None:
-        found = [place for place in found if place.name == tier]
     if not found:
-        accepted = ", ".join(names) or "none: no tier here has storage that outlives its process"
-        raise ConfigError(f"no tier {tier or ''!r} in {config}; accepted: {accepted}", field="--tier")
+        raise ConfigError(
+            f"{config} has no tier whose storage outlives its process: nothing to look into", field="tiers"
+        )
+    if tier is not None:
+        names = ", ".join(place.name for place in found)
+        found = [place for place in found if place.name == tier]
+        if not found:
+            raise ConfigError(f"no tier {tier!r} in {config}; accepted: {names}", field="--tier")
     for place in found:
         tool_recipe(place.config)  # now rather than amid the command: there may be no such store for tools
     return found

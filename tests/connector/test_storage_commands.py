@@ -117,6 +117,11 @@ def test_which_tier(root: Path) -> None:
         assert code == 2
         assert "accepted: near" in out
         assert run(command, str(root / "none.yaml"))[0] == 2
+    only_memory = root / "memory.yaml"
+    only_memory.write_text("region: {size: 1MiB}\ntiers: [{type: memory, max_bytes: 1MiB}]\n")
+    code, out = run("du", str(only_memory))
+    assert code == 2
+    assert "no tier whose storage outlives its process" in out
 
 
 @pytest.mark.parametrize("command", ["ls", "du", "gc", "verify", "warm", "migrate", "bench"])

@@ -40,7 +40,7 @@ from tiers.stores.s3_errors import connection_error, deadline_error, server_erro
 from tiers.stores.s3_session import S3Session
 
 CHUNK_BYTES: Final = 256 << 10
-DIRECT_BYTES_MIN: Final = 512 << 10  # below, obstore costs less CPU, and has no GIL to wait for
+DIRECT_BYTES_MIN: Final = 256 << 10
 LIST_PAGE_KEYS: Final = 1000
 
 _IMPORTED_BY_PID: Final = os.getpid()

@@ -1,0 +1,175 @@
+"""Writes docs/commands.md: every command, run on files, on S3 (SeaweedFS) and on a memory tier.
+
+    python -m tests.docs.run_commands
+
+The blocks are made up; everything else is as it happened. Needs the program ``weed``.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from tests.identity import FakeSpec, block_key
+from tests.waiting import wait_for
+from tiers.base import JobMetadata
+from tiers.registry import SecondaryTierFactory
+from tiers.testing.servers import SeaweedServer, free_ports, seaweed_server
+
+PAGE = Path(__file__).parents[2] / "docs" / "commands.md"
+KVTIERS = str(Path(sys.executable).with_name("kvtiers"))
+WORK = Path("/tmp/kvtiers-commands")
+BUCKET = "kvtiers"
+ROWS, ROW_BYTES = 160, 64 << 10
+METRICS_SHOWN = ("kvtiers_storage_blocks", "kvtiers_storage_used_bytes", "kvtiers_storage_max_bytes")
+
+HEAD = """\
+# Every command, run
+
+On a folder, on a bucket (SeaweedFS) and on a memory tier, 160 blocks of 64 KiB in each of the first two. Written by
+`python -m tests.docs.run_commands`, on a machine with 2 cores; `demo` is in the [README](../README.md).
+"""
+
+
+def tiers_of(server: SeaweedServer) -> dict[str, dict[str, Any]]:
+    """The tiers by name."""
+    endpoint = server.s3.endpoint_url
+    s3 = {"type": "s3", "bucket": BUCKET, "endpoint_url": endpoint}
+    return {
+        "files": {"type": "fs", "name": "files", "root_dir": str(WORK / "kv"), "max_bytes": "8MiB", "ttl": "30d"},
+        "bucket": {**s3, "name": "bucket", "prefix": "one", "max_bytes": "8MiB"},
+        "ram": {"type": "memory", "name": "ram", "max_bytes": "64MiB"},
+        "near": {"type": "fs", "name": "near", "root_dir": str(WORK / "near"), "max_bytes": "1GiB"},
+        "far": {**s3, "name": "far", "prefix": "two"},
+    }
+
+
+def fill(options: dict[str, Any]) -> None:
+    """Have an engine store ROWS blocks, unbounded."""
+    options = {name: value for name, value in options.items() if name not in ("max_bytes", "ttl")}
+    rows = np.random.default_rng(1).integers(-128, 128, (ROWS, ROW_BYTES), np.int8)
+    tier = SecondaryTierFactory.create_secondary_tier(options, rows.data, FakeSpec())
+    tier.submit_store(JobMetadata(1, [block_key(number) for number in range(ROWS)], np.arange(ROWS, dtype=np.int32)))
+    tier.drain_jobs()
+    (result,) = tier.get_finished()
+    tier.shutdown()
+    assert result.success
+
+
+def spoil(server: SeaweedServer) -> None:
+    """Flip a bit of a block in the folder and of one in the bucket."""
+    path = sorted((WORK / "kv").rglob("*.bin"))[7]
+    path.write_bytes(_flipped(path.read_bytes()))
+    client = server.s3.client()
+    listed = client.list_objects_v2(Bucket=BUCKET, Prefix="one/")["Contents"]
+    key = next(one["Key"] for one in listed if one["Key"].endswith(".bin"))
+    body = client.get_object(Bucket=BUCKET, Key=key)["Body"].read()
+    client.put_object(Bucket=BUCKET, Key=key, Body=_flipped(body))
+
+
+def _flipped(data: bytes) -> bytes:
+    return bytes([data[0] ^ 1]) + data[1:]
+
+
+class Page:
+    """What was said."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._environment = {**os.environ, **environment, "COLUMNS": "118", "NO_COLOR": "1"}
+        self.lines = [HEAD]
+
+    def add(self, *lines: str) -> None:
+        """Text of the page's own."""
+        self.lines += lines
+
+    def run(self, *commands: str) -> None:
+        """Run commands one after the other and show them in one box."""
+        self.add("", "```")
+        for command in commands:
+            answer = subprocess.run(
+                [KVTIERS, *command.split()], cwd=WORK, env=self._environment,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+            )  # fmt: skip
+            code = [f"[exit code {answer.returncode}]"] if answer.returncode else []
+            self.add(f"$ kvtiers {command}", *(line.rstrip() for line in answer.stdout.rstrip().split("\n")), *code, "")
+        self.lines[-1] = "```"
+
+    def scrape(self, config: str) -> None:
+        """Run ``serve-metrics`` and show a part of what it serves."""
+        (port,) = free_ports(1)
+        url = f"http://127.0.0.1:{port}/metrics"
+        command = f"serve-metrics {config} --port {port}"
+        process = subprocess.Popen(
+            [KVTIERS, *command.split()], cwd=WORK, env=self._environment,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        try:
+            wait_for(lambda: METRICS_SHOWN[0] in _scraped(url))
+            shown = [line for line in _scraped(url).splitlines() if line.startswith(METRICS_SHOWN)]
+        finally:
+            process.terminate()
+            process.wait()
+        self.add("", "```", f"$ kvtiers {command} &", f"$ curl -s {url} | grep ^kvtiers_storage", *shown, "```")
+
+
+def _scraped(url: str) -> str:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            text: str = answer.read().decode()
+            return text
+    except OSError:
+        return ""
+
+
+def main() -> None:
+    """Command line."""
+    shutil.rmtree(WORK, ignore_errors=True)
+    WORK.mkdir()
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, WORK)
+        server = stack.enter_context(seaweed_server())
+        before = {name: os.environ.get(name) for name in server.s3.environment}
+        os.environ.update(server.s3.environment)
+        stack.callback(lambda: [os.environ.pop(name) for name, value in before.items() if value is None])
+        server.s3.client().create_bucket(Bucket=BUCKET)
+        tiers = tiers_of(server)
+        files = {"fs": ["files"], "s3": ["bucket"], "memory": ["ram"], "two": ["near", "far"]}
+        for name, used in files.items():
+            content = {"region": {"size": "64MiB"}, "tiers": [tiers[one] for one in used]}
+            (WORK / f"{name}.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+        for name in ("files", "bucket", "far"):
+            fill(tiers[name])
+        spoil(server)
+        time.sleep(1)
+        page = Page(server.s3.environment)
+        for title, name in (("A folder", "fs"), ("A bucket", "s3"), ("A memory tier", "memory")):
+            config = f"{name}.yaml"
+            page.add("", f"## {title}", "", "```yaml", (WORK / config).read_text().rstrip(), "```")
+            page.run(f"check {config}")
+            page.run(f"doctor {config}")
+            page.run(f"du {config}", f"ls {config} --limit 2", f"ls {config} --limit 1 --json")
+            page.run(f"verify {config}", f"verify {config} --repair", f"verify {config}")
+            page.run(f"gc {config} --dry-run", f"gc {config}", f"du {config} --json")
+            page.run(f"bench {config} --total 32MiB")
+            page.run(f"vllm-config {config} --way tier")
+            if name != "memory":
+                page.scrape(config)
+        page.add("", "## Between tiers", "", "```yaml", (WORK / "two.yaml").read_text().rstrip(), "```")
+        page.run("warm two.yaml", "warm two.yaml", "migrate fs.yaml two.yaml --to far", "migrate two.yaml memory.yaml")
+        page.run("warm memory.yaml")
+    PAGE.write_text("\n".join(page.lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
