@@ -20,6 +20,7 @@ from connector.commands.storage import EXIT_FAILED, AsJson, Config, TierName, fa
 from tiers.errors import StoreError
 from tiers.layers.worker_process import StoreRecipe
 from tiers.open_store import tool_recipe
+from tiers.store import SupportsQuarantine
 from tiers.verify import UnitResult, decode_result, find_units, total_of
 from tiers.verify_processes import verify_units
 
@@ -29,7 +30,12 @@ BAD_SHOWN_MAX = 20
 def verify(
     config: Config,
     tier: TierName = None,
-    repair: Annotated[bool, typer.Option("--repair", help="Move bad blocks aside; the next store heals them.")] = False,
+    repair: Annotated[
+        bool,
+        typer.Option(
+            "--repair", help="Move bad blocks aside, or delete them on S3 and fsspec; the next store heals them."
+        ),
+    ] = False,
     state: Annotated[
         Path | None, typer.Option(help="Remember in this file what is done; begun again, go on from there.")
     ] = None,
@@ -77,6 +83,7 @@ def _verify_place(place: Place, repair: bool, state: Path | None, n_workers: int
         "tier": place.name,
         "where": place.where,
         **{name: value for name, value in asdict(total).items() if name != "unit"},
+        "moves_aside": issubclass(store_class, SupportsQuarantine),
         "resumed_units": len(done),
         "seconds": round(time.monotonic() - started_at, 3),
         "bytes_per_s": round(now_bytes / max(1e-9, time.monotonic() - checked_at)),
@@ -135,7 +142,7 @@ def _show(result: dict[str, Any]) -> None:
     if result["bad_count"] > BAD_SHOWN_MAX:
         say(f"    … and {result['bad_count'] - BAD_SHOWN_MAX:,} more; --json names them")
     if result["quarantined"]:
-        say(f"  moved aside: {result['quarantined']:,} blocks")
+        say(f"  {'moved aside' if result['moves_aside'] else 'deleted'}: {result['quarantined']:,} blocks")
     if result["foreign"]:
         say(f"  of a newer version or without a seal, left alone: {result['foreign']:,} blocks")
     if result["errors"]:

@@ -1,11 +1,11 @@
 """S3 through the whole tier (sealed and verified), by client, next to what plain HTTP can do.
 
-    python -m tests.benchmarks.bench_s3 [--quick] [--json FILE] [--png FILE] [--where nginx seaweed]
+    python -m tests.benchmarks.bench_s3 [--quick] [--json FILE] [--png FILE] [--where PLACE ...]
 
-Two servers on loopback: nginx as a DAV stub, which shows what the client itself costs, and SeaweedFS, a real S3. The
-ceiling ``http`` is plain http.client: the same blocks with their trailers, unsigned and unsealed, sent from and
-received into the region by as many threads. ``socket`` goes further down, to requests written by hand: what is left of
-an HTTP client without HTTP. Both exist for the stub only, for a real server wants signatures.
+Servers on loopback: nginx as a DAV stub, which shows what the client itself costs, by http and https (nginx-tls), and
+SeaweedFS, a real S3. The ceiling ``http`` is plain http.client: the same blocks with their trailers, unsigned and
+unsealed, sent from and received into the region by as many threads. ``socket`` goes further down, to requests written
+by hand: what is left of an HTTP client without HTTP. They exist for the stub only, for a real server wants signatures.
 
 Ratios are what counts: within a round every client moves the same blocks one after the other, in changing order, and
 the median of the rounds' ratios is reported, so that a machine whose speed drifts does not decide.
@@ -19,8 +19,9 @@ import importlib.util
 import json
 import os
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -32,9 +33,11 @@ from rich.table import Table
 
 from tests.benchmarks.bench_fs import KIB, MIB, stall_while
 from tests.benchmarks.s3_contenders import CEILING, THREADS, Contender, NixlContender, Region, make_contender
+from tests.certificate import make_certificate
 from tiers.testing.servers import STUB_BUCKET, S3Server, find_nginx, find_weed, nginx_stub, seaweed_server
 
 SIZES = (256 * KIB, MIB, 4 * MIB, 16 * MIB)
+PLACES = ("nginx", "nginx-tls", "seaweed")
 HEADS = 4_000
 CLIENTS = ("obstore", "obstore, threads", "boto3", "s3fs")
 HTTP_GOAL, BOTO3_GOAL, CPU_GOAL_MS, STALL_GOAL_MS = 0.8, 3.0, 0.35, 2.0
@@ -134,19 +137,29 @@ def server(where: str) -> Iterator[S3Server]:
     with ExitStack() as stack:
         if where == "nginx":
             reached = S3Server(stack.enter_context(nginx_stub()), "key", "secret")
+        elif where == "nginx-tls":
+            folder = make_certificate(Path(stack.enter_context(tempfile.TemporaryDirectory())))
+            stack.enter_context(_environment({"AWS_CA_BUNDLE": str(folder / "ca.pem")}))
+            reached = S3Server(stack.enter_context(nginx_stub(folder / "server.pem")), "key", "secret")
         else:
             reached = stack.enter_context(seaweed_server()).s3
             reached.client().create_bucket(Bucket=STUB_BUCKET)
-        before = {name: os.environ.get(name) for name in reached.environment}
-        os.environ.update(reached.environment)
-        try:
-            yield reached
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
+        stack.enter_context(_environment(reached.environment))
+        yield reached
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def nixl() -> tuple[str, ...]:
@@ -158,11 +171,11 @@ def run(where: str, total_bytes: int, rounds: int) -> tuple[list[Row], list[Head
     rows: list[Row] = []
     heads: list[Heads] = []
     # NIXL's client frames its bodies in a way that only a real S3 takes apart again.
-    names = (CEILING, "socket", *CLIENTS) if where == "nginx" else (*CLIENTS, *nixl())
+    names = {"nginx": (CEILING, "socket", *CLIENTS), "nginx-tls": (CEILING, *CLIENTS), "seaweed": (*CLIENTS, *nixl())}
     for size in SIZES:
         with server(where) as reached:  # a new one each time: SeaweedFS keeps what was deleted, and it lies in memory
             region = Region(size, total_bytes)
-            contenders = [make_contender(name, reached, region) for name in names]
+            contenders = [make_contender(name, reached, region) for name in names[where]]
             rows += measure(where, region, contenders, rounds)
             if size == SIZES[0]:
                 heads += [heads_per_second(where, contender) for contender in contenders]
@@ -265,11 +278,11 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="less data and fewer rounds")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--png", type=Path, help="draw the rows into this file (needs matplotlib)")
-    parser.add_argument("--where", nargs="*", choices=("nginx", "seaweed"), help="default: whichever is installed")
+    parser.add_argument("--where", nargs="*", choices=PLACES, help="default: whichever is installed")
     args = parser.parse_args()
-    installed = {"nginx": find_nginx(), "seaweed": find_weed()}
+    installed = dict(zip(PLACES, (find_nginx(), find_nginx(), find_weed()), strict=True))
     places = args.where or [name for name, path in installed.items() if path is not None]
-    missing = [name for name in ("nginx", "seaweed") if name not in places]
+    missing = [name for name in PLACES if name not in places]
     missing += [] if nixl() else ["nixl (not installed)"]
     if missing:
         print(f"not measured: {', '.join(missing)}")

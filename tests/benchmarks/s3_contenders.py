@@ -7,6 +7,7 @@ import importlib
 import os
 import re
 import socket
+import ssl
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -222,6 +223,7 @@ class PlainContender(Contender):
         parts = urlsplit(url)
         self._address = (parts.hostname or "", parts.port or 80)
         self._region = region
+        self._tls = ssl.create_default_context(cafile=os.environ["AWS_CA_BUNDLE"]) if parts.scheme == "https" else None
         self._local = threading.local()
         self._pool = ThreadPoolExecutor(THREADS)
         self._trailer = bytes(TRAILER_BYTES)
@@ -295,7 +297,11 @@ class HttpContender(PlainContender):
     def _connection(self) -> http.client.HTTPConnection:
         connection: http.client.HTTPConnection | None = getattr(self._local, "connection", None)
         if connection is None:
-            connection = self._local.connection = http.client.HTTPConnection(*self._address)
+            if self._tls is None:
+                connection = http.client.HTTPConnection(*self._address)
+            else:
+                connection = http.client.HTTPSConnection(*self._address, context=self._tls)
+            self._local.connection = connection
             connection.connect()
             connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return connection

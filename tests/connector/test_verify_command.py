@@ -112,6 +112,16 @@ def test_repair_moves_bad_blocks_aside_and_no_other(config: str, root: Path) -> 
     assert run(config)[0] == 0
 
 
+def test_repair_of_a_storage_without_quarantine_deletes(config: str, root: Path) -> None:
+    Path(config).write_text(f"region: {{size: 1MiB}}\ntiers:\n- {{type: fsspec, url: 'file://{root}'}}\n")
+    flip(root / NAMES[0], 100)
+    code, out = run(config, "--repair")
+    assert code == 0
+    assert "deleted: 1 blocks" in out
+    assert {str(path.relative_to(root)) for path in root.glob("*/*/*/*.bin")} == set(NAMES[1:])
+    assert not (root / ".quarantine").exists()
+
+
 @pytest.mark.parametrize("text", [None, "{}", "{", "[1]"])
 def test_blocks_without_their_identity_are_not_moved(config: str, root: Path, text: str | None) -> None:
     path = root / MAPPER.relative_config_name

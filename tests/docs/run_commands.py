@@ -38,8 +38,7 @@ HEAD = """\
 # Every command, run
 
 On a folder, on a bucket (SeaweedFS) and on a memory tier, 160 blocks of 64 KiB in each of the first two. Written by
-`python -m tests.docs.run_commands`, on a machine with 2 cores; `demo` is in the [README](../README.md).
-"""
+`python -m tests.docs.run_commands`, on a machine with 2 cores; `demo` is in the [README](../README.md)."""
 
 
 def tiers_of(server: SeaweedServer) -> dict[str, dict[str, Any]]:
@@ -115,7 +114,7 @@ class Page:
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         try:
-            wait_for(lambda: METRICS_SHOWN[0] in _scraped(url))
+            wait_for(lambda: f"\n{METRICS_SHOWN[0]}{{" in _scraped(url))
             shown = [line for line in _scraped(url).splitlines() if line.startswith(METRICS_SHOWN)]
         finally:
             process.terminate()
@@ -148,7 +147,7 @@ def main() -> None:
         for name, used in files.items():
             content = {"region": {"size": "64MiB"}, "tiers": [tiers[one] for one in used]}
             (WORK / f"{name}.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
-        for name in ("files", "bucket", "far"):
+        for name in ("files", "bucket"):
             fill(tiers[name])
         spoil(server)
         time.sleep(1)
@@ -161,13 +160,13 @@ def main() -> None:
             page.run(f"du {config}", f"ls {config} --limit 2", f"ls {config} --limit 1 --json")
             page.run(f"verify {config}", f"verify {config} --repair", f"verify {config}")
             page.run(f"gc {config} --dry-run", f"gc {config}", f"du {config} --json")
-            page.run(f"bench {config} --total 32MiB")
+            page.run(f"bench {config} --block-size 64KiB --total 512KiB")
             page.run(f"vllm-config {config} --way tier")
             if name != "memory":
                 page.scrape(config)
         page.add("", "## Between tiers", "", "```yaml", (WORK / "two.yaml").read_text().rstrip(), "```")
-        page.run("warm two.yaml", "warm two.yaml", "migrate fs.yaml two.yaml --to far", "migrate two.yaml memory.yaml")
-        page.run("warm memory.yaml")
+        page.run("migrate fs.yaml two.yaml --to far", "warm two.yaml", "warm two.yaml")
+        page.run("warm memory.yaml", "migrate two.yaml memory.yaml --from far")
     PAGE.write_text("\n".join(page.lines) + "\n")
 
 

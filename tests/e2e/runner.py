@@ -16,8 +16,8 @@ from pathlib import Path
 from tests.e2e.lab import REPOSITORY, Lab, Row
 from tests.e2e.make_model import make_model, make_tiny_model
 from tests.e2e.report import write_report
-from tests.e2e.rows import BLOCK_TOKENS, HARM, Prompts, Setting, attempt, reference, reuse
-from tests.e2e.ways import REUSE_WAYS
+from tests.e2e.rows import BLOCK_TOKENS, HARM, Prompts, Setting, attempt, reference, reuse, yardstick
+from tests.e2e.ways import REUSE_WAYS, VLLM_WAYS
 from tiers.testing.servers import seaweed_server
 
 DOCUMENT_TOKENS = 2029
@@ -55,7 +55,7 @@ def rows(
             print(f"vLLM {version}: cold without a connector {setting.reference.cold_ttft_s:.3f} s", flush=True)
             for name in REDUCED_WAYS if reduced else REUSE_WAYS:
                 if _is_asked(only, f"{name}: reuse"):
-                    yield attempt(reuse, setting, name)
+                    yield attempt(yardstick if name in VLLM_WAYS else reuse, setting, name)
             if version not in harm_versions:
                 continue
             for run, ways in HARM:

@@ -130,9 +130,9 @@ def way(name: str, place: Place, *, region_bytes: int = REGION_BYTES) -> dict[st
     raise ValueError(f"{name!r} is no way")
 
 
+VLLM_WAYS = ("vLLM's fs tier", "vLLM's obj tier")
 REUSE_WAYS = (
-    "vLLM's fs tier",
-    "vLLM's obj tier",
+    *VLLM_WAYS,
     "tier on fs",
     "tier on S3",
     "tier on fs in front of S3",

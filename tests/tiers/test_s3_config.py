@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import base64
-import datetime
 import hashlib
 import importlib
-import ipaddress
 import json
 import logging
 import os
@@ -23,10 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 
+from tests.certificate import make_certificate
 from tests.s3_clients import CLIENTS, READERS, choose
 from tiers.errors import (
     ConfigError,
@@ -232,31 +228,7 @@ def test_no_credentials(options: S3Options, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with ``ca.pem``, and ``server.pem``: certificate of 127.0.0.1 signed by it, and its key."""
-    folder = tmp_path_factory.mktemp("tls")
-    now = datetime.datetime.now(datetime.UTC)
-
-    def make(name: str, key: ec.EllipticCurvePrivateKey, signer: ec.EllipticCurvePrivateKey, ca: bool) -> bytes:
-        subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
-        issuer = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "kvtiers test CA")])
-        address = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
-        made = (
-            x509.CertificateBuilder(issuer, subject, key.public_key(), x509.random_serial_number())
-            .not_valid_before(now - datetime.timedelta(days=1))
-            .not_valid_after(now + datetime.timedelta(days=1))
-            .add_extension(address, critical=False)
-            .add_extension(x509.BasicConstraints(ca=ca, path_length=None), critical=True)
-            .sign(signer, hashes.SHA256())
-        )
-        return made.public_bytes(serialization.Encoding.PEM)
-
-    ca_key, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
-    plain = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    (folder / "ca.pem").write_bytes(make("kvtiers test CA", ca_key, ca_key, True))
-    (folder / "server.pem").write_bytes(
-        make("127.0.0.1", key, ca_key, False) + key.private_bytes(serialization.Encoding.PEM, *plain)
-    )
-    return folder
+    return make_certificate(tmp_path_factory.mktemp("tls"))
 
 
 @pytest.fixture

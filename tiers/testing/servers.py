@@ -173,11 +173,14 @@ def seaweed_server() -> Iterator[SeaweedServer]:
 
 
 @contextmanager
-def nginx_stub() -> Iterator[str]:
+def nginx_stub(server_pem: Path | None = None) -> Iterator[str]:
     """nginx with DAV methods on a folder in memory: PUT, GET, HEAD, DELETE, no authentication. Yields its URL.
 
     It answers a PUT with an ETag, which S3 clients insist on and DAV does not have, and any listing of the bucket
     ``STUB_BUCKET`` with an empty one.
+
+    Args:
+        server_pem: certificate and key, to serve https.
     """
     nginx = find_nginx()
     if nginx is None:
@@ -187,15 +190,23 @@ def nginx_stub() -> Iterator[str]:
         for name in ("data", "tmp"):
             (folder / name).mkdir()
         (folder / "nginx.conf").write_text(
-            _NGINX.format(folder=folder, port=port, bucket=STUB_BUCKET, user="user root; " if os.geteuid() == 0 else "")
+            _NGINX.format(
+                folder=folder,
+                port=port,
+                bucket=STUB_BUCKET,
+                user="user root; " if os.geteuid() == 0 else "",
+                tls=""
+                if server_pem is None
+                else f" ssl; ssl_certificate {server_pem}; ssl_certificate_key {server_pem}",
+            )
         )
         process = subprocess.Popen(
             [nginx, "-p", str(folder), "-c", str(folder / "nginx.conf"), "-e", str(folder / "error.log")],
             stdin=subprocess.DEVNULL,
         )
         try:
-            url = f"http://127.0.0.1:{port}"
-            _wait_for_answer(url, process)
+            url = f"{'http' if server_pem is None else 'https'}://127.0.0.1:{port}"
+            _wait_for(lambda: not _is_free(port), process, url)
             yield url
         finally:
             process.terminate()
@@ -217,7 +228,7 @@ http {{
   uwsgi_temp_path {folder}/tmp/u; scgi_temp_path {folder}/tmp/s;
   map $request_method $put_etag {{ PUT '"stub"'; default ""; }}
   server {{
-    listen 127.0.0.1:{port}; root {folder}/data; add_header ETag $put_etag always;
+    listen 127.0.0.1:{port}{tls}; root {folder}/data; add_header ETag $put_etag always;
     location = /{bucket} {{
       default_type application/xml;
       return 200 '<ListBucketResult><Name>{bucket}</Name><KeyCount>0</KeyCount></ListBucketResult>';
