@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 
 from tests.s3_clients import choose
-from tiers.errors import StoreUnavailableError
+from tiers.errors import StoreTimeoutError, StoreUnavailableError
 from tiers.stores.s3 import S3Store
 from tiers.stores.s3_direct import DirectReader
 from tiers.stores.s3_obstore import DIRECT_BYTES_MIN
@@ -19,7 +22,7 @@ from tiers.testing.contract import fetch, make_data
 from tiers.testing.http_faults import Fault, HttpFaultServer
 from tiers.testing.servers import S3Server
 
-DATA = make_data(300_000)
+DATA = make_data(100_000)
 
 
 @pytest.fixture
@@ -70,6 +73,36 @@ def test_many_threads_share_connections(store: S3Store) -> None:
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda _: fetch(store, "f/a", len(DATA)), range(200)))
     assert found == [DATA] * 200
+
+
+@contextmanager
+def half_an_answer(head: bytes) -> Iterator[str]:
+    """A server that sends ``head`` and a few bytes, and then nothing until its client leaves; yields its URL."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(head + b"few bytes")
+                connection.settimeout(20)
+                connection.recv(1)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        thread.join()
+
+
+@pytest.mark.parametrize("connection", [b"keep-alive", b"close"])
+def test_body_that_stops_is_given_up_in_time(store: S3Store, connection: bytes) -> None:
+    """http.client forgets its socket where the server says that it will close: it must be shut all the same."""
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: %b\r\n\r\n" % (len(DATA), connection)
+    with half_an_answer(head) as url:
+        hurried = S3Store(replace(store.options, endpoint_url=url, request_timeout_s=0.6))
+        with pytest.raises(StoreTimeoutError, match=r"did not answer within 0\.3 s"):
+            fetch(hurried, "f/a", len(DATA))
+        hurried.close()
 
 
 def test_every_address_of_a_name_is_tried(store: S3Store, server: HttpFaultServer) -> None:

@@ -80,10 +80,11 @@ class DirectReader:
         while True:
             reused = self._pop_idle()
             connection = reused or self._dial()
+            sock = connection.sock  # which the connection forgets where the server says that it will close
             try:
-                with self._watchdog.guard(partial(_shut, connection), deadline):
-                    if reused is None and self._tls is not None:
-                        _begin_tls(connection, self._tls)
+                with self._watchdog.guard(partial(_shut, sock), deadline):
+                    if reused is None and isinstance(sock, ssl.SSLSocket):
+                        sock.do_handshake()
                     connection.request("GET", path, headers=headers)
                     filled, keeps = self._receive(connection.getresponse(), parts, size)
             except (OSError, http.client.HTTPException, ValueError):
@@ -159,15 +160,12 @@ class DirectReader:
                 continue
             connection.sock.settimeout(None)  # from here on the watchdog sees to that
             connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            if self._tls is not None:
+                connection.sock = self._tls.wrap_socket(
+                    connection.sock, server_hostname=connection.host, do_handshake_on_connect=False
+                )
             return connection
         raise connection_error(self._session.place)
-
-
-def _begin_tls(connection: http.client.HTTPConnection, context: ssl.SSLContext) -> None:
-    connection.sock = context.wrap_socket(
-        connection.sock, server_hostname=connection.host, do_handshake_on_connect=False
-    )
-    connection.sock.do_handshake()
 
 
 def _tls_context(session: S3Session) -> ssl.SSLContext:
@@ -189,7 +187,7 @@ def _fill(response: http.client.HTTPResponse, part: memoryview) -> None:
         part = part[count:]
 
 
-def _shut(connection: http.client.HTTPConnection) -> None:
-    with contextlib.suppress(OSError, AttributeError):  # it was complete at that very moment
+def _shut(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it was complete at that very moment
         # Not SSLSocket's own: it ends decryption first, and the reader would take what is left for its plain bytes.
-        socket.socket.shutdown(connection.sock, socket.SHUT_RDWR)
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)
