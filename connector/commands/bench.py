@@ -175,8 +175,13 @@ class _Bench:
         tier.drain_jobs()
         for result in tier.get_finished():
             if not result.success:
-                done = len(result.successful_keys)
-                raise StoreError(f"tier {tier.name}: only {done} of {len(self._keys)} blocks could be {op}d")
+                said = (
+                    f"tier {tier.name}: only {len(result.successful_keys)} of {len(self._keys)} blocks could be {op}d"
+                )
+                full = "StoreFullError" in {sample.labels.get("error") for sample in tier.metrics.snapshot()}
+                raise StoreError(
+                    f"{said}: max_bytes or min_free is reached; a smaller --total may fit" if full else said
+                )
 
     def _remove(self, tier: StoreTierManager) -> None:
         for key in self._keys:

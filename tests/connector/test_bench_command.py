@@ -72,3 +72,4 @@ def test_a_tier_that_takes_nothing(tmp_path: Path) -> None:
     code, out = run(str(path), "--block-size", "256KiB")
     assert code == 1
     assert "of 8 blocks could be" in out
+    assert "max_bytes or min_free is reached" in out

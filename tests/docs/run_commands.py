@@ -32,7 +32,7 @@ KVTIERS = str(Path(sys.executable).with_name("kvtiers"))
 WORK = Path("/tmp/kvtiers-commands")
 BUCKET = "kvtiers"
 ROWS, ROW_BYTES = 160, 64 << 10
-METRICS_SHOWN = ("kvtiers_storage_blocks", "kvtiers_storage_used_bytes", "kvtiers_storage_max_bytes")
+METRICS_SHOWN = ("kvtiers_storage_up", "kvtiers_storage_bytes", "kvtiers_storage_blocks")
 
 HEAD = """\
 # Every command, run
@@ -114,7 +114,7 @@ class Page:
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         try:
-            wait_for(lambda: f"\n{METRICS_SHOWN[0]}{{" in _scraped(url))
+            wait_for(lambda: f"\n{METRICS_SHOWN[-1]}{{" in _scraped(url))
             shown = [line for line in _scraped(url).splitlines() if line.startswith(METRICS_SHOWN)]
         finally:
             process.terminate()
@@ -160,12 +160,14 @@ def main() -> None:
             page.run(f"du {config}", f"ls {config} --limit 2", f"ls {config} --limit 1 --json")
             page.run(f"verify {config}", f"verify {config} --repair", f"verify {config}")
             page.run(f"gc {config} --dry-run", f"gc {config}", f"du {config} --json")
-            page.run(f"bench {config} --block-size 64KiB --total 512KiB")
+            if name == "memory":
+                page.run(f"bench {config} --total 32MiB")
             page.run(f"vllm-config {config} --way tier")
             if name != "memory":
                 page.scrape(config)
         page.add("", "## Between tiers", "", "```yaml", (WORK / "two.yaml").read_text().rstrip(), "```")
         page.run("migrate fs.yaml two.yaml --to far", "warm two.yaml", "warm two.yaml")
+        page.run("bench two.yaml --total 32MiB")
         page.run("warm memory.yaml", "migrate two.yaml memory.yaml --from far")
     PAGE.write_text("\n".join(page.lines) + "\n")
 
