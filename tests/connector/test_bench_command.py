@@ -72,4 +72,12 @@ def test_a_tier_that_takes_nothing(tmp_path: Path) -> None:
     code, out = run(str(path), "--block-size", "256KiB")
     assert code == 1
     assert "of 8 blocks could be" in out
-    assert "max_bytes or min_free is reached" in out
+
+
+def test_a_tier_that_is_full(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    tier = f"{{type: fs, root_dir: {tmp_path}/kv, min_free: 0, max_bytes: 1MiB, isolation: thread}}"
+    path.write_text(f"region: {{size: 2MiB}}\ntiers:\n- {tier}\n")
+    code, out = run(str(path), "--block-size", "256KiB")
+    assert code == 1
+    assert "of 8 blocks could be stored: max_bytes or min_free is reached; a smaller --total may fit" in out
