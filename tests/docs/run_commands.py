@@ -92,16 +92,24 @@ class Page:
         """Text of the page's own."""
         self.lines += lines
 
-    def run(self, *commands: str) -> None:
+    def run(self, *commands: str, timed: bool = False, **environment: str) -> None:
         """Run commands one after the other and show them in one box."""
         self.add("", "```")
         for command in commands:
+            started_at = time.monotonic()
             answer = subprocess.run(
-                [KVTIERS, *command.split()], cwd=WORK, env=self._environment,
+                [KVTIERS, *command.split()], cwd=WORK, env=self._environment | environment,
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
             )  # fmt: skip
-            code = [f"[exit code {answer.returncode}]"] if answer.returncode else []
-            self.add(f"$ kvtiers {command}", *(line.rstrip() for line in answer.stdout.rstrip().split("\n")), *code, "")
+            took = f" after {time.monotonic() - started_at:.1f} s" if timed else ""
+            code = [f"[exit code {answer.returncode}{took}]"] if answer.returncode else []
+            variables = "".join(f"{name}={value} " for name, value in environment.items())
+            self.add(
+                f"$ {variables}kvtiers {command}",
+                *(line.rstrip() for line in answer.stdout.rstrip().split("\n")),
+                *code,
+                "",
+            )
         self.lines[-1] = "```"
 
     def scrape(self, config: str) -> None:
@@ -165,6 +173,16 @@ def main() -> None:
             page.run(f"vllm-config {config} --way tier")
             if name != "memory":
                 page.scrape(config)
+        page.add("", "## A bucket that cannot be reached")
+        for name, mistake in (
+            ("endpoint", {"endpoint_url": "http://127.0.0.1:9"}),
+            ("no-such-host", {"endpoint_url": "https://s3.invalid"}),
+            ("no-such-bucket", {"bucket": "kvtier"}),
+        ):
+            content = {"region": {"size": "64MiB"}, "tiers": [tiers["far"] | mistake]}
+            (WORK / f"{name}.yaml").write_text(yaml.safe_dump(content))
+            page.run(f"check {name}.yaml", timed=True)
+        page.run("check s3.yaml", timed=True, AWS_SECRET_ACCESS_KEY="not-the-secret")
         page.add("", "## Between tiers", "", "```yaml", (WORK / "two.yaml").read_text().rstrip(), "```")
         page.run("migrate fs.yaml two.yaml --to far", "warm two.yaml", "warm two.yaml")
         page.run("bench two.yaml --total 32MiB")

@@ -453,6 +453,7 @@ def tier(store: S3Store, server: HttpFaultServer) -> Iterator[Tier]:
     made.manager.shutdown()
 
 
+@by_all_readers
 @pytest.mark.parametrize("count", [320, pytest.param(10_000, marks=pytest.mark.full)])
 def test_corruptions_are_misses(tier: Tier, count: int) -> None:
     """W1: flip, truncate, extend, swap, zero page."""
