@@ -21,7 +21,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -34,6 +34,7 @@ from rich.table import Table
 from tests.benchmarks.bench_fs import KIB, MIB, stall_while
 from tests.benchmarks.s3_contenders import CEILING, THREADS, Contender, NixlContender, Region, make_contender
 from tests.certificate import make_certificate
+from tests.environment import environment
 from tiers.testing.servers import STUB_BUCKET, S3Server, find_nginx, find_weed, nginx_stub, seaweed_server
 
 SIZES = (256 * KIB, MIB, 4 * MIB, 16 * MIB)
@@ -139,27 +140,13 @@ def server(where: str) -> Iterator[S3Server]:
             reached = S3Server(stack.enter_context(nginx_stub()), "key", "secret")
         elif where == "nginx-tls":
             folder = make_certificate(Path(stack.enter_context(tempfile.TemporaryDirectory())))
-            stack.enter_context(_environment({"AWS_CA_BUNDLE": str(folder / "ca.pem")}))
+            stack.enter_context(environment({"AWS_CA_BUNDLE": str(folder / "ca.pem")}))
             reached = S3Server(stack.enter_context(nginx_stub(folder / "server.pem")), "key", "secret")
         else:
             reached = stack.enter_context(seaweed_server()).s3
             reached.client().create_bucket(Bucket=STUB_BUCKET)
-        stack.enter_context(_environment(reached.environment))
+        stack.enter_context(environment(reached.environment))
         yield reached
-
-
-@contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def nixl() -> tuple[str, ...]:

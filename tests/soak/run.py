@@ -8,7 +8,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from connector.primary import CPUPrimaryTier
 from connector.shared_region import SharedOffloadRegion
 from connector.tiering import TieringOffloadingManager
+from tests.environment import environment
 from tests.identity import FakeSpec
 from tests.soak.chaos import Chaos, FolderPlace, FusePlace, LayerPlace, Place, S3Place
 from tests.soak.engine import RecordedTier, SoakEngine
@@ -133,7 +134,7 @@ def run_soak(options: SoakOptions, progress: Callable[[str], None] = lambda _: N
         places = [_make_place(name, folder / name) for name in options.tiers]
         for place in places:
             cleanup.callback(place.close)
-        cleanup.enter_context(_environment({"AWS_ACCESS_KEY_ID": "soak", "AWS_SECRET_ACCESS_KEY": "soak",
+        cleanup.enter_context(environment({"AWS_ACCESS_KEY_ID": "soak", "AWS_SECRET_ACCESS_KEY": "soak",
             "AWS_EC2_METADATA_DISABLED": "true", "AWS_CONFIG_FILE": os.devnull,
             "AWS_SHARED_CREDENTIALS_FILE": os.devnull}))  # fmt: skip
         spared = [child.pid for child in psutil.Process().children(recursive=True)]
@@ -315,17 +316,3 @@ def _make_tier(place: Place, spec: FakeSpec, view: memoryview) -> SecondaryTierM
         assert isinstance(place, FusePlace | FolderPlace)
         config |= {"root_dir": str(place.root), "min_free": 0}
     return SecondaryTierFactory.create_secondary_tier(config, view, spec)
-
-
-@contextlib.contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

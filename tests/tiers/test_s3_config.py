@@ -277,6 +277,22 @@ def test_reading_by_https(options: S3Options, https: HttpFaultServer, certificat
         store.close()
 
 
+@pytest.mark.parametrize("options", READERS, indirect=True)
+def test_ca_bundle_may_have_comments(
+    options: S3Options, https: HttpFaultServer, certificate: Path, tmp_path: Path
+) -> None:
+    """As those that distributions ship have: names of authorities in any script."""
+    bundle = tmp_path / "bundle.pem"
+    bundle.write_bytes("# Főtanúsítvány\n".encode() + (certificate / "ca.pem").read_bytes())
+    https.put_object("bucket", "f/a", DATA)
+    store = S3Store(replace(options, endpoint_url=https.endpoint_url, ca_bundle=str(bundle)))
+    assert fetch(store, "f/a", len(DATA)) == DATA
+    store.close()
+    bundle.write_text("hello")
+    with pytest.raises(StoreConfigError, match=r"^ca_bundle: .* holds no certificate in PEM form"):
+        S3Store(store.options).size("a")
+
+
 def test_ca_bundle_that_is_not_there(options: S3Options) -> None:
     with pytest.raises(StoreConfigError, match=r"^ca_bundle: /no/such\.pem cannot be read"):
         S3Store(replace(options, ca_bundle="/no/such.pem")).size("a")

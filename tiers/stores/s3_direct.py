@@ -152,7 +152,8 @@ class DirectReader:
             addresses = []
         for family, kind, protocol, _, address in addresses:
             connection.sock = socket.socket(family, kind, protocol)
-            connection.sock.settimeout(self._options.connect_timeout_s / len(addresses))
+            within_s = min(self._options.connect_timeout_s, self._options.attempt_timeout_s)
+            connection.sock.settimeout(within_s / len(addresses))
             try:
                 connection.sock.connect(address)
             except OSError:
@@ -169,10 +170,7 @@ class DirectReader:
 
 
 def _tls_context(session: S3Session) -> ssl.SSLContext:
-    if session.ca_pem is not None:
-        context = ssl.create_default_context(cadata=session.ca_pem.decode())
-    else:
-        context = ssl.create_default_context(cafile=get_cert_path(True))
+    context = ssl.create_default_context(cafile=session.ca_path or get_cert_path(True))
     if not session.options.verify:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE

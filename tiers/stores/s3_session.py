@@ -67,7 +67,8 @@ class S3Session:
             raise self.translate(e) from None
         except ValueError:  # boto3 checks an endpoint of the environment or the profile by hand
             raise StoreConfigError("endpoint: AWS_ENDPOINT_URL or the profile's endpoint_url is no URL") from None
-        self.ca_pem = _read_ca_bundle(options.ca_bundle or botocore_session.get_config_variable("ca_bundle"))
+        self.ca_path: str | None = options.ca_bundle or botocore_session.get_config_variable("ca_bundle")
+        self.ca_pem = _read_ca_bundle(self.ca_path)
         if self._credentials is None:
             raise StorePermissionError(
                 "secret: no credentials found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile"
@@ -267,9 +268,12 @@ def _read_ca_bundle(path: str | None) -> bytes | None:
     if path is None:
         return None
     try:
-        return Path(path).read_bytes()
+        pem = Path(path).read_bytes()
     except OSError as e:
         raise StoreConfigError(f"ca_bundle: {path} cannot be read: {e.strerror}") from None
+    if b"-----BEGIN" not in pem:
+        raise StoreConfigError(f"ca_bundle: {path} holds no certificate in PEM form")
+    return pem
 
 
 class _Fixed:
