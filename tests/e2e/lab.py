@@ -28,6 +28,7 @@ class Row:
         ok: every expectation held.
         failures: those that did not.
         figures: what was measured, by name; seconds end in ``_s``.
+        took_s: the whole row, its engines' starts included.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Row:
     ok: bool = True
     failures: list[str] = field(default_factory=list)
     figures: dict[str, float | int | str] = field(default_factory=dict)
+    took_s: float = 0.0
 
     def expect(self, holds: bool, what: str) -> None:
         """Note an expectation that did not hold."""

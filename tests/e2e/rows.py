@@ -14,7 +14,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,12 @@ class Reference:
 
 @dataclass
 class Setting:
-    """What a row runs with."""
+    """What a row runs with.
+
+    Attributes:
+        written: by way, what an engine stored of the document; rows work on copies.
+        tiny_tokens: the tiny model's answer under TP=2 without a connector, once it was asked.
+    """
 
     lab: Lab
     prompts: Prompts
@@ -71,14 +76,27 @@ class Setting:
     scratch: Path
     server: SeaweedServer
     tiny_model: Path
+    written: dict[str, Place] = field(default_factory=dict)
+    tiny_tokens: list[int] = field(default_factory=list)
 
     def place(self, name: str) -> Place:
         """An empty folder and an empty bucket."""
-        folder = self.scratch / name
-        shutil.rmtree(folder, ignore_errors=True)
-        bucket = f"e2e-{name}".lower().replace(".", "-")
+        slug = _slug(f"{name}-{self.lab.version}")
+        bucket = f"e2e-{slug}"
         self.server.s3.client().create_bucket(Bucket=bucket)
-        return Place(folder, {"endpoint_url": self.server.s3.endpoint_url, "bucket": bucket})
+        return Place(self.scratch / slug, self.server.s3.endpoint_url, bucket)
+
+    def copy(self, place: Place, name: str) -> Place:
+        """A place with what is in another."""
+        copied = self.place(name)
+        if place.folder.exists():
+            shutil.copytree(place.folder, copied.folder)
+        client = self.server.s3.client()
+        for page in client.get_paginator("list_objects_v2").paginate(Bucket=place.bucket):
+            for found in page.get("Contents", ()):
+                source = {"Bucket": place.bucket, "Key": found["Key"]}
+                client.copy_object(Bucket=copied.bucket, Key=found["Key"], CopySource=source)
+        return copied
 
 
 def reference(lab: Lab, prompts: Prompts) -> Reference:
@@ -92,10 +110,10 @@ def reuse(setting: Setting, name: str, *, place_suffix: str = "") -> Row:
     """A writer's process, then a fresh reader's: all full blocks of the shared prefix are hits."""
     row = Row(name, setting.lab.version)
     prompts = setting.prompts
-    place = setting.place(_slug(f"{name}-{setting.lab.version}{place_suffix}"))
+    place = setting.place(f"{name}{place_suffix}")
     config = way(name, place)
-    cold = setting.lab.run(config, [prompts.document], warm_up=prompts.warm_up)["answers"][0]
-    row.expect(cold["tokens"] == setting.reference.document, "the writer's tokens differ")
+    cold = _write(setting, row, config)
+    setting.written.setdefault(name, setting.copy(place, f"{name}{place_suffix}-written"))
     # Emptied of all but its storage, the engine answers again: one answer alone says little on a busy machine.
     asked = [prompts.document, prompts.half, *[prompts.document] * AGAIN]
     empty = [{"do": "reset_prefix_cache", "connector": True}]
@@ -183,7 +201,7 @@ def third_deleted(setting: Setting, name: str) -> Row:
 def writer_killed(setting: Setting, name: str) -> Row:
     """SIGKILL to all of a writer's processes while it stores: nothing in /dev/shm, the same tokens after it."""
     row = Row(f"{name}: SIGKILL of the writer", setting.lab.version)
-    place = setting.place(_slug(f"{name}-killed-{setting.lab.version}"))
+    place = setting.place(f"{name}-killed")
     config = way(name, place)
     before = set(os.listdir("/dev/shm"))
     running = setting.lab.start(config, [setting.prompts.document] * 3, warm_up=setting.prompts.warm_up, processes=True)
@@ -216,7 +234,7 @@ def writer_killed(setting: Setting, name: str) -> Row:
 def longer_than_region(setting: Setting, name: str) -> Row:
     """A prompt that does not fit the region: the same tokens, and the log says so."""
     row = Row(f"{name}: prompt longer than the region", setting.lab.version)
-    place = setting.place(_slug(f"{name}-long-{setting.lab.version}"))
+    place = setting.place(f"{name}-long")
     config = way(name, place, region_bytes=SHORT_REGION_BYTES)
     for who in ("writer", "reader"):
         running = setting.lab.start(config, [setting.prompts.document], warm_up=setting.prompts.warm_up)
@@ -232,7 +250,7 @@ def longer_than_region(setting: Setting, name: str) -> Row:
 def reset(setting: Setting, name: str) -> Row:
     """``reset_prefix_cache``, the connector's too, between requests: the same tokens, reused from storage."""
     row = Row(f"{name}: reset_prefix_cache", setting.lab.version)
-    place = setting.place(_slug(f"{name}-reset-{setting.lab.version}"))
+    place = setting.place(f"{name}-reset")
     steps = {
         "1": [{"do": "reset_prefix_cache"}],
         "2": [{"do": "reset_prefix_cache", "connector": True}],
@@ -252,7 +270,7 @@ def reset(setting: Setting, name: str) -> Row:
 def two_engines(setting: Setting, name: str) -> Row:
     """Two engines store and read one root at the same time: the same tokens from both, and from a third."""
     row = Row(f"{name}: two engines on one root", setting.lab.version)
-    place = setting.place(_slug(f"{name}-two-{setting.lab.version}"))
+    place = setting.place(f"{name}-two")
     config = way(name, place)
     both = [
         setting.lab.start(config, [setting.prompts.document, setting.prompts.half], warm_up=setting.prompts.warm_up)
@@ -272,8 +290,7 @@ def two_engines(setting: Setting, name: str) -> Row:
 def server_killed(setting: Setting, name: str) -> Row:
     """The S3 server dies between two requests: the same tokens, no stall beyond the deadline; it comes back: hits."""
     row = Row(f"{name}: S3 server killed in mid-run", setting.lab.version)
-    place, config = _stored(setting, name, row)
-    del place
+    _, config = _stored(setting, name, row)
     marks = {what: setting.scratch / f"{_slug(name)}-{setting.lab.version}-{what}" for what in ("up", "killed")}
     for mark in marks.values():
         mark.unlink(missing_ok=True)
@@ -303,12 +320,15 @@ def server_killed(setting: Setting, name: str) -> Row:
 def tensor_parallel(setting: Setting, name: str) -> Row:
     """TP=2 reads nothing of what TP=1 wrote, and all of what TP=2 wrote."""
     row = Row(f"{name}: TP=2", setting.lab.version)
-    place = setting.place(_slug(f"{name}-tp-{setting.lab.version}"))
+    place = setting.place(f"{name}-tp")
     prompts = setting.prompts
     two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     job: dict[str, Any] = {"warm_up": prompts.warm_up, "model": str(setting.tiny_model)}
     setting.lab.run(way(name, place), [prompts.document], **job)
-    expected = setting.lab.run(None, [prompts.document], processes=True, engine=two, **job)["answers"][0]["tokens"]
+    if not setting.tiny_tokens:
+        answer = setting.lab.run(None, [prompts.document], processes=True, engine=two, **job)["answers"][0]
+        setting.tiny_tokens = answer["tokens"]
+    expected = setting.tiny_tokens
     row.expect(len(set(expected)) > 1, "the model says the same token again and again: this row shows nothing")
     for who, reused in (("first", 0), ("second", prompts.full_blocks * BLOCK_TOKENS)):
         answer = setting.lab.run(way(name, place), [prompts.document], processes=True, engine=two, **job)["answers"][0]
@@ -322,7 +342,7 @@ def tensor_parallel(setting: Setting, name: str) -> Row:
 def served(setting: Setting, name: str) -> Row:
     """``vllm serve`` with what ``kvtiers vllm-config`` prints: a server's blocks answer the next server's request."""
     row = Row(f"{name}: vllm serve", setting.lab.version)
-    place = setting.place(_slug(f"{name}-serve-{setting.lab.version}"))
+    place = setting.place(f"{name}-serve")
     config = setting.scratch / f"{_slug(name)}-{setting.lab.version}.yaml"
     config.write_text(f"region: {{size: 300MiB}}\ntiers:\n- {json.dumps(place.fs)}\n")
     transfer = vllm_config(config)[{"spec": "spec", "tier": "tier"}.get(name.split()[0], "shared_storage")]
@@ -342,12 +362,21 @@ def served(setting: Setting, name: str) -> Row:
     return row
 
 
-def _stored(setting: Setting, name: str, row: Row) -> tuple[Place, dict[str, Any]]:
-    place = setting.place(_slug(f"{row.name}-{setting.lab.version}"))
-    config = way(name, place)
+def _write(setting: Setting, row: Row, config: dict[str, Any]) -> dict[str, Any]:
+    """The answer of a writer's process."""
     answer = setting.lab.run(config, [setting.prompts.document], warm_up=setting.prompts.warm_up)["answers"][0]
     row.expect(answer["tokens"] == setting.reference.document, "the writer's tokens differ")
-    return place, config
+    return dict(answer)
+
+
+def _stored(setting: Setting, name: str, row: Row) -> tuple[Place, dict[str, Any]]:
+    """A place of the row's own, with what a writer of this way stored."""
+    if name not in setting.written:  # only some rows were asked for
+        place = setting.place(f"{name}-written")
+        _write(setting, row, way(name, place))
+        setting.written[name] = place
+    place = setting.copy(setting.written[name], row.name)
+    return place, way(name, place)
 
 
 def _files(place: Place) -> list[Path]:
@@ -380,8 +409,11 @@ HARM: tuple[tuple[Callable[[Setting, str], Row], tuple[str, ...]], ...] = (
 
 def attempt(run: Callable[[Setting, str], Row], setting: Setting, name: str) -> Row:
     """Run a row; an engine that fails is a failed row, and the rest still runs."""
+    began = time.monotonic()
     try:
-        return run(setting, name)
+        row = run(setting, name)
     except Exception as e:
         title = name if run in (reuse, yardstick) else f"{name}: {run.__name__}"
-        return Row(title, setting.lab.version, ok=False, failures=[f"{type(e).__name__}: {e}"[:2000]])
+        row = Row(title, setting.lab.version, ok=False, failures=[f"{type(e).__name__}: {e}"[:2000]])
+    row.took_s = time.monotonic() - began
+    return row

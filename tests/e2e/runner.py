@@ -87,7 +87,7 @@ def main() -> int:
         found.append(row)
         shown = ", ".join(itertools.islice((f"{k}={v:.3f}" if isinstance(v, float) else f"{k}={v}"
                                             for k, v in row.figures.items()), 6))  # fmt: skip
-        print(f"{'ok  ' if row.ok else 'FAIL'} {row.version} {row.name}: {shown}", flush=True)
+        print(f"{'ok  ' if row.ok else 'FAIL'} {row.version} {row.name} ({row.took_s:.0f} s): {shown}", flush=True)
         for failure in row.failures:
             print(f"     {failure}", flush=True)
         # After each row, so that an interrupted run leaves a report too.

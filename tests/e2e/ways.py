@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,47 +10,40 @@ REGION_BYTES = 300 << 20
 _OFFLOADING: dict[str, Any] = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
 
 
+@dataclass(frozen=True)
 class Place:
     """Where a row keeps its blocks.
 
-    Args:
+    Attributes:
         folder: for tiers on files.
-        s3: endpoint and bucket of a server, for tiers on S3.
+        endpoint_url: of an S3 server; credentials come from the environment.
+        bucket: on that server.
     """
 
-    def __init__(self, folder: Path, s3: Mapping[str, str] | None = None) -> None:
-        self.folder = folder
-        self._s3 = s3
+    folder: Path
+    endpoint_url: str
+    bucket: str
 
     @property
     def fs(self) -> dict[str, Any]:
-        """Our tier on a folder."""
+        """Our tier on the folder."""
         return {"type": "fs", "root_dir": str(self.folder), "min_free": 0}
 
     @property
     def s3(self) -> dict[str, Any]:
-        """Our tier on a bucket."""
-        assert self._s3 is not None
-        return {"type": "s3", "bucket": self._s3["bucket"], "endpoint_url": self._s3["endpoint_url"], "prefix": "kv"}
+        """Our tier on the bucket."""
+        return {"type": "s3", "bucket": self.bucket, "endpoint_url": self.endpoint_url, "prefix": "kv"}
 
     @property
     def nixl(self) -> dict[str, str]:
-        """The bucket, as vLLM's obj tier takes it; credentials come from the environment."""
-        assert self._s3 is not None
-        scheme, _, host = self._s3["endpoint_url"].partition("://")
-        return {"bucket": self._s3["bucket"], "endpoint_override": host, "scheme": scheme}
+        """The bucket, as vLLM's obj tier takes it."""
+        scheme, _, host = self.endpoint_url.partition("://")
+        return {"bucket": self.bucket, "endpoint_override": host, "scheme": scheme}
 
     @property
     def s3_url(self) -> str:
         """The bucket as a URL."""
-        assert self._s3 is not None
-        return f"s3://{self._s3['bucket']}/prefixes"
-
-    @property
-    def endpoint_url(self) -> str:
-        """Of the server."""
-        assert self._s3 is not None
-        return self._s3["endpoint_url"]
+        return f"s3://{self.bucket}/prefixes"
 
 
 def behind_vllm(tiers: list[dict[str, Any]], *, region_bytes: int = REGION_BYTES) -> dict[str, Any]:
