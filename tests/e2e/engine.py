@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         **job.get("engine", {}),
     )
     setup_s = time.monotonic() - started
-    steps_s = _time_scheduler(llm)
+    times = _SchedulerTimes.of(llm)
     params = SamplingParams(temperature=0.0, max_tokens=job.get("max_tokens", 16), ignore_eos=True)
 
     def answer(tokens: list[int], params: Any = params) -> Any:
@@ -44,7 +45,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     if job.get("warm_up"):  # the first forward of an engine pays for what no later one does
         answer(job["warm_up"])
     answers = []
-    steps_s.clear()
+    times.clear()
     for index, tokens in enumerate(job["prompts"]):
         for step in job.get("before", {}).get(str(index), ()):
             _act(step, llm)
@@ -68,40 +69,47 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         "answers": answers,
         "metrics": metrics,
         "shutdown_s": time.monotonic() - ended,
-        "schedule_p50_ms": _percentile(steps_s, 0.5) * 1e3,
-        "schedule_p99_ms": _percentile(steps_s, 0.99) * 1e3,
-        "schedule_max_ms": _percentile(steps_s, 1.0) * 1e3,
-        "schedule_steps": len(steps_s),
+        "steps_s": asdict(times),
     }
 
 
-def _time_scheduler(llm: Any) -> list[float]:
-    """Seconds of each scheduling step and each digestion of its results, as they come; none where it is in another
-    process.
+@dataclass
+class _SchedulerTimes:
+    """Seconds of each scheduling step and each digestion of its results; of none where they are in another process.
+
+    Attributes:
+        working: of steps with tokens to compute: what these take is taken from an answer.
+        idle: of those without any, while loads or lookups are awaited. A connector may pause there on purpose.
     """
-    taken: list[float] = []
-    core: Any = getattr(llm.llm_engine.engine_core, "engine_core", None)
-    if core is None:
-        return taken
-    for name in ("schedule", "update_from_output"):
-        setattr(core.scheduler, name, _timed(getattr(core.scheduler, name), taken))
-    return taken
 
+    working: list[float] = field(default_factory=list)
+    idle: list[float] = field(default_factory=list)
 
-def _timed(call: Any, taken: list[float]) -> Any:
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        began = time.perf_counter()
-        try:
-            return call(*args, **kwargs)
-        finally:
-            taken.append(time.perf_counter() - began)
+    @classmethod
+    def of(cls, llm: Any) -> _SchedulerTimes:
+        """Begin to take times."""
+        times = cls()
+        core: Any = getattr(llm.llm_engine.engine_core, "engine_core", None)
+        if core is not None:
+            scheduler = core.scheduler
+            scheduler.schedule = times._timed(scheduler.schedule, lambda _, step: step)
+            scheduler.update_from_output = times._timed(scheduler.update_from_output, lambda arguments, _: arguments[0])
+        return times
 
-    return timed
+    def clear(self) -> None:
+        self.working.clear()
+        self.idle.clear()
 
+    def _timed(self, call: Any, step_of: Any) -> Any:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            result = call(*args, **kwargs)
+            took_s = time.perf_counter() - began
+            works = step_of(args, result).total_num_scheduled_tokens > 0
+            (self.working if works else self.idle).append(took_s)
+            return result
 
-def _percentile(values: list[float], share: float) -> float:
-    ordered = sorted(values) or [0.0]
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+        return timed
 
 
 def _settle(settle: dict[str, Any], answer: Any, job: dict[str, Any], llm: Any) -> None:
