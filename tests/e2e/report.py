@@ -35,7 +35,7 @@ def markdown(rows: Sequence[Row], facts: Mapping[str, Any]) -> str:
         "## Reuse: a writer's process, then a fresh reader's",
         "",
         "The last of the times is the median of five more answers of the reader, its caches emptied before each.",
-        "A step of the scheduler, the writer's or the reader's, is idle while nothing can be computed: ours pause then.",
+        "A step of the scheduler, the writer's or the reader's, is idle while nothing can be computed: ours pause.",
         "",
         "| vLLM | way | cold first token s | warm first token s | speed-up | warm again s | tokens reused "
         "| scheduler step p99 ms (over none) | idle | ok |",
