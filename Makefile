@@ -7,7 +7,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PIP_CONSTRAINT = $(CURDIR)/constraints.txt
 
 .PHONY: setup demo test test-full test-gpu check lint bench bench-fs bench-gc bench-gpu bench-liveness bench-s3 bench-seal \
-	docs soak e2e e2e-reduced test-vllm clean
+	docs soak e2e e2e-env e2e-older e2e-reduced test-vllm clean
 
 setup: $(VENV)/.stamp
 
@@ -71,13 +71,22 @@ docs: setup
 
 # vLLM for CPU in an environment of its own: 3 minutes and 3.5 GB to make; the runs take up to an hour.
 E2E_ENV := build/e2e-env
-e2e:
-	$(PYTHON) -m tests.e2e.make_env $(E2E_ENV) --overlay
-	$(E2E_ENV)/bin/python -m tests.e2e.runner --work build/e2e-work --out build/e2e --overlay $(E2E_ENV)/v33src
-
-e2e-reduced:
+E2E := $(E2E_ENV)/bin/python -m tests.e2e.runner --work build/e2e-work
+e2e-env:
 	$(PYTHON) -m tests.e2e.make_env $(E2E_ENV)
-	$(E2E_ENV)/bin/python -m tests.e2e.runner --work build/e2e-work --out build/e2e --reduced
+
+e2e:
+	$(PYTHON) -m tests.e2e.make_env $(E2E_ENV) --overlay 0.33
+	$(E2E) --out build/e2e --versions 0.32,0.33
+
+# The three ways in on a folder, with the releases before.
+e2e-older:
+	$(PYTHON) -m tests.e2e.make_env $(E2E_ENV) --overlay 0.28 0.29 0.30 0.31
+	$(E2E) --out build/e2e-older --versions 0.28,0.29,0.30,0.31 \
+		--only "tier on fs: reuse,spec on fs: reuse,on a folder: reuse,tier on fs: flipped,spec on fs: flipped"
+
+e2e-reduced: e2e-env
+	$(E2E) --out build/e2e --reduced
 
 test-vllm:
 	HF_HUB_OFFLINE=1 $(E2E_ENV)/bin/python -m pytest tests/vllm

@@ -17,6 +17,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
 
+from connector.vllm import translate
 from tiers.metrics import METRICS, MetricKind, Metrics, Sample
 
 _PREFIX = "vllm:"
@@ -42,8 +43,8 @@ def tiering_definitions() -> dict[str, OffloadingMetricMetadata]:
         names.READ_TIME: "Total time of jobs that read from secondary tiers, in seconds, labeled by tier.",
         names.WRITE_BYTES: "Total bytes written from the primary tier to secondary tiers, labeled by tier.",
         names.WRITE_TIME: "Total time of jobs that wrote to secondary tiers, in seconds, labeled by tier.",
-        names.CHUNK_QUERIES: "Chunk lookups that a tier has answered, labeled by tier.",
-        names.CHUNK_HITS: "Chunk lookups that a tier has answered with a hit, labeled by tier.",
+        translate.CHUNK_QUERIES: "Chunk lookups that a tier has answered, labeled by tier.",
+        translate.CHUNK_HITS: "Chunk lookups that a tier has answered with a hit, labeled by tier.",
         names.PROMOTION_JOB_FAILURES: "Failed secondary-tier promotion jobs, labeled by tier.",
         names.CASCADE_JOB_FAILURES: "Failed secondary-tier cascade jobs, labeled by tier.",
     }
@@ -99,6 +100,6 @@ def _tiering_metrics(sample: Sample) -> Iterator[str]:
         case "kvtiers_jobs_total" if sample.labels["outcome"] != "ok":
             yield names.PROMOTION_JOB_FAILURES if is_load else names.CASCADE_JOB_FAILURES
         case "kvtiers_lookups_total":
-            yield names.CHUNK_QUERIES
+            yield translate.CHUNK_QUERIES
             if sample.labels["result"] == "hit":
-                yield names.CHUNK_HITS
+                yield translate.CHUNK_HITS

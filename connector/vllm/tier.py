@@ -73,7 +73,8 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
         options = tier_options(tier, config_file, index)
         own_type = str(options.get("name") or options["type"])
         # vLLM labels its metrics with the type: the tier's own says more than the adapter's.
-        super().__init__(offloading_spec, primary_kv_view, own_type, backpressure_detector)
+        detector = () if backpressure_detector is None else (backpressure_detector,)  # before 0.31 there is none
+        super().__init__(offloading_spec, primary_kv_view, own_type, *detector)
         self.locality = translate.locality(str(options["type"]), locality)
         spec = translate.engine_spec(offloading_spec)
         if options.get("format") == FORMAT_VLLM_RAW:

@@ -3,6 +3,7 @@
 What changed (source: ``vllm/v1/kv_offload`` of each release):
 
 - 0.28: TransferJob, LookupResult, ``get_worker`` and OffloadingConfig came.
+- 0.30: ``BLOCK_QUERIES`` and ``BLOCK_HITS`` of its metrics' names became ``CHUNK_…``.
 - 0.31: ``block_ids`` of a job became ``chunk_ids``; ``transfer_bytes`` of a result and ``backpressure_detector`` came.
 - 0.32: ``cache_hit_source`` came.
 - 0.33: ``expedited`` loads, ``on_reset_flushed``, ``config_info`` and the manager's ``lock`` came.
@@ -25,6 +26,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.base import OffloadingEvent as VllmEvent
 from vllm.v1.kv_offload.tiering.base import JobResult as VllmJobResult
+from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
 
 from connector.base import CacheConfig, KVCacheGroup, ModelConfig, OffloadingConfig, ParallelConfig
 from tiers.base import JobMetadata, JobResult, OffloadingEvent
@@ -34,7 +36,13 @@ from tiers.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
-SUPPORTED_VERSIONS = ("0.31", "0.32", "0.33")
+SUPPORTED_VERSIONS = ("0.28", "0.29", "0.30", "0.31", "0.32", "0.33")
+
+#: Names of vLLM's metrics.
+CHUNK_QUERIES, CHUNK_HITS = (
+    str(getattr(TieringOffloadingMetrics, f"CHUNK_{what}", None) or getattr(TieringOffloadingMetrics, f"BLOCK_{what}"))
+    for what in ("QUERIES", "HITS")
+)
 
 _JOB_RESULT_FIELDS = frozenset(field.name for field in dataclasses.fields(VllmJobResult))
 _FRAMES_MAX = 32

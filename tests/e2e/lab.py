@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -54,11 +55,11 @@ class EngineFailedError(RuntimeError):
 
 
 class Lab:
-    """Runs engines of one vLLM version.
+    """Runs engines of one vLLM version. Any thread may call.
 
     Args:
-        version: "0.32" or "0.33".
-        overlay: folder of 0.33's Python files over 0.32's kernels; None for the installed version.
+        version: such as "0.32".
+        overlay: folder of its files; None for the installed version.
         model: folder of the model.
         environment: further variables, such as S3 credentials.
     """
@@ -80,7 +81,7 @@ class Lab:
             **environment,
         }
         self.log = Path(tempfile.mkdtemp(prefix="kvtiers-e2e-log-"))
-        self._runs = 0
+        self._runs = itertools.count(1)
 
     def start(
         self, transfer: dict[str, Any] | None, prompts: list[list[int]], *, processes: bool = False, **job: Any
@@ -90,11 +91,10 @@ class Lab:
         Args:
             processes: a process for the engine and one for each worker, as a server has them; else one for all.
         """
-        self._runs += 1
         engine = dict(job.pop("engine", {}))
         if not processes:
             engine.setdefault("distributed_executor_backend", "uni")
-        path = self.log / f"{self._runs:03}.json"
+        path = self.log / f"{next(self._runs):03}.json"
         model = job.pop("model", self.model)
         path.write_text(
             json.dumps(

