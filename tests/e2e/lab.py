@@ -55,7 +55,7 @@ class EngineFailedError(RuntimeError):
 
 
 class Lab:
-    """Runs engines of one vLLM version. Any thread may call.
+    """Runs engines of one vLLM version.
 
     Args:
         version: such as "0.32".

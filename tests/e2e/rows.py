@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import statistics
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,7 +25,6 @@ from tests.e2e.ways import Place, on_cpu, way
 from tiers.testing.servers import SeaweedServer
 
 Run = Callable[["Setting", str], Row]
-Harm = tuple[tuple[Run, tuple[str, ...]], ...]
 
 BLOCK_TOKENS = 32
 SHORT_REGION_BYTES = 40 << 20  # 28 blocks of SmolLM2: less than half of the prompt
@@ -67,12 +65,11 @@ class Reference:
 
 @dataclass
 class Setting:
-    """What rows run with. Two of them may run at the same time.
+    """What a row runs with.
 
     Attributes:
         written: by way, what an engine stored of the document; rows work on copies.
         tiny_tokens: the tiny model's answer under TP=2 without a connector, once it was asked.
-        lock: held by who adds to ``written``, and while places are made: boto3's default session is not for threads.
     """
 
     lab: Lab
@@ -83,14 +80,12 @@ class Setting:
     tiny_model: Path
     written: dict[str, Place] = field(default_factory=dict)
     tiny_tokens: list[int] = field(default_factory=list)
-    lock: threading.RLock = field(default_factory=threading.RLock)
 
     def place(self, name: str) -> Place:
         """An empty folder and an empty bucket."""
         slug = _slug(f"{name}-{self.lab.version}")
         bucket = f"e2e-{slug}"
-        with self.lock:
-            self.server.s3.client().create_bucket(Bucket=bucket)
+        self.server.s3.client().create_bucket(Bucket=bucket)
         return Place(self.scratch / slug, self.server.s3.endpoint_url, bucket)
 
     def copy(self, place: Place, name: str) -> Place:
@@ -98,8 +93,7 @@ class Setting:
         copied = self.place(name)
         if place.folder.exists():
             shutil.copytree(place.folder, copied.folder)
-        with self.lock:
-            client = self.server.s3.client()
+        client = self.server.s3.client()
         for page in client.get_paginator("list_objects_v2").paginate(Bucket=place.bucket):
             for found in page.get("Contents", ()):
                 source = {"Bucket": place.bucket, "Key": found["Key"]}
@@ -386,11 +380,10 @@ def _write(setting: Setting, row: Row, config: dict[str, Any]) -> dict[str, Any]
 
 def _stored(setting: Setting, name: str, row: Row) -> tuple[Place, dict[str, Any]]:
     """A place of the row's own, with what a writer of this way stored."""
-    with setting.lock:
-        if name not in setting.written:  # only some rows were asked for
-            place = setting.place(f"{name}-written")
-            _write(setting, row, way(name, place))
-            setting.written[name] = place
+    if name not in setting.written:  # only some rows were asked for
+        place = setting.place(f"{name}-written")
+        _write(setting, row, way(name, place))
+        setting.written[name] = place
     place = setting.copy(setting.written[name], row.name)
     return place, way(name, place)
 
@@ -409,22 +402,19 @@ def _slug(text: str) -> str:
     return f"{readable}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
-#: (row, ways it is run on). Those of a first list run two at a time: they leave the machine alone, and their times
-#: are not compared with anything.
-HARM_SIDE_BY_SIDE: Harm = (
+#: (row, ways it is run on)
+HARM: tuple[tuple[Run, tuple[str, ...]], ...] = (
     (flipped, ("tier on fs", "spec on fs", "SharedStorageConnector on a folder")),
     (third_deleted, ("tier on fs", "spec on fs", "SharedStorageConnector on a folder")),
+    (writer_killed, ("tier on fs", "spec on fs")),
     (longer_than_region, ("tier on fs", "spec on fs")),
     (reset, ("tier on fs", "spec on fs")),
-)
-HARM: Harm = (
-    (writer_killed, ("tier on fs", "spec on fs")),
     (two_engines, ("tier on fs", "spec on fs")),
     (server_killed, ("tier on S3", "spec on S3")),
     (tensor_parallel, ("spec on fs", "tier on fs", "SharedStorageConnector on a folder")),
     (served, ("spec on fs", "tier on fs", "SharedStorageConnector on a folder")),
 )
-SLOWEST = tensor_parallel  # two minutes a way: all ways on the first version, one on the others
+SLOW = (tensor_parallel, served)  # a minute and a half a way: all ways on the first version, one on the others
 
 
 def attempt(run: Run, setting: Setting, name: str) -> Row:

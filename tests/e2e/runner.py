@@ -11,28 +11,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 from tests.e2e.lab import REPOSITORY, Lab, Row
 from tests.e2e.make_env import overlay_folder
 from tests.e2e.make_model import make_model, make_tiny_model
 from tests.e2e.report import write_report
-from tests.e2e.rows import (
-    BLOCK_TOKENS,
-    HARM,
-    HARM_SIDE_BY_SIDE,
-    SLOWEST,
-    Harm,
-    Prompts,
-    Run,
-    Setting,
-    attempt,
-    reference,
-    reuse,
-    yardstick,
-)
+from tests.e2e.rows import BLOCK_TOKENS, HARM, SLOW, Prompts, Setting, attempt, reference, reuse, yardstick
 from tests.e2e.ways import REUSE_WAYS, VLLM_WAYS
 from tiers.testing.servers import seaweed_server
 
@@ -70,18 +55,11 @@ def rows(work: Path, versions: Sequence[str], only: str, reduced: bool) -> Itera
             for name in REDUCED_WAYS if reduced else REUSE_WAYS:
                 if _is_asked(only, f"{name}: reuse"):
                     yield attempt(yardstick if name in VLLM_WAYS else reuse, setting, name)
-            runs = partial(_asked, only=only, reduced=reduced, is_first=version == versions[0])
-            with ThreadPoolExecutor(2) as pool:
-                yield from pool.map(lambda each: attempt(each[0], setting, each[1]), runs(HARM_SIDE_BY_SIDE))  # noqa: B023
-            for run, name in runs(HARM):
-                yield attempt(run, setting, name)
-
-
-def _asked(harm: Harm, *, only: str, reduced: bool, is_first: bool) -> Iterator[tuple[Run, str]]:
-    for run, ways in harm:
-        for name in ways[:1] if reduced or (run is SLOWEST and not is_first) else ways:
-            if _is_asked(only, f"{name}: {run.__name__}"):
-                yield run, name
+            for run, ways in HARM:
+                is_shortened = reduced or (run in SLOW and version != versions[0])
+                for name in ways[:1] if is_shortened else ways:
+                    if _is_asked(only, f"{name}: {run.__name__}"):
+                        yield attempt(run, setting, name)
 
 
 def _is_asked(only: str, name: str) -> bool:
