@@ -170,7 +170,7 @@ def _engine(deployment: DeploymentConfig, environ: Mapping[str, str]) -> Iterato
         yield Finding(
             "note", "engine", "hash seed",
             "PYTHONHASHSEED is not set: with a block hash that is seeded, no two processes agree",
-            "keep vLLM's default sha256, or set the same PYTHONHASHSEED for every replica",
+            "keep vLLM's default sha256 (from 0.29 on), or set the same PYTHONHASHSEED for every replica",
         )  # fmt: skip
     else:
         yield Finding("ok", "engine", "hash seed", f"PYTHONHASHSEED is {seed}: it must be that on every replica")

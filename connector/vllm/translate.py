@@ -3,6 +3,7 @@
 What changed (source: ``vllm/v1/kv_offload`` of each release):
 
 - 0.28: TransferJob, LookupResult, ``get_worker`` and OffloadingConfig came.
+- 0.29: sha256 block hashes are the same in every process without PYTHONHASHSEED, too.
 - 0.30: ``BLOCK_QUERIES`` and ``BLOCK_HITS`` of its metrics' names became ``CHUNK_…``.
 - 0.31: ``block_ids`` of a job became ``chunk_ids``; ``transfer_bytes`` of a result and ``backpressure_detector`` came.
 - 0.32: ``cache_hit_source`` came.
@@ -13,8 +14,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import vllm
@@ -78,8 +80,18 @@ def check_version(version: str = vllm.__version__) -> None:
         )
 
 
+def warn_of_seeded_hashes(version: str = vllm.__version__, environ: Mapping[str, str] = os.environ) -> None:
+    """Say where no other process will find what this one stores."""
+    if version.startswith("0.28.") and environ.get("PYTHONHASHSEED", "random") == "random":
+        logger.warning(
+            "vLLM 0.28 seeds its block hashes at random in each process: set the same PYTHONHASHSEED for all of them, "
+            "or none finds what another stored"
+        )
+
+
 def engine_spec(spec: Any, *, blocks_per_chunk: int | None = None) -> EngineSpec:
     """The engine's identity out of a spec of vLLM's (or the OffloadingConfig in it)."""
+    warn_of_seeded_hashes()
     config = getattr(spec, "config", spec)
     vllm_config = find_vllm_config()
     parallel = config.parallel

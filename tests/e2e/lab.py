@@ -78,6 +78,7 @@ class Lab:
             "OMP_NUM_THREADS": "2",
             "NIXL_TELEMETRY_ENABLE": "1",  # without it vLLM's obj tier ends the engine
             "PYTHONPATH": os.pathsep.join([*([str(overlay)] if overlay else []), str(REPOSITORY)]),
+            **({"PYTHONHASHSEED": "0"} if version == "0.28" else {}),  # which seeds its block hashes at random
             **environment,
         }
         self.log = Path(tempfile.mkdtemp(prefix="kvtiers-e2e-log-"))

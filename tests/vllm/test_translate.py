@@ -24,8 +24,24 @@ def test_the_installed_version_is_accepted() -> None:
 
 @pytest.mark.parametrize("version", ["0.27.1", "0.34.0", "1.0.0", "0.3.2", "dev"])
 def test_another_version_is_refused_with_the_list(version: str) -> None:
-    with pytest.raises(ConfigError, match=r"0\.31\.x, 0\.32\.x, 0\.33\.x"):
+    with pytest.raises(ConfigError, match=r"0\.28\.x, 0\.29\.x, 0\.30\.x, 0\.31\.x, 0\.32\.x, 0\.33\.x"):
         translate.check_version(version)
+
+
+@pytest.mark.parametrize(
+    ("version", "environ", "warns"),
+    [
+        ("0.28.0", {}, True),
+        ("0.28.1", {"PYTHONHASHSEED": "random"}, True),
+        ("0.28.0", {"PYTHONHASHSEED": "0"}, False),
+        ("0.29.0", {}, False),
+    ],
+)
+def test_hashes_that_no_other_process_has_are_warned_of(
+    version: str, environ: dict[str, str], warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    translate.warn_of_seeded_hashes(version, environ)
+    assert ("PYTHONHASHSEED" in caplog.text) == warns
 
 
 def test_answers() -> None:
