@@ -56,8 +56,11 @@ def rows(work: Path, versions: Sequence[str], only: str, reduced: bool) -> Itera
                 if _is_asked(only, f"{name}: reuse"):
                     yield attempt(yardstick if name in VLLM_WAYS else reuse, setting, name)
             for run, ways in HARM:
-                is_shortened = reduced or (run in SLOW and version != versions[0])
-                for name in ways[:1] if is_shortened else ways:
+                if run in SLOW:
+                    count = 0 if reduced else len(ways) if version == versions[0] else 1
+                else:
+                    count = 1 if reduced else len(ways)
+                for name in ways[:count]:
                     if _is_asked(only, f"{name}: {run.__name__}"):
                         yield attempt(run, setting, name)
 
