@@ -71,9 +71,15 @@ def main() -> None:
         # In a child: a process's peak memory begins with that of the one that started it.
         pid = os.fork()
         if pid == 0:
-            fill_s = fill(options.root, options.count)
-            print(json.dumps({"what": "fill", "s": round(fill_s, 1), "files": options.count}), flush=True)
-            os._exit(0)
+            status = 1
+            try:
+                fill_s = fill(options.root, options.count)
+                print(json.dumps({"what": "fill", "s": round(fill_s, 1), "files": options.count}), flush=True)
+                status = 0
+            except OSError as e:
+                print(f"{options.root} takes no more files: {e.strerror}; see df -i", file=sys.stderr, flush=True)
+            finally:
+                os._exit(status)
         _, status = os.waitpid(pid, 0)
         assert status == 0, "the folder could not be filled"
         limit = options.count * BLOB_BYTES
