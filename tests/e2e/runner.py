@@ -79,6 +79,10 @@ def main() -> int:
     parser.add_argument("--versions", default="0.32", help="comma-separated; all but 0.32 are overlays of make_env")
     arguments = parser.parse_args()
     versions = arguments.versions.split(",")
+    for version in versions:  # another version's rows must not come from the installed one
+        overlay = overlay_folder(Path(sys.prefix), version)
+        if version != "0.32" and (overlay is None or not overlay.exists()):
+            parser.error(f"--versions: {version} is not here; python -m tests.e2e.make_env FOLDER --overlay {version}")
     began = time.monotonic()
     found: list[Row] = []
     for row in rows(arguments.work, versions, arguments.only, arguments.reduced):
