@@ -16,9 +16,12 @@ from tiers.errors import BlobCorruptError, BlobNotFoundError, ConfigError, SealE
 from tiers.file_mapper import block_name
 from tiers.keys import OffloadKey
 from tiers.seal import PAYLOAD_MULTIPLE_BYTES, TRAILER_BYTES, Seal
-from tiers.store import Store, SupportsGetMany, SupportsQuarantine, SupportsSizeMany, SupportsTail
+from tiers.store import Store, SupportsGetMany, SupportsPieces, SupportsQuarantine, SupportsSizeMany, SupportsTail
 
 logger = logging.getLogger(__name__)
+
+#: Smaller blocks are still in the cache when they are checksummed whole, which costs fewer calls.
+PIECEWISE_BYTES_MIN = 512 << 10
 
 
 @dataclass(slots=True)
@@ -72,6 +75,8 @@ class BlockMover:
         # Asked once: isinstance of a protocol looks every method up, 4 µs a block.
         self._tails = store if isinstance(store, SupportsTail) else None
         self._gets_many = store if isinstance(store, SupportsGetMany) else None
+        is_large = rows.row_bytes >= PIECEWISE_BYTES_MIN
+        self._pieces = store if is_large and isinstance(store, SupportsPieces) else None
         self._name_prefix = name_prefix
         self._warn = warn
         self._seal = seal
@@ -105,9 +110,8 @@ class BlockMover:
     def _store_one(self, key: OffloadKey, row: memoryview, batch: Batch) -> str:
         """Store one block if it is not there in good order; returns the outcome."""
         name = block_name(self._name_prefix, key)
-        parts = self._seal.seal_parts(key, row)
         # Put first, look afterwards: most blocks of a store job are new, and a look costs as much as a small put.
-        if self.store.put(name, parts):
+        if self._put(name, key, row, overwrite=False):
             return "moved"
         if self._tails is None:
             return "already_stored"
@@ -125,9 +129,22 @@ class BlockMover:
                 batch.errors["ForeignBlock"] += 1
                 return "failed"
             overwrite = True
-        self.store.put(name, parts, overwrite=overwrite)
+        self._put(name, key, row, overwrite=overwrite)
         batch.healed += overwrite
         return "moved"
+
+    def _put(self, name: str, key: OffloadKey, row: memoryview, *, overwrite: bool) -> bool:
+        if self._pieces is None or not self._seal.stores_as_is:
+            return self.store.put(name, self._seal.seal_parts(key, row), overwrite=overwrite)
+        checksum = self._seal.running_checksum(row)
+        trailer = bytearray(TRAILER_BYTES)
+
+        def look(offset: int, piece: memoryview) -> None:
+            checksum.look(offset, piece)
+            if offset == row.nbytes:
+                trailer[:] = self._seal.trailer(key, row, checksum)
+
+        return self._pieces.put_pieces(name, (row, memoryview(trailer)), look, overwrite=overwrite)
 
     def _check_stored(self, store: SupportsTail, key: OffloadKey, name: str) -> None:
         found = store.get_tail(name, TRAILER_BYTES)
@@ -198,8 +215,13 @@ class BlockMover:
         failure: SealError | BlobCorruptError | None = None
         for _ in range(2):  # twice: a torn page cache and a blob replaced under the reader happen once
             try:
-                self.store.get_into(name, (row, memoryview(trailer)))
-                self._seal.open_in_place(key, row, trailer)
+                seen = None
+                if self._pieces is None:
+                    self.store.get_into(name, (row, memoryview(trailer)))
+                else:
+                    seen = self._seal.running_checksum(row)
+                    self._pieces.get_pieces_into(name, (row, memoryview(trailer)), seen.look)
+                self._seal.open_in_place(key, row, trailer, seen)
                 return True
             except (SealError, BlobCorruptError) as e:
                 failure = e

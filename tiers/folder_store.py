@@ -10,6 +10,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from tiers.errors import (
     BlobCorruptError,
@@ -31,9 +32,10 @@ from tiers.posix import (
     remove_blob,
     store_error,
     walk,
+    write_all,
 )
 from tiers.publish import FreeSpace, Publisher, sweep
-from tiers.store import KeyInfo, Store, check_key, parts_size
+from tiers.store import KeyInfo, Look, Store, check_key, parts_size
 
 logger = logging.getLogger(__name__)
 
@@ -88,22 +90,18 @@ class FolderStore(Store):
             logger.warning("%s: files of dead writers were not removed: %s", self.root_dir, str(e))
 
     def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
-        root = self._use_root(key)
-        try:
-            if self._space is None:
-                return self._publish(root, key, parts, overwrite=overwrite)
-            with self._space.reserved(root, parts_size(parts), key):
-                return self._publish(root, key, parts, overwrite=overwrite)
-        except OSError as e:
-            raise store_error(e, key) from e
+        return self._put(key, parts, None, overwrite=overwrite)
+
+    def put_pieces(self, key: str, parts: Sequence[memoryview], look: Look, *, overwrite: bool = False) -> bool:
+        """See ``SupportsPieces``."""
+        return self._put(key, parts, look, overwrite=overwrite)
 
     def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
-        root = self._use_root(key)
-        try:
-            read_blob(root, key, parts)
-        except OSError as e:
-            self._after_miss(root)
-            raise store_error(e, key) from e
+        self._get_into(key, parts, None)
+
+    def get_pieces_into(self, key: str, parts: Sequence[memoryview], look: Look) -> None:
+        """See ``SupportsPieces``."""
+        self._get_into(key, parts, look)
 
     def size(self, key: str) -> int | None:
         root = self._use_root(key)
@@ -202,12 +200,33 @@ class FolderStore(Store):
         except OSError as e:
             raise store_error(e, "") from e
 
-    def _publish(
-        self, root: RootFolder, key: str, parts: Sequence[memoryview], *, overwrite: bool, attribute: bytes = b""
-    ) -> bool:
+    def _put(self, key: str, parts: Sequence[memoryview], look: Look | None, *, overwrite: bool) -> bool:
+        root = self._use_root(key)
+        write = partial(self._write, key=key, parts=parts, look=look)
+        try:
+            if self._space is None:
+                return self._publish(root, key, write, overwrite=overwrite)
+            with self._space.reserved(root, parts_size(parts), key):
+                return self._publish(root, key, write, overwrite=overwrite)
+        except OSError as e:
+            raise store_error(e, key) from e
+
+    def _get_into(self, key: str, parts: Sequence[memoryview], look: Look | None) -> None:
+        root = self._use_root(key)
+        try:
+            read_blob(root, key, parts, look)
+        except OSError as e:
+            self._after_miss(root)
+            raise store_error(e, key) from e
+
+    def _write(self, fd: int, *, key: str, parts: Sequence[memoryview], look: Look | None) -> None:  # noqa: ARG002 - for subclasses
+        """Fill a new file."""
+        write_all(fd, parts, look)
+
+    def _publish(self, root: RootFolder, key: str, write: Callable[[int], None], *, overwrite: bool) -> bool:
         for attempts_left in reversed(range(PUBLISH_ATTEMPTS_MAX)):
             try:
-                return self._publisher.publish(root, key, parts, overwrite=overwrite, attribute=attribute)
+                return self._publisher.publish(root, key, write, overwrite=overwrite)
             except FileNotFoundError:
                 if attempts_left and root.is_removed():
                     root = self._replace_root(root, make=True)

@@ -29,7 +29,7 @@ import xxhash
 from tiers.errors import ConfigError, SealError, SealReason
 from tiers.keyring import KeyRing
 from tiers.keys import OffloadKey
-from tiers.seal import CHECK_AT, DIGESTS, PAYLOAD_CHECKSUM_AT, TAG_AT, Authentication, Checksum, Seal
+from tiers.seal import CHECK_AT, DIGESTS, PAYLOAD_CHECKSUM_AT, TAG_AT, Authentication, Checksum, RunningChecksum, Seal
 
 try:
     from cryptography.exceptions import InvalidTag
@@ -149,15 +149,17 @@ class GmacSeal(_KeyedSeal):
     _authentication = Authentication.AES_256_GMAC
     _purpose = b"AES-256-GMAC"
 
-    def trailer(self, key: OffloadKey, payload: memoryview) -> bytes:
-        trailer = bytearray(super().trailer(key, payload))
+    def trailer(self, key: OffloadKey, payload: memoryview, checksum: RunningChecksum | None = None) -> bytes:
+        trailer = bytearray(super().trailer(key, payload, checksum))
         nonce = os.urandom(NONCE_BYTES)
         trailer[TAG_AT - NONCE_BYTES : TAG_AT] = nonce
         trailer[TAG_AT : TAG_AT + TAG_BYTES] = self._tag(self._key_id, nonce, trailer, payload)
         return _checked(trailer)
 
-    def verify(self, key: OffloadKey, payload: memoryview, trailer: Trailer) -> None:
-        super().verify(key, payload, trailer)
+    def verify(
+        self, key: OffloadKey, payload: memoryview, trailer: Trailer, seen: RunningChecksum | None = None
+    ) -> None:
+        super().verify(key, payload, trailer, seen)
         proof = self._proof(trailer)
         if not hmac.compare_digest(self._tag(proof.key_id, proof.nonce, trailer, payload), proof.tag):
             raise SealError(SealReason.AUTHENTICATION, f"its tag is not that of key {proof.key_id:08x}")
@@ -181,8 +183,9 @@ class GcmSeal(_KeyedSeal):
 
     _authentication = Authentication.AES_256_GCM
     _purpose = b"AES-256-GCM"
+    stores_as_is = False
 
-    def trailer(self, key: OffloadKey, payload: memoryview) -> bytes:  # noqa: ARG002
+    def trailer(self, key: OffloadKey, payload: memoryview, checksum: RunningChecksum | None = None) -> bytes:  # noqa: ARG002
         """Not to be had for a payload that is stored as it is: use ``seal_parts``."""
         raise TypeError("an encrypted block's trailer belongs to its encrypted payload: use seal_parts")
 
@@ -209,13 +212,17 @@ class GcmSeal(_KeyedSeal):
         trailer[TAG_AT : TAG_AT + TAG_BYTES] = cipher.tag
         return stored, memoryview(_checked(trailer))
 
-    def verify(self, key: OffloadKey, payload: memoryview, trailer: Trailer) -> None:
-        super().verify(key, payload, trailer)
+    def verify(
+        self, key: OffloadKey, payload: memoryview, trailer: Trailer, seen: RunningChecksum | None = None
+    ) -> None:
+        super().verify(key, payload, trailer, seen)
         self._decrypt(payload, trailer, _buffer(payload.nbytes))
 
-    def open_in_place(self, key: OffloadKey, payload: memoryview, trailer: Trailer) -> None:
+    def open_in_place(
+        self, key: OffloadKey, payload: memoryview, trailer: Trailer, seen: RunningChecksum | None = None
+    ) -> None:
         """Verify stored bytes and decrypt them where they lie. After an error their content is undefined."""
-        super().verify(key, payload, trailer)
+        super().verify(key, payload, trailer, seen)
         self._decrypt(payload, trailer, payload)
 
     def _decrypt(self, stored: memoryview, trailer: Trailer, payload: memoryview) -> None:

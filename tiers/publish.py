@@ -4,7 +4,7 @@ A new blob, where the file system has unnamed files (O_TMPFILE: ext4, XFS, Btrfs
 
     openat2(root, folder)       made with its parents where missing, 0700
     openat(folder, O_TMPFILE)   0600; it has no name, so a writer that dies leaves nothing
-    pwritev                     straight from the parts, until all is written
+    pwritev                     straight from the parts, until all is written (in pieces where each is looked at)
     [fdatasync]                 durability "data"
     linkat(folder, name)        publishes; EEXIST: the key was stored before, which is success
     close
@@ -34,14 +34,13 @@ import itertools
 import os
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from tiers.errors import StoreConfigError, StoreFullError
-from tiers.posix import FILE_MODE, OPEN_FOLDER, OPEN_LISTING, RootFolder, close_reader, link_open_file, write_all
+from tiers.posix import FILE_MODE, OPEN_FOLDER, OPEN_LISTING, RootFolder, close_reader, link_open_file
 
 PRIVATE_FOLDER = ".tmp"
 QUARANTINE_FOLDER = ".quarantine"
-SEAL_ATTRIBUTE = "user.kvtiers.seal"
 STALE_AGE_S_MAX = 3600.0  # no writer takes an hour for one blob, and clocks of hosts are nearer than that
 
 OPEN_UNNAMED = os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC
@@ -66,13 +65,11 @@ class Publisher:
         self._link_open_file = True
         self._names = _PrivateNames()
 
-    def publish(
-        self, root: RootFolder, key: str, parts: Sequence[memoryview], *, overwrite: bool, attribute: bytes = b""
-    ) -> bool:
-        """Store the joined parts under ``key``. False: something is there and stays.
+    def publish(self, root: RootFolder, key: str, write: Callable[[int], None], *, overwrite: bool) -> bool:
+        """Store a file under ``key``. False: something is there and stays.
 
         Args:
-            attribute: what the file's extended attribute ``SEAL_ATTRIBUTE`` is to hold when it becomes visible.
+            write: fills an empty file, given its descriptor; what it raises comes out.
 
         Raises:
             FileNotFoundError: a folder on the way, or the root, was removed meanwhile.
@@ -85,9 +82,9 @@ class Publisher:
             if not overwrite and os.access(name, os.F_OK, dir_fd=dir_fd, follow_symlinks=False):
                 published = False
             elif not overwrite and self._unnamed_files and (fd := self._open_unnamed(dir_fd)) >= 0:
-                published = self._publish_unnamed(fd, dir_fd, name, parts, attribute)
+                published = self._publish_unnamed(fd, dir_fd, name, write)
             else:
-                published = self._publish_private(root, dir_fd, name, parts, attribute, overwrite=overwrite)
+                published = self._publish_private(root, dir_fd, name, write, overwrite=overwrite)
             if self._durable:
                 _sync_folder(dir_fd)
             return published
@@ -125,11 +122,11 @@ class Publisher:
             self._unnamed_files = False
             return -1
 
-    def _publish_unnamed(self, fd: int, dir_fd: int, name: str, parts: Sequence[memoryview], attribute: bytes) -> bool:
+    def _publish_unnamed(self, fd: int, dir_fd: int, name: str, write: Callable[[int], None]) -> bool:
         """Owns ``fd``."""
         published = False
         try:
-            self._write(fd, parts, attribute)
+            self._write(fd, write)
             try:
                 self._link(fd, name, dir_fd)
                 published = True
@@ -156,14 +153,7 @@ class Publisher:
         self._link_open_file = False
 
     def _publish_private(
-        self,
-        root: RootFolder,
-        dir_fd: int,
-        name: str,
-        parts: Sequence[memoryview],
-        attribute: bytes,
-        *,
-        overwrite: bool,
+        self, root: RootFolder, dir_fd: int, name: str, write: Callable[[int], None], *, overwrite: bool
     ) -> bool:
         temp_fd = _make_own_folder(root, PRIVATE_FOLDER)
         try:
@@ -172,7 +162,7 @@ class Publisher:
             renamed = False
             try:
                 try:
-                    self._write(fd, parts, attribute)
+                    self._write(fd, write)
                 finally:
                     os.close(fd)
                 if overwrite:
@@ -190,10 +180,8 @@ class Publisher:
         finally:
             close_reader(temp_fd)
 
-    def _write(self, fd: int, parts: Sequence[memoryview], attribute: bytes) -> None:
-        write_all(fd, parts)
-        if attribute:
-            os.setxattr(fd, SEAL_ATTRIBUTE, attribute)
+    def _write(self, fd: int, write: Callable[[int], None]) -> None:
+        write(fd)
         if self._durable:
             os.fdatasync(fd)
 

@@ -74,6 +74,40 @@ DIGESTS: dict[int, Callable[[memoryview], bytes]] = {
 }
 
 
+_HASHERS: dict[int, Callable[[], Any]] = {Checksum.XXH3_64: xxhash.xxh3_64, Checksum.XXH3_128: xxhash.xxh3_128}
+
+
+class RunningChecksum:
+    """A payload's checksum, made piece by piece: see ``tiers.store.SupportsPieces``.
+
+    Args:
+        payload_length: bytes; what comes behind is not the payload.
+    """
+
+    def __init__(self, algorithm: Checksum, payload_length: int) -> None:
+        self._algorithm = algorithm
+        self._payload_length = payload_length
+        self._seen = 0
+        self._hasher = _HASHERS[algorithm]()
+
+    def look(self, offset: int, piece: memoryview) -> None:
+        """Take the next piece. Offset 0 begins again."""
+        if offset == 0 and self._seen:
+            self._seen = 0
+            self._hasher.reset()
+        if offset < self._payload_length:
+            assert offset == self._seen, "pieces come in order"
+            self._hasher.update(piece)
+            self._seen += piece.nbytes
+
+    def digest(self, algorithm: int, payload: memoryview) -> bytes:
+        """The field's 16 bytes: what was seen, or where that is another algorithm's or not all, made of ``payload``."""
+        if algorithm != self._algorithm or self._seen != payload.nbytes:
+            return DIGESTS[algorithm](payload)
+        # Little-endian, as in DIGESTS; xxhash's own digest() is big-endian.
+        return bytes(self._hasher.digest()[::-1]).ljust(16, b"\0")
+
+
 def fingerprint_in(trailer: bytes | bytearray | memoryview) -> bytes:
     """Whose block a trailer says that it is, unchecked: to choose the seal that checks it."""
     return bytes(trailer[FINGERPRINT_AT : FINGERPRINT_AT + 32])
@@ -95,6 +129,8 @@ class Seal:
             are foreign.
     """
 
+    #: What is stored is the payload itself, so that its trailer may be made while it is written.
+    stores_as_is = True
     _authentication: int = Authentication.NONE
     _key_id = 0
 
@@ -151,12 +187,17 @@ class Seal:
             shares_folder=fields["shares_folder"],
         )
 
-    def trailer(self, key: OffloadKey, payload: memoryview) -> bytes:
+    def running_checksum(self, payload: memoryview) -> RunningChecksum:
+        """For a payload that passes piece by piece."""
+        return RunningChecksum(self._checksum, payload.nbytes)
+
+    def trailer(self, key: OffloadKey, payload: memoryview, checksum: RunningChecksum | None = None) -> bytes:
         """The trailer for a payload. Checksums the payload where it lies, before anybody writes it: a slot that
         changes under a late write is then caught on load.
 
         Args:
             payload: C-contiguous, a multiple of 4,096 bytes.
+            checksum: has seen each piece before it was written.
 
         Raises:
             ValueError: payload length or block hash length does not fit the format.
@@ -178,7 +219,7 @@ class Seal:
             self._rank,
             len(block_hash),
             block_hash,
-            DIGESTS[self._checksum](payload),
+            _digest(self._checksum, payload, checksum),
             self._writer_id,
             self._clock_ns(),
             self._key_id,
@@ -204,8 +245,17 @@ class Seal:
         if not self._is_taken_unverified(trailer):
             self._check(key, trailer, payload_length)
 
-    def verify(self, key: OffloadKey, payload: memoryview, trailer: bytes | bytearray | memoryview) -> None:
+    def verify(
+        self,
+        key: OffloadKey,
+        payload: memoryview,
+        trailer: bytes | bytearray | memoryview,
+        seen: RunningChecksum | None = None,
+    ) -> None:
         """Check that payload and trailer are the block ``key`` of this namespace and rank, whole and unchanged.
+
+        Args:
+            seen: has seen each piece of the payload when it was read.
 
         Raises:
             SealError: the first check that failed, in the format's order.
@@ -213,7 +263,7 @@ class Seal:
         if self._is_taken_unverified(trailer):
             return
         checksum, expected = self._check(key, trailer, payload.nbytes)
-        if DIGESTS[checksum](payload) != expected:
+        if _digest(checksum, payload, seen) != expected:
             raise SealError(SealReason.PAYLOAD_CHECKSUM, f"{payload.nbytes} payload bytes do not match their checksum")
 
     #: ``verify``, and turn the stored bytes into the payload, in place. Here they are the payload.
@@ -262,3 +312,7 @@ class Seal:
     def _other_means(self, checksum: int, authentication: int) -> SealError:
         """Sound so far, but made by means this reader lacks: a miss that must not be destroyed."""
         return SealError(SealReason.UNSUPPORTED, f"checksum {checksum}, authentication {authentication}")
+
+
+def _digest(algorithm: int, payload: memoryview, seen: RunningChecksum | None) -> bytes:
+    return DIGESTS[algorithm](payload) if seen is None else seen.digest(algorithm, payload)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -147,6 +147,30 @@ class SupportsGetMany(Protocol):
 
     def get_many_into(self, requests: Sequence[tuple[str, Sequence[memoryview]]]) -> list[Exception | None]:
         """Outcomes parallel to ``requests``, each as ``get_into`` would raise it; None is success."""
+        ...
+
+
+#: Is called with a piece's offset in its blob, and the piece.
+Look = Callable[[int, memoryview], None]
+
+
+@runtime_checkable
+class SupportsPieces(Protocol):
+    """A store that moves bytes piece by piece and lets its caller look at each while it is in the core's cache.
+
+    Made for checksums: a large blob is read from memory once then, not twice. The pieces come in order, joined they
+    are the parts, and none spans two of these. A store that must begin again begins at offset 0 again. What ``look``
+    raises comes out, and nothing is published.
+    """
+
+    def put_pieces(self, key: str, parts: Sequence[memoryview], look: Look, *, overwrite: bool = False) -> bool:
+        """As ``put``. Each piece is looked at before it is read; ``look`` may fill what comes behind it, so that a
+        blob may end with the checksum of its bytes. Where something is there already there may be no look.
+        """
+        ...
+
+    def get_pieces_into(self, key: str, parts: Sequence[memoryview], look: Look) -> None:
+        """As ``get_into``. Each piece is looked at when it was filled."""
         ...
 
 

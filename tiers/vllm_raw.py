@@ -14,16 +14,17 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 from tiers.errors import BlobCorruptError, BlobNotFoundError, StoreConfigError
 from tiers.inventory import parse_block_name
-from tiers.posix import OPEN_LISTING, OPEN_READ, RootFolder, close_reader, regular_size, store_error, transfer
-from tiers.publish import SEAL_ATTRIBUTE
+from tiers.posix import OPEN_LISTING, OPEN_READ, RootFolder, close_reader, read_all, regular_size, store_error
 from tiers.seal import NO_TRAILER, TRAILER_BYTES, TRAILER_FIELDS_BYTES
-from tiers.store import KeyInfo, parts_size
+from tiers.store import KeyInfo, Look, parts_size
 from tiers.stores.local import LocalStore
+
+SEAL_ATTRIBUTE = "user.kvtiers.seal"
 
 
 class VllmRawStore(LocalStore):
@@ -56,17 +57,18 @@ class VllmRawStore(LocalStore):
                 "use another root_dir, or format: sealed-1"
             ) from e
 
-    def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
+    def _get_into(self, key: str, parts: Sequence[memoryview], look: Look | None) -> None:
         if parse_block_name(key) is None:
-            super().get_into(key, parts)
+            super()._get_into(key, parts, look)
             return
         payload, trailer = _split(key, parts)
         with self._opened(key) as (fd, size, seal):
             if size != parts_size(payload):
                 raise BlobCorruptError(f"{size} bytes are stored, {parts_size(payload)} were asked for", key=key)
-            if transfer(os.preadv, fd, payload) != size:
-                raise BlobCorruptError("it was cut while it was read", key=key)
+            read_all(fd, payload, key, look)
             trailer[:] = seal
+            if look is not None:
+                look(size, trailer)
 
     def size(self, key: str) -> int | None:
         if parse_block_name(key) is None:
@@ -93,18 +95,28 @@ class VllmRawStore(LocalStore):
             is_block = parse_block_name(info.key) is not None
             yield KeyInfo(info.key, info.size + TRAILER_BYTES, info.mtime) if is_block else info
 
-    def _publish(
-        self, root: RootFolder, key: str, parts: Sequence[memoryview], *, overwrite: bool, attribute: bytes = b""
-    ) -> bool:
+    def _put(self, key: str, parts: Sequence[memoryview], look: Look | None, *, overwrite: bool) -> bool:
+        if parse_block_name(key) is not None:
+            _split(key, parts)
+        return super()._put(key, parts, look, overwrite=overwrite)
+
+    def _write(self, fd: int, *, key: str, parts: Sequence[memoryview], look: Look | None) -> None:
         if parse_block_name(key) is None:
-            return super()._publish(root, key, parts, overwrite=overwrite, attribute=attribute)
+            super()._write(fd, key=key, parts=parts, look=look)
+            return
         payload, trailer = _split(key, parts)
-        attribute = b"" if trailer == NO_TRAILER else bytes(trailer[:TRAILER_FIELDS_BYTES])
-        if super()._publish(root, key, payload, overwrite=overwrite, attribute=attribute):
+        super()._write(fd, key=key, parts=payload, look=look)
+        if look is not None:
+            look(parts_size(payload), trailer)
+        if trailer != NO_TRAILER:
+            os.setxattr(fd, SEAL_ATTRIBUTE, trailer[:TRAILER_FIELDS_BYTES])
+
+    def _publish(self, root: RootFolder, key: str, write: Callable[[int], None], *, overwrite: bool) -> bool:
+        if super()._publish(root, key, write, overwrite=overwrite):
             return True
-        if self._takes_unverified or not self._is_unsealed(key):
+        if parse_block_name(key) is None or self._takes_unverified or not self._is_unsealed(key):
             return False
-        return super()._publish(root, key, payload, overwrite=True, attribute=attribute)
+        return super()._publish(root, key, write, overwrite=True)
 
     def _is_unsealed(self, key: str) -> bool:
         try:

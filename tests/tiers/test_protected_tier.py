@@ -15,7 +15,7 @@ import yaml
 
 from connector.vllm_config import vllm_config
 from tests.identity import FakeSpec, block_key
-from tiers import protected_seal
+from tiers import block_mover, posix, protected_seal
 from tiers.base import JobMetadata
 from tiers.builtin import FileSystemTierManager
 from tiers.config import parse_config, parse_tier
@@ -113,6 +113,24 @@ def test_process_isolation_changes_nothing(bench: Bench, options: dict[str, Any]
     assert bench.run(tier, "store", KEYS) == set(KEYS)
     assert bench.loads(tier, expected)
     assert bench.loads(bench.tier(OLD, **options), expected)
+
+
+@both
+def test_piece_by_piece_is_the_same(bench: Bench, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = bench.fill()
+    whole = bench.tier(OLD, **options)
+    monkeypatch.setattr(block_mover, "PIECEWISE_BYTES_MIN", 0)
+    monkeypatch.setattr(posix, "PIECE_BYTES", 4096)
+    pieces = bench.tier(OLD, **options)
+    assert bench.run(pieces, "store", KEYS) == set(KEYS)
+    assert bench.loads(whole, expected)
+    assert bench.loads(pieces, expected)
+    for path in bench.files():
+        blob = bytearray(path.read_bytes())
+        blob[-TRAILER_BYTES - 1] ^= 1
+        path.write_bytes(blob)
+    assert bench.run(pieces, "load", KEYS) == set()
+    assert failures(pieces, "payload_checksum") == ROWS
 
 
 def test_encrypted_blocks_hold_nothing_of_the_payload(bench: Bench) -> None:

@@ -11,7 +11,7 @@ from tests.golden.make_golden import SEALED_FINGERPRINT, SEALED_KEY, SEALED_RANK
 from tests.identity import block_key
 from tiers.errors import SealError, SealReason
 from tiers.keys import make_offload_key
-from tiers.seal import TRAILER_BYTES, Checksum, Seal
+from tiers.seal import TRAILER_BYTES, Checksum, RunningChecksum, Seal
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "sealed-1.bin"
 FINGERPRINT = bytes(range(32))
@@ -51,6 +51,35 @@ def test_round_trip(checksum: Checksum) -> None:
     assert len(tail) == TRAILER_BYTES
     seal().verify(KEY, memoryview(PAYLOAD), tail)
     seal().verify(KEY, memoryview(PAYLOAD), bytearray(tail))
+
+
+@pytest.mark.parametrize("checksum", [Checksum.XXH3_64, Checksum.XXH3_128])
+@pytest.mark.parametrize("reader_checksum", [Checksum.XXH3_64, Checksum.XXH3_128])
+def test_piece_by_piece_is_the_same(checksum: Checksum, reader_checksum: Checksum) -> None:
+    payload = memoryview(PAYLOAD)
+
+    def looked(by: Seal, data: memoryview, last: int) -> RunningChecksum:
+        running = by.running_checksum(payload)
+        for begin in (data[:4096], data[:last]):  # the first one is begun again
+            for at in range(0, len(begin), 1000):
+                running.look(at, begin[at : at + 1000])
+        running.look(len(payload), memoryview(b"a trailer"))
+        return running
+
+    writer, reader = seal(checksum=checksum, clock_ns=lambda: 1), seal(checksum=reader_checksum)
+    whole = len(payload)
+    tail = writer.trailer(KEY, payload)
+    assert writer.trailer(KEY, payload, looked(writer, payload, whole)) == tail
+    reader.verify(KEY, payload, tail, looked(reader, payload, whole))
+    bad = bytearray(payload)
+    bad[-1] ^= 1
+    with pytest.raises(SealError) as e:
+        reader.verify(KEY, memoryview(bad), tail, looked(reader, memoryview(bad), whole))
+    assert e.value.reason is SealReason.PAYLOAD_CHECKSUM
+    # Where not all was seen the payload itself is looked at.
+    reader.verify(KEY, payload, tail, looked(reader, payload, 5000))
+    with pytest.raises(SealError):
+        reader.verify(KEY, memoryview(bad), tail, looked(reader, payload, 5000))
 
 
 def test_every_trailer_bit_is_covered() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
@@ -15,6 +16,7 @@ import pytest
 from tests.identity import FakeSpec, block_key
 from tests.promises import Record
 from tests.waiting import wait_for
+from tiers import block_mover, posix
 from tiers.base import JobMetadata, JobResult
 from tiers.errors import (
     BlobCorruptError,
@@ -104,8 +106,12 @@ class Bench:
         return wait_for(ask)[0]
 
 
-@pytest.fixture(params=["memory", "local"])
-def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
+@pytest.fixture(params=["memory", "local", "local, piece by piece"])
+def bench(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    if "piece" in request.param:
+        monkeypatch.setattr(block_mover, "PIECEWISE_BYTES_MIN", 0)
+        monkeypatch.setattr(posix, "PIECE_BYTES", ROW_BYTES // 2)
+        monkeypatch.setattr(posix, "RUN_BYTES_MAX", ROW_BYTES // 2)
     memory = MemoryStore()
     made = Bench((lambda: memory) if request.param == "memory" else (lambda: LocalStore(str(tmp_path / "kv"))))
     yield made
@@ -201,6 +207,26 @@ def test_a_bad_payload_is_a_miss_then_quarantined_then_healed(bench: Bench) -> N
     bench.fill(2)
     assert bench.load(tier, KEYS[:1]).success
     assert (bench.region[0] == original[0]).all()
+
+
+def test_a_slot_that_changes_while_it_is_written_is_found_out_on_load(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = bench.tier()
+    if isinstance(tier.store, MemoryStore):
+        pytest.skip("copies the slot in one step")
+    bench.fill(1)
+    write = os.pwritev
+
+    def late_write(*arguments: Any) -> int:
+        bench.region[0, -1] += 1
+        return write(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwritev", late_write)
+        assert bench.store(tier, KEYS[:1]).success
+    assert not bench.load(tier, KEYS[:1]).success
+    assert tier.metrics.value("kvtiers_verify_failures_total", "test", "payload_checksum") == 1
 
 
 def test_a_newer_writers_block_is_a_miss_and_is_left_alone(bench: Bench) -> None:

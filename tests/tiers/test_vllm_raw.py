@@ -19,6 +19,7 @@ from connector.cli import app
 from tests.identity import FakeSpec, block_key
 from tests.tiers.test_local_store import TestLocalStore
 from tests.waiting import wait_for
+from tiers import posix
 from tiers.base import JobMetadata, JobResult, SecondaryTierManager
 from tiers.errors import BlobCorruptError, BlobNotFoundError, ConfigError, StoreConfigError, StoreError
 from tiers.file_mapper import VllmLayout
@@ -110,6 +111,27 @@ class TestStore:
         assert self.get(store) == (b"x" * ROW_BYTES, NO_TRAILER)
         assert not self.put(store)
         assert self.get(store)[0] == b"x" * ROW_BYTES
+
+    def test_pieces_of_a_block(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(posix, "PIECE_BYTES", 4096)
+        monkeypatch.setattr(posix, "RUN_BYTES_MAX", 4096)
+        store = VllmRawStore(root)
+        trailer = bytearray(TRAILER_BYTES)
+        seen: list[tuple[int, int]] = []
+
+        def look(offset: int, piece: memoryview) -> None:
+            seen.append((offset, piece.nbytes))
+            if offset == ROW_BYTES:
+                trailer[:] = self.trailer
+
+        assert store.put_pieces(NAME, [memoryview(self.payload), memoryview(trailer)], look)
+        assert seen == [(at, 4096) for at in range(0, ROW_BYTES + TRAILER_BYTES, 4096)]
+        assert (root / NAME).read_bytes() == self.payload
+        assert self.get(store) == (self.payload, self.trailer)
+        payload, trailer = bytearray(ROW_BYTES), bytearray(TRAILER_BYTES)
+        back = bytearray()
+        store.get_pieces_into(NAME, [memoryview(payload), memoryview(trailer)], lambda _, piece: back.extend(piece))
+        assert bytes(back) == payload + trailer == self.payload + self.trailer
 
     def test_another_size_and_what_is_no_block(self, root: Path) -> None:
         store = VllmRawStore(root)

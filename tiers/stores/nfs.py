@@ -30,7 +30,7 @@ from typing import TypeVar
 from tiers.errors import BlobNotFoundError, StoreUnavailableError
 from tiers.folder_store import FolderStore
 from tiers.publish import Publisher, storage_time
-from tiers.store import Capabilities
+from tiers.store import Capabilities, Look
 
 T = TypeVar("T")
 
@@ -72,12 +72,12 @@ class NfsStore(FolderStore):
             monotonic=monotonic,
         )
 
-    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
-        return _again_if_stale(lambda: super(NfsStore, self).put(key, parts, overwrite=overwrite))
+    def _put(self, key: str, parts: Sequence[memoryview], look: Look | None, *, overwrite: bool) -> bool:
+        return _again_if_stale(lambda: super(NfsStore, self)._put(key, parts, look, overwrite=overwrite))
 
-    def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
+    def _get_into(self, key: str, parts: Sequence[memoryview], look: Look | None) -> None:
         try:
-            _again_if_stale(lambda: super(NfsStore, self).get_into(key, parts))
+            _again_if_stale(lambda: super(NfsStore, self)._get_into(key, parts, look))
         except StoreUnavailableError as e:
             if _is_stale(e):
                 raise BlobNotFoundError("removed by another host", key=key) from e

@@ -41,6 +41,7 @@ from tiers.store import (
     Store,
     SupportsDeleteMany,
     SupportsGetMany,
+    SupportsPieces,
     SupportsQuarantine,
     SupportsSizeMany,
     SupportsTail,
@@ -109,6 +110,13 @@ def fetch(store: Store, key: str, size: int) -> bytes:
 def list_keys(store: Store, prefix: str = "") -> list[str]:
     """The listed keys, sorted; a key that is listed twice is there twice."""
     return sorted(info.key for info in store.keys(prefix))
+
+
+def _assert_in_order(pieces: Sequence[tuple[int, int]], part_ends: Sequence[int]) -> None:
+    """Pieces (start, end) cover the parts without a gap, and none spans two of these."""
+    edges = [0, *(end for _, end in pieces)]
+    assert [start for start, _ in pieces] == edges[:-1]
+    assert set(part_ends) <= set(edges)
 
 
 class GuardedParts:
@@ -610,6 +618,66 @@ class StoreContract(ABC):
         assert self.peek(store, "f/a") == versions[0]
 
     # ---- optional extras -----------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("size", SIZES_BYTES)
+    def test_pieces(self, store: Store, size: int) -> None:
+        if not isinstance(store, SupportsPieces):
+            pytest.skip("no SupportsPieces")
+        data = make_data(size)
+        cut = size // 3
+        blob = GuardedParts(cut, size - cut, 8, fill=data + bytes(8))
+        looked: list[tuple[int, int]] = []  # start, end
+        end = bytearray()
+
+        def fill_the_end(offset: int, piece: memoryview) -> None:
+            looked.append((offset, offset + piece.nbytes))
+            if offset < size:  # bytes that change before they are written are stored as they are then
+                piece[:] = bytes(byte ^ 1 for byte in piece[:1]) + piece[1:]
+            else:
+                blob.parts[2][:] = b"the end."
+
+        assert store.put_pieces("f/a", blob.parts, fill_the_end)
+        _assert_in_order(looked, (cut, size, size + 8))
+        blob.assert_only_parts_touched()
+        assert self.peek(store, "f/a") == blob.joined()
+        assert blob.joined().endswith(b"the end.")
+        assert not store.put_pieces("f/a", as_parts(b"other"), lambda *_: None)
+        assert self.peek(store, "f/a") == blob.joined()
+
+        back = GuardedParts(size - cut, cut, 8)
+        looked.clear()
+
+        def see(offset: int, piece: memoryview) -> None:
+            looked.append((offset, offset + piece.nbytes))
+            end.extend(piece)
+
+        store.get_pieces_into("f/a", back.parts, see)
+        _assert_in_order(looked, (size - cut, size, size + 8))
+        assert bytes(end) == back.joined() == blob.joined()
+        back.assert_only_parts_touched()
+
+        assert store.put_pieces("f/a", as_parts(b"other"), lambda *_: None, overwrite=True)
+        assert self.peek(store, "f/a") == b"other"
+        with pytest.raises(BlobCorruptError):
+            store.get_pieces_into("f/a", GuardedParts(4).parts, see)
+        with pytest.raises(BlobNotFoundError):
+            store.get_pieces_into("f/absent", GuardedParts(4).parts, see)
+
+    def test_what_a_look_raises_comes_out_and_nothing_is_published(self, store: Store) -> None:
+        if not isinstance(store, SupportsPieces):
+            pytest.skip("no SupportsPieces")
+
+        def refuse(_offset: int, _piece: memoryview) -> None:
+            raise ValueError("seen enough")
+
+        with pytest.raises(ValueError, match="seen enough"):
+            store.put_pieces("f/a", as_parts(b"data"), refuse)
+        assert self.peek(store, "f/a") is None
+        assert list_keys(store) == []
+        self.plant(store, "f/a", b"old")
+        with pytest.raises(ValueError, match="seen enough"):
+            store.put_pieces("f/a", as_parts(b"data"), refuse, overwrite=True)
+        assert self.peek(store, "f/a") == b"old"
 
     @pytest.mark.parametrize("size", SIZES_BYTES)
     def test_get_tail(self, store: Store, size: int) -> None:
