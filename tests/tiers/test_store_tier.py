@@ -110,8 +110,9 @@ class Bench:
 def bench(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     if "piece" in request.param:
         monkeypatch.setattr(block_mover, "PIECEWISE_BYTES_MIN", 0)
-        monkeypatch.setattr(posix, "PIECE_BYTES", ROW_BYTES // 2)
-        monkeypatch.setattr(posix, "RUN_BYTES_MAX", ROW_BYTES // 2)
+        monkeypatch.setattr(posix, "READ_PIECE_BYTES", ROW_BYTES // 2)
+        monkeypatch.setattr(posix, "WRITE_PIECE_BYTES", ROW_BYTES // 2)
+        monkeypatch.setattr(posix, "RUN_SLACK_BYTES", 0)
     memory = MemoryStore()
     made = Bench((lambda: memory) if request.param == "memory" else (lambda: LocalStore(str(tmp_path / "kv"))))
     yield made

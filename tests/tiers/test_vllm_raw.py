@@ -113,8 +113,9 @@ class TestStore:
         assert self.get(store)[0] == b"x" * ROW_BYTES
 
     def test_pieces_of_a_block(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(posix, "PIECE_BYTES", 4096)
-        monkeypatch.setattr(posix, "RUN_BYTES_MAX", 4096)
+        monkeypatch.setattr(posix, "READ_PIECE_BYTES", 4096)
+        monkeypatch.setattr(posix, "WRITE_PIECE_BYTES", 4096)
+        monkeypatch.setattr(posix, "RUN_SLACK_BYTES", 0)
         store = VllmRawStore(root)
         trailer = bytearray(TRAILER_BYTES)
         seen: list[tuple[int, int]] = []
