@@ -20,8 +20,9 @@ from tiers.store import Store, SupportsGetMany, SupportsPieces, SupportsQuaranti
 
 logger = logging.getLogger(__name__)
 
-#: Smaller blocks are still in the cache when they are checksummed whole, which costs fewer calls.
-PIECEWISE_BYTES_MIN = 512 << 10
+#: Larger blocks are checksummed piece by piece while they move. Measured on one core, ext4, of the speed of plain
+#: preadv: 0.65 whole and in pieces at 2 MiB, 0.68 and 0.74 at 4 MiB, 0.63 and 0.75 at 16 MiB.
+PIECEWISE_BYTES_MIN = 4 << 20
 
 
 @dataclass(slots=True)

@@ -50,7 +50,9 @@ OPEN_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 OPEN_STAT = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 
 IOV_COUNT_MAX = 1024  # Linux' UIO_MAXIOV: more buffers in one vectored call are EINVAL
-READ_PIECE_BYTES = 256 << 10  # fits beside its copy into a core's own cache, and makes a call's own cost small
+READ_PIECE_BYTES = (
+    1 << 20
+)  # a core's own cache, or half of it; a smaller read copies more slowly than its checksum gains
 # A file system makes page cache folios no larger than the write that fills them, and 2 MiB at most. Measured on ext4:
 # in pieces of 1 MiB or less every fourth run of writes took ten times as long.
 WRITE_PIECE_BYTES = 2 << 20
