@@ -50,9 +50,7 @@ OPEN_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 OPEN_STAT = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 
 IOV_COUNT_MAX = 1024  # Linux' UIO_MAXIOV: more buffers in one vectored call are EINVAL
-READ_PIECE_BYTES = (
-    1 << 20
-)  # a core's own cache, or half of it; a smaller read copies more slowly than its checksum gains
+READ_PIECE_BYTES = 1 << 20  # about a core's own cache; with less the read loses more than the checksum gains
 # A file system makes page cache folios no larger than the write that fills them, and 2 MiB at most. Measured on ext4:
 # in pieces of 1 MiB or less every fourth run of writes took ten times as long.
 WRITE_PIECE_BYTES = 2 << 20

@@ -619,7 +619,7 @@ class StoreContract(ABC):
 
     # ---- optional extras -----------------------------------------------------------------------------------
 
-    @pytest.mark.parametrize("size", (*SIZES_BYTES, (4 << 20) + 1))
+    @pytest.mark.parametrize("size", [*SIZES_BYTES, (4 << 20) + 1])
     def test_pieces(self, store: Store, size: int) -> None:
         if not isinstance(store, SupportsPieces):
             pytest.skip("no SupportsPieces")
