@@ -1,7 +1,7 @@
 """What listing, summing up and collecting cost at a million blocks: time and memory of each command's own process.
 
-``python -m tests.benchmarks.bench_gc --root /dev/shm/kvtiers-bench --count 1000000``; the folder is made and removed. Ten million take 10 GB of
-memory and, on tmpfs, ``mount -o nr_inodes=0``.
+``python -m tests.benchmarks.bench_gc --root /dev/shm/kvtiers-bench --count 1000000``; the folder is made and removed.
+Ten million take 10 GB of memory and, on tmpfs, ``mount -o nr_inodes=0``.
 """
 
 from __future__ import annotations
