@@ -185,6 +185,7 @@ class Tier:
     def __init__(self, root: Path, **options: Any) -> None:
         self.region = np.zeros((ROWS, ROW_BYTES), np.int8)
         config = {"type": "fs", "root_dir": str(root), "min_free": 0, "format": "vllm-raw", **options}
+        config |= {"n_read_threads": 1, "n_write_threads": 1}  # a process each
         self.tier: SecondaryTierManager = SecondaryTierFactory.create_secondary_tier(
             config, self.region.data, VllmSpec()
         )
