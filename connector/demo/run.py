@@ -32,7 +32,7 @@ from tiers.config import load_config
 from tiers.errors import ConfigError, KVTiersError
 from tiers.registry import SecondaryTierFactory
 
-BLOCK_SIZE_TOKENS = 32
+BLOCK_SIZE_TOKENS = 16  # the default of vLLM on a GPU
 SILENCE_S_MAX = 1800.0  # a process that reports nothing for so long is taken for hung
 EXIT_S_MAX = 30.0  # and one that has said its last word and does not end is ended
 STDERR_LINES_SHOWN = 20
