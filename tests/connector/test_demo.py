@@ -119,7 +119,7 @@ def test_a_place_that_cannot_be_used_is_an_error(options: DemoOptions, tmp_path:
 
 def test_a_short_prompt_is_refused(options: DemoOptions, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("Too short.")
-    with pytest.raises(ConfigError, match=r"--prompt: \d+ tokens are too short.* accepted are 2 blocks of 32 tokens"):
+    with pytest.raises(ConfigError, match=r"--prompt: \d+ tokens are too short.* accepted are 2 blocks of 16 tokens"):
         run_demo(options, quiet())
 
 
