@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from http.client import HTTPConnection
 
 import pytest
 
@@ -67,6 +68,22 @@ def test_connection_that_the_server_gave_up_is_no_error(store: S3Store, server: 
     server.inject(Fault.RESET_BEFORE, times=2)
     with pytest.raises(StoreUnavailableError):
         fetch(store, "f/a", len(DATA))
+
+
+def test_a_request_in_two_packets_waits_for_no_acknowledgement(
+    store: S3Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[socket.socket] = []
+    dial = DirectReader._dial
+
+    def note(reader: DirectReader) -> HTTPConnection:
+        connection = dial(reader)
+        made.append(connection.sock)
+        return connection
+
+    monkeypatch.setattr(DirectReader, "_dial", note)
+    assert fetch(store, "f/a", len(DATA)) == DATA
+    assert [sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for sock in made] == [1]
 
 
 def test_many_threads_share_connections(store: S3Store) -> None:

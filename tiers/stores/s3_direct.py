@@ -161,6 +161,8 @@ class DirectReader:
                 continue
             connection.sock.settimeout(None)  # from here on the watchdog sees to that
             connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            # A request with a session token is two packets; Nagle's algorithm would hold the second back for an ACK.
+            connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if self._tls is not None:
                 connection.sock = self._tls.wrap_socket(
                     connection.sock, server_hostname=connection.host, do_handshake_on_connect=False
