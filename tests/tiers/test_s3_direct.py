@@ -70,9 +70,7 @@ def test_connection_that_the_server_gave_up_is_no_error(store: S3Store, server: 
         fetch(store, "f/a", len(DATA))
 
 
-def test_a_request_in_two_packets_waits_for_no_acknowledgement(
-    store: S3Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_in_two_packets_waits_for_no_acknowledgement(store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[socket.socket] = []
     dial = DirectReader._dial
 
