@@ -40,11 +40,11 @@ logger = logging.getLogger(__name__)
 
 SUPPORTED_VERSIONS = ("0.28", "0.29", "0.30", "0.31", "0.32", "0.33")
 
-#: Names of vLLM's metrics.
-CHUNK_QUERIES, CHUNK_HITS = (
-    str(getattr(TieringOffloadingMetrics, f"CHUNK_{what}", None) or getattr(TieringOffloadingMetrics, f"BLOCK_{what}"))
-    for what in ("QUERIES", "HITS")
-)
+#: Names of vLLM's metrics. Its earlier releases call chunks blocks.
+if hasattr(TieringOffloadingMetrics, "CHUNK_QUERIES"):
+    CHUNK_QUERIES, CHUNK_HITS = TieringOffloadingMetrics.CHUNK_QUERIES, TieringOffloadingMetrics.CHUNK_HITS
+else:
+    CHUNK_QUERIES, CHUNK_HITS = TieringOffloadingMetrics.BLOCK_QUERIES, TieringOffloadingMetrics.BLOCK_HITS
 
 _JOB_RESULT_FIELDS = frozenset(field.name for field in dataclasses.fields(VllmJobResult))
 _FRAMES_MAX = 32
