@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 SUPPORTED_VERSIONS = ("0.28", "0.29", "0.30", "0.31", "0.32", "0.33")
 
-#: Names of vLLM's metrics. Its earlier releases call chunks blocks.
+#: Names of vLLM's metrics. 0.28 and 0.29 keep the same ones as BLOCK_…
 if hasattr(TieringOffloadingMetrics, "CHUNK_QUERIES"):
     CHUNK_QUERIES, CHUNK_HITS = TieringOffloadingMetrics.CHUNK_QUERIES, TieringOffloadingMetrics.CHUNK_HITS
 else:
