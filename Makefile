@@ -21,8 +21,9 @@ $(VENV)/.stamp: pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/kvtiers demo
 
+# A file's tests stay together, in one of two processes.
 test: setup
-	$(BIN)/python -m pytest -m "not full"
+	$(BIN)/python -m pytest -m "not full" -n 2 --dist loadfile
 
 test-full: setup
 	$(BIN)/python -m pytest

@@ -10,11 +10,7 @@ from tests.promises import PASS_LINES, Measured, Record, lines
 
 pytest.register_assert_rewrite("tiers.testing.contract")
 
-_MEASURED = pytest.StashKey[list[Measured]]()
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.stash[_MEASURED] = []
+_PROPERTY = "promise"  # of a test's report, which comes back from the process that ran it
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -30,13 +26,19 @@ def record(request: pytest.FixtureRequest) -> Record:
 
     def record(promise: str, **figures: object) -> None:
         assert promise in PASS_LINES
-        request.config.stash[_MEASURED].append(Measured(promise, figures, request.node.nodeid))
+        request.node.user_properties.append((_PROPERTY, (promise, figures)))
 
     return record
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    measured = config.stash[_MEASURED]
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    measured = [
+        Measured(*value, test=report.nodeid)
+        for report in terminalreporter.getreports("passed")
+        if report.when == "call"
+        for name, value in report.user_properties
+        if name == _PROPERTY
+    ]
     if measured:
         terminalreporter.section("promises, as measured")
         for line in lines(measured):
