@@ -33,7 +33,7 @@ def record(request: pytest.FixtureRequest) -> Record:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     measured = [
-        Measured(*value, test=report.nodeid)
+        Measured(value[0], value[1], report.nodeid)
         for report in terminalreporter.getreports("passed")
         if report.when == "call"
         for name, value in report.user_properties
