@@ -400,9 +400,10 @@ def save_png(report: dict[str, Any], path: Path, console: Console) -> None:
 
 
 def target(path: Path, report: dict[str, Any], suffix: str) -> Path:
-    """The path itself, or in a folder a file named after the device and the date."""
-    if not path.is_dir():
+    """The path itself, or where it is no such file's a folder, and in it a file named after the device and the date."""
+    if path.suffix == suffix:
         return path
+    path.mkdir(parents=True, exist_ok=True)
     device = re.sub(r"[^A-Za-z0-9]+", "-", report["device"]).strip("-").lower()
     return path / f"gpu-{device}-{report['date']}{suffix}"
 
