@@ -59,7 +59,7 @@ bench-s3: setup
 bench-liveness: setup
 	$(BIN)/python -m tests.benchmarks.bench_liveness $(if $(HANG_S),--hang-s $(HANG_S))
 
-# Real tiers under faults, hangs and kills for SOAK_S seconds (600 by default); `make test` runs 8.
+# Real tiers under faults, hangs and kills for SOAK_S seconds (600 by default); `make test` runs 20.
 soak: setup
 	$(BIN)/python -m tests.soak $(if $(SOAK_S),--seconds $(SOAK_S))
 

@@ -27,7 +27,7 @@ def soak(json_file: Path, *options: str) -> tuple[int, dict[str, Any]]:
     return ended.returncode, json.loads(json_file.read_text())
 
 
-@pytest.mark.parametrize("seconds", [8, pytest.param(60, marks=pytest.mark.full)])
+@pytest.mark.parametrize("seconds", [20, pytest.param(60, marks=pytest.mark.full)])
 def test_all_tiers(tmp_path: Path, record: Record, seconds: int) -> None:
     status, report = soak(tmp_path / "report.json", "--seconds", str(seconds))
     assert report["violations"] == {}, report["details"]
@@ -46,7 +46,7 @@ def test_all_tiers(tmp_path: Path, record: Record, seconds: int) -> None:
     ("sabotage", "violations"),
     [
         ("wrong-bytes", {"wrong bytes"}),
-        pytest.param("lost-job", {"stuck job", "leaked slots"}, marks=pytest.mark.full),
+        ("lost-job", {"stuck job", "leaked slots"}),
         pytest.param("job-twice", {"job reported twice"}, marks=pytest.mark.full),
         pytest.param("blocking-call", {"scheduler call that waits"}, marks=pytest.mark.full),
     ],
