@@ -24,7 +24,7 @@ class Layer(Store):
     """Passes every call on. A subclass overrides ``_around`` (and ``_around_batch`` or ``keys`` where it must).
 
     The optional protocols are exactly the inner store's: their methods are set on the instance when it has them, which
-    is what isinstance looks for.
+    is what isinstance looks for. ``SupportsPieces`` is not passed on: behind a layer, blobs are checksummed whole.
 
     Args:
         inner: closed with the layer.
