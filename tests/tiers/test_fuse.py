@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.waiting import wait_for
+from tests.waiting import deadline, wait_for
 from tiers.errors import (
     BlobNotFoundError,
     StoreError,
@@ -53,7 +53,7 @@ def make_nfs(root: Path) -> Store:
     return NfsStore(root)
 
 
-def make_isolated(root: Path) -> Store:
+def make_isolated(root: Path) -> ProcessIsolatedStore:
     return ProcessIsolatedStore(StoreRecipe.of(NfsStore, root_dir=root), n_workers=1, deadline_s=WAIT_S_MAX)
 
 
@@ -245,19 +245,13 @@ HUNG_CALLS: dict[str, Callable[[Store], object]] = {
 
 @pytest.mark.parametrize("name", HUNG_CALLS)
 def test_a_hung_mount_is_a_timeout(mount: FuseMount, name: str) -> None:
-    store = ProcessIsolatedStore(StoreRecipe.of(NfsStore, root_dir=mount.path / "root"), n_workers=1, deadline_s=1.5)
+    store = make_isolated(mount.path / "root")
     store.put("f/old", as_parts(OLD))
     with mount.stopped():
-        with pytest.raises(StoreTimeoutError):
+        with deadline(store, 1.5), pytest.raises(StoreTimeoutError):
             HUNG_CALLS[name](store)
         assert store.stuck_calls == 0
-    deadline = time.monotonic() + WAIT_S_MAX
-    while True:  # the worker that replaced the killed one began on a hung mount
-        try:
-            assert fetch(store, "f/old", len(OLD)) == OLD
-            break
-        except StoreTimeoutError:
-            assert time.monotonic() < deadline
+    assert fetch(store, "f/old", len(OLD)) == OLD  # from a worker that began on a hung mount
     HUNG_CALLS[name](store)
     store.close()
 
@@ -285,7 +279,7 @@ def test_close_on_a_hung_mount(mount: FuseMount) -> None:
 
 def test_a_call_that_cannot_be_killed_keeps_its_caller(mount: FuseMount) -> None:
     """State D: no error, and no free slot, before nothing can touch it; but it is seen."""
-    store = ProcessIsolatedStore(StoreRecipe.of(NfsStore, root_dir=mount.path / "root"), n_workers=1, deadline_s=1.5)
+    store = make_isolated(mount.path / "root")
     store.put("f/old", as_parts(OLD))
     target = bytearray(len(OLD))
     mount.plan = [FuseFault("read", hang=True)]
@@ -297,7 +291,7 @@ def test_a_call_that_cannot_be_killed_keeps_its_caller(mount: FuseMount) -> None
         finally:
             ended.set()
 
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool, deadline(store, 1.5):
         call = pool.submit(get)
         wait_for(lambda: store.stuck_calls == 1, within_s=WAIT_S_MAX)
         assert not ended.is_set()
