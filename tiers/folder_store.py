@@ -23,6 +23,7 @@ from tiers.errors import (
     StoreUnavailableError,
 )
 from tiers.folder_cleanup import free_bytes, own_bytes, remove_blobs, sweep_quarantine, touch_blob
+from tiers.folder_listing import walk
 from tiers.posix import (
     RootFolder,
     blob_size,
@@ -31,7 +32,6 @@ from tiers.posix import (
     read_tail,
     remove_blob,
     store_error,
-    walk,
     write_all,
 )
 from tiers.publish import FreeSpace, Publisher, sweep

@@ -5,8 +5,8 @@ A layer, for whatever sits on top of a store::
     store = FaultyStore(MemoryStore(), [Fault("get_into", first=3, flip_bit=17), Fault("put", count=None, error=...)])
     store.plan = []  # healed
 
-System calls, for stores on a file system (``tiers.posix``, ``tiers.publish`` and ``tiers.folder_cleanup`` make all of
-theirs). Run once to learn how many there are, then once for each::
+System calls, for stores on a file system (``tiers.posix``, ``tiers.publish``, ``tiers.folder_listing`` and
+``tiers.folder_cleanup`` make all of theirs). Run once to learn how many there are, then once for each::
 
     with SyscallFaults() as dry:
         store.put("a", parts)
@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 from unittest import mock
 
-from tiers import folder_cleanup, posix, publish, vllm_raw
+from tiers import folder_cleanup, folder_listing, posix, publish, vllm_raw
 from tiers.layers.layer import BATCH_METHODS, SINGLE_METHODS
 from tiers.store import KeyInfo, Store
 
@@ -269,6 +269,7 @@ class SyscallFaults:
             (posix, "os", seam),
             (publish, "os", seam),
             (folder_cleanup, "os", seam),
+            (folder_listing, "os", seam),
             (vllm_raw, "os", seam),
             (posix, "openat2", openat2),
             (publish, "link_open_file", link_open_file),
