@@ -4,26 +4,41 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from http.client import HTTPConnection
+from datetime import UTC, datetime, timedelta
+from http.client import HTTPResponse
 
 import pytest
+from botocore.auth import S3SigV4Auth
+from botocore.awsrequest import AWSRequest
+from botocore.credentials import ReadOnlyCredentials
 
+from tests.environment import environment
 from tests.s3_clients import choose
-from tiers.errors import StoreTimeoutError, StoreUnavailableError
+from tiers.errors import (
+    BlobCorruptError,
+    BlobNotFoundError,
+    StoreError,
+    StorePermissionError,
+    StoreThrottledError,
+    StoreTimeoutError,
+    StoreUnavailableError,
+)
 from tiers.stores.s3 import S3Store
 from tiers.stores.s3_direct import DirectReader
 from tiers.stores.s3_obstore import DIRECT_BYTES_MIN
 from tiers.stores.s3_options import S3Options
 from tiers.stores.s3_session import S3Session
+from tiers.stores.s3_signature import ReadSigner
 from tiers.testing.contract import fetch, make_data
 from tiers.testing.http_faults import Fault, HttpFaultServer
 from tiers.testing.servers import S3Server
 
-DATA = make_data(100_000)
+DATA, NEW = make_data(100_000), make_data(100_001, seed=2)
 
 
 @pytest.fixture
@@ -74,10 +89,9 @@ def test_a_request_in_two_packets_waits_for_no_acknowledgement(store: S3Store, m
     made: list[socket.socket] = []
     dial = DirectReader._dial
 
-    def note(reader: DirectReader) -> HTTPConnection:
-        connection = dial(reader)
-        made.append(connection.sock)
-        return connection
+    def note(reader: DirectReader) -> socket.socket:
+        made.append(dial(reader))
+        return made[-1]
 
     monkeypatch.setattr(DirectReader, "_dial", note)
     assert fetch(store, "f/a", len(DATA)) == DATA
@@ -91,15 +105,18 @@ def test_many_threads_share_connections(store: S3Store) -> None:
 
 
 @contextmanager
-def half_an_answer(head: bytes) -> Iterator[str]:
-    """A server that sends ``head`` and a few bytes, and then nothing until its client leaves; yields its URL."""
+def answer(*packets: bytes) -> Iterator[str]:
+    """A server that sends these to its first client, and then nothing until that leaves; yields its URL."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
             connection, _ = listener.accept()
-            with connection:
+            with connection, suppress(ConnectionError):
                 connection.recv(1 << 16)
-                connection.sendall(head + b"few bytes")
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                for packet in packets:
+                    connection.sendall(packet)
+                    time.sleep(0.01)  # whether they arrive as one must not matter
                 connection.settimeout(20)
                 connection.recv(1)
 
@@ -113,11 +130,117 @@ def half_an_answer(head: bytes) -> Iterator[str]:
 def test_body_that_stops_is_given_up_in_time(store: S3Store, connection: bytes) -> None:
     """http.client forgets its socket where the server says that it will close: it must be shut all the same."""
     head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: %b\r\n\r\n" % (len(DATA), connection)
-    with half_an_answer(head) as url:
+    with answer(head + b"few bytes") as url:
         hurried = S3Store(replace(store.options, endpoint_url=url, request_timeout_s=0.6))
         with pytest.raises(StoreTimeoutError, match=r"did not answer within 0\.3 s"):
             fetch(hurried, "f/a", len(DATA))
         hurried.close()
+
+
+@pytest.fixture
+def parsed(monkeypatch: pytest.MonkeyPatch) -> list[HTTPResponse]:
+    """The answers that http.client was given."""
+    parsed: list[HTTPResponse] = []
+    begin = HTTPResponse.begin
+
+    def note(response: HTTPResponse) -> None:
+        parsed.append(response)
+        begin(response)
+
+    monkeypatch.setattr(HTTPResponse, "begin", note)
+    return parsed
+
+
+LENGTH = b"Content-Length: %d\r\n" % len(DATA)
+OBJECTS: dict[str, tuple[bytes, ...]] = {
+    "usual": (b"HTTP/1.1 200 OK\r\n" + LENGTH + b"ETag: x\r\n\r\n", DATA),
+    "one packet": (b"HTTP/1.1 200 OK\r\n" + LENGTH + b"\r\n" + DATA,),
+    "lower case": (b"HTTP/1.1 200 OK\r\n" + LENGTH.lower() + b"\r\n", DATA),
+    "kept alive": (b"HTTP/1.1 200 OK\r\nConnection: Keep-Alive\r\n" + LENGTH + b"\r\n", DATA),
+    "no reason": (b"HTTP/1.1 200 \r\n" + LENGTH + b"\r\n", DATA),
+    "closed": (b"HTTP/1.1 200 OK\r\nConnection: close\r\n" + LENGTH + b"\r\n", DATA),
+    "old": (b"HTTP/1.0 200 OK\r\n" + LENGTH + b"\r\n", DATA),
+    "length twice": (b"HTTP/1.1 200 OK\r\n" + LENGTH + LENGTH + b"\r\n", DATA),
+    "length in the text of another": (b"HTTP/1.1 200 OK\r\nX: Content-Length: 1\r\n" + LENGTH + b"\r\n", DATA),
+    "in two": (b"HTTP/1.1 200 OK\r\nContent-Le", b"ngth: %d\r\n\r\n" % len(DATA), DATA),
+    "long": (b"HTTP/1.1 200 OK\r\nX: " + 9000 * b"x" + b"\r\n" + LENGTH + b"\r\n", DATA),
+    "bare line feeds": (b"HTTP/1.1 200 OK\n" + LENGTH.replace(b"\r", b"") + b"\n", DATA),
+    "after a 100": (b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 200 OK\r\n" + LENGTH + b"\r\n", DATA),
+}
+RECOGNISED = {"usual", "one packet", "lower case", "kept alive", "no reason", "length in the text of another"}
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_objects_however_they_are_announced(store: S3Store, parsed: list[HTTPResponse], name: str) -> None:
+    with answer(*OBJECTS[name]) as url:
+        reader = S3Store(replace(store.options, endpoint_url=url))
+        assert fetch(reader, "f/a", len(DATA)) == DATA
+        reader.close()
+    if name != "in two":  # which may arrive as one
+        assert bool(parsed) == (name not in RECOGNISED)
+
+
+@pytest.mark.parametrize(
+    ("head", "error"),
+    [
+        (b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % (len(DATA) - 1), BlobCorruptError),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 0%d\r\n\r\n" % (len(DATA) + 1), BlobCorruptError),
+        (b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n", BlobNotFoundError),
+        (b"HTTP/1.1 503 Slow\r\nContent-Length: 0\r\n\r\n", StoreThrottledError),
+        (b"220 ftp.example.com ready\r\n\r\n", StoreUnavailableError),
+    ],
+)
+def test_answers_that_leave_the_parts_alone(store: S3Store, head: bytes, error: type[StoreError]) -> None:
+    buffer = bytearray(DATA)
+    with answer(head + NEW) as url:
+        reader = S3Store(replace(store.options, endpoint_url=url))
+        with pytest.raises(error):
+            reader.get_into("f/a", [memoryview(buffer)])
+        reader.close()
+    assert buffer == DATA
+
+
+def test_objects_of_many_parts(store: S3Store, parsed: list[HTTPResponse]) -> None:
+    """More than one call of recvmsg takes."""
+    buffer = bytearray(len(DATA))
+    view = memoryview(buffer)
+    store.get_into("f/a", [view[start : start + 50] for start in range(0, len(DATA), 50)])
+    assert buffer == DATA
+    assert not parsed
+
+
+@pytest.mark.parametrize("token", [None, "session/token+="])
+@pytest.mark.parametrize("path", ["/bucket/f/a.bin", "/a%20b/%C3%A9~//x%3D..-_"])
+@pytest.mark.parametrize("day", [0, 1])
+def test_requests_are_signed_as_botocore_signs_them(
+    monkeypatch: pytest.MonkeyPatch, token: str | None, path: str, day: int
+) -> None:
+    now = datetime(2026, 11, 22, 23, 59, 59, tzinfo=UTC) + timedelta(days=day)
+    monkeypatch.setattr("botocore.auth.get_current_datetime", lambda: now)
+    expected = AWSRequest("GET", f"http://store.example:9000{path}", {"host": "store.example:9000"})
+    S3SigV4Auth(ReadOnlyCredentials("AKIA", "secret", token), "s3", "eu-west-3").add_auth(expected)
+    seconds = [0.0, now.timestamp()]
+    signer = ReadSigner("store.example:9000", "eu-west-3", clock=lambda: seconds[-1])
+    for _ in range(2):  # the second with the key of the first
+        request = signer.get(path, "AKIA", "secret", token).decode()
+        assert request.startswith(f"GET {path} HTTP/1.1\r\n")
+        assert request.endswith("\r\n\r\n")
+        sent = dict(line.split(":", 1) for line in request.split("\r\n")[1:-2])
+        assert sent.pop("user-agent") == "kvtiers"
+        assert sent == {name.lower(): value for name, value in expected.headers.items()}
+    for secret, at in (("other", now), ("secret", now + timedelta(days=1))):
+        seconds.append(at.timestamp())
+        assert signer.get(path, "AKIA", secret, token).decode() != request
+
+
+def test_credentials_that_no_header_may_hold(store: S3Store, server: HttpFaultServer) -> None:
+    with environment({"AWS_SESSION_TOKEN": "a\nx-evil:1"}):
+        theirs = S3Store(replace(store.options))
+        with pytest.raises(StorePermissionError, match="control character") as caught:
+            fetch(theirs, "f/a", len(DATA))
+        theirs.close()
+    assert "evil" not in str(caught.value)
+    assert not server.requests("GET")
 
 
 def test_every_address_of_a_name_is_tried(store: S3Store, server: HttpFaultServer) -> None:

@@ -1,8 +1,11 @@
 """DirectReader: objects received from the socket straight into the slot, where they are so large that a copy counts.
 
 obstore hands out bytes of its own: one more copy, from memory that is new with each object. At 16 MiB that is a third
-of the CPU, half of it under TLS. Here http.client's ``readinto`` fills the slot, and botocore signs the headers (45 us;
-obstore could presign the URL in 9, but a bucket's policy may refuse that).
+of the CPU, half of it under TLS.
+
+The usual answer, an object of the size that is asked for, is recognised while it still lies in the socket, and then
+received headers and all with one system call: parsing headers with http.client costs 0.1 ms, and each return to Python
+is a fight of all threads for the GIL. Whatever else comes, and all that comes through TLS, is http.client's.
 
 What is neither an object nor an error, such as a redirect, is left to obstore.
 """
@@ -22,18 +25,21 @@ from typing import Final
 from urllib.parse import quote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from botocore.auth import S3SigV4Auth
-from botocore.awsrequest import AWSRequest
-from botocore.credentials import ReadOnlyCredentials
 from botocore.httpsession import get_cert_path
 
-from tiers.errors import BlobCorruptError
+from tiers.errors import BlobCorruptError, StorePermissionError
+from tiers.posix import transfer
+from tiers.store import parts_size
 from tiers.stores.s3_errors import connection_error, deadline_error, server_error
 from tiers.stores.s3_session import S3Session
+from tiers.stores.s3_signature import ReadSigner
 from tiers.stores.watchdog import Watchdog
 
 ERROR_BYTES_MAX: Final = 64 << 10
+HEAD_BYTES_MAX: Final = 4 << 10  # of an answer's headers, to be recognised; S3's are a tenth of that
 
+_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d+)[ \t]*(?=\r\n)")
+_SPECIAL = re.compile(rb"\r\n(?:transfer-encoding|connection:(?![ \t]*keep-alive[ \t]*\r\n))")
 _CODE = re.compile(rb"<Code>([A-Za-z0-9.]{1,64})</Code>")
 
 
@@ -50,12 +56,13 @@ class DirectReader:
         self._clock = clock
         parts = urlsplit(session.endpoint_url)
         bucket = self._options.bucket
-        self._host = f"{bucket}.{parts.netloc}" if session.virtual_host else parts.netloc
-        self._folder = parts.path.rstrip("/") + ("/" if session.virtual_host else f"/{bucket}/")
-        self._scheme = parts.scheme
+        subdomain, folder = (f"{bucket}.", "") if session.virtual_host else ("", f"/{bucket}")
+        self._folder = f"{parts.path.rstrip('/')}{folder}/"
+        self._name = subdomain + (parts.hostname or "")
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._tls = _tls_context(session) if parts.scheme == "https" else None
-        self._idle: list[http.client.HTTPConnection] = []
+        self._signer = ReadSigner(subdomain + parts.netloc, session.region)
+        self._idle: list[socket.socket] = []
         self._closed = False
         self._watchdog = Watchdog(self._options.attempt_timeout_s, clock)
 
@@ -74,34 +81,32 @@ class DirectReader:
         Raises:
             StoreError: as ``DataPlane``'s.
         """
-        path = self._folder + quote(key, safe="/-._~")
-        headers = self._sign(path)
+        request = self._sign(self._folder + quote(key, safe="/-._~"))
         deadline = self._clock() + self._options.attempt_timeout_s
         while True:
             reused = self._pop_idle()
-            connection = reused or self._dial()
-            sock = connection.sock  # which the connection forgets where the server says that it will close
+            sock = reused or self._dial()
             try:
                 with self._watchdog.guard(partial(_shut, sock), deadline):
                     if reused is None and isinstance(sock, ssl.SSLSocket):
                         sock.do_handshake()
-                    connection.request("GET", path, headers=headers)
-                    filled, keeps = self._receive(connection.getresponse(), parts, size)
+                    sock.sendall(request)
+                    filled, keeps = self._receive(sock, parts, size)
             except (OSError, http.client.HTTPException, ValueError):
-                connection.close()
+                sock.close()
                 if self._clock() >= deadline:
                     raise deadline_error(self._options.attempt_timeout_s, self._session.place) from None
                 if reused is None:
                     raise connection_error(self._session.place) from None
             except BaseException:
-                connection.close()
+                sock.close()
                 raise
             else:
                 # Only now: who takes it next must not be ended by our watchdog.
                 if keeps and not self._closed:
-                    self._idle.append(connection)
+                    self._idle.append(sock)
                 else:
-                    connection.close()
+                    sock.close()
                 return filled
 
     def close(self) -> None:
@@ -111,63 +116,63 @@ class DirectReader:
         while self._idle:
             self._idle.pop().close()
 
-    def _receive(self, response: http.client.HTTPResponse, parts: Sequence[memoryview], size: int) -> tuple[bool, bool]:
+    def _receive(self, sock: socket.socket, parts: Sequence[memoryview], size: int) -> tuple[bool, bool]:
         """Whether the parts are filled, and whether the connection can be used again."""
-        if response.status >= http.HTTPStatus.BAD_REQUEST:
-            code = _CODE.search(response.read(ERROR_BYTES_MAX))
-            raise server_error(response.status, code[1].decode() if code else "", place=self._session.place)
-        if response.status != http.HTTPStatus.OK or response.length is None:
-            return False, False
-        if response.length != size:
-            raise BlobCorruptError(f"{response.length} bytes are stored, {size} were asked for")
-        for part in parts:
-            _fill(response, part)
-        response.close()
-        return True, not response.will_close
+        if not isinstance(sock, ssl.SSLSocket) and (head_bytes := _head_of_object(sock, size)):
+            _receive_all(sock, [memoryview(bytearray(head_bytes)), *parts])
+            return True, True
+        with contextlib.closing(http.client.HTTPResponse(sock, method="GET")) as response:
+            response.begin()
+            if response.status >= http.HTTPStatus.BAD_REQUEST:
+                code = _CODE.search(response.read(ERROR_BYTES_MAX))
+                raise server_error(response.status, code[1].decode() if code else "", place=self._session.place)
+            if response.status != http.HTTPStatus.OK or response.length is None:
+                return False, False
+            if response.length != size:
+                raise BlobCorruptError(f"{response.length} bytes are stored, {size} were asked for")
+            for part in parts:
+                _fill(response, part)
+            return True, not response.will_close
 
-    def _sign(self, path: str) -> dict[str, str]:
+    def _sign(self, path: str) -> bytes:
         found = self._session.credentials()
-        headers = {"Host": self._host, "User-Agent": "kvtiers"}
-        request = AWSRequest("GET", f"{self._scheme}://{self._host}{path}", headers)
-        credentials = ReadOnlyCredentials(found["access_key_id"], found["secret_access_key"], found.get("token"))
-        S3SigV4Auth(credentials, "s3", self._session.region).add_auth(request)
-        return dict(request.headers.items())
+        try:
+            return self._signer.get(path, found["access_key_id"], found["secret_access_key"], found.get("token"))
+        except ValueError as e:
+            raise StorePermissionError(f"the credentials cannot be sent: {e}") from None
 
-    def _pop_idle(self) -> http.client.HTTPConnection | None:
+    def _pop_idle(self) -> socket.socket | None:
         with contextlib.suppress(IndexError):
             while True:
-                connection = self._idle.pop()
+                sock = self._idle.pop()
                 poll = select.poll()
-                poll.register(connection.sock, select.POLLIN)
+                poll.register(sock, select.POLLIN)
                 if not poll.poll(0):
-                    return connection
-                connection.close()  # by the server
+                    return sock
+                sock.close()  # by the server
         return None
 
-    def _dial(self) -> http.client.HTTPConnection:
-        connection = http.client.HTTPConnection(self._host)
+    def _dial(self) -> socket.socket:
         try:
-            addresses = socket.getaddrinfo(connection.host, self._port, type=socket.SOCK_STREAM)
+            addresses = socket.getaddrinfo(self._name, self._port, type=socket.SOCK_STREAM)
         except OSError:
             addresses = []
         for family, kind, protocol, _, address in addresses:
-            connection.sock = socket.socket(family, kind, protocol)
+            sock = socket.socket(family, kind, protocol)
             within_s = min(self._options.connect_timeout_s, self._options.attempt_timeout_s)
-            connection.sock.settimeout(within_s / len(addresses))
+            sock.settimeout(within_s / len(addresses))
             try:
-                connection.sock.connect(address)
+                sock.connect(address)
             except OSError:
-                connection.sock.close()
+                sock.close()
                 continue
-            connection.sock.settimeout(None)  # from here on the watchdog sees to that
-            connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            sock.settimeout(None)  # from here on the watchdog sees to that
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             # A request with a session token is two packets; Nagle's algorithm would hold the second back for an ACK.
-            connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if self._tls is not None:
-                connection.sock = self._tls.wrap_socket(
-                    connection.sock, server_hostname=connection.host, do_handshake_on_connect=False
-                )
-            return connection
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self._tls is None:
+                return sock
+            return self._tls.wrap_socket(sock, server_hostname=self._name, do_handshake_on_connect=False)
         raise connection_error(self._session.place)
 
 
@@ -177,6 +182,24 @@ def _tls_context(session: S3Session) -> ssl.SSLContext:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
     return context
+
+
+def _head_of_object(sock: socket.socket, size: int) -> int:
+    """Bytes of the headers that announce an object of that size, all of them and no other to come; else 0."""
+    start = sock.recv(HEAD_BYTES_MAX, socket.MSG_PEEK)
+    head_bytes = start.find(b"\r\n\r\n") + 4
+    head = start[:head_bytes].lower()
+    if not head.startswith(b"http/1.1 200 ") or _SPECIAL.search(head) or _LENGTH.findall(head) != [b"%d" % size]:
+        return 0
+    return head_bytes
+
+
+def _receive_all(sock: socket.socket, parts: Sequence[memoryview]) -> None:
+    def receive(_: int, rest: Sequence[memoryview], done: int) -> int:  # noqa: ARG001 - as os.preadv
+        return sock.recvmsg_into(rest, 0, socket.MSG_WAITALL)[0]
+
+    if transfer(receive, -1, parts) < parts_size(parts):
+        raise http.client.IncompleteRead(b"")
 
 
 def _fill(response: http.client.HTTPResponse, part: memoryview) -> None:
