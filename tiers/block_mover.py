@@ -84,7 +84,7 @@ class BlockMover:
         self._rows = rows
         self._clock = clock
 
-    def store_batch(self, pairs: Sequence[tuple[OffloadKey, int]], deadline: float) -> Batch:
+    def store_batch(self, pairs: Iterable[tuple[OffloadKey, int]], deadline: float) -> Batch:
         """Store the blocks that are not there in good order. ``deadline`` is for beginning one."""
         batch = Batch()
         for key, block in pairs:
@@ -163,7 +163,7 @@ class BlockMover:
         batch.errors["circuit_open" if self.cut else "deadline"] += 1
         return True
 
-    def load_batch(self, pairs: Sequence[tuple[OffloadKey, int]], deadline: float) -> Batch:
+    def load_batch(self, pairs: Iterable[tuple[OffloadKey, int]], deadline: float) -> Batch:
         """Fill slots with verified blocks. ``deadline`` is for beginning one."""
         batch = Batch()
         if self._gets_many is not None:
@@ -181,7 +181,7 @@ class BlockMover:
             batch.bytes_moved += self._rows.row_bytes
 
     def _load_many(
-        self, store: SupportsGetMany, pairs: Sequence[tuple[OffloadKey, int]], deadline: float, batch: Batch
+        self, store: SupportsGetMany, pairs: Iterable[tuple[OffloadKey, int]], deadline: float, batch: Batch
     ) -> list[tuple[OffloadKey, int]]:
         """Load a batch with one call; returns what was found bad and must be looked at one by one."""
         pairs = [pair for pair in pairs if not self._is_late(deadline, batch)]

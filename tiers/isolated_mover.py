@@ -12,7 +12,7 @@ import logging
 import struct
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import fields
 from functools import cache, partial
@@ -69,13 +69,13 @@ class IsolatedMover(BlockMover):
     threads = 1
     begin_s: float
 
-    def store_batch(self, pairs: Sequence[tuple[OffloadKey, int]], deadline: float) -> Batch:
+    def store_batch(self, pairs: Iterable[tuple[OffloadKey, int]], deadline: float) -> Batch:
         return self._send("store_batch", pairs, deadline)
 
-    def load_batch(self, pairs: Sequence[tuple[OffloadKey, int]], deadline: float) -> Batch:
+    def load_batch(self, pairs: Iterable[tuple[OffloadKey, int]], deadline: float) -> Batch:
         return self._send("load_batch", pairs, deadline)
 
-    def _send(self, operation: str, pairs: Sequence[tuple[OffloadKey, int]], deadline: float) -> Batch:
+    def _send(self, operation: str, pairs: Iterable[tuple[OffloadKey, int]], deadline: float) -> Batch:
         batch = Batch()
         pairs = [pair for pair in pairs if not self._is_late(deadline, batch)]
         if not pairs:
@@ -155,10 +155,11 @@ def move_batch(store: Store, region: memoryview, request: dict[str, Any], packed
 
 
 def _move_by_threads(
-    move: Callable[[Sequence[tuple[OffloadKey, int]]], Batch], pairs: Sequence[tuple[OffloadKey, int]], threads: int
+    move: Callable[[Iterable[tuple[OffloadKey, int]]], Batch], pairs: Sequence[tuple[OffloadKey, int]], threads: int
 ) -> Batch:
-    """Move the blocks one by one. Nothing touches a slot any more when it returns or raises."""
-    futures = [_thread_pool(threads).submit(move, [pair]) for pair in pairs]
+    """Move the blocks, each thread the next one. Nothing touches a slot any more when it returns or raises."""
+    shared = iter(pairs)  # of which each block is handed out once: a list's iterator never gives the GIL up
+    futures = [_thread_pool(threads).submit(move, shared) for _ in range(threads)]
     wait(futures)
     batch = Batch()
     for future in futures:
