@@ -107,7 +107,9 @@ class TierConfig(Model):
     )
     n_read_threads: Threads = Field(default_factory=default_threads, description="Threads that prefer loads.")
     n_write_threads: Threads = Field(default_factory=default_threads, description="Threads that prefer stores.")
-    task_bytes: Size = Field(64 << 20, description="Bytes one pool task moves at most: blocks are handled in batches.")
+    task_bytes: Size = Field(
+        64 << 20, description="Bytes one pool task moves at most, but a block for each thread that works on it."
+    )
     trace: bool = Field(False, description="One OpenTelemetry span for each job (`pip install 'kvtiers[otel]'`).")
     jobs_max: Annotated[int, Field(ge=1, le=1_000_000)] = Field(1024, description="Jobs in flight; more are refused.")
     max_bytes_in_flight: Size = Field(
@@ -298,10 +300,6 @@ class S3TierConfig(BoundedTierConfig):
     type: Literal["s3"] = "s3"
     n_read_threads: Threads = Field(8, description="Requests of loads under way at once.")
     n_write_threads: Threads = Field(8, description="Requests of stores under way at once.")
-    task_bytes: Size = Field(
-        32 << 20,
-        description="As for every tier; less, because a link may be slow. A worker gets a block a thread at least.",
-    )
     isolation: Literal["auto", "thread", "process"] = Field(
         "auto", description="process: as fast beside a busy engine as beside an idle one. auto: where it can be."
     )

@@ -105,7 +105,7 @@ class TierContender(Contender):
             n_read_threads=threads,
             n_write_threads=threads,
             worker_threads=THREADS // 2,
-            task_bytes=max(32 << 20, THREADS // 2 * region.block_bytes),
+            task_bytes=max(64 << 20, THREADS // 2 * region.block_bytes),
             job_deadline_s=3600,
             max_bytes_in_flight=1 << 40,
         )

@@ -121,6 +121,8 @@ def page() -> str:
             "",
             "![Files](benchmarks-fs.png)",
             S3_TEXT,
+            f"TCP's congestion control: {s3['congestion_control']}.",
+            "",
             *_table(S3_HEAD, s3_rows(s3["rows"])),
             "",
             *(f"Existence checks a second on {where}: {shown}.  " for where, shown in checks.items()),

@@ -252,10 +252,10 @@ def test_the_last_call_of_an_s3_batch_ends_before_its_worker_is_killed(options: 
 
 @pytest.mark.parametrize(
     ("block_mib", "options", "task_mib"),
-    [(1, {}, 32), (4, {}, 32), (16, {}, 128), (16, {"n_read_threads": 12}, 192), (16, {"max_bytes": "1GiB"}, 16)],
+    [(1, {}, 64), (4, {}, 64), (16, {}, 128), (16, {"n_read_threads": 12}, 192), (16, {"max_bytes": "1GiB"}, 16)],
 )
 def test_a_worker_of_s3_gets_a_block_for_each_thread(block_mib: int, options: dict[str, Any], task_mib: int) -> None:
     tier = parse_tier({"type": "s3", "bucket": "kv-blocks", **options})
     assert isinstance(tier, TierConfig)
     assert _tier_options(tier, block_mib << 20, in_workers=True).task_bytes == task_mib << 20
-    assert _tier_options(tier, block_mib << 20, in_workers=False).task_bytes == min(task_mib, 32) << 20
+    assert _tier_options(tier, block_mib << 20, in_workers=False).task_bytes == min(task_mib, 64) << 20
