@@ -276,7 +276,7 @@ def _rest(parts: Sequence[memoryview], done: int) -> list[memoryview]:
     return []
 
 
-def _runs(parts: Sequence[memoryview], piece_bytes: int) -> Iterator[tuple[int, list[memoryview]]]:
+def runs(parts: Sequence[memoryview], piece_bytes: int) -> Iterator[tuple[int, list[memoryview]]]:
     """The parts cut into pieces, as many together as one call should move, with the offset of the first."""
     run: list[memoryview] = []
     run_at = size = 0
@@ -292,7 +292,8 @@ def _runs(parts: Sequence[memoryview], piece_bytes: int) -> Iterator[tuple[int, 
     yield run_at, run
 
 
-def _look_at(look: Look, offset: int, run: Sequence[memoryview]) -> None:
+def look_at(look: Look, offset: int, run: Sequence[memoryview]) -> None:
+    """Have a run's pieces looked at."""
     for piece in run:
         look(offset, piece)
         offset += piece.nbytes
@@ -304,8 +305,8 @@ def write_all(fd: int, parts: Sequence[memoryview], look: Look | None = None) ->
     if look is None:
         written = transfer(os.pwritev, fd, parts)
     else:
-        for offset, run in _runs(parts, WRITE_PIECE_BYTES):
-            _look_at(look, offset, run)
+        for offset, run in runs(parts, WRITE_PIECE_BYTES):
+            look_at(look, offset, run)
             written += transfer(os.pwritev, fd, run, offset)
     if written != parts_size(parts):
         raise OSError(errno.EIO, "a write call wrote nothing")
@@ -321,9 +322,9 @@ def read_all(fd: int, parts: Sequence[memoryview], key: str, look: Look | None =
     if look is None:
         filled = transfer(os.preadv, fd, parts)
     else:
-        for offset, run in _runs(parts, READ_PIECE_BYTES):
+        for offset, run in runs(parts, READ_PIECE_BYTES):
             filled += transfer(os.preadv, fd, run, offset)
-            _look_at(look, offset, run)
+            look_at(look, offset, run)
     if filled != parts_size(parts):
         raise BlobCorruptError("it was cut while it was read", key=key)
 

@@ -209,6 +209,24 @@ def test_objects_of_many_parts(store: S3Store, parsed: list[HTTPResponse]) -> No
     assert not parsed
 
 
+def test_pieces_begin_again_with_the_body(
+    store: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiers.stores.s3_direct.PIECE_BYTES", 4096)
+    monkeypatch.setattr("tiers.posix.RUN_SLACK_BYTES", 0)
+    retrying = S3Store(replace(store.options, retries=1))
+    server.inject(Fault.TRUNCATED, times=1)
+    parts = [memoryview(bytearray(30_000)), memoryview(bytearray(len(DATA) - 30_000))]
+    looked: list[tuple[int, bytes]] = []
+    retrying.get_pieces_into("f/a", parts, lambda offset, piece: looked.append((offset, bytes(piece))))
+    assert b"".join(parts) == DATA
+    starts = [place for place, (offset, _) in enumerate(looked) if offset == 0]
+    assert len(starts) == 2
+    assert b"".join(piece for _, piece in looked[starts[1] :]) == DATA
+    assert max(len(piece) for _, piece in looked) == 4096
+    retrying.close()
+
+
 @pytest.mark.parametrize("token", [None, "session/token+="])
 @pytest.mark.parametrize("path", ["/bucket/f/a.bin", "/a%20b/%C3%A9~//x%3D..-_"])
 @pytest.mark.parametrize("day", [0, 1])

@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, TypeVar
 
 from tiers.errors import BlobCorruptError, InvalidKeyError, StoreClosedError, StoreError, StoreTimeoutError
-from tiers.store import KEY_LENGTH_MAX, KEY_PART_LENGTH_MAX, Capabilities, KeyInfo, Store, check_key, parts_size
+from tiers.posix import look_at
+from tiers.store import KEY_LENGTH_MAX, KEY_PART_LENGTH_MAX, Capabilities, KeyInfo, Look, Store, check_key, parts_size
 from tiers.stores.s3_boto3 import Boto3Client
 from tiers.stores.s3_errors import CredentialsExpiredError, Place, RequestRefusedError, deadline_error
 from tiers.stores.s3_lookup import Answers, answer_by_asking, answer_by_listing
@@ -46,8 +47,12 @@ class DataPlane(Protocol):
     def put(self, key: str, parts: Sequence[memoryview], *, create: bool, checked: bool) -> bool:
         """Put an object; with ``create`` only if there is none. False: there is one."""
 
-    def get_into(self, key: str, parts: Sequence[memoryview], size: int) -> None:
-        """Fill the parts, ``size`` bytes together. No byte is written before the server has announced that size."""
+    def get_into(self, key: str, parts: Sequence[memoryview], size: int, look: Look | None = None) -> None:
+        """Fill the parts, ``size`` bytes together. No byte is written before the server has announced that size.
+
+        Args:
+            look: see ``tiers.store.SupportsPieces``; raises nothing.
+        """
 
     def get_tail(self, key: str, length: int) -> tuple[int, bytes] | None:
         """The object's size and its last ``length`` bytes (at least 1); None if absent."""
@@ -128,6 +133,29 @@ class S3Store(Store):
         plain = _as_bytes(parts)
         size = parts_size(plain)
         self._run(key, lambda clients: clients.data.get_into(name, plain, size))
+
+    def put_pieces(self, key: str, parts: Sequence[memoryview], look: Look, *, overwrite: bool = False) -> bool:
+        """See ``SupportsPieces``. Here the clients read the parts, after all of them were looked at."""
+        look_at(look, 0, _as_bytes(parts))
+        return self.put(key, parts, overwrite=overwrite)
+
+    def get_pieces_into(self, key: str, parts: Sequence[memoryview], look: Look) -> None:
+        """See ``SupportsPieces``."""
+        name = self._name(key)
+        plain = _as_bytes(parts)
+        size = parts_size(plain)
+        raised: list[BaseException] = []
+
+        def careful(offset: int, piece: memoryview) -> None:  # what it raises is no failure of the transfer
+            if not raised:
+                try:
+                    look(offset, piece)
+                except BaseException as e:  # noqa: BLE001 - raised below
+                    raised.append(e)
+
+        self._run(key, lambda clients: clients.data.get_into(name, plain, size, careful))
+        if raised:
+            raise raised[0]
 
     def size(self, key: str) -> int | None:
         name = self._name(key)

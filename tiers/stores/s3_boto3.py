@@ -24,7 +24,8 @@ from botocore import exceptions as boto_errors
 from urllib3.exceptions import HTTPError
 
 from tiers.errors import BlobCorruptError, BlobNotFoundError, StoreConfigError
-from tiers.store import parts_size
+from tiers.posix import look_at
+from tiers.store import Look, parts_size
 from tiers.stores.s3_errors import connection_error, deadline_error
 from tiers.stores.s3_options import S3Options
 from tiers.stores.s3_session import BOTO_ERRORS, S3Session
@@ -85,14 +86,16 @@ class Boto3Client:
             raise connection_error(self._session.place)
         return True
 
-    def get_into(self, key: str, parts: Sequence[memoryview], size: int) -> None:
-        """Fill the parts, ``size`` bytes together. No byte is written before the server has announced that size."""
+    def get_into(self, key: str, parts: Sequence[memoryview], size: int, look: Look | None = None) -> None:
+        """See ``DataPlane``."""
         started = self._clock()
         try:
             answer = self._client.get_object(Bucket=self._options.bucket, Key=key)
         except BOTO_ERRORS as e:
             raise self._session.translate(e) from None
         self._read_body(answer, parts, size, started)
+        if look is not None:
+            look_at(look, 0, parts)
 
     def get_tail(self, key: str, length: int) -> tuple[int, bytes] | None:
         """The object's size and its last ``length`` bytes (at least 1); None if absent."""

@@ -28,14 +28,15 @@ from urllib.request import getproxies, proxy_bypass
 from botocore.httpsession import get_cert_path
 
 from tiers.errors import BlobCorruptError, StorePermissionError
-from tiers.posix import transfer
-from tiers.store import parts_size
+from tiers.posix import look_at, runs, transfer
+from tiers.store import Look, parts_size
 from tiers.stores.s3_errors import connection_error, deadline_error, server_error
 from tiers.stores.s3_session import S3Session
 from tiers.stores.s3_signature import ReadSigner
 from tiers.stores.watchdog import Watchdog
 
 ERROR_BYTES_MAX: Final = 64 << 10
+PIECE_BYTES: Final = 512 << 10  # of what is looked at
 HEAD_BYTES_MAX: Final = 4 << 10  # of an answer's headers, to be recognised; S3's are a tenth of that
 
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d+)[ \t]*(?=\r\n)")
@@ -72,8 +73,8 @@ class DirectReader:
         parts = urlsplit(session.endpoint_url)
         return not ({parts.scheme, "all"} & getproxies().keys()) or bool(proxy_bypass(parts.hostname or ""))
 
-    def get_into(self, key: str, parts: Sequence[memoryview], size: int) -> bool:
-        """Fill the parts, ``size`` bytes together. No byte is written before the server has announced that size.
+    def get_into(self, key: str, parts: Sequence[memoryview], size: int, look: Look | None = None) -> bool:
+        """Fill the parts as ``DataPlane.get_into`` does.
 
         Returns:
             False if the server redirects or does not say how large the object is: no byte was written.
@@ -91,7 +92,7 @@ class DirectReader:
                     if reused is None and isinstance(sock, ssl.SSLSocket):
                         sock.do_handshake()
                     sock.sendall(request)
-                    filled, keeps = self._receive(sock, parts, size)
+                    filled, keeps = self._receive(sock, parts, size, look)
             except (OSError, http.client.HTTPException, ValueError):
                 sock.close()
                 if self._clock() >= deadline:
@@ -116,10 +117,18 @@ class DirectReader:
         while self._idle:
             self._idle.pop().close()
 
-    def _receive(self, sock: socket.socket, parts: Sequence[memoryview], size: int) -> tuple[bool, bool]:
+    def _receive(
+        self, sock: socket.socket, parts: Sequence[memoryview], size: int, look: Look | None
+    ) -> tuple[bool, bool]:
         """Whether the parts are filled, and whether the connection can be used again."""
+        pieces = [(0, parts)] if look is None else runs(parts, PIECE_BYTES)
         if not isinstance(sock, ssl.SSLSocket) and (head_bytes := _head_of_object(sock, size)):
-            _receive_all(sock, [memoryview(bytearray(head_bytes)), *parts])
+            head = [memoryview(bytearray(head_bytes))]
+            for offset, run in pieces:
+                _receive_all(sock, [*head, *run])
+                head = []
+                if look is not None:
+                    look_at(look, offset, run)
             return True, True
         with contextlib.closing(http.client.HTTPResponse(sock, method="GET")) as response:
             response.begin()
@@ -130,8 +139,11 @@ class DirectReader:
                 return False, False
             if response.length != size:
                 raise BlobCorruptError(f"{response.length} bytes are stored, {size} were asked for")
-            for part in parts:
-                _fill(response, part)
+            for offset, run in pieces:
+                for piece in run:
+                    _fill(response, piece)
+                if look is not None:
+                    look_at(look, offset, run)
             return True, not response.will_close
 
     def _sign(self, path: str) -> bytes:

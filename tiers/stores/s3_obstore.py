@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig, S3Config
 
 from tiers.errors import BlobCorruptError, BlobNotFoundError, InvalidKeyError, StoreError
+from tiers.posix import look_at
+from tiers.store import Look
 from tiers.stores.s3_direct import DirectReader
 from tiers.stores.s3_errors import connection_error, deadline_error, server_error
 from tiers.stores.s3_session import S3Session
@@ -106,9 +108,9 @@ class ObstoreClient:
             raise self._translate(e, started) from None
         return True
 
-    def get_into(self, key: str, parts: Sequence[memoryview], size: int) -> None:
-        """Fill the parts, ``size`` bytes together. No byte is written before the server has announced that size."""
-        if self._direct is not None and size >= DIRECT_BYTES_MIN and self._direct.get_into(key, parts, size):
+    def get_into(self, key: str, parts: Sequence[memoryview], size: int, look: Look | None = None) -> None:
+        """See ``DataPlane``."""
+        if self._direct is not None and size >= DIRECT_BYTES_MIN and self._direct.get_into(key, parts, size, look):
             return
         started = self._clock()
         try:
@@ -123,6 +125,8 @@ class ObstoreClient:
             raise self._translate(e, started) from None
         if filled != size:
             raise connection_error(self._session.place)
+        if look is not None:
+            look_at(look, 0, parts)
 
     def get_tail(self, key: str, length: int) -> tuple[int, bytes] | None:
         """The object's size and its last ``length`` bytes (at least 1); None if absent."""
