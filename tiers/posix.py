@@ -250,10 +250,10 @@ def _make_folders(path: str) -> None:
 def transfer(
     call: Callable[[int, Sequence[memoryview], int], int], fd: int, parts: Sequence[memoryview], offset: int = 0
 ) -> int:
-    """Move all parts with ``os.preadv`` or ``os.pwritev``, however often a call stops short.
+    """Move all parts with ``os.preadv``, ``os.pwritev`` or their like for a socket, however often a call stops short.
 
     Returns:
-        Bytes moved: fewer than the parts have only where a call moved none, which is the end of a file.
+        Bytes moved: fewer than the parts have only where a call moved none, which is the end of a file or stream.
     """
     size = parts_size(parts)
     done = 0

@@ -129,10 +129,7 @@ class S3Store(Store):
         return self._run(key, lambda clients: self._put(clients.data, name, plain, create=not overwrite))
 
     def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
-        name = self._name(key)
-        plain = _as_bytes(parts)
-        size = parts_size(plain)
-        self._run(key, lambda clients: clients.data.get_into(name, plain, size))
+        self._get_into(key, parts, None)
 
     def put_pieces(self, key: str, parts: Sequence[memoryview], look: Look, *, overwrite: bool = False) -> bool:
         """See ``SupportsPieces``. Here the clients read the parts, after all of them were looked at."""
@@ -141,9 +138,6 @@ class S3Store(Store):
 
     def get_pieces_into(self, key: str, parts: Sequence[memoryview], look: Look) -> None:
         """See ``SupportsPieces``."""
-        name = self._name(key)
-        plain = _as_bytes(parts)
-        size = parts_size(plain)
         raised: list[BaseException] = []
 
         def careful(offset: int, piece: memoryview) -> None:  # what it raises is no failure of the transfer
@@ -153,7 +147,7 @@ class S3Store(Store):
                 except BaseException as e:  # noqa: BLE001 - raised below
                     raised.append(e)
 
-        self._run(key, lambda clients: clients.data.get_into(name, plain, size, careful))
+        self._get_into(key, parts, careful)
         if raised:
             raise raised[0]
 
@@ -317,6 +311,12 @@ class S3Store(Store):
 
     def _delete_batch(self, names: Sequence[str]) -> dict[str, StoreError]:
         return self._run("", lambda clients: clients.session.delete_batch(names))
+
+    def _get_into(self, key: str, parts: Sequence[memoryview], look: Look | None) -> None:
+        name = self._name(key)
+        plain = _as_bytes(parts)
+        size = parts_size(plain)
+        self._run(key, lambda clients: clients.data.get_into(name, plain, size, look))
 
     def _put(self, data: DataPlane, name: str, parts: Sequence[memoryview], *, create: bool) -> bool:
         checked = self.options.checksum != "none" and not self._checksum_refused
