@@ -23,6 +23,7 @@ def main() -> int:
     parser.add_argument("--tiers", default="fs,nfs,s3")
     parser.add_argument("--heal-s", type=float, default=30.0, help="by when everything must be free after the faults")
     parser.add_argument("--sabotage", choices=SABOTAGES, help="break a promise on purpose, to see it reported")
+    parser.add_argument("--no-fuse", action="store_true", help="files in folders, as where there is no FUSE")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args()
     logging.basicConfig(level=logging.CRITICAL)  # what the tiers say of each fault is not news here
@@ -33,6 +34,7 @@ def main() -> int:
         seed=args.seed,
         heal_s_max=args.heal_s,
         tiers=args.tiers.split(","),
+        fuse=not args.no_fuse,
         sabotage=args.sabotage,
     )
     if console.is_terminal:

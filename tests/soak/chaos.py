@@ -122,13 +122,18 @@ def _kind(fault: FuseFault) -> str:
 
 
 class LayerPlace(Place):
-    """A local folder behind the fault layer, where there is no FUSE. ``store`` is what the tier is to use."""
+    """A local folder behind the fault layer, where there is no FUSE."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name = name
         self.root = folder
-        self.store = faults.FaultyStore(LocalStore(folder))
         self._hang = threading.Event()
+        self.store = self.open_store()
+
+    def open_store(self) -> faults.FaultyStore:
+        """The store of the next tier, which will close it; faults are its from now on."""
+        self.store = faults.FaultyStore(LocalStore(self.root))
+        return self.store
 
     def set_share(self, share: float) -> None:
         def unavailable() -> Exception:

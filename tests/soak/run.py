@@ -55,6 +55,7 @@ class SoakOptions:
         share: part of the calls that fail.
         heal_s_max: everything that is in use when the faults end must be free by then (S2).
         tiers: of fs, nfs and s3.
+        fuse: files are on FUSE mounts where that is possible.
         sabotage: one of ``SABOTAGES``, to be found.
         watch: entered with the run's metrics while it runs.
     """
@@ -64,6 +65,7 @@ class SoakOptions:
     seed: int = 1
     heal_s_max: float = 30.0
     tiers: Sequence[str] = ("fs", "nfs", "s3")
+    fuse: bool = True
     sabotage: str | None = None
     watch: Callable[[Metrics], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
 
@@ -131,7 +133,7 @@ def run_soak(options: SoakOptions, progress: Callable[[str], None] = lambda _: N
     """Run a soak; what went wrong is in the report's violations."""
     with contextlib.ExitStack() as cleanup:
         folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="kvtiers-soak-")))
-        places = [_make_place(name, folder / name) for name in options.tiers]
+        places = [_make_place(name, folder / name, fuse=options.fuse) for name in options.tiers]
         for place in places:
             cleanup.callback(place.close)
         cleanup.enter_context(environment({"AWS_ACCESS_KEY_ID": "soak", "AWS_SECRET_ACCESS_KEY": "soak",
@@ -275,11 +277,11 @@ class _Memory:
         return 0 if self._warm_bytes is None else self._process.memory_info().rss - self._warm_bytes
 
 
-def _make_place(name: str, folder: Path) -> Place:
+def _make_place(name: str, folder: Path, *, fuse: bool) -> Place:
     folder.mkdir()
     if name == "s3":
         return S3Place(name)
-    if why_no_fuse() is None:
+    if fuse and why_no_fuse() is None:
         return FusePlace(name, folder)
     return LayerPlace(name, folder / "blocks") if name == "fs" else FolderPlace(name, folder / "blocks")
 
@@ -287,8 +289,8 @@ def _make_place(name: str, folder: Path) -> Place:
 def _describe(place: Place) -> str:
     return {
         FusePlace: "files on a FUSE mount" + (", in processes" if place.name == "nfs" else ", in threads"),
-        LayerPlace: f"files behind the fault layer (no FUSE: {why_no_fuse()})",
-        FolderPlace: f"files in a folder, in processes (no FUSE: {why_no_fuse()})",
+        LayerPlace: f"files behind the fault layer ({why_no_fuse() or 'FUSE not wanted'})",
+        FolderPlace: f"files in a folder, in processes ({why_no_fuse() or 'FUSE not wanted'})",
         S3Place: "S3 on the HTTP fault server",
     }[type(place)]
 
@@ -299,7 +301,7 @@ def _make_tier(place: Place, spec: FakeSpec, view: memoryview) -> SecondaryTierM
             job_deadline_s=JOB_DEADLINE_S, circuit_probe_s=0.5, lookup=LookupOptions(present_ttl_s=2, absent_ttl_s=0.2)
         )
         mapper = FileMapper.from_offloading_spec(str(place.root), spec)
-        return StoreTierManager(spec, view, "fs", store=place.store, mapper=mapper, options=tier_options)
+        return StoreTierManager(spec, view, "fs", store=place.open_store(), mapper=mapper, options=tier_options)
     config: dict[str, object] = {
         "type": place.name,
         "n_read_threads": 2,

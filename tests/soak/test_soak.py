@@ -27,9 +27,17 @@ def soak(json_file: Path, *options: str) -> tuple[int, dict[str, Any]]:
     return ended.returncode, json.loads(json_file.read_text())
 
 
-@pytest.mark.parametrize("seconds", [20, pytest.param(60, marks=pytest.mark.full)])
-def test_all_tiers(tmp_path: Path, record: Record, seconds: int) -> None:
-    status, report = soak(tmp_path / "report.json", "--seconds", str(seconds))
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--seconds", "20"),
+        pytest.param(("--seconds", "60"), marks=pytest.mark.full),
+        pytest.param(("--seconds", "20", "--no-fuse"), marks=pytest.mark.full),
+    ],
+    ids="_".join,
+)
+def test_all_tiers(tmp_path: Path, record: Record, options: tuple[str, ...]) -> None:
+    status, report = soak(tmp_path / "report.json", *options)
     assert report["violations"] == {}, report["details"]
     assert status == 0
     assert set(report["tiers"]) == {"fs", "nfs", "s3"}
@@ -52,7 +60,8 @@ def test_all_tiers(tmp_path: Path, record: Record, seconds: int) -> None:
     ],
 )
 def test_a_broken_promise_is_reported(tmp_path: Path, sabotage: str, violations: set[str]) -> None:
-    options = ("--seconds", "3", "--heal-s", "3", "--faults", "0", "--tiers", "fs", "--sabotage", sabotage)
+    # The fault layer stands in for FUSE where there is none: here it does everywhere.
+    options = ("--seconds", "3", "--heal-s", "3", "--faults", "0", "--tiers", "fs", "--no-fuse", "--sabotage", sabotage)
     status, report = soak(tmp_path / "report.json", *options)
     assert status == 1
     assert not report["passed"]

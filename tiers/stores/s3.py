@@ -25,7 +25,7 @@ from tiers.posix import look_at
 from tiers.store import KEY_LENGTH_MAX, KEY_PART_LENGTH_MAX, Capabilities, KeyInfo, Look, Store, check_key, parts_size
 from tiers.stores.s3_boto3 import Boto3Client
 from tiers.stores.s3_errors import CredentialsExpiredError, Place, RequestRefusedError, deadline_error
-from tiers.stores.s3_lookup import Answers, answer_by_asking, answer_by_listing
+from tiers.stores.s3_lookup import Answers, Lookups
 from tiers.stores.s3_obstore import ObstoreClient, usable
 from tiers.stores.s3_options import S3Options
 from tiers.stores.s3_session import DELETE_KEYS_MAX, S3Session
@@ -118,6 +118,9 @@ class S3Store(Store):
         self._rng = rng
         self._closed = False
         self._checksum_refused = False
+        self._lookups = Lookups(
+            askers_max=options.max_connections, silence_s_max=options.request_timeout_s, clock=clock
+        )
         self._process = self._new_process()
 
     def __repr__(self) -> str:
@@ -211,17 +214,10 @@ class S3Store(Store):
         self._raise_if_closed("")
         answers: Answers = {}
         names = self._names(keys, answers)
-        answer_by_listing(
+        self._lookups.answer_by_listing(
             names, answers, lambda folder, after: self._run("", lambda clients: clients.data.list_sizes(folder, after))
         )
-        answer_by_asking(
-            [key for key in names.values() if key not in answers],
-            answers,
-            self.size,
-            askers_max=self.options.max_connections,
-            silence_s_max=self.options.request_timeout_s,
-            clock=self._clock,
-        )
+        self._lookups.answer_by_asking([key for key in names.values() if key not in answers], answers, self.size)
         return [answers[key] for key in keys]
 
     def delete_many(self, keys: Sequence[str]) -> list[Exception | None]:

@@ -1,6 +1,6 @@
 """How many "is it there?" questions to a bucket are answered for less than one request after the other.
 
-Questions that lie close together are answered by pages of a LIST, the rest by HEADs from several threads.
+Pages of a LIST answer many questions about a folder with few other names, HEADs from several threads the rest.
 """
 
 from __future__ import annotations
@@ -8,90 +8,141 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from posixpath import commonpath, dirname
 from typing import Final
 
 from tiers.errors import StoreError, StoreTimeoutError
 
-# A LIST costs about as much time as this many HEADs asked together, and more money. One page is worth trying for this
-# many open questions, and another one if the last answered at least half as many.
-LIST_WORTH_KEYS: Final = 200
-# Threads that ask: one per so many keys, so that a small batch does not pay for threads it cannot use.
+# A LIST costs as much time as HEADs of a fifth of the names it shows, when many are asked together, and AWS charges
+# for it as for 12.5 of them.
+NAMES_PER_HEAD: Final = 5
+LIST_KEYS_MIN: Final = 13
+# A lookup's deadline (0.5 s, see tiers.tier_config) has to have room for the HEADs behind a LIST that answers nothing.
+LIST_S_MAX: Final = 0.2
+# How long a folder is taken for as full as its last LIST said. To look again costs one LIST.
+BELIEVED_S: Final = 600.0
+FOLDERS_MAX: Final = 1000
+# A thread that asks is given so many keys, and fewer where they would keep it waiting for longer than ASKER_S: a thread
+# costs 0.1 ms to start.
 KEYS_PER_ASKER: Final = 8
+ASKER_S: Final = 0.004
 ASKERS_MAX: Final = 32
 
 Answers = dict[str, int | Exception | None]
 
-
-def answer_by_listing(
-    names: Mapping[str, str], answers: Answers, list_sizes: Callable[[str, str], tuple[list[tuple[str, int]], bool]]
-) -> None:
-    """Answer what pages of the names' common folder answer. An error ends it: the HEADs will tell.
-
-    Args:
-        names: objects' names -> keys.
-        answers: by key; filled.
-        list_sizes: of a folder and a name to start after: about 1,000 names and sizes, and whether there are more.
-    """
-    asked = sorted(names)
-    while len(asked) >= LIST_WORTH_KEYS:
-        folder = commonpath((dirname(asked[0]), dirname(asked[-1])))
-        try:
-            # The name without its last character sorts before it, and nothing that is asked does.
-            page, more = list_sizes(folder, asked[0][:-1])
-        except StoreError:
-            return
-        if (more and not page) or any(name >= after for (name, _), (after, _) in pairwise(page)):
-            return  # no order (S3 Express): absence proves nothing
-        known = bisect_right(asked, page[-1][0]) if more else len(asked)
-        sizes = dict(page)
-        for name in asked[:known]:
-            size = sizes.get(name)
-            if size != 0:  # may be a folder marker: a HEAD knows
-                answers[names[name]] = size
-        del asked[:known]
-        if known < LIST_WORTH_KEYS // 2:
-            return
+_ENDLESS: Final = float("inf")
 
 
-def answer_by_asking(
-    keys: Sequence[str],
-    answers: Answers,
-    size: Callable[[str], int | None],
-    *,
-    askers_max: int,
-    silence_s_max: float,
-    clock: Callable[[], float],
-) -> None:
-    """Ask for each key, from some threads that live no longer than this call. Threads beat asyncio here 3 : 1.
+class Lookups:
+    """Answers questions, and remembers what it cost. Any thread; to remember wrong costs requests and no more.
 
     Args:
-        keys: each once.
-        answers: by key; filled.
-        size: asks for one; raises StoreErrors only.
         askers_max: threads at once.
         silence_s_max: when nobody was answered for so long, the keys left are StoreTimeoutErrors.
         clock: monotonic seconds.
     """
-    waiting = iter(keys)  # next() of a list's iterator is one step for all threads
-    answered_at = clock()
 
-    def ask() -> None:
-        nonlocal answered_at
-        for key in waiting:
+    def __init__(self, *, askers_max: int, silence_s_max: float, clock: Callable[[], float]) -> None:
+        self._askers_max = min(ASKERS_MAX, askers_max)
+        self._silence_s_max = silence_s_max
+        self._clock = clock
+        self._folders: dict[str, tuple[float, float]] = {}  # about how many names each has, believed until
+        self._head_s = _ENDLESS  # the fastest HEAD of the last batch; endless: not known
+
+    def answer_by_listing(
+        self,
+        names: Mapping[str, str],
+        answers: Answers,
+        list_sizes: Callable[[str, str], tuple[list[tuple[str, int]], bool]],
+    ) -> None:
+        """Answer what pages of the names' common folder answer for less than HEADs. The first LIST of a folder is tried
+        to learn how full it is. An error ends it: the HEADs will tell.
+
+        Args:
+            names: objects' names -> keys.
+            answers: by key; filled.
+            list_sizes: of a folder and a name to start after: about 1,000 names and sizes, and whether there are more.
+        """
+        asked = sorted(names)
+        folder = _common_folder(asked)
+        if not self._is_worth_a_list(folder, len(asked)):
+            return
+        while len(asked) >= LIST_KEYS_MIN:
+            started = self._clock()
             try:
-                if clock() - answered_at > silence_s_max:
-                    raise StoreTimeoutError("not asked: the server stopped answering", key=key)
-                answers[key] = size(key)
-                answered_at = clock()
-            except StoreError as e:
-                answers[key] = e
+                # The name without its last character sorts before it, and nothing that is asked does.
+                page, more = list_sizes(_common_folder(asked), asked[0][:-1])
+            except StoreError:
+                page, more = [], True
+            if (more and not page) or any(name >= after for (name, _), (after, _) in pairwise(page)):
+                self._remember(folder, _ENDLESS)
+                return  # no order (S3 Express): absence proves nothing
+            known = bisect_right(asked, page[-1][0]) if more else len(asked)
+            names_per_key = len(page) / known if known else _ENDLESS
+            is_slow = self._clock() - started > LIST_S_MAX
+            self._remember(folder, _ENDLESS if is_slow else names_per_key * len(names))
+            sizes = dict(page)
+            for name in asked[:known]:
+                size = sizes.get(name)
+                if size != 0:  # may be a folder marker: a HEAD knows
+                    answers[names[name]] = size
+            del asked[:known]
+            if names_per_key > NAMES_PER_HEAD:
+                return
 
-    count = min(ASKERS_MAX, askers_max, -(-len(keys) // KEYS_PER_ASKER))
-    threads = [threading.Thread(target=ask, name=f"kvtiers-s3-head-{i}", daemon=True) for i in range(1, count)]
-    for thread in threads:
-        thread.start()
-    ask()
-    for thread in threads:
-        thread.join()
+    def answer_by_asking(self, keys: Sequence[str], answers: Answers, size: Callable[[str], int | None]) -> None:
+        """Ask for each key, from some threads that live no longer than this call. Threads beat asyncio here 3 : 1.
+
+        Args:
+            keys: each once.
+            answers: by key; filled.
+            size: asks for one; raises StoreErrors only.
+        """
+        waiting = iter(keys)  # next() of a list's iterator is one step for all threads
+        answered_at = self._clock()
+        fastest_s = _ENDLESS
+
+        def ask(count: int) -> None:
+            nonlocal answered_at, fastest_s
+            for key in islice(waiting, count):
+                try:
+                    started = self._clock()
+                    if started - answered_at > self._silence_s_max:
+                        raise StoreTimeoutError("not asked: the server stopped answering", key=key)
+                    answers[key] = size(key)
+                    answered_at = self._clock()
+                    fastest_s = min(fastest_s, answered_at - started)
+                except StoreError as e:
+                    answers[key] = e
+
+        if self._head_s == _ENDLESS:
+            ask(1)  # alone, to see how far the server is
+            self._head_s = fastest_s
+        is_near = self._head_s * KEYS_PER_ASKER <= ASKER_S
+        keys_each = KEYS_PER_ASKER if is_near else max(1, int(ASKER_S / self._head_s))
+        askers = min(self._askers_max, -(-len(keys) // keys_each))
+        threads = [
+            threading.Thread(target=ask, args=(len(keys),), name=f"kvtiers-s3-head-{i}", daemon=True)
+            for i in range(1, askers)
+        ]
+        for thread in threads:
+            thread.start()
+        ask(len(keys))
+        for thread in threads:
+            thread.join()
+        self._head_s = fastest_s
+
+    def _is_worth_a_list(self, folder: str, num_keys: int) -> bool:
+        num_names, believed_until = self._folders.get(folder, (0.0, _ENDLESS))
+        return num_names <= NAMES_PER_HEAD * num_keys or self._clock() >= believed_until
+
+    def _remember(self, folder: str, names: float) -> None:
+        if len(self._folders) >= FOLDERS_MAX:
+            self._folders.clear()
+        self._folders[folder] = (names, self._clock() + BELIEVED_S)
+
+
+def _common_folder(names: Sequence[str]) -> str:
+    """Of sorted names."""
+    return commonpath((dirname(names[0]), dirname(names[-1]))) if names else ""

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -17,6 +18,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -70,16 +72,22 @@ class S3Server:
 @contextmanager
 def moto_server() -> Iterator[S3Server]:
     """moto's S3 in a thread of this process."""
-    from moto.server import ThreadedMotoServer
+    from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
+    from werkzeug.serving import make_server
 
     logging.getLogger("werkzeug").setLevel(logging.WARNING)  # a line for each request
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
+    app = DomainDispatcherApplication(create_backend_app)
+    # moto looks through the folder of its services for each request, which is half of what a HEAD takes.
+    app.get_backend_for_host = functools.cache(app.get_backend_for_host)  # type: ignore[method-assign]
+    server = make_server("127.0.0.1", 0, app, threaded=True, request_handler=MotoRequestHandler)
+    thread = threading.Thread(target=server.serve_forever, name="moto", daemon=True)
+    thread.start()
     try:
-        host, port = server.get_host_and_port()
-        yield S3Server(f"http://{host}:{port}", "testing", "testing")
+        yield S3Server(f"http://127.0.0.1:{server.server_port}", "testing", "testing")
     finally:
-        server.stop()
+        server.shutdown()
+        thread.join()
+        server.server_close()
 
 
 class SeaweedServer:

@@ -1,0 +1,178 @@
+"""Lookups: which questions are answered by a LIST, which by HEADs, and what is remembered of a folder."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import pytest
+
+from tiers.errors import StoreError, StoreTimeoutError, StoreUnavailableError
+from tiers.stores.s3_lookup import (
+    ASKER_S,
+    ASKERS_MAX,
+    BELIEVED_S,
+    FOLDERS_MAX,
+    KEYS_PER_ASKER,
+    LIST_KEYS_MIN,
+    LIST_S_MAX,
+    NAMES_PER_HEAD,
+    Answers,
+    Lookups,
+)
+
+PAGE_NAMES = 1000
+WAIT_S_MAX = 30.0
+
+
+class Bucket:
+    """Objects, what was asked, and the clock that each request moves on."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.sizes = dict.fromkeys(sorted(names), 7)
+        self.lists: list[str] = []
+        self.heads: list[str] = []
+        self.list_s = self.head_s = 0.0
+        self.list_error: StoreError | None = None
+        self.now = 100.0
+        self.lookups = Lookups(askers_max=ASKERS_MAX, silence_s_max=60, clock=lambda: self.now)
+
+    def list_sizes(self, folder: str, after: str) -> tuple[list[tuple[str, int]], bool]:
+        self.lists.append(folder)
+        self.now += self.list_s
+        if self.list_error is not None:
+            raise self.list_error
+        found = [(name, size) for name, size in self.sizes.items() if name.startswith(f"{folder}/") and name > after]
+        return found[:PAGE_NAMES], len(found) > PAGE_NAMES
+
+    def size(self, key: str) -> int | None:
+        self.heads.append(key)
+        self.now += self.head_s
+        return self.sizes.get(key)
+
+    def ask(self, names: Sequence[str]) -> Answers:
+        """As a store does. Names are the keys."""
+        self.lists, self.heads = [], []
+        answers: Answers = {}
+        self.lookups.answer_by_listing({name: name for name in names}, answers, self.list_sizes)
+        self.lookups.answer_by_asking([name for name in names if name not in answers], answers, self.size)
+        assert answers == {name: self.sizes.get(name) for name in names}
+        return answers
+
+
+def names_of(count: int, start: int = 0) -> list[str]:
+    return [f"m/{i:07d}" for i in range(start, start + count)]
+
+
+def every(count: int, total: int) -> list[str]:
+    """So many names, scattered over so many."""
+    return [f"m/{i * total // count:07d}" for i in range(count)]
+
+
+def test_a_folder_with_little_else_costs_one_list() -> None:
+    bucket = Bucket(names_of(NAMES_PER_HEAD * LIST_KEYS_MIN))
+    for _ in range(2):
+        bucket.ask(every(LIST_KEYS_MIN, NAMES_PER_HEAD * LIST_KEYS_MIN + 20))
+        assert (len(bucket.lists), bucket.heads) == (1, [])
+
+
+def test_few_keys_are_not_worth_a_list() -> None:
+    bucket = Bucket(names_of(20))
+    bucket.ask(names_of(LIST_KEYS_MIN - 1))
+    assert (bucket.lists, len(bucket.heads)) == ([], LIST_KEYS_MIN - 1)
+
+
+def test_a_full_folder_is_tried_once() -> None:
+    bucket = Bucket(names_of(20_000))
+    asked = every(200, 20_000)
+    bucket.ask(asked)
+    assert len(bucket.lists) == 1
+    assert 0 < len(bucket.heads) < 200, "the page that was read anyway is made use of"
+    bucket.ask(asked)
+    assert (bucket.lists, len(bucket.heads)) == ([], 200)
+    bucket.now += BELIEVED_S  # it may have been emptied
+    bucket.ask(asked)
+    assert len(bucket.lists) == 1
+
+
+def test_it_is_the_number_of_questions_that_makes_a_list_worth_it() -> None:
+    """A folder that was too full for few questions is not for many."""
+    bucket = Bucket(names_of(900))
+    bucket.ask(every(20, 900))
+    assert len(bucket.lists) == 1
+    bucket.ask(every(20, 900))
+    assert bucket.lists == []
+    bucket.ask(every(200, 900))
+    assert (len(bucket.lists), bucket.heads) == (1, [])
+
+
+def test_pages_go_on_while_they_answer_enough() -> None:
+    bucket = Bucket(names_of(2500))
+    bucket.ask(every(1300, 2600))
+    assert (len(bucket.lists), bucket.heads) == (3, [])
+
+
+@pytest.mark.parametrize("fault", ["error", "slow", "disorder"])
+def test_a_folder_whose_list_is_no_help_is_left_alone(fault: str) -> None:
+    bucket = Bucket(names_of(30))
+    if fault == "error":
+        bucket.list_error = StoreUnavailableError("no right to list")
+    elif fault == "slow":
+        bucket.list_s = 1.1 * LIST_S_MAX
+    else:
+        bucket.sizes = dict(reversed(bucket.sizes.items()))
+    bucket.ask(names_of(30))
+    assert len(bucket.lists) == 1
+    bucket.ask(names_of(30))
+    assert (bucket.lists, len(bucket.heads)) == ([], 30)
+
+
+def test_folders_remembered_are_limited() -> None:
+    bucket = Bucket([])
+    for folder in range(FOLDERS_MAX + 10):
+        bucket.ask([f"{folder}/{i}" for i in range(LIST_KEYS_MIN)])
+    assert len(bucket.lookups._folders) <= FOLDERS_MAX
+
+
+def test_a_far_server_is_asked_by_more_threads() -> None:
+    """Passes only if so many ask at once. The first of all HEADs is alone, and says how far the server is."""
+    spent = threading.local()  # a clock for each thread: what one waits is not another's
+    lookups = Lookups(askers_max=ASKERS_MAX, silence_s_max=60, clock=lambda: getattr(spent, "s", 0.0))
+    keys = names_of(24)
+    few = 24 // KEYS_PER_ASKER
+    spent.s = 0.0
+    assert ask_together(lookups, keys[:1], 1, spent, ASKER_S / 100) == 1
+    for askers, head_s in ((few, 2 * ASKER_S), (24, ASKER_S / 2), (12, ASKER_S / 100), (few, 0)):
+        assert ask_together(lookups, keys, askers, spent, head_s) == askers
+
+
+def ask_together(lookups: Lookups, keys: Sequence[str], askers: int, spent: threading.local, head_s: float) -> int:
+    """How many threads asked; each waits with its first question until ``askers`` do."""
+    together = threading.Barrier(askers)
+    seen = set[int]()
+
+    def size(key: str) -> int | None:
+        if threading.get_ident() not in seen:
+            seen.add(threading.get_ident())
+            together.wait(WAIT_S_MAX)
+        spent.s = getattr(spent, "s", 0.0) + head_s
+        return None
+
+    answers: Answers = {}
+    lookups.answer_by_asking(keys, answers, size)
+    assert answers == dict.fromkeys(keys)
+    return len(seen)
+
+
+def test_silence_ends_the_asking() -> None:
+    bucket = Bucket([])
+
+    def hang(key: str) -> int | None:
+        bucket.now += 61
+        raise StoreTimeoutError("no answer", key=key)
+
+    answers: Answers = {}
+    bucket.lookups.answer_by_asking(names_of(3), answers, hang)
+    errors = list(map(str, answers.values()))
+    assert "no answer" in errors[0]
+    assert all("not asked" in error for error in errors[1:])
