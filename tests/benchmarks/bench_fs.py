@@ -39,6 +39,7 @@ from tests.identity import FakeSpec, block_key
 from tiers.base import JobMetadata
 from tiers.builtin import FileSystemTierManager
 from tiers.keys import OffloadKey
+from tiers.seal import TRAILER_BYTES
 from tiers.tier_config import default_threads
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -215,10 +216,11 @@ def placed(
 
 
 def free_pages(setup: Setup, where: Path) -> None:
-    """Have as many pages just freed as the next run takes."""
+    """Have as many pages just freed as the next run takes: ours has a trailer to each block."""
     with tempfile.TemporaryFile(dir=where) as file:
         for row in setup.region:
             file.write(row)
+            file.write(bytes(TRAILER_BYTES))
 
 
 def stall_while(busy: Callable[[], None]) -> tuple[float, float]:
