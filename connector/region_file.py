@@ -25,80 +25,25 @@ from __future__ import annotations
 import errno
 import fcntl
 import logging
-import mmap
 import os
 import re
 import stat
-import struct
 import time
-import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
+from connector.region_header import RegionGeometry, RegionHeader, mark_sized, write_header, write_seat
 from tiers.errors import ConfigError, RegionError
 
 logger = logging.getLogger(__name__)
 
 FILE_PREFIX = "vllm_offload_"
 FILE_SUFFIX = ".mmap"
-NUM_WORKERS_MAX = 247  # seats (workers and scheduler) that fit in a header page of 4 KiB
-
 _INSTANCE_ID = re.compile(r"[^\x00-\x1f\x7f/]+")
 _INSTANCE_ID_BYTES_MAX = 255 - len(FILE_PREFIX) - len(FILE_SUFFIX)
-
-_MAGIC = b"KVTREGN\0"
-_VERSION = 1
-_FIXED = struct.Struct("<8sIIQQQQQ")  # magic, version, num_workers, num_blocks, cpu_page_size, row_stride, pid, start
-_CHECKSUM = struct.Struct("<I")  # crc32 of the fixed part, right after it: a torn or foreign header is none
-_SIZED = struct.Struct("<Q")
-_SIZED_OFFSET = 120
-_SEAT = struct.Struct("<QQ")  # pid, start time in clock ticks since boot; (0, 0) is free
-_SEATS_OFFSET = 128
 
 # Long calls go by pieces: a signal makes fallocate undo the piece at hand, and madvise holds the GIL for its piece.
 _PIECE_BYTES = 256 << 20
 _POLL_S = 0.005
-
-
-@dataclass(frozen=True, slots=True)
-class RegionGeometry:
-    """Shape of a region.
-
-    Attributes:
-        num_blocks: rows.
-        cpu_page_size: bytes of one worker's cell in a row.
-        num_workers: cells in a row.
-
-    Raises:
-        ConfigError: names the field and what is accepted.
-    """
-
-    num_blocks: int
-    cpu_page_size: int
-    num_workers: int
-
-    def __post_init__(self) -> None:
-        for field, largest in (("num_blocks", 1 << 40), ("cpu_page_size", 1 << 40), ("num_workers", NUM_WORKERS_MAX)):
-            value: object = getattr(self, field)
-            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= largest:
-                raise ConfigError(f"{value!r} is not accepted; write an integer in 1..{largest}", field=field)
-        if self.size_bytes >= 1 << 62:
-            raise ConfigError(f"{self.num_blocks} rows of {self.row_stride} bytes exceed 2**62", field="num_blocks")
-
-    @property
-    def row_stride(self) -> int:
-        """Bytes from one row to the next: all cells, rounded up to pages."""
-        return row_stride(self.cpu_page_size, self.num_workers)
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all rows."""
-        return self.num_blocks * self.row_stride
-
-
-def row_stride(cpu_page_size: int, num_workers: int) -> int:
-    """Bytes of one row: ``num_workers`` cells, rounded up to the page size."""
-    return -(-cpu_page_size * num_workers // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def region_path(directory: str, instance_id: str) -> str:
@@ -132,7 +77,7 @@ def reap_stale_regions(directory: str = "/dev/shm") -> list[str]:
         except (OSError, RegionError):
             continue
         try:
-            header = _Header.read(fd) if _try_lock(fd) else None
+            header = RegionHeader.read(fd) if _try_lock(fd) else None
             if header is not None and header.is_stale() and _unlink_if_same(path, fd):
                 reaped.append(path)
         except RegionError:  # another program version's: its business
@@ -150,7 +95,7 @@ def allocate_anonymous(geometry: RegionGeometry) -> int:
     """
     fd = os.memfd_create("kvtiers-region", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        _write_header(fd, geometry)
+        write_header(fd, geometry)
         _allocate(fd, geometry, "")
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except BaseException:
@@ -165,7 +110,7 @@ def check_attached(fd: int, geometry: RegionGeometry) -> None:
     Raises:
         RegionError: it is not.
     """
-    header = _Header.read(fd)
+    header = RegionHeader.read(fd)
     if header is None or not header.sized:
         raise RegionError(f"no region is behind descriptor {fd}")
     header.check_geometry(geometry, f"behind descriptor {fd}")
@@ -200,8 +145,8 @@ def join_named(
         try:
             while not _try_lock(fd):
                 # Somebody allocates or joins. A mismatch need not wait for that.
-                header = _Header.read(fd)
-                if header is not None and _is_alive(*header.creator):
+                header = RegionHeader.read(fd)
+                if header is not None and header.is_creator_alive():
                     header.check_geometry(geometry, path)
                 if clock() >= deadline:
                     raise RegionError(
@@ -218,9 +163,9 @@ def join_named(
 
 def take_seat(fd: int, path: str, seat: int) -> None:
     """Say that this process has mapped the file, remove the name if it was the last to, and unlock (step 3)."""
-    header = _Header.read(fd)
+    header = RegionHeader.read(fd)
     assert header is not None
-    os.pwrite(fd, _SEAT.pack(*_this_process()), header.geometry.size_bytes + _SEATS_OFFSET + seat * _SEAT.size)
+    write_seat(fd, header.geometry, seat)
     if all(pid for index, (pid, _) in enumerate(header.seats) if index != seat):
         _unlink_if_same(path, fd)
     fcntl.flock(fd, fcntl.LOCK_UN)
@@ -259,7 +204,7 @@ def _create(path: str, geometry: RegionGeometry) -> int | None:
     linked = False
     try:
         os.fchmod(fd, 0o600)
-        _write_header(fd, geometry)
+        write_header(fd, geometry)
         fcntl.flock(fd, fcntl.LOCK_EX)
         # Given a directory descriptor, CPython calls linkat with AT_SYMLINK_FOLLOW; without one it does not.
         os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)
@@ -280,7 +225,7 @@ def _is_joinable(path: str, fd: int, geometry: RegionGeometry, seat: int) -> boo
     """Whether the locked file is the one to join; False: begin anew."""
     if not _is_same(path, fd):  # every seat was taken, or the file was reaped, while this process waited for the lock
         return False
-    header = _Header.read(fd)
+    header = RegionHeader.read(fd)
     if header is None and os.fstat(fd).st_size:
         raise RegionError(f"{path} exists and is no region of ours; remove it or choose another instance_id")
     if header is None or header.is_stale():
@@ -293,74 +238,6 @@ def _is_joinable(path: str, fd: int, geometry: RegionGeometry, seat: int) -> boo
         who = "the scheduler" if seat == geometry.num_workers else f"rank {seat}"
         raise RegionError(f"region {path}: {who} is process {pid} already; two engines share one instance_id")
     return True
-
-
-@dataclass(frozen=True, slots=True)
-class _Header:
-    geometry: RegionGeometry
-    row_stride: int
-    creator: tuple[int, int]
-    sized: bool
-    seats: tuple[tuple[int, int], ...]
-
-    @classmethod
-    def read(cls, fd: int) -> _Header | None:
-        """None: no header of ours.
-
-        Raises:
-            RegionError: another version's header.
-        """
-        offset = os.fstat(fd).st_size - mmap.PAGESIZE
-        page = os.pread(fd, mmap.PAGESIZE, offset) if offset >= 0 else b""
-        if len(page) != mmap.PAGESIZE:
-            return None
-        fixed = page[: _FIXED.size]
-        magic, version, num_workers, num_blocks, cpu_page_size, stride, pid, start = _FIXED.unpack(fixed)
-        if magic != _MAGIC or _CHECKSUM.unpack_from(page, _FIXED.size)[0] != zlib.crc32(fixed):
-            return None
-        if version != _VERSION:
-            raise RegionError(f"region header has version {version}, this program knows {_VERSION}")
-        return cls(
-            RegionGeometry(num_blocks, cpu_page_size, num_workers),
-            stride,
-            (pid, start),
-            bool(_SIZED.unpack_from(page, _SIZED_OFFSET)[0]),
-            tuple(_SEAT.iter_unpack(page[_SEATS_OFFSET : _SEATS_OFFSET + _SEAT.size * (num_workers + 1)])),
-        )
-
-    def is_stale(self) -> bool:
-        """Whether the start of this engine has failed. Under the lock only, where "not sized" says so too."""
-        taken = [seat for seat in self.seats if seat[0]]
-        return not self.sized or not all(_is_alive(*process) for process in (self.creator, *taken))
-
-    def check_geometry(self, wanted: RegionGeometry, what: str) -> None:
-        theirs = {
-            "num_workers": self.geometry.num_workers,
-            "cpu_page_size": self.geometry.cpu_page_size,
-            "num_blocks": self.geometry.num_blocks,
-            "row_stride": self.row_stride,
-        }
-        for field, value in theirs.items():
-            if value != getattr(wanted, field):
-                raise RegionError(
-                    f"region {what} has {field} {value} (made by process {self.creator[0]}), this process has "
-                    f"{getattr(wanted, field)}: two configs for one region"
-                )
-
-
-def _write_header(fd: int, geometry: RegionGeometry) -> None:
-    """Give the file its size, all holes, and its header."""
-    fixed = _FIXED.pack(
-        _MAGIC,
-        _VERSION,
-        geometry.num_workers,
-        geometry.num_blocks,
-        geometry.cpu_page_size,
-        geometry.row_stride,
-        *_this_process(),
-    )
-    os.ftruncate(fd, geometry.size_bytes + mmap.PAGESIZE)
-    os.pwrite(fd, fixed + _CHECKSUM.pack(zlib.crc32(fixed)), geometry.size_bytes)
 
 
 def _allocate(fd: int, geometry: RegionGeometry, directory: str) -> None:
@@ -381,7 +258,7 @@ def _allocate(fd: int, geometry: RegionGeometry, directory: str) -> None:
         if e.errno not in (errno.ENOSPC, errno.ENOMEM):
             raise
         raise RegionError(_too_large(size, *min(_limits(directory), key=lambda limit: limit[1]))) from e
-    os.pwrite(fd, _SIZED.pack(1), size + _SIZED_OFFSET)
+    mark_sized(fd, geometry)
 
 
 def _too_large(size: int, place: str, free: int) -> str:
@@ -442,25 +319,3 @@ def _unlink_if_same(path: str, fd: int) -> bool:
     if same:
         os.unlink(path)
     return same
-
-
-def _this_process() -> tuple[int, int]:
-    pid = os.getpid()
-    start = _start_ticks(pid)
-    if start is None:
-        raise RegionError("/proc is not mounted: a region tells living processes from dead ones by it")
-    return pid, start
-
-
-def _is_alive(pid: int, start_ticks: int) -> bool:
-    return _start_ticks(pid) == start_ticks
-
-
-def _start_ticks(pid: int) -> int | None:
-    """Start time of a living process in clock ticks since boot. With the pid it names a process for good."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as f:
-            fields = f.read().rpartition(b")")[2].split()  # the name before it may hold anything
-    except OSError:
-        return None
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from connector.region_file import (
-    RegionGeometry,
     allocate_anonymous,
     check_attached,
     join_named,
@@ -24,6 +23,7 @@ from connector.region_file import (
     show_size,
     take_seat,
 )
+from connector.region_header import RegionGeometry
 from tiers.errors import ConfigError, RegionError
 
 if TYPE_CHECKING:

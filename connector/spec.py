@@ -17,7 +17,8 @@ from connector.base import (
 )
 from connector.eviction import create_policy
 from connector.primary import CPUPrimaryTier
-from connector.region_file import row_stride, show_size
+from connector.region_file import show_size
+from connector.region_header import row_stride
 from connector.shared_region import SharedOffloadRegion
 from connector.tiering import TieringOffloadingManager, TieringOptions
 from tiers.base import SecondaryTierManager

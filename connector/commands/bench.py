@@ -23,7 +23,7 @@ from rich.table import Column, Table
 from connector.base import CacheConfig, KVCacheGroup, ModelConfig, OffloadingConfig
 from connector.commands.places import Ticker, complain
 from connector.commands.storage import EXIT_BAD_INPUT, EXIT_FAILED, AsJson, Config, TierName
-from connector.region_file import row_stride
+from connector.region_header import row_stride
 from connector.spec import TieringOffloadingSpec
 from tiers.base import JobMetadata
 from tiers.config import DeploymentConfig, load_config

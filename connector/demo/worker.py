@@ -20,7 +20,7 @@ from connector.demo.engine import Engine
 from connector.demo.model import LoadedModel, ModelSource, load_model
 from connector.demo.paged_cache import KVLayout, PagedKVCache
 from connector.demo.report import KV_TENSORS, REGION, Answer, Hop, ProcessFigures
-from connector.region_file import row_stride
+from connector.region_header import row_stride
 from connector.spec import TieringOffloadingSpec
 from tiers.config import DeploymentConfig, parse_config
 from tiers.errors import ConfigError, KVTiersError

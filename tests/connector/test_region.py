@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from connector import region_file
-from connector.region_file import NUM_WORKERS_MAX, region_path
+from connector import region_file, region_header
+from connector.region_file import region_path
+from connector.region_header import NUM_WORKERS_MAX
 from connector.shared_region import SharedOffloadRegion, reap_stale_regions
 from tiers.errors import ConfigError, RegionError
 
@@ -253,7 +254,7 @@ def test_an_empty_file_at_the_name_is_taken_for_a_dead_creators(tmp_path: Path) 
 
 
 def test_a_header_of_another_version_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(region_file, "_VERSION", 2)
+    monkeypatch.setattr(region_header, "_VERSION", 2)
     newer = SharedOffloadRegion("x", 2, PAGE, 1, None, directory=str(tmp_path))
     monkeypatch.undo()
     with pytest.raises(RegionError, match="version 2, this program knows 1"):

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from connector import region_file
+from connector import region_header
 from connector.region_file import region_path
 from connector.shared_region import SharedOffloadRegion, reap_stale_regions
 from tests.promises import Record
@@ -217,7 +217,7 @@ def test_a_zombie_creator_is_dead(directory: str) -> None:
 def test_a_reused_pid_does_not_keep_a_region_alive(directory: str) -> None:
     def run(say: Callable[[str], None]) -> None:
         pid = os.getppid()  # alive, but it started at another time
-        region_file._this_process = lambda: (pid, 1)
+        region_header._this_process = lambda: (pid, 1)
         SharedOffloadRegion("x", NUM_BLOCKS, PAGE, 2, 0, directory=directory)
         say("mapped")
 

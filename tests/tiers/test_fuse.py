@@ -262,14 +262,14 @@ def test_close_on_a_hung_mount(mount: FuseMount) -> None:
     )
     store.put("f/old", as_parts(OLD))
     # A worker whose request the mount has taken when it is stopped cannot be killed: both must have opened the store.
-    workers = [store._take_worker("") for _ in range(2)]
+    workers = [store._pool.take(WAIT_S_MAX) for _ in range(2)]
     for worker in workers:
         worker.send("size_many", [["f/old"]], time.monotonic() + WAIT_S_MAX)
         worker.receive(time.monotonic() + WAIT_S_MAX)
-        store._give_back(worker)
+        store._pool.give_back(worker)
     with mount.stopped(), ThreadPoolExecutor(2) as pool:
         calls = [pool.submit(store.size, "f/old") for _ in range(2)]
-        wait_for(lambda: not store._idle, within_s=WAIT_S_MAX)
+        wait_for(lambda: not store._pool.idle, within_s=WAIT_S_MAX)
         store.close()
         for call in calls:
             with pytest.raises(StoreError):

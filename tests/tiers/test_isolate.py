@@ -110,7 +110,7 @@ def make(tmp_path: Path, region: Region) -> Iterator[Callable[..., ProcessIsolat
 
 
 def workers_of(store: ProcessIsolatedStore) -> list[int]:
-    return sorted(worker.process.pid for worker in store._workers)
+    return sorted(worker.process.pid for worker in store._pool.workers)
 
 
 def is_gone(pid: int) -> bool:
@@ -316,12 +316,12 @@ def test_every_call_has_the_deadline(make: Callable[..., ProcessIsolatedStore], 
         lambda: getattr(store, "get_tail")("a", 1),  # noqa: B009 - an extra
     ]
     for call in calls:
-        wait_for(lambda: bool(store._idle), within_s=WAIT_S_MAX)
+        wait_for(lambda: bool(store._pool.idle), within_s=WAIT_S_MAX)
         for pid in workers_of(store):
             os.kill(pid, signal.SIGSTOP)
         with deadline(store, 1.0), pytest.raises(StoreTimeoutError):
             call()
-    wait_for(lambda: bool(store._idle), within_s=WAIT_S_MAX)
+    wait_for(lambda: bool(store._pool.idle), within_s=WAIT_S_MAX)
     os.kill(workers_of(store)[0], signal.SIGSTOP)
     with deadline(store, 1.0):
         (outcome, other) = store.get_many_into([("a", [region.block(0)]), ("b", [region.block(1)])])
@@ -343,7 +343,7 @@ def test_a_listing_that_hangs(make: Callable[..., ProcessIsolatedStore]) -> None
 def test_a_stuck_call_is_seen(make: Callable[..., ProcessIsolatedStore], monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that is not reaped yet, as in state D: the call stays, and is counted."""
     store = make(PlainStore, n_workers=1)
-    (worker,) = store._workers
+    (worker,) = store._pool.workers
     may_be_reaped = threading.Event()
     real_wait = worker.process.wait
 
@@ -392,10 +392,12 @@ def test_a_worker_that_dies_idle_costs_no_call(make: Callable[..., ProcessIsolat
     store = make(n_workers=2)
     store.put("a", as_parts(b"1"))
     for _ in range(5):
-        wait_for(lambda: len(store._idle) == 2, within_s=WAIT_S_MAX)
+        wait_for(lambda: len(store._pool.idle) == 2, within_s=WAIT_S_MAX)
         for pid in workers_of(store):
             os.kill(pid, signal.SIGKILL)
-        wait_for(lambda: all(worker.process.poll() is not None for worker in set(store._workers)), within_s=WAIT_S_MAX)
+        wait_for(
+            lambda: all(worker.process.poll() is not None for worker in set(store._pool.workers)), within_s=WAIT_S_MAX
+        )
         assert fetch(store, "a", 1) == b"1"
 
 
@@ -445,7 +447,7 @@ def test_workers_killed_at_random(make: Callable[..., ProcessIsolatedStore], reg
             assert fetch(store, f"f0/{i}-0", BLOCK_BYTES) == make_data(BLOCK_BYTES, seed=i)
         except BlobNotFoundError:
             pass
-    wait_for(lambda: len(store._idle) == 3, within_s=WAIT_S_MAX)
+    wait_for(lambda: len(store._pool.idle) == 3, within_s=WAIT_S_MAX)
 
 
 def test_workers_die_with_their_parent(tmp_path: Path) -> None:
@@ -456,9 +458,9 @@ from tiers.layers.isolate import ProcessIsolatedStore, StoreRecipe
 recipe = StoreRecipe({PlainStore.__module__!r}, "PlainStore", {{"root_dir": {str(tmp_path)!r}}})
 store = ProcessIsolatedStore(recipe, n_workers=2)
 threading.Thread(target=store.size, args=("hang",), daemon=True).start()
-while len(store._idle) != 1 or len(store._workers) != 2:
+while len(store._pool.idle) != 1 or len(store._pool.workers) != 2:
     time.sleep(0.01)
-print(*(worker.process.pid for worker in store._workers), flush=True)
+print(*(worker.process.pid for worker in store._pool.workers), flush=True)
 time.sleep(600)
 """
     path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), *sys.path]))
@@ -506,12 +508,12 @@ def test_a_fork_is_refused(make: Callable[..., ProcessIsolatedStore]) -> None:
 
 def test_close_with_everything_hung(make: Callable[..., ProcessIsolatedStore]) -> None:
     store = make(PlainStore, n_workers=3, deadline_s=600.0, close_s=1.0)
-    wait_for(lambda: len(store._idle) == 3, within_s=WAIT_S_MAX)
+    wait_for(lambda: len(store._pool.idle) == 3, within_s=WAIT_S_MAX)
     pids = workers_of(store)
     with ThreadPoolExecutor(2) as pool:
         calls = [pool.submit(store.size, "hang") for _ in range(2)]
-        wait_for(lambda: len(store._idle) == 1, within_s=WAIT_S_MAX)
-        os.kill(store._idle[0].process.pid, signal.SIGSTOP)
+        wait_for(lambda: len(store._pool.idle) == 1, within_s=WAIT_S_MAX)
+        os.kill(store._pool.idle[0].process.pid, signal.SIGSTOP)
         store.close()
         for call in calls:
             with pytest.raises(StoreClosedError):
@@ -543,14 +545,14 @@ def test_close_does_not_wait_for_a_start_that_hangs(
         with pytest.raises(StoreError):
             call.result(WAIT_S_MAX)
         may_start.set()
-    wait_for(lambda: not store._workers, within_s=WAIT_S_MAX)
+    wait_for(lambda: not store._pool.workers, within_s=WAIT_S_MAX)
 
 
 def test_close_lets_running_calls_end(make: Callable[..., ProcessIsolatedStore]) -> None:
     store = make(PlainStore, n_workers=1, close_s=2 * WAIT_S_MAX)
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(store.size, "slow")
-        wait_for(lambda: not store._idle and not store._starting, within_s=WAIT_S_MAX)
+        wait_for(lambda: not store._pool.idle and not store._pool._starting, within_s=WAIT_S_MAX)
         store.close()
         assert call.result(WAIT_S_MAX) == 4
 

@@ -125,7 +125,7 @@ def test_after_workers_died_the_next_batches_are_served(bench: Bench) -> None:
     assert bench.run(KEYS, list(range(8)), is_load=False).success
     store = bench.tier.store
     assert isinstance(store, ProcessIsolatedStore)
-    for worker in list(store._workers):
+    for worker in list(store._pool.workers):
         worker.process.kill()
         worker.process.wait()
     wait_for(lambda: bench.run(KEYS, list(range(8)), is_load=True).success)
@@ -158,7 +158,7 @@ def test_a_tier_that_ends_amid_hung_calls_leaves_no_process(tmp_path: Path, boun
     before = {child.pid for child in psutil.Process().children()}
     bench = Bench(tmp_path / "kv", shutdown_s=0.4, **bound)
     store: Any = bench.tier.store
-    workers = [worker.process.pid for worker in getattr(store, "inner", store)._workers]
+    workers = [worker.process.pid for worker in getattr(store, "inner", store)._pool.workers]
     assert workers
     for pid in workers:
         os.kill(pid, signal.SIGSTOP)  # as if its system call did not return

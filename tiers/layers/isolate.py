@@ -25,13 +25,10 @@ the one thread), and the end of its socket.
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import starmap
 from typing import Any
 
@@ -44,6 +41,7 @@ from tiers.errors import (
     StoreUnavailableError,
 )
 from tiers.layers.isolate_worker import OPTIONAL_METHODS, decode_error
+from tiers.layers.worker_pool import WorkerPool
 from tiers.layers.worker_process import MappedRegion, Message, StoreRecipe, WorkerProcess
 from tiers.store import Capabilities, KeyInfo, Store
 
@@ -59,9 +57,7 @@ REDELIVERIES_MAX = 8  # of one call, to workers found dead before they took it
 
 
 class ProcessIsolatedStore(Store):
-    """A store layer. Any thread of the process that made it may call; ``_lock`` guards the workers' tables.
-
-    A worker belongs to ``_idle`` or to the one thread that works with it.
+    """A store layer. Any thread of the process that made it may call; ``_lock`` guards the count of listings.
 
     It has ``get_tail`` and ``quarantine`` where its store has them, and always ``size_many``, ``delete_many`` and
     ``get_many_into``, which cost one message however many keys they are about (up to 256). ``run`` has a worker do
@@ -95,28 +91,16 @@ class ProcessIsolatedStore(Store):
     ) -> None:
         if n_workers < 1 or deadline_s <= 0 or close_s <= 0:
             raise StoreConfigError("n_workers is 1 or more, deadline_s and close_s are more than 0")
-        self._config = {**recipe.encode(), "imports": RUN_MODULES if region is not None else ()}
-        self._n_workers = n_workers
         self.deadline_s = deadline_s
         self._close_s = close_s
         self._clock = clock
-        self._pid = os.getpid()
-        self._lock = threading.RLock()  # reentrant: a listing may be collected, and its worker reaped, under it
-        self._waiting: deque[Future[WorkerProcess]] = deque()  # who comes first is served first
-        self._idle: list[WorkerProcess] = []  # the last used is the next used: its caches are warm
-        self._workers: set[WorkerProcess] = set()  # of the pool, idle or not
-        self._listers: set[WorkerProcess] = set()
-        self._starting = 0
+        self._lock = threading.RLock()  # reentrant: a listing may be collected, and end, under it
         self._listings = 0
-        self._stuck_calls = 0
-        self._kills = 0
-        self._closed = False
         self._region = MappedRegion(region) if region is not None else None
-        # One thread for the life of the store: a worker is killed by the kernel when the thread that started it ends.
-        self._starter = ThreadPoolExecutor(1, thread_name_prefix="kvtiers-worker-starter")
+        imports = RUN_MODULES if region is not None else ()
+        config = {**recipe.encode(), "imports": imports}
+        self._pool = WorkerPool(config, region=self._region, n_workers=n_workers, clock=clock)
         try:
-            with self._lock:
-                self._start_missing()
             self.capabilities, extras = self._describe(recipe)
         except BaseException:
             self.close()
@@ -128,12 +112,12 @@ class ProcessIsolatedStore(Store):
     @property
     def stuck_calls(self) -> int:
         """Calls past their deadline (or cut off) whose worker is not reaped: their parts may still be touched."""
-        return self._stuck_calls
+        return self._pool.stuck_calls
 
     @property
     def kills(self) -> int:
         """Workers that were killed or found dead, so far."""
-        return self._kills
+        return self._pool.kills
 
     def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
         message = Message(self._region)
@@ -167,14 +151,14 @@ class ProcessIsolatedStore(Store):
         if page is not None:
             yield from starmap(KeyInfo, page)
             return
-        self._check_usable("")
+        self._pool.check_usable()
         with self._lock:
             if self._listings >= LISTINGS_MAX:
                 raise StoreThrottledError(f"{LISTINGS_MAX} listings are under way")
             self._listings += 1
         worker = None
         try:
-            worker = self._starter.submit(self._start, self._listers).result()
+            worker = self._pool.start_further()
             worker.send("keys", [prefix], self._deadline_at())
             while True:
                 (page, (failure,)), _ = worker.receive(self._deadline_at())
@@ -189,42 +173,13 @@ class ProcessIsolatedStore(Store):
             raise self._lost(worker, e) from e
         finally:
             if worker is not None:
-                self._reap(worker, self._listers)
+                self._pool.end_further(worker)
             with self._lock:
                 self._listings -= 1
 
     def close(self) -> None:
         """See ``Store.close``. Takes ``close_s`` at most; what cannot be reaped by then is left to die."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            idle, self._idle = self._idle, []
-            workers = self._workers | self._listers
-            waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
-        for place in waiting:
-            if place.set_running_or_notify_cancel():
-                place.set_exception(StoreClosedError("the store was closed"))
-        for worker in idle:
-            worker.hang_up()
-        started_at = self._clock()
-        for kill_at in (started_at + self._close_s / 2, started_at + self._close_s):
-            workers = {worker for worker in workers if not worker.wait(kill_at - self._clock())}
-            for worker in workers:
-                worker.process.kill()
-        if workers:
-            logger.error("%d workers cannot be reaped: %s", len(workers), sorted(w.process.pid for w in workers))
-        try:
-            # Starting a process waits for the disk that the interpreter is on, for as long as that takes.
-            self._starter.submit(int).result(max(0.1, started_at + self._close_s - self._clock()))
-        except TimeoutError:
-            logger.error("a worker is still being started; what it was given is left open")
-            self._starter.shutdown(wait=False)
-            return
-        except RuntimeError:  # the interpreter is shutting down
-            pass
-        self._starter.shutdown()
-        if self._region is not None:
+        if self._pool.close(self._close_s) and self._region is not None:
             self._region.close()
 
     def abandon(self) -> None:
@@ -301,7 +256,7 @@ class ProcessIsolatedStore(Store):
         return [None if failure is None else decode_error(failure) for failure in failures]
 
     def _many(self, operation: str, keys: Sequence[str]) -> list[Any]:
-        self._check_usable("")
+        self._pool.check_usable()
         answers: list[Any] = []
         for start in range(0, len(keys), BATCH_COUNT_MAX):
             asked = list(keys[start : start + BATCH_COUNT_MAX])
@@ -352,9 +307,9 @@ class ProcessIsolatedStore(Store):
                 raise self._lost(worker, e, key) from e
             finally:
                 if answer is None:
-                    self._discard(worker)
+                    self._pool.discard(worker)
                 else:
-                    self._give_back(worker)
+                    self._pool.give_back(worker)
         raise StoreUnavailableError(f"{REDELIVERIES_MAX} workers died before they took the call", key=key)
 
     def _describe(self, recipe: StoreRecipe) -> tuple[Capabilities, Sequence[str]]:
@@ -373,103 +328,17 @@ class ProcessIsolatedStore(Store):
     def _deadline_at(self) -> float:
         return self._clock() + self.deadline_s
 
-    def _check_usable(self, key: str) -> None:
-        if self._closed:
-            raise StoreClosedError("the store is closed", key=key)
-        if os.getpid() != self._pid:
-            raise StoreClosedError("the store's workers belong to the process that made it, not to its fork", key=key)
-
     def _lost(self, worker: WorkerProcess | None, error: Exception, key: str = "") -> StoreError:
-        if self._closed:
+        if self._pool.closed:
             return StoreClosedError("the store was closed", key=key)
         if worker is None:
             return StoreUnavailableError(f"no worker could be started: {error}", key=key)
         return StoreUnavailableError(f"worker {worker.process.pid} died during the call: {error!r}", key=key)
 
-    # ---- workers -----------------------------------------------------------------------------------------------------
-
     def _take_worker(self, key: str) -> WorkerProcess:
-        with self._lock:
-            self._check_usable(key)
-            if self._idle and not self._waiting:
-                return self._idle.pop()
-            place: Future[WorkerProcess] = Future()
-            self._waiting.append(place)
-            self._start_missing()
         try:
-            return place.result(self.deadline_s)
+            return self._pool.take(self.deadline_s)
         except TimeoutError as e:
-            if not place.cancel():
-                return place.result()  # it came in the last moment
             raise StoreTimeoutError(f"no worker was free within {self.deadline_s:g} s", key=key) from e
-        except BaseException:
-            if not place.cancel() and place.exception() is None:
-                self._give_back(place.result())
-            raise
-
-    def _give_back(self, worker: WorkerProcess) -> None:
-        if not self._hand_on(worker):
-            self._discard(worker)
-
-    def _hand_on(self, worker: WorkerProcess) -> bool:
-        """Give an idle worker to who waits longest, else keep it. False: the store is closed."""
-        with self._lock:
-            while self._waiting:
-                place = self._waiting.popleft()
-                if place.set_running_or_notify_cancel():
-                    place.set_result(worker)
-                    return True
-            if not self._closed:
-                self._idle.append(worker)
-            return not self._closed
-
-    def _discard(self, worker: WorkerProcess) -> None:
-        """Reap a worker of the pool and have it replaced. The caller owns it."""
-        self._reap(worker, self._workers)
-        with self._lock:
-            self._kills += 1
-            if not self._closed:
-                self._start_missing()
-
-    def _reap(self, worker: WorkerProcess, table: set[WorkerProcess]) -> None:
-        """Kill a worker and wait until nothing of it runs."""
-        with self._lock:
-            self._stuck_calls += 1
-        worker.process.kill()
-        worker.hang_up()
-        worker.process.wait()
-        with self._lock:
-            self._stuck_calls -= 1
-            table.discard(worker)
-
-    def _start_missing(self) -> None:
-        """Under the lock."""
-        while len(self._workers) + self._starting < self._n_workers:
-            try:
-                self._starter.submit(self._start_idle)
-            except RuntimeError:  # the interpreter is shutting down
-                return
-            self._starting += 1
-
-    def _start_idle(self) -> None:
-        try:
-            worker = self._start(self._workers)
-        except OSError as e:
-            error = StoreUnavailableError(f"no worker could be started: {e}")
-            with self._lock:
-                self._starting -= 1
-                waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
-            for place in waiting:
-                if place.set_running_or_notify_cancel():
-                    place.set_exception(error)
-            return
-        with self._lock:
-            self._starting -= 1
-        if not self._hand_on(worker):
-            self._reap(worker, self._workers)
-
-    def _start(self, table: set[WorkerProcess]) -> WorkerProcess:
-        worker = WorkerProcess.start(self._config, self._region, self._clock)
-        with self._lock:
-            table.add(worker)
-        return worker
+        except StoreError as e:
+            raise type(e)(str(e), key=key) from e

@@ -1,0 +1,218 @@
+"""WorkerPool: the worker processes of ``tiers.layers.isolate``: who has which, their starts, and their ends."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from tiers.errors import StoreClosedError, StoreUnavailableError
+from tiers.layers.worker_process import MappedRegion, WorkerProcess
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerPool:
+    """Workers for one call at a time each, and further ones on request. Any thread of the process that made it.
+
+    A worker belongs to ``idle`` or to the one thread that works with it. ``_lock`` guards the tables.
+
+    Args:
+        config: what a worker is told at its start.
+        region: memory that workers map.
+        n_workers: workers for calls; those that end are replaced.
+        clock: monotonic seconds.
+
+    Attributes:
+        idle: the last used is the next used: its caches are warm.
+        workers: for calls, idle or not.
+        stuck_calls: workers that were killed and are not reaped: what they worked on may still be touched.
+        kills: workers for calls that were killed or found dead, so far.
+        closed: whether ``close`` was called.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        *,
+        region: MappedRegion | None,
+        n_workers: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._region = region
+        self._n_workers = n_workers
+        self._clock = clock
+        self._pid = os.getpid()
+        self._lock = threading.RLock()  # reentrant: a listing may be collected, and its worker ended, under it
+        self._waiting: deque[Future[WorkerProcess]] = deque()  # who comes first is served first
+        self._starting = 0
+        self._further: set[WorkerProcess] = set()
+        self.idle: list[WorkerProcess] = []
+        self.workers: set[WorkerProcess] = set()
+        self.stuck_calls = 0
+        self.kills = 0
+        self.closed = False
+        # One thread for the life of the pool: a worker is killed by the kernel when the thread that started it ends.
+        self._starter = ThreadPoolExecutor(1, thread_name_prefix="kvtiers-worker-starter")
+        with self._lock:
+            self._start_missing()
+
+    def check_usable(self) -> None:
+        """Raise StoreClosedError where no call may begin."""
+        if self.closed:
+            raise StoreClosedError("the store is closed")
+        if os.getpid() != self._pid:
+            raise StoreClosedError("the store's workers belong to the process that made it, not to its fork")
+
+    def take(self, wait_s_max: float) -> WorkerProcess:
+        """A worker for one call; to be returned with ``give_back`` or ``discard``.
+
+        Raises:
+            TimeoutError: none was free in time.
+            StoreClosedError, StoreUnavailableError: none will be, or none can be started.
+        """
+        with self._lock:
+            self.check_usable()
+            if self.idle and not self._waiting:
+                return self.idle.pop()
+            place: Future[WorkerProcess] = Future()
+            self._waiting.append(place)
+            self._start_missing()
+        try:
+            return place.result(wait_s_max)
+        except TimeoutError:
+            if not place.cancel():
+                return place.result()  # it came in the last moment
+            raise
+        except BaseException:
+            if not place.cancel() and place.exception() is None:
+                self.give_back(place.result())
+            raise
+
+    def give_back(self, worker: WorkerProcess) -> None:
+        """Return a worker that can take the next call."""
+        if not self._hand_on(worker):
+            self.discard(worker)
+
+    def discard(self, worker: WorkerProcess) -> None:
+        """Kill and reap a worker that was taken, and have it replaced."""
+        self._reap(worker, self.workers)
+        with self._lock:
+            self.kills += 1
+            if not self.closed:
+                self._start_missing()
+
+    def start_further(self) -> WorkerProcess:
+        """Start a worker beside those for calls; ``end_further`` ends it.
+
+        Raises:
+            OSError: it cannot be started.
+            RuntimeError: the pool is closed.
+        """
+        return self._starter.submit(self._start, self._further).result()
+
+    def end_further(self, worker: WorkerProcess) -> None:
+        """Kill and reap it."""
+        self._reap(worker, self._further)
+
+    def close(self, within_s: float) -> bool:
+        """End all workers; calls under way have half of the time to end. What cannot be reaped is left to die.
+
+        Returns:
+            Whether nothing is left that uses what workers were given. False, at once, where it was closed before.
+        """
+        with self._lock:
+            if self.closed:
+                return False
+            self.closed = True
+            idle, self.idle = self.idle, []
+            workers = self.workers | self._further
+            waiting = self._all_waiting()
+        _refuse(waiting, StoreClosedError("the store was closed"))
+        for worker in idle:
+            worker.hang_up()
+        started_at = self._clock()
+        for kill_at in (started_at + within_s / 2, started_at + within_s):
+            workers = {worker for worker in workers if not worker.wait(kill_at - self._clock())}
+            for worker in workers:
+                worker.process.kill()
+        if workers:
+            logger.error("%d workers cannot be reaped: %s", len(workers), sorted(w.process.pid for w in workers))
+        try:
+            # Starting a process waits for the disk that the interpreter is on, for as long as that takes.
+            self._starter.submit(int).result(max(0.1, started_at + within_s - self._clock()))
+        except TimeoutError:
+            logger.error("a worker is still being started; what it was given is left open")
+            self._starter.shutdown(wait=False)
+            return False
+        except RuntimeError:  # the interpreter is shutting down
+            pass
+        self._starter.shutdown()
+        return True
+
+    def _all_waiting(self) -> list[Future[WorkerProcess]]:
+        """Under the lock."""
+        return [self._waiting.popleft() for _ in range(len(self._waiting))]
+
+    def _hand_on(self, worker: WorkerProcess) -> bool:
+        """Give a free worker to who waits longest, else keep it. False: the pool is closed."""
+        with self._lock:
+            while self._waiting:
+                place = self._waiting.popleft()
+                if place.set_running_or_notify_cancel():
+                    place.set_result(worker)
+                    return True
+            if not self.closed:
+                self.idle.append(worker)
+            return not self.closed
+
+    def _reap(self, worker: WorkerProcess, table: set[WorkerProcess]) -> None:
+        """Kill a worker and wait until nothing of it runs."""
+        with self._lock:
+            self.stuck_calls += 1
+        worker.process.kill()
+        worker.hang_up()
+        worker.process.wait()
+        with self._lock:
+            self.stuck_calls -= 1
+            table.discard(worker)
+
+    def _start_missing(self) -> None:
+        """Under the lock."""
+        while len(self.workers) + self._starting < self._n_workers:
+            try:
+                self._starter.submit(self._start_idle)
+            except RuntimeError:  # the interpreter is shutting down
+                return
+            self._starting += 1
+
+    def _start_idle(self) -> None:
+        try:
+            worker = self._start(self.workers)
+        except OSError as e:
+            with self._lock:
+                self._starting -= 1
+                waiting = self._all_waiting()
+            _refuse(waiting, StoreUnavailableError(f"no worker could be started: {e}"))
+            return
+        with self._lock:
+            self._starting -= 1
+        if not self._hand_on(worker):
+            self._reap(worker, self.workers)
+
+    def _start(self, table: set[WorkerProcess]) -> WorkerProcess:
+        worker = WorkerProcess.start(self._config, self._region, self._clock)
+        with self._lock:
+            table.add(worker)
+        return worker
+
+
+def _refuse(waiting: list[Future[WorkerProcess]], error: Exception) -> None:
+    for place in waiting:
+        if place.set_running_or_notify_cancel():
+            place.set_exception(error)
