@@ -132,8 +132,8 @@ class TierContender(Contender):
         assert all(isinstance(size, int) for size in sizes)
 
     def cpu_s(self) -> float:
-        workers = getattr(self._store, "_workers", ())
-        return super().cpu_s() + sum(_cpu_s(worker.process.pid) for worker in workers)
+        workers = self._store.worker_pids if isinstance(self._store, ProcessIsolatedStore) else []
+        return super().cpu_s() + sum(map(_cpu_s, workers))
 
     def remove(self, round_: int) -> None:
         with ThreadPoolExecutor(THREADS) as pool:

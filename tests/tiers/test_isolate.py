@@ -109,10 +109,6 @@ def make(tmp_path: Path, region: Region) -> Iterator[Callable[..., ProcessIsolat
         store.close()
 
 
-def workers_of(store: ProcessIsolatedStore) -> list[int]:
-    return sorted(worker.process.pid for worker in store._pool.workers)
-
-
 def is_gone(pid: int) -> bool:
     """Whether a process runs no more; a zombie that a foreign parent has not reaped does not run."""
     try:
@@ -294,7 +290,7 @@ def test_a_hung_call_times_out_and_the_next_one_works(
     make: Callable[..., ProcessIsolatedStore], region: Region
 ) -> None:
     store = make(PlainStore, n_workers=1)
-    (victim,) = workers_of(store)
+    (victim,) = store.worker_pids
     with deadline(store, 1.0), pytest.raises(StoreTimeoutError) as caught:
         store.get_into("hang", [region.block(0)])
     assert caught.value.key == "hang"
@@ -302,7 +298,7 @@ def test_a_hung_call_times_out_and_the_next_one_works(
     assert not psutil.pid_exists(victim), "the call must not return before its worker is reaped"
     assert (store.stuck_calls, store.kills) == (0, 1)
     store.put("a", as_parts(b"1"))
-    (replacement,) = workers_of(store)
+    (replacement,) = store.worker_pids
     assert replacement != victim
 
 
@@ -317,12 +313,12 @@ def test_every_call_has_the_deadline(make: Callable[..., ProcessIsolatedStore], 
     ]
     for call in calls:
         wait_for(lambda: bool(store._pool.idle), within_s=WAIT_S_MAX)
-        for pid in workers_of(store):
+        for pid in store.worker_pids:
             os.kill(pid, signal.SIGSTOP)
         with deadline(store, 1.0), pytest.raises(StoreTimeoutError):
             call()
     wait_for(lambda: bool(store._pool.idle), within_s=WAIT_S_MAX)
-    os.kill(workers_of(store)[0], signal.SIGSTOP)
+    os.kill(store.worker_pids[0], signal.SIGSTOP)
     with deadline(store, 1.0):
         (outcome, other) = store.get_many_into([("a", [region.block(0)]), ("b", [region.block(1)])])
     assert isinstance(outcome, StoreTimeoutError)
@@ -393,7 +389,7 @@ def test_a_worker_that_dies_idle_costs_no_call(make: Callable[..., ProcessIsolat
     store.put("a", as_parts(b"1"))
     for _ in range(5):
         wait_for(lambda: len(store._pool.idle) == 2, within_s=WAIT_S_MAX)
-        for pid in workers_of(store):
+        for pid in store.worker_pids:
             os.kill(pid, signal.SIGKILL)
         wait_for(
             lambda: all(worker.process.poll() is not None for worker in set(store._pool.workers)), within_s=WAIT_S_MAX
@@ -433,7 +429,7 @@ def test_workers_killed_at_random(make: Callable[..., ProcessIsolatedStore], reg
     with ThreadPoolExecutor(4) as pool:
         calls = [pool.submit(work, i) for i in range(4)]
         while not ended.is_set() and kills < 20:
-            pids = workers_of(store)
+            pids = store.worker_pids
             if pids:
                 os.kill(pids[kills % len(pids)], signal.SIGKILL)
                 kills += 1
@@ -460,7 +456,7 @@ store = ProcessIsolatedStore(recipe, n_workers=2)
 threading.Thread(target=store.size, args=("hang",), daemon=True).start()
 while len(store._pool.idle) != 1 or len(store._pool.workers) != 2:
     time.sleep(0.01)
-print(*(worker.process.pid for worker in store._pool.workers), flush=True)
+print(*store.worker_pids, flush=True)
 time.sleep(600)
 """
     path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), *sys.path]))
@@ -485,10 +481,10 @@ def test_the_thread_that_first_called_may_end(make: Callable[..., ProcessIsolate
     with ThreadPoolExecutor(1) as pool, pytest.raises(StoreUnavailableError):
         pool.submit(made[0].size, "die").result()
     assert made[0].size("a") is None
-    pids = workers_of(made[0])
+    pids = made[0].worker_pids
     for _ in range(20):
         made[0].size("a")
-    assert workers_of(made[0]) == pids
+    assert made[0].worker_pids == pids
     assert made[0].kills == 1
 
 
@@ -509,7 +505,7 @@ def test_a_fork_is_refused(make: Callable[..., ProcessIsolatedStore]) -> None:
 def test_close_with_everything_hung(make: Callable[..., ProcessIsolatedStore]) -> None:
     store = make(PlainStore, n_workers=3, deadline_s=600.0, close_s=1.0)
     wait_for(lambda: len(store._pool.idle) == 3, within_s=WAIT_S_MAX)
-    pids = workers_of(store)
+    pids = store.worker_pids
     with ThreadPoolExecutor(2) as pool:
         calls = [pool.submit(store.size, "hang") for _ in range(2)]
         wait_for(lambda: len(store._pool.idle) == 1, within_s=WAIT_S_MAX)
@@ -535,7 +531,7 @@ def test_close_does_not_wait_for_a_start_that_hangs(
         return real_start(*arguments)
 
     monkeypatch.setattr(WorkerProcess, "start", start)
-    for pid in workers_of(store):
+    for pid in store.worker_pids:
         os.kill(pid, signal.SIGKILL)
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(store.size, "a")
@@ -568,7 +564,7 @@ def test_nothing_leaks(make: Callable[..., ProcessIsolatedStore], region: Region
         with pytest.raises(StoreUnavailableError):
             store.size("die")
         assert next(store.keys()).key == "first"
-    pids = workers_of(store)
+    pids = store.worker_pids
     store.close()
     gc.collect()
     assert sorted(os.listdir("/proc/self/fd")) == fds

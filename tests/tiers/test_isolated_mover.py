@@ -158,7 +158,7 @@ def test_a_tier_that_ends_amid_hung_calls_leaves_no_process(tmp_path: Path, boun
     before = {child.pid for child in psutil.Process().children()}
     bench = Bench(tmp_path / "kv", shutdown_s=0.4, **bound)
     store: Any = bench.tier.store
-    workers = [worker.process.pid for worker in getattr(store, "inner", store)._pool.workers]
+    workers = getattr(store, "inner", store).worker_pids
     assert workers
     for pid in workers:
         os.kill(pid, signal.SIGSTOP)  # as if its system call did not return

@@ -119,6 +119,11 @@ class ProcessIsolatedStore(Store):
         """Workers that were killed or found dead, so far."""
         return self._pool.kills
 
+    @property
+    def worker_pids(self) -> list[int]:
+        """Of the workers for calls."""
+        return sorted(worker.process.pid for worker in list(self._pool.workers))
+
     def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
         message = Message(self._region)
         message.add([key, overwrite], parts)
