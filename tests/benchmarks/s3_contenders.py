@@ -34,7 +34,7 @@ from tiers.testing.servers import STUB_BUCKET, S3Server
 
 THREADS = 8
 CEILING = "http"
-HEADS_AT_ONCE = 128  # a prompt's blocks; more may be answered by a LIST, which is no HEAD and the stub has none
+HEADS_AT_ONCE = 128  # a prompt's blocks; a real server may answer them with a LIST, where the folder is not too full
 
 
 class Region:

@@ -184,8 +184,8 @@ def seaweed_server() -> Iterator[SeaweedServer]:
 def nginx_stub(server_pem: Path | None = None) -> Iterator[str]:
     """nginx with DAV methods on a folder in memory: PUT, GET, HEAD, DELETE, no authentication. Yields its URL.
 
-    It answers a PUT with an ETag, which S3 clients insist on and DAV does not have, and any listing of the bucket
-    ``STUB_BUCKET`` with an empty one.
+    It answers a PUT with an ETag, which S3 clients insist on and DAV does not have, and a listing of the bucket
+    ``STUB_BUCKET`` with an empty one, but not what lookups list: they shall ask for each key.
 
     Args:
         server_pem: certificate and key, to serve https.
@@ -239,6 +239,7 @@ http {{
     listen 127.0.0.1:{port}{tls}; root {folder}/data; add_header ETag $put_etag always;
     location = /{bucket} {{
       default_type application/xml;
+      if ($args ~ start-after) {{ return 405; }}
       return 200 '<ListBucketResult><Name>{bucket}</Name><KeyCount>0</KeyCount></ListBucketResult>';
     }}
     location / {{ dav_methods PUT DELETE; create_full_put_path on; }}
