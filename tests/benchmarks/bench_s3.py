@@ -160,7 +160,7 @@ def congestion_control() -> str:
 
 
 def nixl() -> tuple[str, ...]:
-    """NIXL, where it is installed: pip install nixl nixl-cu12."""
+    """NIXL, where it is installed: pip install --no-deps nixl nixl-cu12 (nixl-cu13 needs a CUDA machine's library)."""
     return (NixlContender.name,) if importlib.util.find_spec("nixl") else ()
 
 
