@@ -15,8 +15,6 @@ from tiers.stores.s3_lookup import (
     FOLDERS_MAX,
     KEYS_PER_ASKER,
     LIST_KEYS_MIN,
-    LIST_S_MAX,
-    NAMES_PER_HEAD,
     Answers,
     Lookups,
 )
@@ -69,11 +67,28 @@ def every(count: int, total: int) -> list[str]:
     return [f"m/{i * total // count:07d}" for i in range(count)]
 
 
-def test_a_folder_with_little_else_costs_one_list() -> None:
-    bucket = Bucket(names_of(NAMES_PER_HEAD * LIST_KEYS_MIN))
+def test_the_first_batch_shows_what_a_list_takes_and_the_second_what_heads_take() -> None:
+    bucket = Bucket(names_of(60))
+    bucket.ask(every(30, 60))
+    assert (len(bucket.lists), bucket.heads) == (1, [])
+    bucket.ask(every(30, 60))
+    assert (bucket.lists, len(bucket.heads)) == ([], 30)
+
+
+@pytest.mark.parametrize("is_list_better", [True, False])
+def test_then_the_faster_way_is_taken(is_list_better: bool) -> None:
+    bucket = Bucket(names_of(60))
+    bucket.head_s = 0.001
+    bucket.list_s = 0.029 if is_list_better else 0.031
     for _ in range(2):
-        bucket.ask(every(LIST_KEYS_MIN, NAMES_PER_HEAD * LIST_KEYS_MIN + 20))
-        assert (len(bucket.lists), bucket.heads) == (1, [])
+        bucket.ask(every(30, 60))
+    for _ in range(2):
+        bucket.ask(every(30, 60))
+        assert (len(bucket.lists), len(bucket.heads)) == ((1, 0) if is_list_better else (0, 30))
+    bucket.ask(every(20, 60))
+    assert (len(bucket.lists), len(bucket.heads)) == (0, 20), "a page costs the same for fewer"
+    bucket.ask(every(40, 60))
+    assert (len(bucket.lists), len(bucket.heads)) == (1, 0)
 
 
 def test_few_keys_are_not_worth_a_list() -> None:
@@ -82,8 +97,10 @@ def test_few_keys_are_not_worth_a_list() -> None:
     assert (bucket.lists, len(bucket.heads)) == ([], LIST_KEYS_MIN - 1)
 
 
-def test_a_full_folder_is_tried_once() -> None:
+def test_a_full_folder_is_left_alone() -> None:
+    """A page of it answers a few questions only."""
     bucket = Bucket(names_of(20_000))
+    bucket.head_s, bucket.list_s = 0.001, 0.05
     asked = every(200, 20_000)
     bucket.ask(asked)
     assert len(bucket.lists) == 1
@@ -95,43 +112,52 @@ def test_a_full_folder_is_tried_once() -> None:
     assert len(bucket.lists) == 1
 
 
-def test_it_is_the_number_of_questions_that_makes_a_list_worth_it() -> None:
-    """A folder that was too full for few questions is not for many."""
-    bucket = Bucket(names_of(900))
-    bucket.ask(every(20, 900))
-    assert len(bucket.lists) == 1
-    bucket.ask(every(20, 900))
-    assert bucket.lists == []
-    bucket.ask(every(200, 900))
-    assert (len(bucket.lists), bucket.heads) == (1, [])
-
-
 def test_pages_go_on_while_they_answer_enough() -> None:
     bucket = Bucket(names_of(2500))
     bucket.ask(every(1300, 2600))
     assert (len(bucket.lists), bucket.heads) == (3, [])
 
 
-@pytest.mark.parametrize("fault", ["error", "slow", "disorder"])
-def test_a_folder_whose_list_is_no_help_is_left_alone(fault: str) -> None:
+def test_pages_end_when_they_take_longer_than_heads() -> None:
+    bucket = Bucket(names_of(2500))
+    bucket.head_s = 0.001
+    bucket.list_error = StoreUnavailableError("not yet")
+    bucket.ask(every(1300, 2600))
+    bucket.list_error = None
+    bucket.now += BELIEVED_S
+    bucket.list_s = 0.6
+    bucket.ask(every(1300, 2600))
+    assert (len(bucket.lists), len(bucket.heads)) == (1, 1300 - 500)
+
+
+@pytest.mark.parametrize("fault", ["error", "disorder"])
+def test_a_folder_that_cannot_be_listed_is_left_alone(fault: str) -> None:
     bucket = Bucket(names_of(30))
     if fault == "error":
         bucket.list_error = StoreUnavailableError("no right to list")
-    elif fault == "slow":
-        bucket.list_s = 1.1 * LIST_S_MAX
     else:
         bucket.sizes = dict(reversed(bucket.sizes.items()))
     bucket.ask(names_of(30))
-    assert len(bucket.lists) == 1
+    assert (len(bucket.lists), len(bucket.heads)) == (1, 30)
+    for _ in range(2):
+        bucket.ask(names_of(30))
+        assert (bucket.lists, len(bucket.heads)) == ([], 30)
+
+
+def test_nothing_to_ask_teaches_nothing() -> None:
+    bucket = Bucket(names_of(30))
+    bucket.head_s = 0.5
+    bucket.ask(names_of(5))
     bucket.ask(names_of(30))
-    assert (bucket.lists, len(bucket.heads)) == ([], 30)
+    assert bucket.heads == []
+    assert bucket.lookups._head_s == 0.5
 
 
 def test_folders_remembered_are_limited() -> None:
     bucket = Bucket([])
     for folder in range(FOLDERS_MAX + 10):
         bucket.ask([f"{folder}/{i}" for i in range(LIST_KEYS_MIN)])
-    assert len(bucket.lookups._folders) <= FOLDERS_MAX
+    assert len(bucket.lookups._listings) <= FOLDERS_MAX
 
 
 def test_a_far_server_is_asked_by_more_threads() -> None:
