@@ -6,8 +6,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # The pins hold in pip's isolated build environments too.
 export PIP_CONSTRAINT = $(CURDIR)/constraints.txt
 
-.PHONY: setup demo test test-full test-gpu check lint bench bench-fs bench-gc bench-gpu bench-liveness bench-s3 bench-seal \
-	docs soak e2e e2e-env e2e-older e2e-reduced test-vllm clean
+.PHONY: setup demo test test-full test-gpu check lint bench bench-fs bench-gc bench-gpu bench-liveness bench-lookups bench-s3 \
+	bench-seal docs soak e2e e2e-env e2e-older e2e-reduced test-vllm clean
 
 setup: $(VENV)/.stamp
 
@@ -39,7 +39,7 @@ lint: setup
 
 check: lint test
 
-bench: bench-fs bench-gpu bench-liveness bench-s3 bench-seal
+bench: bench-fs bench-gpu bench-liveness bench-lookups bench-s3 bench-seal
 
 bench-fs: setup
 	$(BIN)/python -m tests.benchmarks.bench_fs
@@ -62,6 +62,9 @@ bench-liveness: setup
 # Real tiers under faults, hangs and kills for SOAK_S seconds (600 by default); `make test` runs 20.
 soak: setup
 	$(BIN)/python -m tests.soak $(if $(SOAK_S),--seconds $(SOAK_S))
+
+bench-lookups: setup
+	$(BIN)/python -m tests.benchmarks.bench_lookups
 
 bench-seal: setup
 	$(BIN)/python -m tests.benchmarks.bench_seal

@@ -116,6 +116,7 @@ class HttpFaultServer:
     Attributes:
         most_under_way: the most requests that waited for their answers at once.
         struck: fault -> how many requests it spoiled.
+        answer_after_s: how far away the server is.
     """
 
     def __init__(
@@ -128,6 +129,7 @@ class HttpFaultServer:
     ) -> None:
         self.s3 = TinyS3(buckets=buckets, region=region)
         self.stopping = threading.Event()
+        self.answer_after_s = 0.0
         self.most_under_way = 0
         self.struck: Counter[Fault] = Counter()
         self._random = random.Random(0)
@@ -274,6 +276,7 @@ class _Handler(BaseHTTPRequestHandler):
         )
 
     def _answer(self, request: Request, fault: Fault | None) -> None:
+        self.server.owner.stopping.wait(self.server.owner.answer_after_s)
         if fault is not None and fault in _INSTEAD:
             self._send(_INSTEAD[fault])
             return

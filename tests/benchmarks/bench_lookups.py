@@ -1,0 +1,109 @@
+"""Whether a prompt's blocks are in a bucket: milliseconds a batch of questions, and requests.
+
+    python -m tests.benchmarks.bench_lookups
+
+Beside ours HEADs alone, from a thread for each eight keys: what the store did before it measured both ways. The far
+server answers each request after FAR_S, and is our own fault server; SeaweedFS is a real one, on loopback.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+
+from rich.console import Console
+from rich.table import Table
+
+from tests.environment import environment
+from tiers.stores.s3 import S3Store
+from tiers.stores.s3_options import S3Options
+from tiers.testing.http_faults import HttpFaultServer
+from tiers.testing.servers import find_weed, seaweed_server
+
+FAR_S = 0.025
+ASKED = 64
+OTHERS = (0, 1_000)
+BATCHES = 9
+BUCKET = "kvtiers"
+FOLDER = "model_0123456789ab_r0"
+
+
+def block_names(count: int) -> list[str]:
+    """As ``FileMapper`` lays blocks out."""
+    hashes = [hashlib.sha256(str(n).encode()).hexdigest() for n in range(count)]
+    return [f"{FOLDER}/{digits[:3]}/{digits[3:5]}_g0/{digits}.bin" for digits in hashes]
+
+
+def times_ms(ask: Callable[[], object]) -> list[float]:
+    """Of each batch."""
+    times = []
+    for _ in range(BATCHES):
+        started = time.perf_counter()
+        ask()
+        times.append((time.perf_counter() - started) * 1e3)
+    return times
+
+
+def measure(where: str, endpoint_url: str, table: Table) -> None:
+    """A row for each folder."""
+    names = block_names(ASKED + max(OTHERS))
+    stored = 0
+    for others in OTHERS:
+        with closing(S3Store(S3Options(bucket=BUCKET, endpoint_url=endpoint_url))) as store:
+            put(store, names[stored : ASKED + others])
+            stored = ASKED + others
+            table.add_row(where, f"{others:,}", *(f"{ms:.0f}" for ms in ask_both_ways(store, names[:ASKED])))
+
+
+def put(store: S3Store, names: list[str]) -> None:
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda name: store.put(name, [memoryview(b"block")]), names))
+
+
+def ask_both_ways(store: S3Store, names: list[str]) -> tuple[float, float, float, float]:
+    """Milliseconds: HEADs alone; ours the first time, the second, and later."""
+    with ThreadPoolExecutor(ASKED // 8) as pool:
+        heads = times_ms(lambda: list(pool.map(store.size, names)))
+    ours = times_ms(lambda: store.size_many(names))
+    return statistics.median(heads), ours[0], ours[1], statistics.median(ours[2:])
+
+
+@contextmanager
+def far_server() -> Iterator[str]:
+    """Its URL."""
+    credentials = {"AWS_ACCESS_KEY_ID": "bench", "AWS_SECRET_ACCESS_KEY": "bench"}
+    with environment(credentials), HttpFaultServer(buckets=[BUCKET], requests_max=1) as server:
+        server.answer_after_s = FAR_S
+        yield server.endpoint_url
+
+
+@contextmanager
+def near_server() -> Iterator[str]:
+    """Its URL."""
+    with seaweed_server() as server, environment(server.s3.environment):
+        server.s3.client().create_bucket(Bucket=BUCKET)
+        yield server.s3.endpoint_url
+
+
+def main() -> None:
+    """Measure and print."""
+    table = Table(title=f"{ASKED} keys asked together, all there: ms a batch")
+    for column in ("server", "other blocks", "HEADs alone", "ours, first", "second", "later (median)"):
+        table.add_column(column, justify="right")
+    with far_server() as url:
+        measure(f"{FAR_S * 1e3:.0f} ms away", url, table)
+    if find_weed() is None:
+        Console().print("not measured: SeaweedFS (no weed)")
+    else:
+        with near_server() as url:
+            measure("SeaweedFS", url, table)
+    Console().print(table)
+    Console().print("The first batch tries a LIST, the second HEADs; after that what took less is taken.")
+
+
+if __name__ == "__main__":
+    main()
