@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 FILE_PREFIX = "vllm_offload_"
 FILE_SUFFIX = ".mmap"
+
 _INSTANCE_ID = re.compile(r"[^\x00-\x1f\x7f/]+")
 _INSTANCE_ID_BYTES_MAX = 255 - len(FILE_PREFIX) - len(FILE_SUFFIX)
 

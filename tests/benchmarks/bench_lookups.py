@@ -1,4 +1,4 @@
-"""Whether a prompt's blocks are in a bucket: milliseconds a batch of questions, and requests.
+"""Whether a prompt's blocks are in a bucket: milliseconds a batch of questions.
 
     python -m tests.benchmarks.bench_lookups
 
