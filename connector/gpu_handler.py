@@ -28,7 +28,7 @@ from connector.base import (
 )
 from connector.cuda_driver import CudaDriver
 from connector.gpu_copy import Allocation, GpuCopier, KernelCopy, Method
-from connector.host_copy import ITEM_BYTES_MIN, RUN_BYTES_MIN, HostCopier
+from connector.host_copy import ITEM_BYTES_MIN, LOOP_BYTES_MAX, RUN_BYTES_MIN, HostCopier
 from connector.pinning import PinnedMemory, pieces_of
 from connector.transfer_plan import CopyPlan, Direction, TensorGeometry, Transfer, TransferLayout
 
@@ -72,6 +72,7 @@ class HandlerOptions:
         method: copy by "batch", "kernel" or "copy" always; None: by the thresholds (CUDA).
         store_kernel_bytes_max, load_kernel_bytes_max: mean copy length up to which the kernel is used.
         host_run_bytes_min, host_item_bytes_min: from where on CPU tensors are copied in one pass; see ``HostCopier``.
+        host_loop_bytes_max: up to where a job of few copies makes each by itself; likewise.
     """
 
     jobs_max: int = 1024
@@ -82,6 +83,7 @@ class HandlerOptions:
     load_kernel_bytes_max: int = 16 << 10
     host_run_bytes_min: int = RUN_BYTES_MIN
     host_item_bytes_min: int = ITEM_BYTES_MIN
+    host_loop_bytes_max: int = LOOP_BYTES_MAX
 
     def __post_init__(self) -> None:
         if self.method not in (None, "batch", "kernel", "copy"):
@@ -214,6 +216,7 @@ def create_handlers(
                 owner=allocations,
                 run_bytes_min=chosen.host_run_bytes_min,
                 item_bytes_min=chosen.host_item_bytes_min,
+                loop_bytes_max=chosen.host_loop_bytes_max,
             )
             for way in Direction
         )

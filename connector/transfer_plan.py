@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +18,10 @@ from connector.base import CanonicalKVCacheRef, CPULoadStoreSpec, GPULoadStoreSp
 
 Int64s = NDArray[np.int64]
 Ids = NDArray[np.int32]
+
+_FEW_IDS = 256
+"""Up to so many, plain Python checks ids in half of numpy's time: an engine's step leaves the caches cold, and every
+numpy function called is more code to fetch (measured)."""
 
 
 class Direction(StrEnum):
@@ -151,29 +154,31 @@ class TransferLayout:
         """
         if len(gpu.group_sizes) != len(self._groups):
             raise ValueError(f"{len(gpu.group_sizes)} group_sizes for {len(self._groups)} KV cache groups")
-        skips = [index % self._factor for index in gpu.block_indices]
-        slot_counts = [
-            -(-(skip + size) // self._factor) if size else 0 for skip, size in zip(skips, gpu.group_sizes, strict=True)
-        ]
-        if sum(slot_counts) != len(cpu.block_ids):
-            raise ValueError(
-                f"{len(cpu.block_ids)} CPU slots given; group_sizes {gpu.group_sizes} with block_indices "
-                f"{gpu.block_indices} and {self._factor} blocks per chunk need {sum(slot_counts)}"
-            )
         block_ids, slot_ids = gpu.block_ids.copy(), cpu.block_ids.copy()
-        blocks, slots = _split(block_ids, gpu.group_sizes), _split(slot_ids, slot_counts)
-        for index, (group, ids) in enumerate(zip(self._groups, blocks, strict=True)):
-            _check_range(ids, group.num_blocks, f"GPU block id of group {index}")
+        parts = []
+        blocks_end = slots_end = 0
+        for group, size, index in zip(self._groups, gpu.group_sizes, gpu.block_indices, strict=True):
+            if size:
+                skip, blocks_start, slots_start = index % self._factor, blocks_end, slots_end
+                blocks_end += size
+                slots_end += -(-(skip + size) // self._factor)
+                parts.append((group, block_ids[blocks_start:blocks_end], slot_ids[slots_start:slots_end], skip))
+        if slots_end != len(slot_ids):
+            raise ValueError(
+                f"{len(slot_ids)} CPU slots given; group_sizes {gpu.group_sizes} with block_indices "
+                f"{gpu.block_indices} and {self._factor} blocks per chunk need {slots_end}"
+            )
+        for group, blocks, _, _ in parts:
+            _check_range(blocks, group.num_blocks, f"GPU block id of group {group.index}")
         _check_range(slot_ids, self._num_slots, "CPU slot")
         if direction is Direction.STORE:
             _check_distinct(slot_ids, self._slot_order, "CPU slot")
         elif self._groups_share_tensors:
             _check_distinct(block_ids, self._block_order, "GPU block id")
         else:
-            for index, ids in enumerate(blocks):
-                _check_distinct(ids, self._block_order, f"GPU block id of group {index}")
-        parts = zip(self._groups, blocks, slots, skips, strict=True)
-        return Transfer(tuple(part for part in parts if len(part[1])), self._factor)
+            for group, blocks, _, _ in parts:
+                _check_distinct(blocks, self._block_order, f"GPU block id of group {group.index}")
+        return Transfer(tuple(parts), self._factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +219,7 @@ class _Group:
         for ref in refs:
             nbytes[ref.tensor_idx] = max(ref.page_size_bytes, nbytes.get(ref.tensor_idx, 0))
         rows = sorted(((tensors[at], size) for at, size in nbytes.items()), key=lambda row: row[0].cpu_address)
+        self.index = index
         self.num_blocks = min((tensor.num_blocks for tensor, _ in rows), default=0)
         self.block_bytes = sum(size for _, size in rows)
 
@@ -256,18 +262,20 @@ def _span(areas: list[tuple[int, int, int, int]]) -> tuple[int, int]:
     )
 
 
-def _split(ids: Ids, counts: Sequence[int]) -> list[Ids]:
-    ends = list(accumulate(counts))
-    return [ids[end - count : end] for count, end in zip(counts, ends, strict=True)]
-
-
 def _check_range(ids: Ids, limit: int, what: str) -> None:
-    if len(ids) and ids.view(np.uint32).max() >= limit:  # a negative one is a large unsigned one
+    if len(ids) <= _FEW_IDS:
+        few = ids.tolist()
+        inside = not few or (min(few) >= 0 and max(few) < limit)
+    else:
+        inside = bool(ids.view(np.uint32).max() < limit)  # a negative one is a large unsigned one
+    if not inside:
         raise ValueError(f"{what} {ids[(ids < 0) | (ids >= limit)][0]} is outside 0..{limit - 1}")
 
 
 def _check_distinct(ids: Ids, order: Int64s, what: str) -> None:
     """Raises where an id comes twice. ``order`` is scratch with room for every id: one pass, no sort, no clearing."""
+    if len(ids) <= _FEW_IDS and len(set(ids.tolist())) == len(ids):
+        return
     positions = np.arange(len(ids))
     order[ids] = positions
     repeated = order[ids] != positions

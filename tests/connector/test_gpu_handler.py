@@ -36,8 +36,9 @@ from tests.connector.transfer_cases import (
 )
 
 ONE_GROUP = [[(0, 64), (1, 64)]]
-ONE_PASS = {"host_run_bytes_min": 0, "host_item_bytes_min": 0}
-TWO_PASSES = {"host_run_bytes_min": 1 << 40}
+NO_LOOP = {"host_loop_bytes_max": 0}
+ONE_PASS = {**NO_LOOP, "host_run_bytes_min": 0, "host_item_bytes_min": 0}
+TWO_PASSES = {**NO_LOOP, "host_run_bytes_min": 1 << 40}
 
 
 @pytest.fixture
@@ -92,7 +93,7 @@ def check_transfer(handlers: Handlers, job: Job, direction: Direction) -> None:
 
 
 @pytest.mark.parametrize("direction", Direction)
-@pytest.mark.parametrize("options", [ONE_PASS, TWO_PASSES], ids=["one pass", "two passes"])
+@pytest.mark.parametrize("options", [{}, ONE_PASS, TWO_PASSES], ids=["by size", "one pass", "two passes"])
 @pytest.mark.parametrize("factor", [1, 2, 4, 8])
 class TestAgainstReference:
     def test_random_ids(
@@ -156,7 +157,7 @@ def test_contiguous_ids_are_one_run(rng: np.random.Generator, direction: Directi
 
 
 @pytest.mark.parametrize("direction", Direction)
-@pytest.mark.parametrize("options", [ONE_PASS, TWO_PASSES], ids=["one pass", "two passes"])
+@pytest.mark.parametrize("options", [{}, ONE_PASS, TWO_PASSES], ids=["by size", "one pass", "two passes"])
 def test_a_region_that_lies_between_the_tensors(
     rng: np.random.Generator, options: dict[str, int], direction: Direction
 ) -> None:
