@@ -164,9 +164,8 @@ def nixl() -> tuple[str, ...]:
     return (NixlContender.name,) if importlib.util.find_spec("nixl") else ()
 
 
-def run(where: str, total_bytes: int, rounds: int) -> tuple[list[Row], list[Heads]]:
-    rows: list[Row] = []
-    heads: list[Heads] = []
+def run(where: str, total_bytes: int, rounds: int) -> Iterator[tuple[list[Row], list[Heads]]]:
+    """What was measured with one block size after the other."""
     # NIXL's client, and s3fs over https, frame their bodies in a way that only a real S3 takes apart again.
     names = {
         "nginx": (CEILING, "socket", *CLIENTS),
@@ -177,13 +176,12 @@ def run(where: str, total_bytes: int, rounds: int) -> tuple[list[Row], list[Head
         with server(where) as reached:  # a new one each time: SeaweedFS keeps what was deleted, and it lies in memory
             region = Region(size, total_bytes)
             contenders = [make_contender(name, reached, region) for name in names[where]]
-            rows += measure(where, region, contenders, rounds)
-            if size == SIZES[0]:
-                heads += [heads_per_second(where, contender) for contender in contenders]
+            rows = measure(where, region, contenders, rounds)
+            heads = [heads_per_second(where, contender) for contender in contenders] if size == SIZES[0] else []
+            yield rows, heads
             for contender in contenders:
                 contender.remove(0)
                 contender.close()
-    return rows, heads
 
 
 # -- showing -----------------------------------------------------------------------------------------------------------
@@ -275,6 +273,16 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def save(rows: Sequence[Row], heads: Sequence[Heads], path: Path) -> None:
+    """The rows as JSON."""
+    report = {
+        "congestion_control": congestion_control(),
+        "rows": [asdict(row) for row in rows],
+        "heads": [asdict(one) for one in heads],
+    }
+    path.write_text(json.dumps(report, indent=1))
+
+
 def main() -> None:
     """Parse arguments, measure, print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -293,21 +301,12 @@ def main() -> None:
     rows: list[Row] = []
     heads: list[Heads] = []
     for where in places:
-        more_rows, more_heads = run(where, total, rounds)
-        rows += more_rows
-        heads += more_heads
+        for more_rows, more_heads in run(where, total, rounds):
+            rows += more_rows
+            heads += more_heads
+            if args.json:  # each time: a client that takes the process with it must not take the rows
+                save(rows, heads, args.json)
     show(rows, heads)
-    if args.json:
-        args.json.write_text(
-            json.dumps(
-                {
-                    "congestion_control": congestion_control(),
-                    "rows": [asdict(row) for row in rows],
-                    "heads": [asdict(one) for one in heads],
-                },
-                indent=1,
-            )
-        )
     if args.png:
         try:
             plot(rows, args.png)
