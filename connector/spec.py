@@ -156,7 +156,7 @@ class TieringOffloadingSpec(OffloadingSpec):
         tiers: list[SecondaryTierManager] = []
         try:
             for tier in self.deployment.tiers:
-                tiers.append(SecondaryTierFactory.create_secondary_tier(tier.model_dump(), view, self))
+                tiers.append(SecondaryTierFactory.create_secondary_tier(dict(tier), view, self))
         except BaseException:
             for made in tiers:
                 made.shutdown()

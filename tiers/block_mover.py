@@ -12,7 +12,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from tiers.errors import BlobCorruptError, BlobNotFoundError, ConfigError, SealError, SealReason, StoreError
+from tiers.errors import (
+    BlobCorruptError,
+    BlobNotFoundError,
+    ConfigError,
+    SealError,
+    SealReason,
+    StoreConfigError,
+    StoreError,
+    StorePermissionError,
+)
 from tiers.file_mapper import block_name
 from tiers.keys import OffloadKey
 from tiers.seal import PAYLOAD_MULTIPLE_BYTES, TRAILER_BYTES, Seal
@@ -23,6 +32,7 @@ logger = logging.getLogger(__name__)
 #: Larger blocks are checksummed piece by piece while they move. Measured on one core, ext4, of the speed of plain
 #: preadv: 0.65 whole and in pieces at 2 MiB, 0.68 and 0.74 at 4 MiB, 0.63 and 0.75 at 16 MiB.
 PIECEWISE_BYTES_MIN = 4 << 20
+SAY_EVERY_S = 60.0
 
 
 @dataclass(slots=True)
@@ -46,7 +56,7 @@ class Batch:
 
 
 class BlockMover:
-    """Moves batches of blocks. Any thread; it changes nothing of its own.
+    """Moves batches of blocks. Any thread.
 
     Args:
         name: the tier's, for logs.
@@ -73,6 +83,7 @@ class BlockMover:
         self.name = name
         self.store = store
         self.cut = False
+        self._say_at = float("-inf")  # the next warning; threads that race for it warn twice
         # Asked once: isinstance of a protocol looks every method up, 4 µs a block.
         self._tails = store if isinstance(store, SupportsTail) else None
         self._gets_many = store if isinstance(store, SupportsGetMany) else None
@@ -93,7 +104,7 @@ class BlockMover:
             try:
                 outcome = self._store_one(key, self._rows[block], batch)
             except StoreError as e:
-                _log_error(self.name, "store", e)
+                self._note("store", e)
                 batch.errors[type(e).__name__] += 1
                 if e.retryable:  # not: a full or read-only storage, from which blocks can still be loaded
                     batch.fault = str(e)
@@ -112,13 +123,12 @@ class BlockMover:
         """Store one block if it is not there in good order; returns the outcome."""
         name = block_name(self._name_prefix, key)
         # Put first, look afterwards: most blocks of a store job are new, and a look costs as much as a small put.
-        if self._put(name, key, row, overwrite=False):
+        published = self._put(name, key, row, overwrite=False)
+        if published:
             return "moved"
-        if self._tails is None:
-            return "already_stored"
         try:
-            self._check_stored(self._tails, key, name)
-            return "already_stored"
+            self._check_stored(key, name)
+            return "already_stored" if published is False else "moved"  # None: a store of others that does not say
         except BlobNotFoundError:
             overwrite = False  # deleted between the two
         except BlobCorruptError:
@@ -147,14 +157,18 @@ class BlockMover:
 
         return self._pieces.put_pieces(name, (row, memoryview(trailer)), look, overwrite=overwrite)
 
-    def _check_stored(self, store: SupportsTail, key: OffloadKey, name: str) -> None:
-        found = store.get_tail(name, TRAILER_BYTES)
-        if found is None:
+    def _check_stored(self, key: OffloadKey, name: str) -> None:
+        """Look at size and trailer of what is there; at the size alone where the store cannot read an end by itself."""
+        if self._tails is not None:
+            size, tail = self._tails.get_tail(name, TRAILER_BYTES) or (None, b"")
+        else:
+            size, tail = self.store.size(name), None
+        if size is None:
             raise BlobNotFoundError("not stored", key=name)
-        size, tail = found
         if size != self._rows.row_bytes + TRAILER_BYTES:
             raise BlobCorruptError(f"{size} bytes, a block here has {self._rows.row_bytes + TRAILER_BYTES}", key=name)
-        self._seal.check_trailer(key, tail, self._rows.row_bytes)
+        if tail is not None:
+            self._seal.check_trailer(key, tail, self._rows.row_bytes)
 
     def _is_late(self, deadline: float, batch: Batch) -> bool:
         if not self.cut and self._clock() < deadline:
@@ -202,7 +216,7 @@ class BlockMover:
             except BlobNotFoundError:
                 pass
             except StoreError as e:
-                _log_error(self.name, "load", e)
+                self._note("load", e)
                 batch.errors[type(e).__name__] += 1
                 batch.fault = str(e)
             else:
@@ -229,7 +243,7 @@ class BlockMover:
             except BlobNotFoundError:
                 return False
             except StoreError as e:
-                _log_error(self.name, "load", e)
+                self._note("load", e)
                 batch.errors[type(e).__name__] += 1
                 batch.fault = str(e)
                 return False
@@ -249,14 +263,27 @@ class BlockMover:
                 self.store.delete(name)
             batch.quarantined += 1
         except StoreError as e:  # it stays a miss; the next load tries again
-            _log_error(self.name, "quarantine", e)
+            self._note("quarantine", e)
             batch.errors[type(e).__name__] += 1
+
+    def _note(self, what: str, error: StoreError) -> None:
+        # Debug: one line a block would be a flood when a disk is full; counters and state changes tell the rest.
+        logger.debug("tier %s: %s failed: %s", self.name, what, error)
+        # But what only an operator can mend is said, once a minute.
+        if isinstance(error, StorePermissionError | StoreConfigError) and self._clock() >= self._say_at:
+            self._say_at = self._clock() + SAY_EVERY_S
+            self._warn(f"tier {self.name}: {what} failed: {error}")
 
     def probe(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
         """Whether blobs of a block's size are there; None where the storage could not be asked."""
         expected = self._rows.row_bytes + TRAILER_BYTES
         names = [block_name(self._name_prefix, key) for key in keys]
-        return [None if isinstance(size, Exception) else size == expected for size in self._sizes(names)]
+        found: list[bool | None] = []
+        for size in self._sizes(names):
+            if isinstance(size, StoreError):
+                self._note("lookup", size)
+            found.append(None if isinstance(size, Exception) else size == expected)
+        return found
 
     def _sizes(self, names: Sequence[str]) -> Iterable[int | Exception | None]:
         if isinstance(self.store, SupportsSizeMany):
@@ -300,8 +327,3 @@ class Rows:
             if not 0 <= block < self.num_rows:
                 raise ValueError(f"block id {block} is outside the region's 0..{self.num_rows - 1}")
         return blocks
-
-
-def _log_error(tier: str, what: str, error: StoreError) -> None:
-    # Debug: one line a block would be a flood when a disk is full; the counters and the state changes tell the rest.
-    logger.debug("tier %s: %s failed: %s", tier, what, error)

@@ -34,7 +34,7 @@ ENTRY_POINT_GROUP = "kvtiers.tiers"
 class RegionConfig(Model):
     """The CPU region: the primary tier that every block passes through."""
 
-    size: Size = Field(description="Bytes of CPU memory for blocks.")
+    size: Size = Field(ge=4096, description="Bytes of CPU memory for blocks.")
     eviction_policy: Literal["lru", "arc"] = Field("lru", description="Which blocks leave the region first.")
     promotion_wait_s: Annotated[float, Field(ge=0, le=60)] = Field(
         0.5, description="How long a hit waits for room in the region before it counts as a miss."

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_serializer, model_serializer
 
 from tiers.capacity.policy import CapacityPolicy
 from tiers.errors import ConfigError
@@ -27,6 +28,7 @@ _UNITS = {"": 1, "B": 1} | {
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 _SIZE_MAX = 1 << 60
 MAX_BYTES_MIN = 1 << 20
+HIDDEN = "***"
 POLL_S, REMOTE_POLL_S = 0.25, 15.0  # how often a collector looks whether there is something to do
 
 
@@ -76,6 +78,11 @@ def _expand_path(value: object) -> object:
     return os.path.expanduser(os.path.expandvars(value)) if isinstance(value, str) else value
 
 
+def public_url(url: str) -> str:
+    """A URL without what may be a secret in it: who logs in, and the query."""
+    return re.sub(r"(?<=//)[^/?#]*@", f"{HIDDEN}@", re.sub(r"\?.*", f"?{HIDDEN}", url))
+
+
 Size = Annotated[int, BeforeValidator(parse_size), Field(json_schema_extra={"type": ["integer", "string"]})]
 Duration = Annotated[float, BeforeValidator(parse_duration), Field(json_schema_extra={"type": ["number", "string"]})]
 ExpandedPath = Annotated[str, BeforeValidator(_expand_path), Field(min_length=1, max_length=3072)]
@@ -93,9 +100,12 @@ def default_threads() -> int:
 
 
 class Model(BaseModel):
-    """Frozen, and every key must be known."""
+    """Frozen, and every key must be known. What may be secret is in ``dict(model)``, not in dumps and reprs."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+    def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
+        return self.model_dump().items()
 
 
 class TierConfig(Model):
@@ -108,12 +118,12 @@ class TierConfig(Model):
     n_read_threads: Threads = Field(default_factory=default_threads, description="Threads that prefer loads.")
     n_write_threads: Threads = Field(default_factory=default_threads, description="Threads that prefer stores.")
     task_bytes: Size = Field(
-        64 << 20, description="Bytes one pool task moves at most, but a block for each thread that works on it."
+        64 << 20, ge=1, description="Bytes one pool task moves at most, but a block for each thread that works on it."
     )
     trace: bool = Field(False, description="One OpenTelemetry span for each job (`pip install 'kvtiers[otel]'`).")
     jobs_max: Annotated[int, Field(ge=1, le=1_000_000)] = Field(1024, description="Jobs in flight; more are refused.")
     max_bytes_in_flight: Size = Field(
-        8 << 30, description="Payload bytes of jobs in flight; stores beyond it are dropped and counted."
+        8 << 30, ge=1, description="Payload bytes of jobs in flight; stores beyond it are dropped and counted."
     )
     lookup_threads: Threads = Field(2, description="Threads that ask the storage whether blocks are there.")
     lookup_deadline_s: Seconds = Field(0.2, description="A lookup not answered by then is a miss.")
@@ -291,7 +301,9 @@ class MemoryTierConfig(TierConfig):
     """Blocks in this process's memory: for tests and for trying things out."""
 
     type: Literal["memory"] = "memory"
-    max_bytes: Size | None = Field(None, description="Beyond it the least recently used blocks leave.")
+    max_bytes: Annotated[Size, Field(ge=1)] | None = Field(
+        None, description="Beyond it the least recently used blocks leave."
+    )
 
 
 class S3TierConfig(BoundedTierConfig):
@@ -371,14 +383,29 @@ class FsspecTierConfig(BoundedTierConfig):
     )
     storage_options: dict[str, Any] = Field(default_factory=dict, description="Passed to the fsspec file system.")
 
+    @field_serializer("url")
+    def _hide_login(self, url: str) -> str:
+        return public_url(url)
+
+    @field_serializer("storage_options")
+    def _hide_values(self, options: dict[str, Any]) -> dict[str, Any]:
+        return dict.fromkeys(options, HIDDEN)
+
 
 class ExternalTierConfig(BaseModel):
-    """A tier that is not ours: its options are its own business."""
+    """A tier that is not ours: its options are its own business, and any may be a secret."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
     type: str
     module_path: str | None = Field(None, description="Module with a class named like `type`.")
+
+    @model_serializer
+    def _hide_options(self) -> dict[str, Any]:
+        return {"type": self.type, "module_path": self.module_path, **dict.fromkeys(self.model_extra or {}, HIDDEN)}
+
+    def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
+        return self.model_dump().items()
 
 
 TIER_MODELS: dict[str, type[TierConfig]] = {

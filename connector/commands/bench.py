@@ -116,7 +116,7 @@ class _Bench:
                 for config, name in zip(tiers, names, strict=True):
                     if tier_name in (None, name):
                         ticker.tell(0, name)
-                        made = SecondaryTierFactory.create_secondary_tier(config.model_dump(), self._view, self._spec)
+                        made = SecondaryTierFactory.create_secondary_tier(dict(config), self._view, self._spec)
                         try:
                             if isinstance(made, StoreTierManager):
                                 hops += self._tier(made, getattr(config, "root_dir", None))

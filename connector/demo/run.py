@@ -28,7 +28,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from connector.demo.embedded_s3 import start_embedded_s3
 from connector.demo.model import check_extra, find_model
 from connector.demo.report import DemoReport, ProcessFigures
-from tiers.config import load_config
+from tiers.config import load_config, parse_tier
 from tiers.errors import ConfigError, KVTiersError
 from tiers.registry import SecondaryTierFactory
 
@@ -94,7 +94,7 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> int:
         with _Bars(console) as bars:
             cold = _run_worker(task | {"is_warm": False}, bars, "cold")
             warm = _run_worker(task | {"is_warm": True, "deployment": elsewhere}, bars, "warm")
-    report = DemoReport(model.name, cold, warm, deployment | {"block_size": options.block_size})
+    report = DemoReport(model.name, cold, warm, _public(deployment) | {"block_size": options.block_size})
     report.print(console)
     if options.json_file is not None:
         report.write_json(options.json_file)
@@ -239,7 +239,7 @@ def _deployment(options: DemoOptions, cleanup: contextlib.ExitStack) -> dict[str
         if options.root_dir is not None:
             raise ConfigError("--config names the folders itself; leave --root away", field="--root")
         config = load_config(options.config_file, SecondaryTierFactory.tier_types())
-        return start_embedded_s3(config.model_dump(mode="json"), cleanup)
+        return start_embedded_s3(config.model_dump() | {"tiers": [dict(tier) for tier in config.tiers]}, cleanup)
     if options.root_dir is not None:
         root = options.root_dir.absolute()
     else:
@@ -248,6 +248,12 @@ def _deployment(options: DemoOptions, cleanup: contextlib.ExitStack) -> dict[str
         root = Path(tempfile.mkdtemp(prefix="kvtiers-demo-", dir=parent))
         cleanup.callback(shutil.rmtree, root, ignore_errors=True)
     return {"tiers": [{"type": "fs", "root_dir": str(root), "min_free": 0}]}
+
+
+def _public(deployment: dict[str, Any]) -> dict[str, Any]:
+    """The deployment without what may be secret."""
+    known = SecondaryTierFactory.tier_types()
+    return deployment | {"tiers": [parse_tier(tier, known).model_dump() for tier in deployment["tiers"]]}
 
 
 def _elsewhere(deployment: dict[str, Any], cleanup: contextlib.ExitStack) -> dict[str, Any]:

@@ -200,4 +200,4 @@ def tier_options(tier: dict[str, Any] | None, config_file: str | None, index: in
         raise ConfigError(
             f"{config_file} has {len(tiers)} tiers; write 0..{len(tiers) - 1} and one entry for each", field="index"
         )
-    return tiers[index].model_dump()
+    return dict(tiers[index])

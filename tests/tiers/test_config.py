@@ -146,15 +146,40 @@ def test_tiers_of_one_type_get_their_own_names() -> None:
 def test_tiers_of_others_keep_their_options() -> None:
     tier = parse_tier({"type": "MyTier", "module_path": "my.module", "anything": [1]})
     assert isinstance(tier, ExternalTierConfig)
-    assert tier.model_dump() == {"type": "MyTier", "module_path": "my.module", "anything": [1]}
-    assert parse_tier({"type": "mine", "x": 1}, registered=["mine"]).model_dump()["x"] == 1
+    assert dict(tier) == {"type": "MyTier", "module_path": "my.module", "anything": [1]}
+    assert dict(parse_tier({"type": "mine", "x": 1}, registered=["mine"]))["x"] == 1
 
 
 def test_a_dump_loads_again_and_loses_nothing() -> None:
-    config = parse_config({"region": REGION, "tiers": [FS, {"type": "Mine", "module_path": "m", "x": 1}]})
+    config = parse_config({"region": REGION, "tiers": [FS, {"type": "s3", "bucket": "blocks"}]})
     dump = config.model_dump(mode="json")
     assert dump["tiers"][0]["root_dir"] == "/kv"
     assert parse_config(dump) == config
+
+
+def test_what_may_be_secret_is_in_no_dump_and_no_repr() -> None:
+    tiers = [
+        {"type": "fsspec", "url": "ftp://me:CANARY@host/a?sig=CANARY", "storage_options": {"key": "CANARY"}},
+        {"type": "Mine", "module_path": "m", "password": "CANARY"},
+    ]
+    config = parse_config({"region": REGION, "tiers": tiers})
+    shown = [config.model_dump_json(), str(config.model_dump()), repr(config), str(config), f"{config.tiers}"]
+    assert not [text for text in shown if "CANARY" in text]
+    assert "ftp://***@host/a?***" in shown[0]
+    assert [dict(tier)["type"] for tier in config.tiers] == ["fsspec", "Mine"]
+    assert str([dict(tier) for tier in config.tiers]).count("CANARY") == 4
+
+
+@pytest.mark.parametrize("size", [0, 4095])
+def test_a_region_that_holds_nothing_is_named(size: int) -> None:
+    with pytest.raises(ConfigError, match=rf"region.size: {size} is not accepted: .* 4096"):
+        parse_config({"region": {"size": size}})
+
+
+@pytest.mark.parametrize("name", ["task_bytes", "max_bytes_in_flight"])
+def test_sizes_that_stop_a_tier_are_named(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{name}: 0 is not accepted"):
+        parse_tier({**FS, name: 0})
 
 
 def test_models_are_frozen() -> None:

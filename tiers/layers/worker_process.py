@@ -40,7 +40,7 @@ class StoreRecipe:
 
     module: str
     name: str
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may hold secrets
 
     @classmethod
     def of(cls, store_class: type[Store], **options: Any) -> StoreRecipe:

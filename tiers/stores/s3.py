@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-CHECK_S_MAX: Final = 5.0
+CHECK_S_MAX: Final = 3.5  # of the 5 s in which `kvtiers check` answers, imports included
 BACKOFF_S_FIRST: Final = 0.05
 BACKOFF_S_MAX: Final = 2.0
 
@@ -246,7 +246,7 @@ class S3Store(Store):
 
         Raises:
             StoreError: one line that begins with what is wrong (endpoint, secret, clock, bucket or region) and says
-                what to do about it. Within 5 s.
+                what to do about it. Within ``CHECK_S_MAX``.
         """
         self._raise_if_closed("")
         process = self._current()

@@ -123,7 +123,11 @@ def server_error(status: int, code: str, *, place: Place) -> StoreError:
         status: of HTTP.
         code: of S3's error document; "" where there was none.
     """
-    fallback = (StoreUnavailableError, "the server has a fault") if status >= 500 else (RequestRefusedError, _FORM)
+    fallback = (
+        (StoreUnavailableError, "endpoint: {endpoint_url} has a fault")
+        if status >= 500
+        else (RequestRefusedError, _FORM)
+    )
     error, hint = CODES.get(code) or _STATUSES.get(status) or fallback
     said = f"{code}, HTTP {status}" if code else f"HTTP {status}"
     return error(f"{hint.format(bucket=place.bucket, region=place.region, endpoint_url=place.endpoint_url)} ({said})")

@@ -236,6 +236,11 @@ class S3Session:
     def _list(self, **arguments: Any) -> dict[str, Any]:
         try:
             answer: dict[str, Any] = self.client.list_objects_v2(Bucket=self.options.bucket, **arguments)
+        except boto_errors.ClientError as e:
+            # S3 says what is wrong in a document; without one botocore repeats the number.
+            if e.response.get("Error", {}).get("Code") in ("400", "404"):
+                raise StoreConfigError(_NO_S3.format(self.endpoint_url)) from None
+            raise self.translate(e) from None
         except BOTO_ERRORS as e:
             raise self.translate(e) from None
         if "Name" not in answer:  # a page of HTML is XML enough for botocore
