@@ -33,7 +33,8 @@ class LookupOptions:
         threads: probe threads; more than one, so that a stuck probe does not stop all admissions.
         deadline_s: a question older than this is answered "absent".
         present_ttl_s: how long a positive answer is believed. Short enough to notice another host's collector.
-        absent_ttl_s: how long a negative answer is believed. Short, because another replica may store the block.
+        absent_ttl_s: how long a negative answer is believed. Short, because another replica may store the block. Either
+            is believed for ``deadline_s`` at least: a request needs the answers to all its keys at once.
         keys_max: cached answers of each kind.
         batch_keys_max: keys in one probe; a larger step is split over the threads.
     """
@@ -139,7 +140,7 @@ class AsyncLookup:
 
     def doubt(self) -> None:
         """Believe nothing known to be present any more: whether the storage answers at all is to be seen anew."""
-        self._doubted_until = self._clock() + self._options.present_ttl_s
+        self._doubted_until = self._clock() + max(self._options.deadline_s, self._options.present_ttl_s)
 
     def take_counts(self) -> LookupCounts:
         """Counts since the last call."""
@@ -162,11 +163,11 @@ class AsyncLookup:
             return None
         return present
 
-    def _record(self, key: OffloadKey, present: bool, now: float) -> None:
+    def _record(self, key: OffloadKey, present: bool, now: float, *, ttl_s_min: float = 0.0) -> None:
         options = self._options
         answers = self._answers
         answers.pop(key, None)  # to the young end, so that the oldest leave first
-        answers[key] = (present, now + (options.present_ttl_s if present else options.absent_ttl_s))
+        answers[key] = (present, now + max(ttl_s_min, options.present_ttl_s if present else options.absent_ttl_s))
         if len(answers) > options.keys_max:
             del answers[next(iter(answers))]
 
@@ -183,7 +184,7 @@ class AsyncLookup:
                 if self._asked.get(key) != asked_at:
                     continue
                 del self._asked[key]
-                self._record(key, bool(present), now)
+                self._record(key, bool(present), now, ttl_s_min=self._options.deadline_s)
                 if present is None:
                     counts.errors += 1
                 elif present:

@@ -179,6 +179,7 @@ class StoreTierManager(SecondaryTierManager):
         self._closed = False
         self._openings_counted = 0
         self._doubted = False
+        self._probe_key = make_offload_key(bytes(32), 0)
         self._show_zeros()
 
     # -- lookups ---------------------------------------------------------------------------------------------------
@@ -189,7 +190,9 @@ class StoreTierManager(SecondaryTierManager):
     def on_schedule_end(self) -> None:
         if self._circuit.take_probe():
             # A key nobody has: any answer at all is good news, and it goes the way of every lookup.
-            self._lookup.lookup(make_offload_key(os.urandom(32), 0))
+            self._probe_key = make_offload_key(os.urandom(32), 0)
+        if self._circuit.state is CircuitState.HALF_OPEN:
+            self._lookup.lookup(self._probe_key)  # each step: that is when a question's deadline is looked at
         self._lookup.flush()
         if self._collector is not None:
             self._hear_collector(self._collector)
@@ -239,10 +242,10 @@ class StoreTierManager(SecondaryTierManager):
             circuit.trip(
                 f"a task has been running for {stuck_s:.1f} s, job_deadline_s is {self._options.job_deadline_s}"
             )
+        elif counts.hits or counts.misses:
+            circuit.succeed()  # some keys may be out of reach: that is no reason to miss all others
         elif counts.errors or counts.expired:
             circuit.fail("lookups are not answered" if counts.expired else "lookups fail")
-        elif counts.hits or counts.misses:
-            circuit.succeed()
         self._mover.cut = not circuit.closed
         self.metrics.set("kvtiers_circuit_closed", self.name, value=float(circuit.closed))
         if circuit.openings > self._openings_counted:

@@ -209,3 +209,18 @@ def test_wrong_number_of_answers_is_an_error(make: Make) -> None:
         lookup.lookup(key)
     lookup.flush()
     assert [answer(lookup, key) for key in KEYS[:2]] == [False, False]
+
+
+def test_without_a_ttl_all_answers_of_a_step_are_read(make: Make, clock: Clock) -> None:
+    """Or a request whose keys are answered one by one would ask for ever."""
+    storage = Storage(KEYS[:2])
+    lookup = make(storage, deadline_s=0.2, present_ttl_s=0.001, absent_ttl_s=0)
+    assert [lookup.lookup(key) for key in KEYS[:4]] == [None] * 4
+    lookup.flush()
+    answer(lookup, KEYS[0])
+    clock.now += 0.1
+    assert [lookup.lookup(key) for key in KEYS[:4]] == [True, True, False, False]
+    clock.now += 0.11
+    assert [lookup.lookup(key) for key in KEYS[:4]] == [None] * 4
+    lookup.flush()
+    wait_for(lambda: storage.batches == [KEYS[:4]] * 2)

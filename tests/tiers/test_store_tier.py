@@ -730,3 +730,126 @@ class TestLiveness:
             assert not bench.present(tier, KEYS[n])
             assert not bench.load(tier, KEYS[n : n + 1]).success
         assert tier.circuit_state == "closed"
+
+    def test_keys_out_of_reach_are_misses_of_their_own(self, bench: Bench) -> None:
+        """A folder of somebody else's must not cut off all others."""
+        store = PartlyRefused()
+        tier = bench.tier(store=store, circuit_failures=1)
+        bench.fill(1)
+        assert bench.store(tier, KEYS[:4]).success
+        store.refused = tier.mapper.relative_name(KEYS[0])
+        tier._lookup.forget(KEYS)
+        for _ in range(3):
+            assert [tier.lookup(key) for key in KEYS[:4]] == [None] * 4
+            tier.on_schedule_end()
+            assert [bench.present(tier, key) for key in KEYS[:4]] == [False, True, True, True]
+            tier._lookup.forget(KEYS)
+        assert tier.circuit_state == "closed"
+
+    def test_a_probe_without_an_answer_is_asked_again(self, bench: Bench) -> None:
+        now = [1000.0]
+        bench.clock = lambda: now[0]
+        hung = GatedStore()
+        tier = bench.tier(store=hung, circuit_failures=1, circuit_probe_s=5, lookup=LookupOptions(deadline_s=1))
+        hung.error = StoreUnavailableError("reset")
+        assert not bench.present(tier, KEYS[0])
+        tier.on_schedule_end()
+        assert tier.circuit_state == "open"
+        hung.error = None
+        hung.gate.clear()
+        hung.entered = 0
+        now[0] += 5
+        tier.on_schedule_end()
+        wait_for(lambda: hung.entered == 1)  # the probe is stuck
+        assert tier.circuit_state == "half_open"
+        now[0] += 1
+        tier.on_schedule_end()
+        assert tier.circuit_state == "open"
+        now[0] += 5
+        tier.on_schedule_end()
+        wait_for(lambda: hung.entered == 2)  # by the other thread: the first may never come back
+        hung.gate.set()
+
+        def probed() -> bool:
+            tier.on_schedule_end()
+            return tier.circuit_state == "closed"
+
+        wait_for(probed)
+
+    @pytest.mark.parametrize("what", ["load", "store", "lookup"])
+    def test_what_an_operator_must_mend_is_said_once_a_minute(
+        self, bench: Bench, what: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        now = [1000.0]
+        bench.clock = lambda: now[0]
+        refused = GatedStore()
+        tier = bench.tier(store=refused, circuit_failures=1000)
+        bench.fill(1)
+        refused.error = StorePermissionError("secret: the session token has expired")
+        for n in range(ROWS):
+            if n == ROWS // 2:
+                now[0] += 60
+            if what == "load":
+                bench.load(tier, KEYS[n : n + 1])
+            elif what == "store":
+                bench.store(tier, KEYS[n : n + 1])
+            else:
+                assert not bench.present(tier, KEYS[n])
+        said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert said == [f"tier test: {what} failed: secret: the session token has expired"] * 2
+
+
+class PartlyRefused(MemoryStore):
+    refused = ""
+
+    def size(self, key: str) -> int | None:
+        if key == self.refused:
+            raise StorePermissionError("somebody else's", key=key)
+        return super().size(key)
+
+
+class BareStore(Store):
+    """A store with the six methods and nothing else.
+
+    Args:
+        says: whether ``put`` tells if it published.
+    """
+
+    capabilities = Capabilities(exclusive_create=True, shared=False, latency_bound=False)
+
+    def __init__(self, *, says: bool) -> None:
+        self._inner = MemoryStore()
+        self._says = says
+
+    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
+        published = self._inner.put(key, parts, overwrite=overwrite)
+        return published if self._says else None  # type: ignore[return-value]
+
+    def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
+        self._inner.get_into(key, parts)
+
+    def size(self, key: str) -> int | None:
+        return self._inner.size(key)
+
+    def delete(self, key: str) -> None:
+        self._inner.delete(key)
+
+    def keys(self, prefix: str = "") -> Iterator[Any]:
+        return self._inner.keys(prefix)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+@pytest.mark.parametrize("says", [True, False])
+def test_a_store_with_six_methods_is_healed_too(bench: Bench, says: bool) -> None:
+    tier = bench.tier(store=BareStore(says=says))
+    original = bench.fill(1)
+    assert bench.store(tier, KEYS[:2]).transfer_bytes == 2 * ROW_BYTES
+    write(tier.store, tier.mapper.relative_name(KEYS[0]), b"short")
+    again = bench.store(tier, KEYS[:2])
+    assert again.success
+    assert tier.metrics.value("kvtiers_healed_blobs_total", "test") == 1
+    bench.fill(2)
+    assert bench.load(tier, KEYS[:2]).success
+    assert (bench.region[:2] == original[:2]).all()
