@@ -6,7 +6,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # The pins hold in pip's isolated build environments too.
 export PIP_CONSTRAINT = $(CURDIR)/constraints.txt
 
-.PHONY: setup demo test test-full test-gpu check lint bench bench-fs bench-gc bench-gpu bench-liveness bench-lookups bench-s3 \
+.PHONY: setup demo test test-full test-rest test-gpu check lint bench bench-fs bench-gc bench-gpu bench-liveness bench-lookups bench-s3 \
 	bench-seal docs soak e2e e2e-env e2e-older e2e-reduced test-vllm clean
 
 setup: $(VENV)/.stamp
@@ -27,6 +27,10 @@ test: setup
 
 test-full: setup
 	$(BIN)/python -m pytest
+
+# What test-full runs and test does not.
+test-rest: setup
+	$(BIN)/python -m pytest -m full -n 2 --dist loadfile
 
 test-gpu: setup
 	$(BIN)/python -m pytest -m gpu
@@ -53,7 +57,7 @@ bench-gpu: setup
 	$(BIN)/python -m tests.benchmarks.bench_gpu $(if $(DEVICE),--device $(DEVICE)) --json $(RESULTS)/ --png $(RESULTS)/
 
 bench-s3: setup
-	$(BIN)/python -m tests.benchmarks.bench_s3
+	$(BIN)/python -m tests.benchmarks.bench_s3 --json build/bench-s3.json --png build/bench-s3.png
 
 # With one tier hung for HANG_S seconds (60 by default).
 bench-liveness: setup

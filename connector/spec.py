@@ -116,7 +116,9 @@ class TieringOffloadingSpec(OffloadingSpec):
         if not self._handlers:
             sizes = [tensor.page_size_bytes * self.blocks_per_chunk for tensor in kv_caches.tensors]
             views = [self.region.create_next_view(size) for size in sizes]
-            self._handlers = list(create_handlers(kv_caches, views, self.blocks_per_chunk))
+            self._handlers = list(
+                create_handlers(kv_caches, views, self.blocks_per_chunk, **self.deployment.handler.options())
+            )
         store, load = self._handlers
         yield GPULoadStoreSpec, CPULoadStoreSpec, store
         yield CPULoadStoreSpec, GPULoadStoreSpec, load

@@ -60,6 +60,23 @@ class MetricsConfig(Model):
     )
 
 
+class HandlerConfig(Model):
+    """The copies between a GPU and the region. null: as measured; what was chosen is logged at the start."""
+
+    method: Literal["batch", "kernel", "copy"] | None = Field(
+        None, description="Copy always by one driver call a job, by a kernel, or by torch's copy_ in a loop."
+    )
+    store_kernel_bytes_max: Size | None = Field(
+        None, description="Stores whose copies are no longer than this on average are made by the kernel."
+    )
+    load_kernel_bytes_max: Size | None = Field(None, description="Likewise for loads.")
+    pin: bool = Field(True, description="Page-lock the region.")
+
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of ``connector.gpu_handler.create_handlers``."""
+        return {name: value for name, value in self if value is not None}
+
+
 class DeploymentConfig(Model):
     """One deployment: the region and the tiers behind it."""
 
@@ -70,6 +87,9 @@ class DeploymentConfig(Model):
     )
     tiers: tuple[SerializeAsAny[AnyTierConfig], ...] = Field(
         (), description="Asked in this order; all of them are stored to."
+    )
+    handler: HandlerConfig = Field(
+        default_factory=HandlerConfig, description="How KV is copied between a GPU and the region."
     )
     metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="Where the engine serves its metrics.")
 

@@ -270,6 +270,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
             axis.set_ylim(top=1.25 * axis.get_ylim()[1])  # room for the legend
             axis.legend(ncols=3, fontsize="small", loc="upper left")
     figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 
 
@@ -280,6 +281,7 @@ def save(rows: Sequence[Row], heads: Sequence[Heads], path: Path) -> None:
         "rows": [asdict(row) for row in rows],
         "heads": [asdict(one) for one in heads],
     }
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1))
 
 

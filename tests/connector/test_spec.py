@@ -22,11 +22,12 @@ from connector.base import (
     GPULoadStoreSpec,
     OffloadingHandler,
 )
+from connector.gpu_handler import create_handlers
 from connector.region_file import region_path
 from connector.spec import TieringOffloadingSpec
 from tests.identity import CONFIG, block_key
 from tiers.base import ReqContext
-from tiers.config import parse_config
+from tiers.config import HandlerConfig, parse_config
 from tiers.errors import ConfigError, RegionError, StoreError
 from tiers.keys import OffloadKey
 
@@ -162,6 +163,24 @@ def test_the_engines_id_names_the_region_where_the_config_does_not(make: Callabl
     assert os.path.exists(path)
     with pytest.raises(RegionError, match="two configs for one region"):
         make({"size": 4 * ROW_BYTES}, rank=0, in_process=False)
+
+
+def test_the_config_reaches_the_handlers(
+    make: Callable[..., TieringOffloadingSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+
+    def handlers(*args: Any, **options: Any) -> tuple[OffloadingHandler, OffloadingHandler]:
+        given.update(options)
+        return create_handlers(*args, **options)
+
+    monkeypatch.setattr("connector.gpu_handler.create_handlers", handlers)
+    spec = make()
+    spec.deployment = spec.deployment.model_copy(
+        update={"handler": HandlerConfig(method="copy", load_kernel_bytes_max="4KiB", pin=False)}
+    )
+    Worker(spec, kv_caches(1))
+    assert given == {"method": "copy", "load_kernel_bytes_max": 4096, "pin": False}
 
 
 def test_the_region_holds_as_many_rows_as_fit(make: Callable[..., TieringOffloadingSpec]) -> None:

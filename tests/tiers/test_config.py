@@ -66,12 +66,15 @@ FS = {"type": "fs", "root_dir": "/kv"}
 @pytest.mark.parametrize(
     ("data", "expected"),
     [
-        (None, "a mapping with the keys blocks_per_chunk, metrics, region, tiers is accepted"),
+        (None, "a mapping with the keys blocks_per_chunk, handler, metrics, region, tiers is accepted"),
         ([], "a mapping with the keys"),
         ({}, "region: is required"),
         ({"region": 3}, "region: 3 is not accepted"),
         ({"region": {}}, "region.size: is required"),
-        ({"region": REGION, "teirs": []}, "teirs: is no key; accepted: blocks_per_chunk, metrics, region, tiers"),
+        (
+            {"region": REGION, "teirs": []},
+            "teirs: is no key; accepted: blocks_per_chunk, handler, metrics, region, tiers",
+        ),
         ({"region": REGION | {"sise": 1}}, "region.sise: is no key; accepted: eviction_policy"),
         ({"region": REGION | {"eviction_policy": "fifo"}}, "region.eviction_policy: 'fifo' is not accepted"),
         ({"region": REGION | {"promotion_wait_s": -1}}, "region.promotion_wait_s: -1 is not accepted"),
