@@ -76,7 +76,7 @@ def measure(store: Store, now: float, *, at: float = 0.0) -> Baseline:
     infos = [info for info in store.keys("") if not info.key.startswith(OWN_PREFIX)]
     measured = Measured(secrets.token_hex(4), sum(i.size for i in infos), len(infos), baseline.base, at)
     if publish_measured(store, measured, baseline.measured_id):
-        forget_writers(store, baseline.dead)
+        forget_writers(store, baseline)
     return baseline
 
 
@@ -148,9 +148,10 @@ class Writers(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.clock.now += seconds
 
-    @rule()
-    def begin_to_measure(self) -> None:
-        self.baseline = read_baseline(self.store, now=self.clock(), writer_s=WRITER_S)
+    @rule(step_s=st.sampled_from([0.0, 0.0, 1000.0]))
+    def begin_to_measure(self, step_s: float) -> None:
+        """After a step of the storage's clock the living look dead."""
+        self.baseline = read_baseline(self.store, now=self.clock() + step_s, writer_s=WRITER_S)
         self.listing = iter(list(self.store.keys()))
         self.listed = 0
 
@@ -171,7 +172,7 @@ class Writers(RuleBasedStateMachine):
         self.listing = None
         measured = Measured(secrets.token_hex(4), self.listed, 0, self.baseline.base, 0.0)
         if publish_measured(self.store, measured, self.baseline.measured_id):
-            forget_writers(self.store, self.baseline.dead)
+            forget_writers(self.store, self.baseline)
 
     @rule(position=st.integers(0, 50))
     def remove(self, position: int) -> None:
@@ -270,6 +271,33 @@ def test_a_dead_writers_room_comes_back() -> None:
     assert used_bytes(store) == 200
 
 
+def test_a_living_writer_that_was_taken_for_dead_goes_on_and_is_seen() -> None:
+    store, bounded, clock = make()
+    measure(store, clock())
+    bounded.put("a", as_parts(bytes(300)))
+    measure(store, clock() + WRITER_S + 1)  # the storage's clock was stepped
+    assert list_keys(store) == [MEASURED, "a"]
+    bounded.put("b", as_parts(bytes(300)))
+    assert used_bytes(store) == 600
+    other = BoundedStore(store, Account(store, 1000, clock=clock))
+    with pytest.raises(StoreFullError):
+        other.put("c", as_parts(bytes(500)))
+    measure(store, clock())
+    bounded.put("d", as_parts(bytes(100)))
+
+
+def test_what_the_seeming_dead_reserve_during_a_measurement_stays_counted() -> None:
+    store, bounded, clock = make()
+    measure(store, clock())
+    bounded.put("a", as_parts(bytes(300)))
+    baseline = read_baseline(store, now=clock() + WRITER_S + 1, writer_s=WRITER_S)
+    assert len(baseline.dead) == 1
+    bounded.put("b", as_parts(bytes(300)))  # the listing has passed
+    assert publish_measured(store, Measured("m", 300, 1, baseline.base, 0.0), baseline.measured_id)
+    forget_writers(store, baseline)
+    assert used_bytes(store) == 600
+
+
 def test_records_of_the_dead_are_removed() -> None:
     store, bounded, clock = make()
     measure(store, clock())
@@ -302,10 +330,39 @@ def test_an_unreadable_measurement_is_none(garbage: bytes) -> None:
 def test_a_newcomer_on_a_storage_with_cached_names_waits() -> None:
     store, bounded, clock = make(newcomer_s=60.0)
     measure(store, clock())
+    clock.now += 61  # it has no name yet that others could see
+    with pytest.raises(StoreFullError, match="other hosts may not see"):
+        bounded.put("a", as_parts(b"1"))
+    with pytest.raises(StoreFullError, match="other hosts may not see"):
+        bounded.put("a", as_parts(b"1"))
+    clock.now += 61
+    bounded.put("a", as_parts(b"1"))
+
+
+@pytest.mark.parametrize("pause_s", [10.0, 400.0, 590.0])
+def test_a_writer_is_no_newcomer_again_while_it_puts(pause_s: float) -> None:
+    store, bounded, clock = make(1_000_000, newcomer_s=60.0)
+    measure(store, clock())
+    with pytest.raises(StoreFullError):
+        bounded.put("a", as_parts(b"1"))
+    clock.now += 61
+    for n in range(100):
+        bounded.put(f"b{n}", as_parts(bytes(10)))  # of a grant of 3,906 bytes
+        clock.now += pause_s
+        if n % 10 == 0:
+            assert not measure(store, clock()).dead
+
+
+def test_a_writer_that_was_silent_for_long_is_a_newcomer() -> None:
+    store, bounded, clock = make(newcomer_s=60.0)
+    measure(store, clock())
     with pytest.raises(StoreFullError):
         bounded.put("a", as_parts(b"1"))
     clock.now += 61
     bounded.put("a", as_parts(b"1"))
+    clock.now += WRITER_S - 100  # it may be taken for dead at any moment
+    with pytest.raises(StoreFullError, match="other hosts may not see"):
+        bounded.put("b", as_parts(b"1"))
 
 
 def test_threads_share_one_account() -> None:

@@ -19,8 +19,10 @@ writes, so it is done for a grant at a time, ``GRANT_SHARE`` of ``max_bytes``, a
 
 A writer that dies leaves its record. The collector sees that it is not renewed any more, counts all it reserved as
 listed (``base = reserved``), and removes the record once that measurement is published; a reader that finds another
-measurement after it has read the records than before begins again. A writer does not use a grant older than a third of
-the time after which it is taken for dead, but begins as a new writer.
+measurement after it has read the records than before begins again. A writer renews its record while it puts. After two
+thirds of the time after which it is taken for dead it begins as a new one, and also where its name is gone: a step of
+the clock that stamps blobs, or a machine that slept, makes a collector take the living for dead. What such a writer
+has published meanwhile is seen, and its record stays.
 
 Writers are found by listing ``writers/``, where nothing is ever replaced: a listing need not show a name that is
 replaced meanwhile (tmpfs gives it a new place in the folder).
@@ -31,7 +33,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,9 +129,12 @@ def read_baseline(store: Store, *, now: float, writer_s: float) -> Baseline:
     return baseline
 
 
-def forget_writers(store: Store, writers: Iterable[str]) -> None:
+def forget_writers(store: Store, baseline: Baseline) -> None:
     """Remove the records of the dead; only once a measurement without them is published."""
-    for writer in writers:
+    for writer in baseline.dead:
+        record = get_record(store, USAGE_PREFIX + writer)
+        if record is not None and _count(record, "reserved") != baseline.base.get(writer):
+            continue  # it lives: what it reserved meanwhile is in no measurement
         store.delete(WRITERS_PREFIX + writer)
         store.delete(USAGE_PREFIX + writer)
 
@@ -194,12 +199,14 @@ class Account:
         self._store = store
         self._max_bytes = max_bytes
         self._grant_bytes = min(GRANT_BYTES_MAX, max_bytes // GRANT_SHARE)
-        self._grant_s = writer_s / 3
+        self._name_s = writer_s * 2 / 3
+        self._renew_s = writer_s / 6
         self._newcomer_s = newcomer_s
         self._denied_s = DENIED_S * (100 if store.capabilities.latency_bound else 1)
         self._clock = clock
         self._lock = threading.Lock()
         self._denied_until = float("-inf")
+        self._refusal = ""
         self._begin()
 
     def take(self, size: int, key: str) -> str:
@@ -211,11 +218,13 @@ class Account:
         """
         with self._lock:
             now = self._clock()
-            if now - self._renewed_at > self._grant_s:
+            if now - self._renewed_at > self._name_s:
                 self._begin()
+            elif self._named_at is not None and now - self._renewed_at > self._renew_s:
+                self._publish()
             if self._available < size:
                 if now < self._denied_until:
-                    raise self._full(size, key)
+                    raise StoreFullError(f"{size} bytes are refused: {self._refusal}", key=key)
                 self._reserve(size, key)
             self._available -= size
             return self._writer
@@ -235,37 +244,45 @@ class Account:
     def _begin(self) -> None:
         """As a new writer: others may have taken the old one for dead. What is under way was counted as its."""
         self._writer = secrets.token_hex(8)
-        self._is_known = False
+        self._named_at: float | None = None
         self._reserved = self._settled = self._available = 0
-        self._renewed_at = self._began_at = self._clock()
+        self._renewed_at = self._clock()
 
     def _reserve(self, size: int, key: str) -> None:
+        if self._named_at is not None and self._store.size(WRITERS_PREFIX + self._writer) is None:
+            self._begin()
         before = self._reserved
         wanted = sorted({max(size, self._grant_bytes), size}, reverse=True)
         for more in wanted:
             self._reserved = before + more - self._available
             try:
-                self._publish()
+                named_at = self._publish()
                 used = used_bytes(self._store, own=(self._writer, self._reserved))
             except StoreError:
                 self._reserved = before  # what others may read is more: it errs to the safe side
                 raise
-            young = self._clock() - self._began_at < self._newcomer_s
+            young = self._clock() - named_at < self._newcomer_s
             if used is not None and used <= self._max_bytes and not young:
                 self._available = more
                 return
         self._reserved = before
         self._denied_until = self._clock() + self._denied_s
         self._publish()
-        raise self._full(size, key)
+        if used is None:
+            self._refusal = f"what is stored is not measured yet, and max_bytes = {self._max_bytes} binds it"
+        elif used <= self._max_bytes:
+            self._refusal = f"for {self._newcomer_s:g} s the other hosts may not see this new writer yet"
+        else:
+            self._refusal = f"together it would be more than max_bytes = {self._max_bytes}"
+        raise StoreFullError(f"{size} bytes are refused: {self._refusal}", key=key)
 
-    def _publish(self) -> None:
+    def _publish(self) -> float:
+        """Returns since when the writer has a name."""
         renewed_at = self._clock()
-        if not self._is_known:
+        named_at = self._named_at
+        if named_at is None:
             put_record(self._store, WRITERS_PREFIX + self._writer, {}, overwrite=False)
-            self._is_known = True
+            named_at = self._named_at = renewed_at
         put_record(self._store, f"{USAGE_PREFIX}{self._writer}", {"reserved": self._reserved, "settled": self._settled})
         self._renewed_at = renewed_at
-
-    def _full(self, size: int, key: str) -> StoreFullError:
-        return StoreFullError(f"{size} bytes would be more than max_bytes = {self._max_bytes} together", key=key)
+        return named_at

@@ -219,7 +219,7 @@ class Collector:
         try:
             if not publish_measured(self._store, measured, baseline.measured_id):
                 return False
-            forget_writers(self._store, baseline.dead)
+            forget_writers(self._store, baseline)
         except StoreFullError as e:
             logger.debug("no room for the measurement: %s", e)  # the writers' accounts stay too high meanwhile
         return True
