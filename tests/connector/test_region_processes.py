@@ -40,9 +40,10 @@ class Child:
     def read_line(self) -> str:
         """The next line, or "" when the child is gone."""
         line = b""
+        poll = select.poll()
+        poll.register(self.lines, select.POLLIN)
         while not line.endswith(b"\n"):
-            ready, _, _ = select.select([self.lines], [], [], TIMEOUT_S)
-            assert ready, "the child says nothing"
+            assert poll.poll(TIMEOUT_S * 1000), "the child says nothing"
             byte = os.read(self.lines, 1)
             if not byte:
                 break

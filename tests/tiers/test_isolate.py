@@ -6,6 +6,7 @@ import gc
 import logging
 import mmap
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -470,6 +471,25 @@ time.sleep(600)
     parent.wait()
     parent.stdout.close()
     wait_for(lambda: all(is_gone(pid) for pid in pids), within_s=WAIT_S_MAX)
+
+
+def test_workers_of_an_engine_with_many_open_files(make: Callable[..., ProcessIsolatedStore]) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 1200
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        pytest.skip("this process may not open so many files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+    held = [os.open(os.devnull, os.O_RDONLY)]
+    try:
+        while held[-1] < 1024:
+            held.append(os.dup(held[0]))
+        store = make(n_workers=1)
+        assert store.put("a", as_parts(b"1"))
+        assert store.size("a") == 1
+    finally:
+        for fd in held:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_the_thread_that_first_called_may_end(make: Callable[..., ProcessIsolatedStore]) -> None:

@@ -128,8 +128,10 @@ def main() -> None:
             worker = _Worker(config)
             worker.open_early()
             preparing = worker.prepare()
+            requests = select.poll()  # select() takes no descriptor beyond 1023, and engines have many
+            requests.register(sock, select.POLLIN)
             while True:
-                while not select.select([sock], [], [], 0)[0] and next(preparing, None):
+                while not requests.poll(0) and next(preparing, None):
                     pass
                 worker.serve(sock, *receive_frame(sock))
         except (EOFError, ConnectionError):
