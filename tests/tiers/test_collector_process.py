@@ -108,6 +108,28 @@ def test_a_collector_that_dies_is_started_again(root: Path, link: CollectorLink)
     wait_for(lambda: bool(link.take_reports()))
 
 
+@pytest.mark.parametrize("said", ['{"removed": ["a', '{"used": 1}', "no JSON\\n", "5\\n"])
+def test_a_collector_that_dies_while_it_writes_is_started_again(
+    root: Path, monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
+    real, starts = subprocess.Popen, []
+
+    def start(command: list[str], **options: Any) -> subprocess.Popen[str]:
+        starts.append(command)
+        if len(starts) == 1:
+            command = [sys.executable, "-c", f"print(end='{said}')"]
+        return real(command, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr("tiers.capacity.link.RESTART_S", (0.01, 60.0))
+    link = make_link(root, ttl_s=1000.0)
+    try:
+        assert any("report" in report for report in wait_for(link.take_reports))
+        assert len(starts) == 2
+    finally:
+        link.close()
+
+
 def test_close_leaves_no_process_and_no_lease(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tiers.capacity.link.CLOSE_S", 40.0)  # a busy machine leaves a nice process little time
     link = make_link(root, ttl_s=1000.0)

@@ -119,8 +119,8 @@ class CollectorLink:
             started_at = self._clock()
             try:
                 self._serve()
-            except OSError as e:
-                logger.warning("tier %s: its collector cannot be started: %s", self._name, e)
+            except Exception as e:  # noqa: BLE001 - a thread's edge: whatever it was, another collector is started
+                logger.warning("tier %s: its collector cannot be used: %s: %s", self._name, type(e).__name__, e)
             if self._closed.is_set():
                 return
             pause_s = RESTART_S[0] if self._clock() - started_at > RESTART_S[1] else min(RESTART_S[1], 2 * pause_s)
@@ -144,6 +144,8 @@ class CollectorLink:
             if self._closed.is_set():  # close() may have looked before there was a process
                 process.kill()
             for line in process.stdout:
+                if not line.endswith("\n"):
+                    break  # it died while it wrote
                 self._hear(json.loads(line))
         except BrokenPipeError:
             pass  # it died before it read
