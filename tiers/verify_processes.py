@@ -18,10 +18,8 @@ from typing import Any
 
 from tiers.errors import StoreError, StoreUnavailableError
 from tiers.layers.isolate_worker import decode_option, find_object
-from tiers.layers.worker_process import StoreRecipe
+from tiers.layers.worker_process import StoreRecipe, python_command
 from tiers.verify import UnitResult, Verifier, decode_result
-
-_START = "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from tiers.verify_processes import main; main()"
 
 
 def main() -> None:
@@ -56,7 +54,7 @@ def verify_units(recipe: StoreRecipe, units: Sequence[str], *, n_workers: int, r
     config = json.dumps({**recipe.encode(), "repair": repair})
     processes = [
         subprocess.Popen(
-            [sys.executable, "-P", "-c", _START, json.dumps(sys.path)],
+            python_command("tiers.verify_processes"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -492,6 +492,30 @@ def test_workers_of_an_engine_with_many_open_files(make: Callable[..., ProcessIs
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+def test_a_path_in_sys_path_is_ignored_as_imports_do(
+    make: Callable[..., ProcessIsolatedStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [Path("/nowhere"), *sys.path])
+    assert make(n_workers=1).put("a", as_parts(b"1"))
+
+
+def test_whatever_hinders_a_start_the_next_one_is_tried(
+    make: Callable[..., ProcessIsolatedStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make(n_workers=1)
+    store.put("a", as_parts(b"1"))
+
+    def fail(*_: object) -> None:
+        raise TypeError("not today")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WorkerProcess, "start", fail)
+        os.kill(store.worker_pids[0], signal.SIGKILL)
+        with pytest.raises(StoreUnavailableError, match="TypeError: not today"):
+            store.size("a")
+    assert store.size("a") == 1
+
+
 def test_the_thread_that_first_called_may_end(make: Callable[..., ProcessIsolatedStore]) -> None:
     """PR_SET_PDEATHSIG is about the thread that started the process, which must not be a caller's."""
     made: list[ProcessIsolatedStore] = []

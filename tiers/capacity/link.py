@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import subprocess
-import sys
 import threading
 import time
 from collections import OrderedDict, deque
@@ -17,7 +16,7 @@ from typing import Any
 from tiers.capacity.policy import CapacityPolicy
 from tiers.file_mapper import FileMapper
 from tiers.keys import OffloadKey
-from tiers.layers.worker_process import StoreRecipe
+from tiers.layers.worker_process import StoreRecipe, python_command
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +26,6 @@ TOUCH_BATCHES_MAX = 64  # that wait to be handed over; more are dropped
 REMOVED_KEYS_MAX = 65_536  # removals that wait to be told; older ones are dropped
 RESTART_S = (1.0, 60.0)  # first and longest pause before a collector that died is started again
 CLOSE_S = 0.5
-
-_START = "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from tiers.capacity.process import main; main()"
 
 
 class CollectorLink:
@@ -130,7 +127,7 @@ class CollectorLink:
     def _serve(self) -> None:
         """One process, from its start to its end."""
         process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _START, json.dumps(sys.path)],
+            python_command("tiers.capacity.process"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

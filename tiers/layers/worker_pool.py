@@ -194,11 +194,11 @@ class WorkerPool:
     def _start_idle(self) -> None:
         try:
             worker = self._start(self.workers)
-        except OSError as e:
+        except Exception as e:  # noqa: BLE001 - a thread's edge: who waits must hear of it, and the next one may try
             with self._lock:
                 self._starting -= 1
                 waiting = self._all_waiting()
-            _refuse(waiting, StoreUnavailableError(f"no worker could be started: {e}"))
+            _refuse(waiting, StoreUnavailableError(f"no worker could be started: {type(e).__name__}: {e}"))
             return
         with self._lock:
             self._starting -= 1

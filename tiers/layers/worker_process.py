@@ -23,9 +23,12 @@ logger = logging.getLogger(__name__)
 INLINE_BYTES_MAX = 16 << 10  # of one blob, outside the region; a socket moves it for less than the bounce file
 BOUNCE_KEEP_BYTES = 16 << 20  # of a worker's bounce file, between calls
 
-_START_WORKER = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from tiers.layers.isolate_worker import main; main()"
-)
+
+def python_command(module: str, *arguments: str) -> list[str]:
+    """The command of a fresh interpreter that calls ``main`` of a module, found by this process's ``sys.path``."""
+    start = f"import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from {module} import main; main()"
+    path = [entry for entry in sys.path if isinstance(entry, str)]  # imports ignore what is none, such as a Path
+    return [sys.executable, "-P", "-c", start, *arguments, json.dumps(path)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +79,12 @@ class WorkerProcess:
             with theirs:
                 bounce_fd = os.memfd_create("kvtiers-bounce", os.MFD_CLOEXEC)
                 passed = [theirs.fileno(), bounce_fd]
-                path = json.dumps(sys.path)
                 place = None
                 if region is not None and region.fd >= 0:
                     passed.append(region.fd)
                     place = region.fd, region.offset, region.length
                 process = subprocess.Popen(
-                    [sys.executable, "-P", "-c", _START_WORKER, *map(str, (theirs.fileno(), os.getpid())), path],
+                    python_command("tiers.layers.isolate_worker", str(theirs.fileno()), str(os.getpid())),
                     pass_fds=passed,
                     stdin=subprocess.DEVNULL,
                     stdout=2,  # what a library prints must not mix with the parent's output
