@@ -8,6 +8,7 @@ import secrets
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from tiers.capacity.collector import Collector, CollectReport, is_block
 from tiers.capacity.histogram import AGE_S_MIN, AgeHistogram, bucket_of
 from tiers.capacity.lease import LEASE_PREFIX, Lease
 from tiers.capacity.policy import CapacityPolicy
+from tiers.capacity.process import make_collector
 from tiers.capacity.records import OWN_PREFIX
 from tiers.errors import StoreFullError, StorePermissionError
 from tiers.file_mapper import FileMapper
@@ -220,6 +222,30 @@ class Busy(FaultyStore):
             if not prefix:
                 self.meanwhile(info)
             yield info
+
+
+class StoreInUse(LocalStore):
+    """Blocks are used when the first listing has passed them."""
+
+    def __init__(self, root: Path, uses: deque[str]) -> None:
+        super().__init__(root)
+        self.uses = uses
+
+    def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
+        yield from super().keys(prefix)
+        if not prefix:
+            self.uses.extend([name(0), name(1)])
+
+
+def test_what_is_used_during_a_run_stays(store: LocalStore) -> None:
+    fill(store, [1000 - n for n in range(20)])
+    uses: deque[str] = deque()
+    in_use = StoreInUse(Path(store.root_dir), uses)
+    report = make_collector(in_use, CapacityPolicy(max_bytes=20 * SIZE), uses, lambda _: None).run()
+    assert report is not None
+    assert 0 < report.removed_blobs["capacity"] <= 4
+    assert {name(0), name(1)} <= blocks(store)
+    assert name(2) not in blocks(store)
 
 
 def test_blocks_that_vanish_meanwhile_do_no_harm(store: LocalStore) -> None:

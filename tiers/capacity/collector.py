@@ -6,7 +6,8 @@ A run lists everything twice at most:
    for the writers' accounts.
 2. Only if that is more than ``high`` x ``max_bytes``, or the file system is nearly full: find the age beyond which
    there is as much as is to go, list again and remove what is older. What was used, stored or removed between the two
-   listings does no harm: a block that was just used is too young by then, one that is gone is gone.
+   listings does no harm: a block that was just used is too young by then (if ``on_progress`` notes uses), one that is
+   gone is gone.
 
 Only names that FileMapper makes are removed: ``config.json``, records and other people's files are counted and left.
 A reader that meets a removed block has a miss. Two collectors at once would remove the same blocks.
@@ -73,7 +74,7 @@ class Collector:
         store: the root, without a bound on its puts: a full root must take the collector's records.
         policy: the limits.
         on_removed: told the names of removed blocks, batch by batch.
-        on_progress: told how many blobs were listed so far.
+        on_progress: told how many blobs were listed so far; before each listing, 0.
         clock: Unix seconds.
         monotonic: seconds.
     """
@@ -225,11 +226,13 @@ class Collector:
         return True
 
     def _listing(self) -> Iterator[KeyInfo]:
-        for count, info in enumerate(self._store.keys()):
+        self.lease.renew()
+        self._on_progress(0)
+        for count, info in enumerate(self._store.keys(), 1):
+            yield info
             if count % RENEW_EVERY_KEYS == 0:
                 self.lease.renew()
                 self._on_progress(count)
-            yield info
 
     def remove(self, infos: list[KeyInfo]) -> list[KeyInfo]:
         """Delete blobs; returns those that are gone."""

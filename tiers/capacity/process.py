@@ -59,7 +59,7 @@ def main() -> None:
             if store is None:
                 options = {name: decode_option(value) for name, value in config["options"].items()}
                 store = find_object(config["module"], config["name"])(**options)
-                collector = Collector(store, policy, on_removed=tell_removed)
+                collector = make_collector(store, policy, touches, tell_removed)
             _note_uses(store, touches)
             started_at = time.monotonic()
             report = collector.run() if collector.is_due() else None
@@ -77,6 +77,17 @@ def _used(store: Store) -> int | None:
     used = used_bytes(store)
     measured = read_measured(store) if used is None else None
     return used if measured is None else measured.bytes
+
+
+def make_collector(
+    store: Store, policy: CapacityPolicy, touches: deque[str], on_removed: Callable[[list[str]], None]
+) -> Collector:
+    """One that notes uses while it lists: a run takes long, and what is used meanwhile must not look old by its end."""
+
+    def note_uses(_listed: int) -> None:
+        _note_uses(store, touches)
+
+    return Collector(store, policy, on_removed=on_removed, on_progress=note_uses)
 
 
 def _note_uses(store: Store, touches: deque[str]) -> None:
