@@ -25,7 +25,7 @@ from tiers.capacity.lease import LEASE_PREFIX, Lease
 from tiers.capacity.policy import CapacityPolicy
 from tiers.capacity.process import make_collector
 from tiers.capacity.records import OWN_PREFIX
-from tiers.errors import StoreFullError, StorePermissionError
+from tiers.errors import StoreConfigError, StoreFullError, StorePermissionError
 from tiers.file_mapper import FileMapper
 from tiers.layers.bound import BoundedStore
 from tiers.namespace import open_namespace
@@ -439,3 +439,19 @@ def test_fsspec_is_collected(tmp_path: Path) -> None:
     collect(store, ttl_s=3600)
     assert blocks(store) == {name(0), name(2)}
     store.close()
+
+
+class TimelessStore(MemoryStore):
+    """As fsspec drivers that do not say when a file was written."""
+
+    def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
+        return (KeyInfo(info.key, info.size, 0.0) for info in super().keys(prefix))
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_a_storage_without_times_is_refused(dry_run: bool) -> None:
+    store = TimelessStore()
+    store.put(name(0), as_parts(bytes(SIZE)))
+    with pytest.raises(StoreConfigError, match="when a blob was written"):
+        collect(store, dry_run=dry_run, ttl_s=3600)
+    assert list_keys(store) == [name(0)]

@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
@@ -33,6 +34,7 @@ from tiers.errors import (
 )
 from tiers.store import Store, SupportsSizeMany, SupportsTail
 from tiers.stores.fsspec import FsspecStore
+from tiers.stores.fsspec_driver import mtime_of
 from tiers.testing.contract import StoreContract, as_parts, fetch, list_keys, make_data, run_in_threads
 from tiers.testing.http_faults import Fault, HttpFaultServer
 from tiers.testing.servers import S3Server
@@ -371,6 +373,25 @@ def test_missing_bucket(moto: S3Server, boto_models_once: None) -> None:
     with pytest.raises(StoreConfigError, match="the bucket or the root does not exist"):
         store.put("a", as_parts(b"1"))
     assert store.size("a") is None
+
+
+@pytest.mark.parametrize(
+    ("info", "seconds"),
+    [
+        ({"mtime": 12.5}, 12.5),
+        ({"LastModified": datetime(2026, 1, 2, tzinfo=UTC)}, 1767312000.0),
+        ({"updated": "2026-01-02T00:00:00Z"}, 1767312000.0),
+        ({"modify": "20260102000000"}, 1767312000.0),  # ftp
+        ({"modify": "20260102000000.123"}, 1767312000.0),
+        ({"modify": "Jan 2 10:00"}, 0.0),  # ftp without MLSD
+        ({"modificationTime": 1767312000500}, 1767312000.5),  # webhdfs
+        ({"last_commit": {"oid": "1", "date": datetime(2026, 1, 2, tzinfo=UTC)}}, 1767312000.0),  # hf
+        ({"last_commit": None}, 0.0),
+        ({}, 0.0),
+    ],
+)
+def test_a_files_time_is_found_where_its_driver_keeps_it(info: dict[str, object], seconds: float) -> None:
+    assert mtime_of(info) == seconds
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

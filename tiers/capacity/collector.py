@@ -34,7 +34,7 @@ from tiers.capacity.histogram import AgeHistogram, bucket_of
 from tiers.capacity.lease import Lease
 from tiers.capacity.policy import CapacityPolicy
 from tiers.capacity.records import OWN_PREFIX
-from tiers.errors import StoreError, StoreFullError
+from tiers.errors import StoreConfigError, StoreError, StoreFullError
 from tiers.inventory import parse_block_name
 from tiers.store import KeyInfo, Store, SupportsDeleteMany, SupportsFreeBytes, SupportsSweep
 
@@ -44,6 +44,9 @@ DELETE_BATCH_KEYS = 512
 RENEW_EVERY_KEYS = 1024
 # The collector begins when less than 1.05 x min_free is free, because at 1 x writers are refused already.
 FREE_HIGH, FREE_LOW = 1.05, 1.25
+NO_TIMES = (
+    "this storage (or its fsspec driver) does not say when a blob was written: ttl and max_bytes cannot work here"
+)
 
 
 @dataclass(slots=True)
@@ -117,7 +120,7 @@ class Collector:
         """Measure and remove. None: another collector is at work, or was and has died not long ago.
 
         Raises:
-            StoreError: the storage could not be listed.
+            StoreError: the storage could not be listed, or tells no times.
         """
         if dry_run:
             return self._run(CollectReport(dry_run=True), self._clock())
@@ -128,6 +131,8 @@ class Collector:
         except StoreFullError:
             now = None  # no room for a lease: all the more reason to go on
         try:
+            if now == 0.0:
+                raise StoreConfigError(NO_TIMES)
             return self._run(CollectReport(), self._clock() if now is None else now)
         finally:
             try:
@@ -162,11 +167,13 @@ class Collector:
     def _measure(self, report: CollectReport, now: float) -> AgeHistogram:
         """List everything; remove what is past its ttl."""
         histogram = AgeHistogram()
+        tells_times = False
         ttl_s, grace_s = self._policy.ttl_s, self._policy.grace_s
         removal = _Removal(self, report, "ttl")
         for info in self._listing():
             report.blobs += 1
             report.bytes += info.size
+            tells_times = tells_times or info.mtime != 0.0
             age_s = now - info.mtime
             if age_s < grace_s or not is_block(info.key):
                 continue
@@ -175,6 +182,8 @@ class Collector:
             else:
                 histogram.add(age_s, info.size)
         removal.flush()
+        if report.dry_run and report.blobs and not tells_times:
+            raise StoreConfigError(NO_TIMES)  # a run sees it by its lease
         return histogram
 
     def _shrink(self, report: CollectReport, now: float, cut: tuple[int, int], measured: Measured) -> None:

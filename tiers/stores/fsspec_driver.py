@@ -23,7 +23,11 @@ ATOMIC_PUT: Final = frozenset(
 #: Protocols whose drivers put with If-None-Match.
 EXCLUSIVE_CREATE: Final = frozenset(["s3", "s3a"])
 #: Where drivers keep a file's time.
-_TIME_FIELDS: Final = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
+_MILLISECONDS_FIELD: Final = "modificationTime"  # webhdfs
+_TIME_FIELDS: Final = (
+    *("mtime", "LastModified", "last_modified", "updated", "modified", "created"),
+    *("modify", _MILLISECONDS_FIELD, "last_commit"),  # ftp, webhdfs, hf
+)
 
 
 def size_of(info: Any) -> int | None:
@@ -37,13 +41,24 @@ def mtime_of(info: Mapping[str, Any]) -> float:
     """Last change in Unix seconds; 0.0 where the driver does not say."""
     for name in _TIME_FIELDS:
         value = info.get(name)
+        if isinstance(value, (int, float)):
+            return value / 1000 if name == _MILLISECONDS_FIELD else float(value)
+        if isinstance(value, Mapping):  # hf: of a commit
+            value = value.get("date")
         if isinstance(value, str):
-            value = datetime.fromisoformat(value)
+            value = _parse_time(value)
         if isinstance(value, datetime):
             return value.timestamp()
-        if isinstance(value, (int, float)):
-            return float(value)
     return 0.0
+
+
+def _parse_time(text: str) -> datetime | None:
+    if text[: len("YYYYMMDDhhmmss")].isdecimal():  # ftp's MLSD, in UTC, perhaps with a fraction
+        text = f"{text[:8]}T{text[8:14]}Z"
+    try:
+        return datetime.fromisoformat(text)
+    except ValueError:
+        return None  # such as the "Nov 13 11:26" of ftp servers without MLSD
 
 
 def translate(error: Exception, key: str) -> StoreError:
