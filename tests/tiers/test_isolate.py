@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import logging
 import mmap
@@ -175,6 +176,22 @@ def test_a_region_of_several_kinds(tmp_path: Path) -> None:
         os.close(found)
     os.close(fd)
     os.close(file_fd)
+
+
+def test_looking_for_the_regions_file_drops_no_lock_of_the_process(tmp_path: Path, region: Region) -> None:
+    probe = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    mapping = mmap.mmap(-1, mmap.PAGESIZE)  # shared memory without a name or descriptor: all of them are looked at
+    with (tmp_path / "lock").open("w") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for view in (region.view, memoryview(mapping)):
+            address = address_of(view)
+            assert address is not None
+            try:
+                os.close(open_mapped_file(address, len(view))[0])
+            except RegionError:
+                pass  # it takes a capability
+            done = subprocess.run([sys.executable, "-c", probe, file.name], stderr=subprocess.PIPE, check=False)
+            assert b"BlockingIOError" in done.stderr
 
 
 def test_a_region_that_cannot_be_mapped_is_copied(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -79,25 +79,24 @@ def _mappings() -> Iterator[_Mapping]:
 
 
 def _open(mapping: _Mapping) -> int:
-    for name in os.listdir("/proc/self/fd"):
+    descriptors = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    names = [mapping.path, f"/proc/self/map_files/{mapping.start:x}-{mapping.end:x}"]
+    for path in (*descriptors, *names):
         try:
-            fd = os.dup(int(name))
-        except OSError:  # the listing's own, or closed meanwhile
+            # Asked before it is opened: closing any descriptor of a file drops all of the process's POSIX locks on it.
+            if not _is_file_of(mapping, os.stat(path)):
+                continue
+            if path in names:
+                fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+            else:
+                fd = os.dup(int(path.rpartition("/")[2]))
+        except OSError:  # the listing's own, or closed meanwhile; no name, or no right to it
             continue
-        if _is_file_of(mapping, fd) and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR:
-            return fd
-        os.close(fd)
-    for path in (mapping.path, f"/proc/self/map_files/{mapping.start:x}-{mapping.end:x}"):
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError:
-            continue
-        if _is_file_of(mapping, fd):
+        if _is_file_of(mapping, os.fstat(fd)) and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR:
             return fd
         os.close(fd)
     raise RegionError(f"the region's file {mapping.path!r} cannot be opened again")
 
 
-def _is_file_of(mapping: _Mapping, fd: int) -> bool:
-    status = os.fstat(fd)
+def _is_file_of(mapping: _Mapping, status: os.stat_result) -> bool:
     return stat.S_ISREG(status.st_mode) and (status.st_dev, status.st_ino) == (mapping.device, mapping.inode)
