@@ -105,7 +105,7 @@ def _serve(
                 process.stdin.write(json.dumps(unit) + "\n")
                 process.stdin.flush()
                 line = process.stdout.readline()
-                if not line:
+                if not line.endswith("\n"):  # cut off, perhaps
                     answers.put(StoreUnavailableError(f"the worker that checked {unit}* died"))
                     return
                 answer = json.loads(line)
@@ -113,7 +113,7 @@ def _serve(
                     answers.put(StoreUnavailableError(answer["error"]))
                     return
                 answers.put(decode_result(answer["result"]))
-    except OSError as e:
-        answers.put(StoreUnavailableError(f"a worker died: {e}"))
+    except Exception as e:  # noqa: BLE001 - a thread's edge: whatever it was, the command waits for an answer
+        answers.put(StoreUnavailableError(f"a worker died: {type(e).__name__}: {e}"))
         return
     answers.put(None)

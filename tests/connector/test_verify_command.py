@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,18 @@ def test_a_worker_that_cannot_work_is_an_error(tmp_path: Path) -> None:
     recipe = StoreRecipe.of(LocalStore, root_dir=tmp_path / "file")
     with pytest.raises(StoreUnavailableError, match="must be a folder"):
         list(verify_units(recipe, ["a/b"], n_workers=2, repair=False))
+
+
+@pytest.mark.parametrize(
+    "said", ['{"result": {"unit": "a', '{"error": "cut"}', "no JSON\\n", "5\\n", '{"result": {}}\\n']
+)
+def test_a_worker_that_dies_while_it_answers_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
+    command = [sys.executable, "-c", f"input(); input(); print(end='{said}')"]
+    monkeypatch.setattr("tiers.verify_processes.python_command", lambda _: command)
+    with pytest.raises(StoreUnavailableError, match="worker .*died"):
+        list(verify_units(StoreRecipe.of(LocalStore, root_dir=tmp_path), ["a/b"], n_workers=1, repair=False))
 
 
 def test_workers_end_with_their_reader(root: Path) -> None:
