@@ -15,8 +15,8 @@ from typing import Annotated, Any, TextIO
 import typer
 from rich.console import Console
 
-from connector.commands.places import Place, Ticker, human_bytes
-from connector.commands.storage import EXIT_FAILED, AsJson, Config, TierName, failed, open_places
+from connector.commands.places import Place, Ticker, complain, human_bytes
+from connector.commands.storage import EXIT_BAD_INPUT, EXIT_FAILED, AsJson, Config, TierName, failed, open_places
 from tiers.errors import StoreError
 from tiers.layers.worker_process import StoreRecipe
 from tiers.open_store import tool_recipe
@@ -25,6 +25,7 @@ from tiers.verify import UnitResult, decode_result, find_units, total_of
 from tiers.verify_processes import verify_units
 
 BAD_SHOWN_MAX = 20
+STATE_BEGINS = '{"place": '
 
 
 def verify(
@@ -44,8 +45,11 @@ def verify(
 ) -> None:
     """Check the seals of all stored blocks: that each is the block its name says, whole and unchanged."""
     n_workers = workers or len(os.sched_getaffinity(0))
+    places = open_places("verify", config, tier)
+    if state is not None:
+        _check_state(state)
     results = []
-    for place in open_places("verify", config, tier):
+    for place in places:
         try:
             results.append(_verify_place(place, repair, state, n_workers))
         except StoreError as e:
@@ -58,6 +62,19 @@ def verify(
         print(json.dumps({"tiers": results}))
     if any(result["bad_count"] > result["quarantined"] or result["errors"] for result in results):
         raise typer.Exit(EXIT_FAILED)
+
+
+def _check_state(path: Path) -> None:
+    """Before hours of work that could not be remembered, and before the file of somebody else is removed at the end."""
+    try:
+        path.open("a").close()
+        text = path.read_text()
+    except (OSError, ValueError) as e:
+        complain("verify", f"--state {path} cannot be used: {e}")
+        raise typer.Exit(EXIT_BAD_INPUT) from e
+    if not STATE_BEGINS.startswith(text[: len(STATE_BEGINS)]):
+        complain("verify", f"--state {path} holds something else than what verify remembers; name another file")
+        raise typer.Exit(EXIT_BAD_INPUT)
 
 
 def _verify_place(place: Place, repair: bool, state: Path | None, n_workers: int) -> dict[str, Any]:
@@ -115,10 +132,10 @@ def _state_file(path: Path | None, place: str) -> Iterator[tuple[dict[str, UnitR
         try:
             content = json.loads(line)
             result = decode_result(content["result"])
+            if content["place"] == place:
+                done[result.unit] = result
         except (ValueError, KeyError, TypeError):
             continue
-        if content["place"] == place:
-            done[result.unit] = result
     with path.open("a") as file:
         if text and not text.endswith("\n"):
             file.write("\n")

@@ -152,6 +152,26 @@ def test_it_goes_on_where_it_was(config: str, root: Path, tmp_path: Path) -> Non
     assert not state.exists()
 
 
+def test_lines_of_the_state_that_are_not_understood_are_as_if_not_there(
+    config: str, root: Path, tmp_path: Path
+) -> None:
+    unit = sorted(find_units(LocalStore(root)))[0]
+    result = {"unit": unit, "blocks": 1}
+    lines = [{"place": f"fs {root} check", "result": result}, {"result": {**result, "unit": "x"}}]
+    (tmp_path / "state").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert run_json(config, "--state", str(tmp_path / "state"))["resumed_units"] == 1
+
+
+@pytest.mark.parametrize(("name", "text"), [("missing/state", "cannot be used"), ("c.yaml", "something else")])
+def test_a_state_that_cannot_be_used_is_refused(config: str, tmp_path: Path, name: str, text: str) -> None:
+    before = Path(config).read_text()
+    code, out = run(config, "--state", str(tmp_path / name))
+    assert (code, "Traceback" in out) == (2, False)
+    assert f"kvtiers verify: --state {tmp_path / name}" in out
+    assert text in out
+    assert Path(config).read_text() == before
+
+
 def test_an_interrupted_run_leaves_its_state(
     config: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
