@@ -208,6 +208,24 @@ def test_retry_asks_again_only_for_the_keys_that_failed() -> None:
     assert inner.asked == [["a", "b", "c"], ["c"], ["c"]]
 
 
+@pytest.mark.parametrize(("error", "calls"), [(StoreThrottledError, 4), (StorePermissionError, 2)])
+def test_retry_that_fails_as_a_whole_leaves_the_other_keys_their_outcomes(error: type[StoreError], calls: int) -> None:
+    class Refusing(MemoryStore):
+        calls = 0
+
+        def size_many(self, keys: Sequence[str]) -> list[int | Exception | None]:
+            self.calls += 1
+            if self.calls > 1:
+                raise error("all of it")
+            return [1, StoreUnavailableError("the last one")]
+
+    inner = Refusing()
+    first, second = retrying(inner, Clock()).size_many(["a", "b"])  # type: ignore[attr-defined]
+    assert first == 1
+    assert isinstance(second, error)
+    assert inner.calls == calls
+
+
 # -- limit -------------------------------------------------------------------------------------------------------------
 
 

@@ -1,8 +1,9 @@
 """Layer: a Store that holds a Store, and changes one thing about every call.
 
-Layers from the caller inwards: measure, limit, retry, store. Retry is innermost, so that what is measured and limited
-is what the caller asked for, and a call that waits for another attempt still counts as one under way. A timeout
-outside of a retry would cut off the attempt that was about to succeed, so stores bring their own deadlines.
+Layers from the caller inwards: measure, retry, limit, store. What is measured is what the caller asked for; a retry
+outside of the limit gives its place back while it waits for another attempt, and asks again where the limit refused
+it. A timeout outside of a retry would cut off the attempt that was about to succeed, so stores bring their own
+deadlines.
 """
 
 from __future__ import annotations

@@ -84,7 +84,11 @@ class RetryStore(Layer):
             if not again or not self._pause(attempt, started):
                 return outcomes
             attempt += 1
-            renewed = getattr(self.inner, method)([items[i] for i in again])
+            renewed: list[Any]
+            try:
+                renewed = getattr(self.inner, method)([items[i] for i in again])
+            except StoreError as e:
+                renewed = [e] * len(again)  # of these only: the other keys have their outcomes
             for i, outcome in zip(again, renewed, strict=True):
                 outcomes[i] = outcome
 
