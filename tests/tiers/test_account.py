@@ -277,8 +277,10 @@ def test_a_living_writer_that_was_taken_for_dead_goes_on_and_is_seen() -> None:
     bounded.put("a", as_parts(bytes(300)))
     measure(store, clock() + WRITER_S + 1)  # the storage's clock was stepped
     assert list_keys(store) == [MEASURED, "a"]
+    clock.now += WRITER_S / 3
     bounded.put("b", as_parts(bytes(300)))
     assert used_bytes(store) == 600
+    assert len(list_keys(store, USAGE_PREFIX)) == 1
     other = BoundedStore(store, Account(store, 1000, clock=clock))
     with pytest.raises(StoreFullError):
         other.put("c", as_parts(bytes(500)))

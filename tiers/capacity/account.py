@@ -250,6 +250,7 @@ class Account:
 
     def _reserve(self, size: int, key: str) -> None:
         if self._named_at is not None and self._store.size(WRITERS_PREFIX + self._writer) is None:
+            self._store.delete(USAGE_PREFIX + self._writer)  # if renewed since, nobody else would
             self._begin()
         before = self._reserved
         wanted = sorted({max(size, self._grant_bytes), size}, reverse=True)
