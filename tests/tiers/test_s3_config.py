@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from botocore.exceptions import ClientError
 
 from tests.certificate import make_certificate
 from tests.s3_clients import CLIENTS, READERS, choose
@@ -34,6 +35,7 @@ from tiers.errors import (
 )
 from tiers.stores.chatty_loggers import cap_chatty_loggers
 from tiers.stores.s3 import S3Store
+from tiers.stores.s3_errors import CredentialsExpiredError
 from tiers.stores.s3_options import S3Options
 from tiers.stores.s3_session import S3Session
 from tiers.testing.contract import as_parts, fetch
@@ -209,6 +211,15 @@ def test_role_that_may_not_be_assumed(options: S3Options, monkeypatch: pytest.Mo
         store = S3Store(replace(options, role_arn="arn:aws:iam::123456789012:role/kv"))
         with pytest.raises(StorePermissionError, match=r"^secret: STS does not let"):
             store.size("a")
+
+
+def test_role_whose_source_has_expired(options: S3Options) -> None:
+    session = S3Session(options)
+    error = ClientError({"Error": {"Code": "ExpiredToken", "Message": TOKEN}}, "AssumeRole")
+    translated = session.translate(error)
+    assert isinstance(translated, CredentialsExpiredError)  # so the chain is read again
+    assert str(translated).startswith("secret: the session token has expired; renew it")
+    session.close()
 
 
 @pytest.fixture

@@ -32,9 +32,10 @@ from tiers.errors import (
 from tiers.file_mapper import FileMapper, strict_fields
 from tiers.seal import TRAILER_BYTES, Seal
 from tiers.store_tier import StoreTierManager
-from tiers.stores.s3 import S3Store
+from tiers.stores.s3 import RENEW_EVERY_S, S3Store
 from tiers.stores.s3_errors import CredentialsExpiredError
 from tiers.stores.s3_options import S3Options
+from tiers.stores.s3_session import S3Session
 from tiers.testing.contract import GuardedParts, as_parts, fetch, make_data
 from tiers.testing.http_faults import Fault, HttpFaultServer
 from tiers.testing.servers import S3Server
@@ -144,17 +145,12 @@ def test_lasting_fault_of_the_other_calls(
             call()
     (outcome,) = stored.delete_many(["f/a"])
     assert isinstance(outcome, error)
-    # A HEAD's answer has no body, so of the code only the status is left: enough for the family of the error.
-    blind: dict[Fault, type[StoreError]] = {
-        Fault.QUOTA: StorePermissionError,
-        Fault.EXPIRED_TOKEN: StoreConfigError,
-    }
     if fault is Fault.BUCKET_GONE:
         assert stored.size("f/a") is None
     else:
-        with pytest.raises(blind.get(fault, error)):
+        with pytest.raises(error):
             stored.size("f/a")
-        assert isinstance(stored.size_many(["f/a"])[0], blind.get(fault, error))
+        assert isinstance(stored.size_many(["f/a"])[0], error)
     server.heal()
     assert stored.size("f/a") == len(DATA)
 
@@ -336,6 +332,46 @@ def test_renewed_credentials_are_found(
     assert fetch(stored, "f/a", len(DATA)) == DATA
     used = [request.headers["authorization"].partition("Credential=")[2] for request in server.requests("GET")]
     assert [credential.partition("/")[0] for credential in used] == ["first", "second"]
+
+
+@pytest.mark.parametrize("fault", [Fault.EXPIRED_TOKEN, Fault.ACCESS_DENIED])
+def test_refused_head_is_asked_again_by_a_get_which_says_why(
+    stored: S3Store, server: HttpFaultServer, fault: Fault
+) -> None:
+    """A HEAD's answer has no body, and an open circuit's probe is a HEAD."""
+    assert stored.size("f/a") == len(DATA)
+    assert stored.size("f/b") is None
+    assert not server.requests("GET")
+    server.inject(fault, methods=("HEAD",))
+    assert stored.size("f/a") == len(DATA)
+    server.put_object("bucket", "f/empty", b"")
+    with pytest.raises((StoreConfigError, StorePermissionError), match=r"\(HTTP 40[03]\)"):
+        stored.size("f/empty")
+    server.inject(fault, methods=("GET",))
+    with pytest.raises(StorePermissionError, match="ExpiredToken|AccessDenied"):
+        stored.size("f/a")
+
+
+def test_renewed_credentials_are_found_by_questions_alone(
+    stored: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    store = S3Store(stored.options, clock=lambda: now[0])
+    server.inject(Fault.EXPIRED_TOKEN)
+    closed: list[S3Session] = []
+    monkeypatch.setattr(S3Session, "close", lambda session: closed.append(session))
+    for _ in range(5):
+        with pytest.raises(CredentialsExpiredError, match=r"^secret: the session token has expired; renew it"):
+            store.size("f/a")
+    assert len(closed) == 1  # to read the chain again for each of them would be dear
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "second")
+    now[0] += RENEW_EVERY_S
+    with pytest.raises(CredentialsExpiredError):
+        store.size("f/a")
+    server.heal()
+    assert store.size("f/a") == len(DATA)
+    assert "Credential=second/" in server.requests("HEAD")[-1].headers["authorization"]
+    store.close()
 
 
 # -- many questions -------------------------------------------------------------------------------------------------

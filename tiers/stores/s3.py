@@ -24,7 +24,13 @@ from tiers.errors import BlobCorruptError, InvalidKeyError, StoreClosedError, St
 from tiers.posix import look_at
 from tiers.store import KEY_LENGTH_MAX, KEY_PART_LENGTH_MAX, Capabilities, KeyInfo, Look, Store, check_key, parts_size
 from tiers.stores.s3_boto3 import Boto3Client
-from tiers.stores.s3_errors import CredentialsExpiredError, Place, RequestRefusedError, deadline_error
+from tiers.stores.s3_errors import (
+    BareRefusalError,
+    CredentialsExpiredError,
+    Place,
+    RequestRefusedError,
+    deadline_error,
+)
 from tiers.stores.s3_lookup import Answers, Lookups
 from tiers.stores.s3_obstore import ObstoreClient, usable
 from tiers.stores.s3_options import S3Options
@@ -39,6 +45,7 @@ T = TypeVar("T")
 CHECK_S_MAX: Final = 3.5  # of the 5 s in which `kvtiers check` answers, imports included
 BACKOFF_S_FIRST: Final = 0.05
 BACKOFF_S_MAX: Final = 2.0
+RENEW_EVERY_S: Final = 2.0  # at most: it reads the credential chain again, which may start programs or ask servers
 
 
 class DataPlane(Protocol):
@@ -93,7 +100,8 @@ class S3Store(Store):
     """Blobs in an S3 bucket.
 
     Any thread may call. Clients are made by the first call, so constructing a store does no I/O. ``_process`` is
-    replaced after a fork and when credentials have expired; ``_checksum_refused`` goes from False to True once.
+    replaced after a fork and when credentials have expired, at ``_renewed_at`` the last time; ``_checksum_refused``
+    goes from False to True once.
 
     Args:
         options: where and how.
@@ -118,6 +126,7 @@ class S3Store(Store):
         self._rng = rng
         self._closed = False
         self._checksum_refused = False
+        self._renewed_at = -RENEW_EVERY_S
         self._lookups = Lookups(
             askers_max=options.max_connections, silence_s_max=options.request_timeout_s, clock=clock
         )
@@ -156,7 +165,7 @@ class S3Store(Store):
 
     def size(self, key: str) -> int | None:
         name = self._name(key)
-        return self._run(key, lambda clients: clients.data.size(name))
+        return self._run(key, lambda clients: _size(clients.data, name))
 
     def delete(self, key: str) -> None:
         name = self._name(key)
@@ -344,7 +353,7 @@ class S3Store(Store):
                 # the client's exception, which quotes the server and whose frames hold the caller's memory.
                 error = type(e)(str(e), key=key)
             if isinstance(error, CredentialsExpiredError):
-                self._replace(process)  # somebody may have renewed them meanwhile
+                self._renew(process)
             pause_s = self._rng() * min(BACKOFF_S_MAX, BACKOFF_S_FIRST * 2**attempt)
             out_of_time = isinstance(error, StoreTimeoutError) or self._clock() + pause_s > latest_start
             if not error.retryable or attempt == self.options.retries or out_of_time:
@@ -368,6 +377,13 @@ class S3Store(Store):
 
     def _new_process(self) -> _Process:
         return _Process(threading.BoundedSemaphore(self.options.max_connections))
+
+    def _renew(self, process: _Process) -> None:
+        """Have clients made anew from what the credential chain says now: somebody may have renewed its secrets."""
+        now = self._clock()
+        if process is self._process and now - self._renewed_at >= RENEW_EVERY_S:
+            self._renewed_at = now
+            self._replace(process)
 
     def _replace(self, process: _Process) -> None:
         if self._process is process:
@@ -395,6 +411,18 @@ class S3Store(Store):
     def _raise_if_closed(self, key: str) -> None:
         if self._closed:
             raise StoreClosedError(f"{self!r} is closed", key=key)
+
+
+def _size(data: DataPlane, name: str) -> int | None:
+    try:
+        return data.size(name)
+    except (RequestRefusedError, BareRefusalError) as refused:
+        # A HEAD's answer has no body: that the session token has expired is a bare 400 there. A GET's says why.
+        try:
+            tail = data.get_tail(name, 1)
+        except BlobCorruptError:  # an empty object, or a server without ranges
+            raise refused from None
+        return tail and tail[0]
 
 
 def _as_bytes(parts: Sequence[memoryview]) -> list[memoryview]:

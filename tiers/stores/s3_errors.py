@@ -27,6 +27,10 @@ class CredentialsExpiredError(StorePermissionError):
     """The credentials were good once: reading the chain again may find newer ones."""
 
 
+class BareRefusalError(StorePermissionError):
+    """A 403 that does not say why: a HEAD's answer has no body, and so no code."""
+
+
 class RequestRefusedError(StoreConfigError):
     """The server does not take requests of this form: the only error a put without a checksum may get around."""
 
@@ -71,6 +75,7 @@ CODES: Mapping[str, tuple[type[StoreError], str]] = {
     "InvalidRange": (BlobCorruptError, "the blob is shorter than what was asked for"),
     "InvalidStorageClass": (StoreConfigError, "storage_class: the server has no such class"),
     "InvalidToken": (CredentialsExpiredError, _TOKEN),
+    "InvalidTokenId": (CredentialsExpiredError, _TOKEN),  # MinIO's
     "KMS.DisabledException": (StorePermissionError, _KMS),
     "KMS.KMSInvalidStateException": (StorePermissionError, _KMS),
     "KMS.NotFoundException": (StorePermissionError, _KMS),
@@ -102,7 +107,7 @@ _STATUSES: Mapping[int, tuple[type[StoreError], str]] = {
     308: (StoreConfigError, _REGION),
     400: (RequestRefusedError, _FORM),
     401: (StorePermissionError, f"secret: the server wants other credentials; {_RIGHTS}"),
-    403: (StorePermissionError, f"secret: these credentials may not do this, or the clock is off; {_RIGHTS}"),
+    403: (BareRefusalError, f"secret: these credentials may not do this, or the clock is off; {_RIGHTS}"),
     404: (BlobNotFoundError, "not stored"),
     405: (RequestRefusedError, "endpoint: {endpoint_url} does not seem to speak S3"),
     408: (StoreUnavailableError, "the server waited too long for the body"),

@@ -195,9 +195,11 @@ class S3Session:
     def translate(self, error: Exception) -> StoreError:
         """Our exception for one of botocore's."""
         if isinstance(error, boto_errors.ClientError):
-            if error.operation_name.startswith("AssumeRole"):
-                return StorePermissionError("secret: STS does not let these credentials assume role_arn")
             code = error.response.get("Error", {}).get("Code", "")
+            if error.operation_name.startswith("AssumeRole"):
+                if code.startswith("ExpiredToken"):
+                    return server_error(403, "ExpiredToken", place=self.place)
+                return StorePermissionError("secret: STS does not let these credentials assume role_arn")
             status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 500)
             return server_error(status, "" if code.isdigit() else code, place=self.place)
         if isinstance(error, (boto_errors.ConnectTimeoutError, boto_errors.ReadTimeoutError)):
