@@ -137,6 +137,24 @@ def test_body_that_stops_is_given_up_in_time(store: S3Store, connection: bytes) 
         hurried.close()
 
 
+def test_get_that_begins_after_its_clients_were_replaced_is_given_up_in_time(
+    store: S3Store, server: HttpFaultServer
+) -> None:
+    """It had them before, and waited for credentials while another thread's had expired."""
+    session = S3Session(replace(store.options, request_timeout_s=0.6))
+    reader = DirectReader(session)
+    parts = [memoryview(bytearray(len(DATA)))]
+    assert reader.get_into("f/a", parts, len(DATA))
+    (watchdog,) = [thread for thread in threading.enumerate() if thread is reader._watchdog._thread]
+    reader.close()
+    watchdog.join()
+    assert reader.get_into("f/a", parts, len(DATA))
+    server.inject(Fault.STALL)
+    with pytest.raises(StoreTimeoutError, match=r"did not answer within 0\.3 s"):
+        reader.get_into("f/a", parts, len(DATA))
+    session.close()
+
+
 @pytest.fixture
 def parsed(monkeypatch: pytest.MonkeyPatch) -> list[HTTPResponse]:
     """The answers that http.client was given."""

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 class Watchdog:
     """Calls functions whose time is up; a socket shut by another thread ends its reader. One thread, from the first on.
 
+    After ``close`` the thread lives only as long as something is guarded; what is guarded later gets a new one.
+
     ``_changed`` owns every field. Who is in time, which is nearly everybody, does not wake the thread.
 
     Args:
@@ -62,3 +64,4 @@ class Watchdog:
                         end()
                 self._wakes_at = min([now + self._interval_s, *(deadline for deadline, _ in self._guarded.values())])
                 self._changed.wait(self._wakes_at - now)
+            self._thread = None
