@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import fields, replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -560,6 +561,25 @@ def test_secrets_are_shown_nowhere(
     for secret in (SECRET, TOKEN, "x-amz-security-token"):
         assert secret not in everything
     assert "InternalError, HTTP 500" in everything
+
+
+def test_what_a_credential_process_prints_is_not_logged(
+    options: S3Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At a refresh: botocore warns with the exception, whose text is the process' own."""
+    soon = (datetime.now(UTC) + timedelta(minutes=5)).strftime("%Y-%m-%dT%H:%M:%SZ")
+    answer = {"Version": 1, "AccessKeyId": "a", "SecretAccessKey": "s", "SessionToken": "t", "Expiration": soon}
+    script = tmp_path / "get-credentials"
+    script.write_text(f"#!{sys.executable}\nprint('{json.dumps(answer)}')\n")
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    (tmp_path / "config").write_text(f"[profile p]\ncredential_process = {script}\n")
+    session = S3Session(replace(options, profile="p"))
+    script.write_text(f"#!{sys.executable}\nimport sys\nsys.exit('{SECRET}')\n")
+    with pytest.raises(StorePermissionError, match=r"^secret: .*credential chain failed"):
+        session.credentials()
+    session.close()
+    assert SECRET not in caplog.text
+    assert "Refreshing temporary credentials failed during mandatory refresh period." in caplog.text
 
 
 def test_loggers_are_capped_whatever_comes_later() -> None:
