@@ -198,6 +198,69 @@ def test_credential_process(
     assert SECRET not in "".join(traceback.format_exception(caught.value))
 
 
+PROCESS_RUINS: dict[str, tuple[str | None, str]] = {
+    "no program": (None, "misses a file"),
+    "no JSON": ("please log in", "found what it cannot read"),
+    "other JSON": ("[]", "found what it cannot read"),
+    "expired": (
+        '{"Version":1,"AccessKeyId":"a","SecretAccessKey":"s","SessionToken":"t","Expiration":"2020-01-01T00:00:00Z"}',
+        "has expired, too; renew it",
+    ),
+}
+
+
+@pytest.mark.parametrize("ruin", PROCESS_RUINS)
+def test_ruined_credential_process_is_a_store_error(options: S3Options, tmp_path: Path, ruin: str) -> None:
+    """Of whatever call, and of check; botocore raises OSError, ValueError, AttributeError and RuntimeError there."""
+    printed, says = PROCESS_RUINS[ruin]
+    script = tmp_path / "get-credentials"
+    if printed is not None:
+        script.write_text(f"#!{sys.executable}\nprint({printed!r})\n")
+        script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    (tmp_path / "config").write_text(f"[profile p]\ncredential_process = {script}\n")
+    store = S3Store(replace(options, profile="p"))
+    calls = (
+        lambda: store.put("a", as_parts(DATA)),
+        lambda: fetch(store, "a", len(DATA)),
+        lambda: store.size("a"),
+        lambda: store.get_tail("a", 10),
+        lambda: store.delete("a"),
+        lambda: list(store.keys()),
+        lambda: store.expire_after(1),
+        store.check,
+    )
+    for call in calls:
+        with pytest.raises(StorePermissionError, match=rf"^secret: .*{says}"):
+            call()
+    for outcome in (*store.size_many(["a"]), *store.delete_many(["a"])):
+        assert isinstance(outcome, StorePermissionError)
+    store.prepare()
+    store.close()
+
+
+def test_web_identity_without_its_token(options: S3Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", "/no/such/token")
+    monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::123456789012:role/kv")
+    store = S3Store(options)
+    for call in (lambda: store.size("a"), lambda: list(store.keys()), store.check):
+        with pytest.raises(StorePermissionError, match=r"^secret: .*misses a file"):
+            call()
+    store.close()
+
+
+def test_check_raises_what_nobody_expected(options: S3Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A defect of ours is no server that is slow."""
+
+    def fail(_: object) -> None:
+        raise KeyError("ours")
+
+    monkeypatch.setattr(S3Session, "check", fail)
+    with pytest.raises(KeyError, match="ours"):
+        S3Store(options).check()
+
+
 def test_role_arn(options: S3Options, server: HttpFaultServer, moto_sts: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL_STS", moto_sts)
     sent = put(replace(options, role_arn="arn:aws:iam::123456789012:role/kv"), server)
@@ -300,9 +363,20 @@ def test_ca_bundle_may_have_comments(
     store = S3Store(replace(options, endpoint_url=https.endpoint_url, ca_bundle=str(bundle)))
     assert fetch(store, "f/a", len(DATA)) == DATA
     store.close()
-    bundle.write_text("hello")
-    with pytest.raises(StoreConfigError, match=r"^ca_bundle: .* holds no certificate in PEM form"):
-        S3Store(store.options).size("a")
+    broken = "-----BEGIN CERTIFICATE-----\nMIIBszCC\n-----END CERTIFICATE-----\n"
+    for text in ("hello", "-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n", broken, broken[:40]):
+        bundle.write_text(text)
+        with pytest.raises(StoreConfigError, match=r"^ca_bundle: .* holds no certificate in PEM form"):
+            S3Store(store.options).size("a")
+
+
+def test_certificate_that_obstore_alone_refuses(
+    options: S3Options, certificate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiers.stores.s3_session._read_ca_bundle", lambda _: b"hello")
+    store = S3Store(replace(options, client="obstore", ca_bundle=str(certificate / "ca.pem")))
+    with pytest.raises(StoreConfigError, match=r"^ca_bundle: .* is not taken by obstore; set client: boto3"):
+        store.size("a")
 
 
 def test_ca_bundle_that_is_not_there(options: S3Options) -> None:

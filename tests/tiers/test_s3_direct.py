@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
 import time
@@ -102,6 +103,17 @@ def test_many_threads_share_connections(store: S3Store) -> None:
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda _: fetch(store, "f/a", len(DATA)), range(200)))
     assert found == [DATA] * 200
+
+
+def test_no_socket_to_be_had(store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as scarce:
+        scarce.setattr("tiers.stores.s3_direct.socket.socket", fail)
+        with pytest.raises(StoreUnavailableError):
+            fetch(store, "f/a", len(DATA))
+    assert fetch(store, "f/a", len(DATA)) == DATA
 
 
 @contextmanager

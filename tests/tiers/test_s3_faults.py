@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -36,9 +36,11 @@ from tiers.stores.s3 import RENEW_EVERY_S, S3Store
 from tiers.stores.s3_errors import CredentialsExpiredError
 from tiers.stores.s3_options import S3Options
 from tiers.stores.s3_session import S3Session
+from tiers.testing import http_faults
 from tiers.testing.contract import GuardedParts, as_parts, fetch, make_data
 from tiers.testing.http_faults import Fault, HttpFaultServer
 from tiers.testing.servers import S3Server
+from tiers.testing.tiny_s3 import Answer
 
 DATA = make_data(300_000)  # more than one piece of a streamed body
 
@@ -285,6 +287,17 @@ def test_flipped_body_is_caught_by_the_seal(store: S3Store, server: HttpFaultSer
 def test_tail_of_a_server_that_ignores_ranges(stored: S3Store, server: HttpFaultServer) -> None:
     server.inject(Fault.IGNORE_RANGE)
     assert stored.get_tail("f/a", 4096) == (len(DATA), DATA[-4096:])
+
+
+def test_head_that_does_not_say_how_large(stored: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    send_head = http_faults._Handler._send_head
+
+    def send(handler: http_faults._Handler, answer: Answer, framing: Mapping[str, str]) -> None:
+        send_head(handler, answer, {} if handler.command == "HEAD" else framing)
+
+    monkeypatch.setattr(http_faults._Handler, "_send_head", send)
+    with pytest.raises(StoreUnavailableError):
+        stored.size("f/a")
 
 
 # -- puts that somebody else, or we ourselves, did already ----------------------------------------------------------

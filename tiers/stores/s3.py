@@ -259,13 +259,15 @@ class S3Store(Store):
         """
         self._raise_if_closed("")
         process = self._current()
-        outcome: list[StoreError | None] = []
+        outcome: list[Exception | None] = []
 
         def ask() -> None:
             try:
                 self._clients(process).session.check()
             except StoreError as e:
                 outcome.append(type(e)(str(e)))  # without the client's exception, as in _run
+            except Exception as e:  # noqa: BLE001 - a thread's edge: raised below
+                outcome.append(e)
             else:
                 outcome.append(None)
 

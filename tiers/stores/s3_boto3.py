@@ -107,15 +107,21 @@ class Boto3Client:
             return None
         tail = bytearray(min(length, answer.get("ContentLength", length)))
         self._read_body(answer, [memoryview(tail)] if tail else [], len(tail), started)
-        return int(answer["ContentRange"].rpartition("/")[2]) if "ContentRange" in answer else len(tail), bytes(tail)
+        size = str(answer.get("ContentRange", len(tail))).rpartition("/")[2]
+        if not size.isdecimal():  # "*"
+            raise connection_error(self._session.place)
+        return int(size), bytes(tail)
 
     def size(self, key: str) -> int | None:
         """The object's size; None if absent."""
         try:
-            return int(self._client.head_object(Bucket=self._options.bucket, Key=key)["ContentLength"])
+            size = self._client.head_object(Bucket=self._options.bucket, Key=key).get("ContentLength")
         except BOTO_ERRORS as e:
             self._raise_unless_absent(e)
             return None
+        if size is None:  # a proxy that compresses, say
+            raise connection_error(self._session.place)
+        return int(size)
 
     def delete(self, key: str) -> None:
         """Delete an object; absent is success."""

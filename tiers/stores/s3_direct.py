@@ -165,26 +165,23 @@ class DirectReader:
         return None
 
     def _dial(self) -> socket.socket:
-        try:
+        within_s = min(self._options.connect_timeout_s, self._options.attempt_timeout_s)
+        with contextlib.suppress(OSError, ValueError):  # names too long for IDNA are ValueErrors
             addresses = socket.getaddrinfo(self._name, self._port, type=socket.SOCK_STREAM)
-        except OSError:
-            addresses = []
-        for family, kind, protocol, _, address in addresses:
-            sock = socket.socket(family, kind, protocol)
-            within_s = min(self._options.connect_timeout_s, self._options.attempt_timeout_s)
-            sock.settimeout(within_s / len(addresses))
-            try:
-                sock.connect(address)
-            except OSError:
-                sock.close()
-                continue
-            sock.settimeout(None)  # from here on the watchdog sees to that
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            # A request with a session token is two packets; Nagle's algorithm would hold the second back for an ACK.
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if self._tls is None:
-                return sock
-            return self._tls.wrap_socket(sock, server_hostname=self._name, do_handshake_on_connect=False)
+            for family, kind, protocol, _, address in addresses:
+                with contextlib.suppress(OSError, ValueError), contextlib.ExitStack() as undo:
+                    sock = undo.enter_context(socket.socket(family, kind, protocol))
+                    sock.settimeout(within_s / len(addresses))
+                    sock.connect(address)
+                    sock.settimeout(None)  # from here on the watchdog sees to that
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                    # A request with a session token is two packets; Nagle's algorithm would hold the second back for
+                    # an ACK.
+                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    if self._tls is not None:
+                        sock = self._tls.wrap_socket(sock, server_hostname=self._name, do_handshake_on_connect=False)
+                    undo.pop_all()
+                    return sock
         raise connection_error(self._session.place)
 
 

@@ -34,7 +34,7 @@ from obstore.store import S3Store as ObstoreS3
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, S3Config
 
-from tiers.errors import BlobCorruptError, BlobNotFoundError, InvalidKeyError, StoreError
+from tiers.errors import BlobCorruptError, BlobNotFoundError, InvalidKeyError, StoreConfigError, StoreError
 from tiers.posix import look_at
 from tiers.store import Look
 from tiers.stores.s3_direct import DirectReader
@@ -210,13 +210,19 @@ class ObstoreClient:
             config["server_side_encryption"] = options.sse
         if options.sse_kms_key_id is not None:
             config["sse_kms_key_id"] = options.sse_kms_key_id
-        return ObstoreS3(
-            options.bucket,
-            config=config,
-            client_options=client,
-            retry_config={"max_retries": 0},  # S3Store retries, for both clients alike
-            credential_provider=session.credentials,
-        )
+        try:
+            return ObstoreS3(
+                options.bucket,
+                config=config,
+                client_options=client,
+                retry_config={"max_retries": 0},  # S3Store retries, for both clients alike
+                credential_provider=session.credentials,
+            )
+        except (BaseError, ValueError):
+            what = (
+                f"ca_bundle: a certificate of {session.ca_path}" if session.ca_pem else "endpoint: this configuration"
+            )
+            raise StoreConfigError(f"{what} is not taken by obstore; set client: boto3") from None
 
     def _raise_unless_absent(self, error: FileNotFoundError, started: float) -> None:
         """A 404 is an absent key or an absent bucket. A HEAD's has no body and cannot tell: it passes for the key's."""

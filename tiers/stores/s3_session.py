@@ -7,6 +7,7 @@ delete, checks and lifecycle rules are rare and done by it.
 
 from __future__ import annotations
 
+import ssl
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
@@ -37,8 +38,17 @@ DELETE_KEYS_MAX = 1000  # S3's limit for one batch delete
 CREDENTIALS_TTL = timedelta(minutes=6)
 LIFECYCLE_ID = "kvtiers"
 
-#: Everything that a call of boto3 raises when something outside of this process is wrong.
-BOTO_ERRORS = (boto_errors.BotoCoreError, boto_errors.ClientError, ResponseParserError)
+#: Everything that a call of boto3 raises when something outside of this process is wrong. The last three are from its
+#: credential chain: a token file or a helper that is not there, what was refreshed and is expired all the same, what
+#: cannot be parsed.
+BOTO_ERRORS = (
+    boto_errors.BotoCoreError,
+    boto_errors.ClientError,
+    ResponseParserError,
+    OSError,
+    RuntimeError,
+    ValueError,
+)
 
 
 class S3Session:
@@ -61,8 +71,8 @@ class S3Session:
             botocore_session = self._make_botocore_session()
             self._session = boto3.Session(botocore_session=botocore_session)
             self.region = options.region or self._session.region_name or DEFAULT_REGION
+            self._credentials = self._find_credentials(botocore_session)  # before the client does
             self.client = self.make_client(sign_payload=options.checksum == "none")
-            self._credentials = self._session.get_credentials()
         except boto_errors.BotoCoreError as e:
             raise self.translate(e) from None
         except ValueError:  # boto3 checks an endpoint of the environment or the profile by hand
@@ -92,7 +102,7 @@ class S3Session:
         """Credentials that are good for some minutes; obstore's ``credential_provider``."""
         try:
             frozen = self._credentials.get_frozen_credentials()
-        except BOTO_ERRORS as e:
+        except Exception as e:  # noqa: BLE001 - the chain stumbles over what helpers print and files hold
             self.credentials_error = self.translate(e)
             raise self.credentials_error from None
         self.credentials_error = None
@@ -156,7 +166,7 @@ class S3Session:
             if e.response["Error"]["Code"] != "NoSuchLifecycleConfiguration":
                 raise self.translate(e) from None
             rules = []
-        except boto_errors.BotoCoreError as e:
+        except BOTO_ERRORS as e:
             raise self.translate(e) from None
         rules = [rule for rule in rules if rule.get("ID") != rule_id]
         if days is not None:
@@ -207,7 +217,19 @@ class S3Session:
         for kinds, ours, hint in _BOTO_ERRORS:
             if isinstance(error, kinds):
                 return ours(hint.format(self.place.endpoint_url))
-        return connection_error(self.place)
+        if isinstance(error, boto_errors.BotoCoreError):
+            return connection_error(self.place)
+        if isinstance(error, RuntimeError):
+            return CredentialsExpiredError(
+                "secret: what boto3's credential chain found anew has expired, too; renew it"
+            )
+        if isinstance(error, OSError):
+            return StorePermissionError(
+                "secret: boto3's credential chain misses a file: the web identity's token or credential_process"
+            )
+        return StorePermissionError(
+            "secret: boto3's credential chain found what it cannot read; what does credential_process print?"
+        )
 
     def close(self) -> None:
         """Close idle connections."""
@@ -225,6 +247,7 @@ class S3Session:
             )
         )
         if options.role_arn is not None:
+            self._find_credentials(session)
             region = options.region or session.get_config_variable("region") or DEFAULT_REGION
             sts = session.create_client("sts", region_name=region)
             refresh = create_assume_role_refresher(
@@ -234,6 +257,12 @@ class S3Session:
             assumed = DeferredRefreshableCredentials(refresh_using=refresh, method="assume-role")
             session.register_component("credential_provider", _Fixed(assumed))
         return session
+
+    def _find_credentials(self, session: botocore.session.Session) -> Any:
+        try:
+            return session.get_credentials()
+        except Exception as e:  # noqa: BLE001 - the chain stumbles over what helpers print and files hold
+            raise self.translate(e) from None
 
     def _list(self, **arguments: Any) -> dict[str, Any]:
         try:
@@ -278,8 +307,10 @@ def _read_ca_bundle(path: str | None) -> bytes | None:
         pem = Path(path).read_bytes()
     except OSError as e:
         raise StoreConfigError(f"ca_bundle: {path} cannot be read: {e.strerror}") from None
-    if b"-----BEGIN" not in pem:
-        raise StoreConfigError(f"ca_bundle: {path} holds no certificate in PEM form")
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(path)
+    except OSError:
+        raise StoreConfigError(f"ca_bundle: {path} holds no certificate in PEM form, or a broken one") from None
     return pem
 
 
