@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 from botocore.exceptions import ClientError
+from botocore.utils import is_valid_endpoint_url, is_valid_ipv6_endpoint_url
 
 from tests.certificate import make_certificate
 from tests.s3_clients import CLIENTS, READERS, choose
@@ -37,7 +38,7 @@ from tiers.errors import (
 from tiers.stores.chatty_loggers import cap_chatty_loggers
 from tiers.stores.s3 import S3Store
 from tiers.stores.s3_errors import CredentialsExpiredError
-from tiers.stores.s3_options import S3Options
+from tiers.stores.s3_options import S3Options, check_endpoint
 from tiers.stores.s3_session import S3Session
 from tiers.testing.contract import as_parts, fetch
 from tiers.testing.http_faults import Fault, HttpFaultServer
@@ -562,6 +563,10 @@ def test_every_key_has_a_test() -> None:
         ("endpoint_url", "https://", "write https://host"),
         ("endpoint_url", "https://h:99999", "is no URL"),
         ("endpoint_url", "https://h/?a=b", "write https://host"),
+        ("endpoint_url", "https://a_b.c:9000", "not accepted by boto3"),
+        ("endpoint_url", "https://minio..svc", "not accepted by boto3"),
+        ("endpoint_url", "https://.minio", "not accepted by boto3"),
+        ("endpoint_url", f"https://{'a' * 64}.example", "not accepted by boto3"),
         ("region", "us east", "not accepted"),
         ("addressing_style", "dns", "write one of auto, path, virtual"),
         ("role_arn", "arn\r\nx: y", "not accepted"),
@@ -583,6 +588,33 @@ def test_bad_value_names_its_field(key: str, value: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=says) as caught:
         S3Options(**{"bucket": "bucket", key: value})
     assert caught.value.field == key
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        *(
+            "minio",
+            "a.b-c.example",
+            "a.b.",
+            "127.0.0.1",
+            "[::1]",
+            "xn--mnchen-3ya.example",
+            "9",
+            f"{'a' * 63}.b",
+            "a.b" * 85,
+        ),
+        *("a_b.c", "a..b", ".a", "a.-b", "a-.b", "a" * 64, "a." * 130 + "a", "münchen.example", "a b", "a\tb"),
+    ],
+)
+def test_hosts_are_those_that_boto3_takes(host: str) -> None:
+    """So that what is wrong is named as the configuration's, and not the environment's."""
+    url = f"https://{host}:9000"
+    if is_valid_endpoint_url(url) or is_valid_ipv6_endpoint_url(url):
+        check_endpoint(url, allow_insecure=False)
+    else:
+        with pytest.raises(ConfigError, match=r"^endpoint_url: .* not accepted"):
+            check_endpoint(url, allow_insecure=False)
 
 
 def test_password_in_the_endpoint_is_refused_and_not_repeated() -> None:

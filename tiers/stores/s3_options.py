@@ -17,6 +17,10 @@ Encryption = Literal["AES256", "aws:kms"]
 
 # The superset of what S3 and its clones take as a name; it keeps anything out that would change the URL's meaning.
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,253}[A-Za-z0-9]")
+# As boto3 takes them (botocore.utils.is_valid_endpoint_url), for host names that are no IPv6 addresses.
+_HOST = re.compile(
+    r"(?=.{1,255}\Z)((?!-)[a-z0-9-]{1,63}(?<!-)\.)*(?!-)[a-z0-9-]{1,63}(?<!-)\.?", re.IGNORECASE | re.ASCII
+)
 _HEADER_TOKEN = re.compile(r"[A-Za-z0-9_:/.@+=,-]{1,512}")
 
 _CHOICES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
@@ -156,8 +160,14 @@ def check_endpoint(url: str, *, allow_insecure: bool) -> None:
         raise ConfigError(f"is no URL: {e}; write https://host or https://host:port", field=field) from None
     if "@" in parts.netloc:
         raise ConfigError("holds credentials; put them into the environment or ~/.aws/credentials", field=field)
-    if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment:
+    plain = url.isprintable() and not (parts.query or parts.fragment)
+    if parts.scheme not in ("http", "https") or not host or not plain:
         raise ConfigError(f"{url!r} is not accepted: write https://host or https://host:port", field=field)
+    if ":" not in host and not _HOST.fullmatch(host):
+        raise ConfigError(
+            f"{url!r} is not accepted by boto3: a host name is labels of 1..63 letters, digits and '-', joined by '.'",
+            field=field,
+        )
     if parts.scheme == "http" and not allow_insecure and not is_loopback(host):
         raise ConfigError(
             f"{url!r} would send blocks and signatures unencrypted; use https, or set allow_insecure: true", field=field
