@@ -33,7 +33,8 @@ from tiers.file_mapper import FileMapper, strict_fields
 from tiers.seal import TRAILER_BYTES, Seal
 from tiers.store_tier import StoreTierManager
 from tiers.stores.s3 import RENEW_EVERY_S, S3Store
-from tiers.stores.s3_errors import CredentialsExpiredError
+from tiers.stores.s3_delete import DELETERS_MAX
+from tiers.stores.s3_errors import CredentialsExpiredError, RequestRefusedError
 from tiers.stores.s3_options import S3Options
 from tiers.stores.s3_session import S3Session
 from tiers.testing import http_faults
@@ -404,6 +405,48 @@ def test_one_bad_answer_is_one_keys_affair(stored: S3Store, server: HttpFaultSer
     absent, denied, present = stored.size_many(["f/c", "f/b", "f/a"])
     assert (absent, present) == (None, len(DATA))
     assert isinstance(denied, StorePermissionError)
+
+
+# -- many deletions -------------------------------------------------------------------------------------------------
+
+
+def test_blobs_are_deleted_one_by_one_where_batches_are_refused(
+    store: S3Store, server: HttpFaultServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By servers without DeleteObjects, and by those that want Content-MD5 with it, which boto3 no longer sends."""
+    keys = [f"f/{i}" for i in range(20)]
+    for key in keys:
+        server.put_object("bucket", key, DATA)
+    server.inject(Fault.NOT_IMPLEMENTED, methods=("POST",))
+    server.inject(Fault.ACCESS_DENIED, methods=("DELETE",), path_contains="/f/7")
+    outcomes = store.delete_many(keys)
+    assert [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is not None] == ["f/7"]
+    assert isinstance(outcomes[7], StorePermissionError)
+    assert outcomes[7].key == "f/7"
+    assert [key for key in keys if server.get_object("bucket", key) is not None] == ["f/7"]
+    assert store.delete_many(["f/0", "f/absent"]) == [None, None]
+    assert len(server.requests("POST")) == 1  # it is remembered
+    said = [record.getMessage() for record in caplog.records if "DeleteObjects" in record.getMessage()]
+    assert said == [f"{store!r}: the server refuses DeleteObjects; blobs are deleted one by one instead"]
+
+
+def test_refusal_of_every_deletion_is_not_about_batches(store: S3Store, server: HttpFaultServer) -> None:
+    server.inject(Fault.NOT_IMPLEMENTED)
+    outcomes = store.delete_many(["a", "b"])
+    assert [type(outcome) for outcome in outcomes] == [RequestRefusedError] * 2
+    server.heal()
+    assert store.delete_many(["a", "b"]) == [None, None]
+    assert len(server.requests("POST")) == 2
+
+
+def test_single_deletions_from_a_server_that_hangs_are_given_up(store: S3Store, server: HttpFaultServer) -> None:
+    hasty = hurried(store)
+    server.inject(Fault.NOT_IMPLEMENTED, methods=("POST",))
+    server.inject(Fault.STALL, methods=("DELETE",))
+    outcomes = hasty.delete_many([f"f/{i}" for i in range(200)])
+    assert {type(outcome) for outcome in outcomes} == {StoreTimeoutError}
+    assert len(server.requests("DELETE")) <= DELETERS_MAX
+    hasty.close()
 
 
 # -- check ----------------------------------------------------------------------------------------------------------

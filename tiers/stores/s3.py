@@ -24,6 +24,7 @@ from tiers.errors import BlobCorruptError, InvalidKeyError, StoreClosedError, St
 from tiers.posix import look_at
 from tiers.store import KEY_LENGTH_MAX, KEY_PART_LENGTH_MAX, Capabilities, KeyInfo, Look, Store, check_key, parts_size
 from tiers.stores.s3_boto3 import Boto3Client
+from tiers.stores.s3_delete import delete_each
 from tiers.stores.s3_errors import (
     BareRefusalError,
     CredentialsExpiredError,
@@ -100,8 +101,8 @@ class S3Store(Store):
     """Blobs in an S3 bucket.
 
     Any thread may call. Clients are made by the first call, so constructing a store does no I/O. ``_process`` is
-    replaced after a fork and when credentials have expired, at ``_renewed_at`` the last time; ``_checksum_refused``
-    goes from False to True once.
+    replaced after a fork and when credentials have expired, at ``_renewed_at`` the last time; ``_checksum_refused`` and
+    ``_batches_refused`` go from False to True once.
 
     Args:
         options: where and how.
@@ -126,6 +127,7 @@ class S3Store(Store):
         self._rng = rng
         self._closed = False
         self._checksum_refused = False
+        self._batches_refused = False
         self._renewed_at = -RENEW_EVERY_S
         self._lookups = Lookups(
             askers_max=options.max_connections, silence_s_max=options.request_timeout_s, clock=clock
@@ -230,7 +232,7 @@ class S3Store(Store):
         return [answers[key] for key in keys]
 
     def delete_many(self, keys: Sequence[str]) -> list[Exception | None]:
-        """See ``SupportsDeleteMany``. 1,000 keys a request."""
+        """See ``SupportsDeleteMany``. 1,000 keys a request, or one where the server refuses that."""
         self._raise_if_closed("")
         outcomes: dict[str, Exception | None] = {}
         names = self._names(keys, outcomes)
@@ -317,7 +319,19 @@ class S3Store(Store):
         return self._run("", lambda clients: clients.session.list_page(prefix, token=token))
 
     def _delete_batch(self, names: Sequence[str]) -> dict[str, StoreError]:
-        return self._run("", lambda clients: clients.session.delete_batch(names))
+        if self._batches_refused:
+            return self._delete_each(names)
+        try:
+            return self._run("", lambda clients: clients.session.delete_batch(names))
+        except RequestRefusedError:  # MissingContentMD5, NotImplemented and the like
+            failed = self._delete_each(names)
+            if len(failed) < len(names) and not self._batches_refused:
+                self._batches_refused = True
+                logger.warning("%r: the server refuses DeleteObjects; blobs are deleted one by one instead", self)
+            return failed
+
+    def _delete_each(self, names: Sequence[str]) -> dict[str, StoreError]:
+        return delete_each(names, lambda name: self._run("", lambda clients: clients.data.delete(name)))
 
     def _get_into(self, key: str, parts: Sequence[memoryview], look: Look | None) -> None:
         name = self._name(key)
