@@ -321,7 +321,7 @@ class S3TierConfig(BoundedTierConfig):
     gc_every_s: Annotated[float, Field(ge=1, le=30 * 86_400)] = Field(
         3600.0, description="How often the collector lists everything, for ttl and to measure."
     )
-    bucket: str = Field(description="Bucket; must exist.")
+    bucket: str = Field(description="Bucket; must exist. Directory buckets (…--x-s3): with client: boto3 only.")
     prefix: str = Field("", description="Folder inside the bucket.")
     endpoint_url: str | None = Field(None, description="Of an S3 that is not AWS's, such as https://minio:9000.")
     region: str | None = Field(None, description="Default: what boto3 finds, else us-east-1.")
@@ -335,7 +335,7 @@ class S3TierConfig(BoundedTierConfig):
     allow_insecure: bool = Field(False, description="Allow http to other hosts.")
     sse: Literal["AES256", "aws:kms"] | None = Field(None, description="Server-side encryption of new blocks.")
     sse_kms_key_id: str | None = Field(None, description="Key for sse: aws:kms.")
-    storage_class: str | None = Field(None, description="Of new blocks, such as EXPRESS_ONEZONE.")
+    storage_class: str | None = Field(None, description="Of new blocks, such as STANDARD_IA.")
     checksum: Literal["crc64nvme", "crc32c", "sha256", "none"] = Field(
         "crc64nvme", description="Checksum the server verifies; falls back once where a clone refuses it."
     )

@@ -20,9 +20,10 @@ from dataclasses import fields, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
-from botocore.exceptions import ClientError
+from botocore.exceptions import ClientError, EndpointConnectionError
 from botocore.utils import is_valid_endpoint_url, is_valid_ipv6_endpoint_url
 
 from tests.certificate import make_certificate
@@ -169,6 +170,24 @@ def test_addressing_style_on_aws(style: Any, bucket: str, virtual: bool) -> None
     assert session.virtual_host is virtual
     url = session.client.generate_presigned_url("get_object", Params={"Bucket": bucket, "Key": "k"})
     assert url.startswith(f"https://{bucket}.s3." if virtual else f"https://s3.eu-west-1.amazonaws.com/{bucket}/")
+
+
+def test_directory_buckets_are_boto3s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the zone's own endpoint; obstore and our own reads would ask the region's."""
+    bucket = "kv--usw2-az1--x-s3"
+    asked: list[str] = []
+
+    def send(_: object, request: Any) -> None:
+        asked.append(urlsplit(request.url).hostname or "")
+        raise EndpointConnectionError(endpoint_url="")
+
+    monkeypatch.setattr("botocore.httpsession.URLLib3Session.send", send)
+    store = S3Store(S3Options(bucket=bucket, region="us-west-2", client="boto3", retries=0))
+    for call in (lambda: store.put("a", as_parts(DATA)), lambda: fetch(store, "a", 1), lambda: store.size("a")):
+        with pytest.raises(StoreUnavailableError):
+            call()
+    assert set(asked) == {f"{bucket}.s3express-usw2-az1.us-west-2.amazonaws.com"}
+    store.close()
 
 
 # -- who ---------------------------------------------------------------------------------------------------------------
@@ -552,6 +571,7 @@ def test_every_key_has_a_test() -> None:
         ("bucket", "../x", "is no bucket name"),
         ("bucket", "a..b", "is no bucket name"),
         ("bucket", "bucket\n", "is no bucket name"),
+        ("bucket", "kv--usw2-az1--x-s3", "directory bucket.* set client: boto3"),
         ("prefix", "/a", "is no prefix"),
         ("prefix", "a/", "is no prefix"),
         ("prefix", "a//b", "is no prefix"),

@@ -30,6 +30,7 @@ _CHOICES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     ("client", get_args(Client)),
 )
 
+DIRECTORY_BUCKET_SUFFIX = "--x-s3"  # reserved by AWS for these
 PREFIX_LENGTH_MAX = 512  # bytes; leaves 511 of S3's 1,024 for the key
 TIMEOUT_S_MAX = 3600.0
 RETRIES_MAX = 20
@@ -44,7 +45,7 @@ class S3Options:
     container and instance metadata, ``credential_process``) and are refreshed by it.
 
     Attributes:
-        bucket: must exist.
+        bucket: must exist. Directory buckets (S3 Express, ``…--x-s3``) only with ``client: boto3``.
         prefix: folder inside the bucket; "" is the bucket's root.
         endpoint_url: of an S3 that is not AWS's; None: boto3's chain (``AWS_ENDPOINT_URL``, profile), else AWS.
         region: None: boto3's chain, else us-east-1.
@@ -56,7 +57,7 @@ class S3Options:
         verify: False accepts any certificate: for a moment's test only.
         allow_insecure: allow http to hosts other than this one.
         sse, sse_kms_key_id: server-side encryption of new blobs.
-        storage_class: of new blobs, such as ``STANDARD_IA`` or ``EXPRESS_ONEZONE``.
+        storage_class: of new blobs, such as ``STANDARD_IA``.
         checksum: sent with each put for the server to verify. ``none`` signs the payload's SHA-256 instead, which
             every server takes, AWS and MinIO verify, and which costs 0.5 ms of CPU a MiB; a server that refuses a
             checksum gets that by itself. ``crc32c`` only with ``client: boto3``.
@@ -101,6 +102,11 @@ class S3Options:
         if not _BUCKET.fullmatch(self.bucket) or ".." in self.bucket:
             raise ConfigError(
                 f"{self.bucket!r} is no bucket name; accepted are 3..255 letters, digits, '.', '-' and '_'",
+                field="bucket",
+            )
+        if self.bucket.endswith(DIRECTORY_BUCKET_SUFFIX) and self.client == "obstore":
+            raise ConfigError(
+                f"{self.bucket!r} is a directory bucket, which has endpoints of its own; set client: boto3",
                 field="bucket",
             )
         self._check_prefix()
