@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_serial
 from tiers.capacity.policy import CapacityPolicy
 from tiers.errors import ConfigError
 from tiers.file_mapper import FORMAT_SEALED, FORMAT_VLLM_RAW
-from tiers.stores.s3_options import S3Options
+from tiers.stores.s3_options import TIMEOUT_S_MAX, S3Options
 
 #: Keys of the s3 tier that the store takes as they are.
 _S3_SAME_NAMES = (
@@ -88,6 +88,7 @@ Duration = Annotated[float, BeforeValidator(parse_duration), Field(json_schema_e
 ExpandedPath = Annotated[str, BeforeValidator(_expand_path), Field(min_length=1, max_length=3072)]
 Threads = Annotated[int, Field(ge=1, le=256)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
+RequestSeconds = Annotated[float, Field(gt=0, le=TIMEOUT_S_MAX)]
 
 
 def default_threads() -> int:
@@ -339,8 +340,8 @@ class S3TierConfig(BoundedTierConfig):
     checksum: Literal["crc64nvme", "crc32c", "sha256", "none"] = Field(
         "crc64nvme", description="Checksum the server verifies; falls back once where a clone refuses it."
     )
-    request_timeout: Seconds = Field(10.0, description="Seconds for one operation with its retries.")
-    connect_timeout: Seconds = Field(2.0, description="Seconds for one connection.")
+    request_timeout: RequestSeconds = Field(10.0, description="Seconds for one operation with its retries.")
+    connect_timeout: RequestSeconds = Field(2.0, description="Seconds for one connection.")
     retries: Annotated[int, Field(ge=0, le=20)] = Field(3, description="Further attempts after 5xx, 429 or a reset.")
     client: Literal["obstore", "boto3"] = Field(
         "obstore", description="obstore (Rust, fast), or boto3 where policy allows only AWS's own."

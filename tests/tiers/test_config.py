@@ -61,6 +61,7 @@ def test_the_mistake_names_path_value_and_cure() -> None:
 
 
 FS = {"type": "fs", "root_dir": "/kv"}
+S3 = {"type": "s3", "bucket": "bucket"}
 
 
 @pytest.mark.parametrize(
@@ -91,6 +92,14 @@ FS = {"type": "fs", "root_dir": "/kv"}
         ({"region": REGION, "tiers": [FS | {"n_write_threads": 10**6}]}, "tiers[0].n_write_threads: 1000000 is not"),
         ({"region": REGION, "tiers": [FS | {"durability": "yes"}]}, "tiers[0].durability: 'yes' is not accepted"),
         ({"region": REGION, "tiers": [FS, FS | {"n_threads": 1}]}, "tiers[1].n_threads: is no key; accepted: absent_"),
+        (
+            {"region": REGION, "tiers": [S3 | {"request_timeout": 7200}]},
+            "tiers[0].request_timeout: 7200 is not accepted",
+        ),
+        (
+            {"region": REGION, "tiers": [S3 | {"connect_timeout": 7200}]},
+            "tiers[0].connect_timeout: 7200 is not accepted",
+        ),
         ({"region": REGION, "tiers": [FS | {"name": "a"}, FS | {"name": "a"}]}, "'a' is the name of 2 tiers"),
     ],
 )

@@ -32,7 +32,7 @@ _CHOICES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
 
 DIRECTORY_BUCKET_SUFFIX = "--x-s3"  # reserved by AWS for these
 PREFIX_LENGTH_MAX = 512  # bytes; leaves 511 of S3's 1,024 for the key
-TIMEOUT_S_MAX = 3600.0
+TIMEOUT_S_MAX = 3600
 RETRIES_MAX = 20
 CONNECTIONS_MAX = 1024
 
