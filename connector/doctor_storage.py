@@ -31,6 +31,8 @@ CLOCK_SKEW_S_MAX = 5.0
 LISTED_MAX = 2000  # a look for namespaces must not list a bucket of millions
 NAMESPACES_MAX = 100
 INODES_FREE_MIN = 100_000
+LOST_AND_FOUND = "lost+found"
+REFUSED_SHOWN_MAX = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,7 @@ def examine_folder(where: str, config: FsTierConfig | NfsTierConfig) -> Iterator
     else:
         yield Finding("ok", where, "file system", f"{root} is on {kind or 'an unknown file system'}")
     yield _free_space(where, config)
+    yield from _refused_folders(where, root)
     yield _unnamed_files(where, root, expected=isinstance(config, FsTierConfig))
     yield _rename(where, root)
     yield _direct_io(where, root)
@@ -262,6 +265,23 @@ def _free_space(where: str, config: FsTierConfig | NfsTierConfig) -> Finding:
             "a larger blocks_per_chunk makes fewer files; or a file system with more inodes",
         )  # fmt: skip
     return Finding("ok", where, "free space", text)
+
+
+def _refused_folders(where: str, root: str) -> Iterator[Finding]:
+    """Folders in the root that this user may not look into: listings pass them over, and their blocks are errors."""
+    names = sorted(entry.name for entry in os.scandir(root) if entry.is_dir(follow_symlinks=False))
+    refused = [name for name in names if not os.access(os.path.join(root, name), os.R_OK | os.X_OK)]
+    if LOST_AND_FOUND in refused:
+        refused.remove(LOST_AND_FOUND)
+        yield Finding("note", where, "folders", f"{LOST_AND_FOUND} is the file system's own; listings pass it over")
+    if refused:
+        shown = ", ".join(refused[:REFUSED_SHOWN_MAX]) + (", …" if len(refused) > REFUSED_SHOWN_MAX else "")
+        yield Finding(
+            "problem", where, "folders",
+            f"uid {os.getuid()} may not look into {len(refused)} in {root}: {shown}; what they hold is neither loaded, "
+            "counted nor removed",
+            f"chown -R {os.getuid()}:{os.getgid()} {root}, and run kvtiers commands as the engine's user",
+        )  # fmt: skip
 
 
 def _unnamed_files(where: str, root: str, *, expected: bool) -> Finding:

@@ -15,7 +15,7 @@ from typing import Any
 
 from tiers.block_reader import BlockReader, read_identities, read_small
 from tiers.conversion import Converter
-from tiers.errors import BlobNotFoundError, StoreConfigError, StoreError, StoreFullError
+from tiers.errors import BlobNotFoundError, StoreConfigError, StoreError, StoreFullError, StorePermissionError
 from tiers.file_mapper import CONFIG_FILE_NAME, IDENTITY_FILE_PREFIX
 from tiers.inventory import BlockName, list_blocks
 from tiers.seal import TRAILER_BYTES, Seal
@@ -140,7 +140,8 @@ class Copier:
             self.report.no_room = True
             return None
         except StoreError as e:
-            if not e.retryable:
+            unreadable = isinstance(e, StorePermissionError) and e.key == info.key
+            if not e.retryable and not unreadable:
                 raise
             self.report.errors += 1
             return None
@@ -166,7 +167,11 @@ class Copier:
         report = CopyReport()
         for move in moves:
             try:
-                reason, _ = reader.read(move.info, move.name)
+                try:
+                    reason, _ = reader.read(move.info, move.name)
+                except StorePermissionError:  # of one file, as by a command that was run by root: no reason to stop
+                    report.errors += 1
+                    continue
                 if reason is not None:
                     report.bad += 1
                     continue

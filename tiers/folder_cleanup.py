@@ -75,7 +75,7 @@ def sweep_quarantine(root: RootFolder, now: float, age_s_max: float) -> None:
                     # A rename changes ctime and nothing else: it is when the blob was moved here.
                     if now - os.stat(entry.name, dir_fd=fd, follow_symlinks=False).st_ctime >= age_s_max:
                         os.unlink(entry.name, dir_fd=fd)
-                except (FileNotFoundError, IsADirectoryError):
+                except (FileNotFoundError, IsADirectoryError, PermissionError):
                     pass
     finally:
         close_reader(fd)
@@ -93,7 +93,7 @@ def own_bytes(root: RootFolder) -> int:
                 for entry in entries:
                     try:
                         total += os.stat(entry.name, dir_fd=fd, follow_symlinks=False).st_size
-                    except FileNotFoundError:
+                    except (FileNotFoundError, PermissionError):
                         pass
         finally:
             close_reader(fd)
@@ -126,7 +126,8 @@ def _open_listing(root: RootFolder, name: str) -> int | None:
     try:
         return root.open(name, OPEN_LISTING)
     except OSError as e:
-        if is_absent(e):
+        # Another user's, as of a command that was run by root: neither ours to sweep nor a reason to collect nothing.
+        if is_absent(e) or isinstance(e, PermissionError):
             return None
         raise
 

@@ -7,18 +7,24 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from tiers.errors import InvalidKeyError
 from tiers.posix import OPEN_LISTING, RootFolder, close_reader, is_absent
 from tiers.store import KeyInfo, check_key
 
 
-def walk(root: RootFolder, prefix: str) -> Iterator[KeyInfo]:
+def walk(root: RootFolder, prefix: str, on_refused: Callable[[str, OSError], None]) -> Iterator[KeyInfo]:
     """Yield the regular files below the root whose key starts with ``prefix``, in the order of the folders.
 
-    Dot names, symbolic links and names that are no keys are passed over. Holds one listing (two descriptors) per
-    level of folders and nothing else, however many files there are.
+    Dot names, symbolic links and names that are no keys are passed over, and so is what this user may not look into:
+    a root that is a mount point has a ``lost+found``, and a command that was run by root leaves folders of root's. One
+    such folder must not hide all others. Holds one listing (two descriptors) per level of folders and nothing else,
+    however many files there are.
+
+    Args:
+        on_refused: told the name below the root of each that was refused, and the error. The root itself, and the
+            folder that ``prefix`` names, raise.
     """
     start, slash, name_prefix = prefix.rpartition("/")
     if slash:
@@ -40,14 +46,16 @@ def walk(root: RootFolder, prefix: str) -> Iterator[KeyInfo]:
                 stack.pop().close()
             elif entry.name.startswith(".") or (len(stack) == 1 and not entry.name.startswith(name_prefix)):
                 continue
-            elif entry.is_dir(follow_symlinks=False):
-                inner = listing.enter(entry.name)
-                if inner is not None:
-                    stack.append(inner)
-            elif entry.is_file(follow_symlinks=False):
-                info = listing.info(entry.name)
-                if info is not None:
-                    yield info
+            else:
+                try:
+                    found = listing.find(entry)
+                except PermissionError as e:
+                    on_refused(listing.prefix + entry.name, e)
+                    continue
+                if isinstance(found, KeyInfo):
+                    yield found
+                elif found is not None:
+                    stack.append(found)
     finally:
         for listing in stack:
             listing.close()
@@ -64,6 +72,12 @@ class _Listing:
         except BaseException:
             close_reader(fd)
             raise
+
+    def find(self, entry: os.DirEntry[str]) -> KeyInfo | _Listing | None:
+        """A file's, or a folder's; None for what is neither."""
+        if entry.is_dir(follow_symlinks=False):
+            return self.enter(entry.name)
+        return self.info(entry.name) if entry.is_file(follow_symlinks=False) else None
 
     def enter(self, name: str) -> _Listing | None:
         """A folder in this one; None where it was removed or replaced since it was listed."""

@@ -34,16 +34,18 @@ from tiers.posix import (
     store_error,
     write_all,
 )
-from tiers.publish import FreeSpace, Publisher, sweep
+from tiers.publish import PRIVATE_FOLDER, FreeSpace, Publisher, sweep
 from tiers.store import KeyInfo, Look, Store, check_key, parts_size
 
 logger = logging.getLogger(__name__)
 
 PUBLISH_ATTEMPTS_MAX = 5  # how often a put begins again because a folder was removed under it
+REFUSALS_TOLD_MAX = 16  # folders that may not be read are named in the log, each once
 
 
 class FolderStore(Store):
-    """Blobs as files. Any thread may call, and forked children; ``_lock`` is held to replace ``_root``.
+    """Blobs as files. Any thread may call, and forked children; ``_lock`` is held to replace ``_root``. ``_refused``
+    only grows, and two threads at once may log one folder twice.
 
     Files are made with mode 0600 and folders with 0700. Nothing outside the root is read or written, whatever is
     put into it: a symbolic link, a FIFO or a device under a key is BlobCorruptError.
@@ -80,6 +82,7 @@ class FolderStore(Store):
         self._publisher = publisher
         self._now = now
         self._lock = threading.Lock()
+        self._refused: set[str] = set()
         root = self._open_root(make=True)
         self._root: RootFolder | None = root
         try:
@@ -126,7 +129,7 @@ class FolderStore(Store):
         self._after_miss(self._use_root(None))  # a listing of a removed root would be empty
         root = self._use_root(None)
         try:
-            yield from walk(root, prefix)
+            yield from walk(root, prefix, self._tell_refused)
         except OSError as e:
             raise store_error(e, prefix) from e
 
@@ -187,7 +190,10 @@ class FolderStore(Store):
         root = self._use_root(None)
         try:
             now = self._now(root)
-            sweep(root, now)
+            try:
+                sweep(root, now)
+            except PermissionError as e:
+                self._tell_refused(PRIVATE_FOLDER, e)
             sweep_quarantine(root, now, quarantine_s_max)
             return own_bytes(root)
         except OSError as e:
@@ -231,6 +237,13 @@ class FolderStore(Store):
                 if attempts_left and root.is_removed():
                     root = self._replace_root(root, make=True)
         raise StoreUnavailableError("its folder was removed again and again", key=key)
+
+    def _tell_refused(self, name: str, e: OSError) -> None:
+        if name not in self._refused and len(self._refused) < REFUSALS_TOLD_MAX:
+            self._refused.add(name)
+            logger.warning(
+                "%s: %s is passed over, uid %d may not look into it: %s", self.root_dir, name, os.geteuid(), e.strerror
+            )
 
     def _use_root(self, key: str | None) -> RootFolder:
         """The root as it is now, which stays usable until the caller drops it."""

@@ -198,3 +198,11 @@ def test_faults_on_the_way() -> None:
     refused = FaultyStore(MemoryStore(), [Fault("put", error=lambda: StorePermissionError("no"), first=5)])
     with pytest.raises(StorePermissionError):
         Copier(source, refused).copy(find_blocks(source, [""]))
+
+
+def test_a_block_that_may_not_be_read_stops_nothing() -> None:
+    source, target = MemoryStore(), MemoryStore()
+    put_blocks(source)
+    one = FaultyStore(source, [Fault("get_into", error=lambda: StorePermissionError("no"), first=9)])
+    report = Copier(one, target).copy(find_blocks(source, [""]))
+    assert (report.copied, report.errors) == (COUNT - 1, 1)

@@ -95,6 +95,17 @@ def test_what_is_wrong_with_a_folder(tmp_path: Path) -> None:
     assert one(findings, "rights", "tiers[3]").level == "problem"  # a put is refused at the reserve
 
 
+def test_folders_that_may_not_be_looked_into_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("lost+found", "m_r0", "n_r0"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name == "m_r0")  # root may look everywhere
+    note, problem = doctor_storage._refused_folders("fs", str(tmp_path))
+    assert (note.level, problem.level) == ("note", "problem")
+    assert "lost+found" in note.message
+    assert f"into 1 in {tmp_path}: n_r0;" in problem.message
+    assert "chown" in problem.fix
+
+
 @pytest.mark.parametrize(("kind", "level"), [("overlay", "problem"), ("tmpfs", "note"), ("ext4", "ok"), ("", "ok")])
 def test_file_systems(kind: str, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_storage, "file_system_type", lambda root: kind)
