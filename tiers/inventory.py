@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from tiers.file_mapper import block_name
@@ -11,6 +11,8 @@ from tiers.keys import OffloadKey, make_offload_key
 from tiers.store import KeyInfo, Store
 
 _NAME = re.compile(r"(.+)_r([0-9]+)/([0-9a-f]{3})/([0-9a-f]{2})_g([0-9]+)/([0-9a-f]{5,128})\.bin")
+
+_FOLDER = re.compile(r"(.+_[0-9a-f]{12})_r[0-9]+")
 
 #: Upper bounds of the ages that are told apart, in seconds.
 AGES_S = {"1h": 3600.0, "1d": 86_400.0, "7d": 7 * 86_400.0, "30d": 30 * 86_400.0, "older": float("inf")}
@@ -47,6 +49,14 @@ def parse_block_name(key: str) -> BlockName | None:
     if found is None or not found[6].startswith(found[3] + found[4]):
         return None
     return BlockName(found[1], int(found[2]), int(found[5]), found[6])
+
+
+def block_beginnings(folders: Iterable[str]) -> list[str]:
+    """What the names of all blocks of the namespaces among a root's folders begin with.
+
+    Nothing else does: ``config.json`` lies in a folder of the namespace's bare name.
+    """
+    return sorted({f"{found[1]}_r" for folder in folders if (found := _FOLDER.fullmatch(folder))})
 
 
 @dataclass(slots=True)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 import typer
 from rich.console import Console
@@ -18,7 +19,7 @@ from connector.commands.places import Place, Ticker, complain, find_places, huma
 from tiers.capacity.account import used_bytes
 from tiers.capacity.collector import Collector, CollectReport
 from tiers.errors import KVTiersError, StoreError
-from tiers.inventory import Inventory, list_blocks
+from tiers.inventory import Inventory, block_beginnings, list_blocks
 from tiers.tier_config import BoundedTierConfig
 
 EXIT_FAILED = 1
@@ -29,6 +30,15 @@ DAY_S = 86_400
 Config = Annotated[Path, typer.Argument(help="The YAML file of the deployment.")]
 TierName = Annotated[str | None, typer.Option("--tier", help="Only the tier of this name.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
+@runtime_checkable
+class _Expires(Protocol):
+    """A storage that removes blobs by itself: ``tiers.stores.s3.S3Store``."""
+
+    def folders(self) -> list[str]: ...
+
+    def expire_after(self, days: int | None, beginnings: Sequence[str] = ()) -> None: ...
 
 
 def ls(
@@ -100,8 +110,8 @@ def gc(
                     collector = Collector(store, policy, on_progress=ticker.count)
                     report = _run(collector, dry_run, policy.lease_s)
                     days = math.ceil(policy.ttl_s / DAY_S) if policy.ttl_s is not None else None
-                    if lifecycle and days is not None and not dry_run and hasattr(store, "expire_after"):
-                        store.expire_after(days)
+                    if lifecycle and days is not None and not dry_run and isinstance(store, _Expires):
+                        store.expire_after(days, block_beginnings(store.folders()))
             except StoreError as e:
                 raise failed("gc", place, e) from e
             if report is None:

@@ -153,6 +153,8 @@ def test_on_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         client.create_bucket(Bucket="bucket")
         for name in NAMES:
             client.put_object(Bucket="bucket", Key=f"p/{name}", Body=bytes(SIZE))
+        for name in (f"p/{NAMESPACE}/config.json", "p/notes_r1/plan.txt", "other-team/results"):
+            client.put_object(Bucket="bucket", Key=name, Body=b"precious")
         config = tmp_path / "c.yaml"
         tier = f"{{type: s3, bucket: bucket, prefix: p, endpoint_url: '{server.endpoint_url}', ttl: 10d}}"
         config.write_text(f"region: {{size: 1MiB}}\ntiers:\n- {tier}\n")
@@ -160,6 +162,9 @@ def test_on_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ok("gc", str(config), "--lifecycle")
         (rule,) = client.get_bucket_lifecycle_configuration(Bucket="bucket")["Rules"]
         assert rule["Expiration"]["Days"] == 10
+        names = [found["Key"] for found in client.list_objects_v2(Bucket="bucket")["Contents"]]
+        expiring = {name for name in names if name.startswith(rule["Filter"]["Prefix"])}
+        assert expiring == {f"p/{name}" for name in NAMES}  # nobody else's object, and no config.json
         assert len(ok("ls", str(config)).splitlines()) == 10
 
 

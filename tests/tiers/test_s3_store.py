@@ -212,19 +212,49 @@ class TestLifecycle:
             found = client.get_bucket_lifecycle_configuration(Bucket=options.bucket)["Rules"]
             return {rule["ID"]: (rule["Filter"]["Prefix"], rule["Expiration"]["Days"]) for rule in found}
 
-        store.expire_after(7)
-        store.expire_after(30)
-        assert rules() == {"theirs": ("logs/", 90), "kvtiers:kv": ("kv/", 30)}
+        store.expire_after(7, ["m_r"])
+        store.expire_after(30, ["m_r", "n_r"])
+        by_prefix = sorted(rules().values())
+        assert by_prefix == [("kv/m_r", 30), ("kv/n_r", 30), ("logs/", 90)]
+        store.expire_after(7, ["n_r"])  # the namespace m is gone
+        assert sorted(rules().values()) == [("kv/n_r", 7), ("logs/", 90)]
         store.expire_after(None)
         assert rules() == {"theirs": ("logs/", 90)}
+        store.close()
+
+    def test_the_rule_for_everything_that_was_set_once_is_replaced(self, moto: S3Server, options: S3Options) -> None:
+        client = moto.client()
+        rule = {"Status": "Enabled", "Filter": {"Prefix": ""}, "Expiration": {"Days": 7}}
+        old = [rule | {"ID": "kvtiers:"}, rule | {"ID": "kvtiers:other"}]
+        client.put_bucket_lifecycle_configuration(Bucket=options.bucket, LifecycleConfiguration={"Rules": old})
+        store = S3Store(replace(options, prefix=""))
+        store.expire_after(7, ["m_r"])
+        found = client.get_bucket_lifecycle_configuration(Bucket=options.bucket)["Rules"]
+        assert (
+            sorted((rule["Filter"]["Prefix"], rule["ID"][:13]) for rule in found)
+            == [
+                ("", "kvtiers:other"),  # of a tier with this prefix
+                ("m_r", found[-1]["ID"][:13]),
+            ]
+        )
+        store.expire_after(None)
         store.close()
 
     def test_days_are_whole_and_positive(self, options: S3Options) -> None:
         store = S3Store(options)
         with pytest.raises(ValueError, match="1 or more"):
-            store.expire_after(0)
+            store.expire_after(0, ["m_r"])
         store.expire_after(None)  # nothing to remove is fine
         store.close()
+
+
+def test_folders(moto: S3Server, options: S3Options) -> None:
+    store = S3Store(replace(options, prefix="folders"))
+    for key in ("m/config.json", "m_r0/a/b", "m_r0/a/c", "plain"):
+        store.put(key, as_parts(b"1"))
+    moto.client().put_object(Bucket=options.bucket, Key="elsewhere/x", Body=b"")
+    assert store.folders() == ["m", "m_r0"]
+    store.close()
 
 
 class TestCheck:

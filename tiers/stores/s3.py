@@ -289,13 +289,24 @@ class S3Store(Store):
         """Whether the server refused ``checksum`` with a put, and payloads are signed since."""
         return self._checksum_refused
 
-    def expire_after(self, days: int | None) -> None:
-        """Have the bucket itself delete blobs ``days`` after they were written; None: no longer. Other rules stay.
+    def folders(self) -> list[str]:
+        """What keys begin with, up to their first "/"; costs a request per 1,000 of them.
 
         Raises:
+            StoreError: they cannot be listed.
+        """
+        return self._run("", lambda clients: clients.session.list_folders())
+
+    def expire_after(self, days: int | None, beginnings: Sequence[str] = ()) -> None:
+        """Have the bucket itself delete blobs whose keys begin so ``days`` after they were written.
+
+        It replaces what was asked for before; None: nothing any more. Other rules of the bucket stay.
+
+        Raises:
+            ValueError: ``days`` is below 1, S3's unit.
             StoreError: the bucket refused, or has no lifecycle rules.
         """
-        self._run("", lambda clients: clients.session.expire_after(days))
+        self._run("", lambda clients: clients.session.expire_after(days, beginnings))
 
     # -- private ---------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,8 @@ delete, checks and lifecycle rules are rare and done by it.
 
 from __future__ import annotations
 
+import hashlib
+import re
 import ssl
 import time
 from collections.abc import Sequence
@@ -37,6 +39,7 @@ DELETE_KEYS_MAX = 1000  # S3's limit for one batch delete
 # chain is asked once a minute.
 CREDENTIALS_TTL = timedelta(minutes=6)
 LIFECYCLE_ID = "kvtiers"
+RULE_DIGITS = 12  # of a rule's own in its ID, of which S3 takes 255 characters
 
 #: Everything that a call of boto3 raises when something outside of this process is wrong. The last three are from its
 #: credential chain: a token file or a helper that is not there, what was refreshed and is expired all the same, what
@@ -152,29 +155,51 @@ class S3Session:
         if region != self.region and self._is_aws:
             raise StoreConfigError(f"region: bucket {self.options.bucket} is in {region}; set region: {region}")
 
-    def expire_after(self, days: int | None) -> None:
-        """Have the bucket delete blobs ``days`` after they were written; None: take our rule away. Other rules stay.
+    def list_folders(self) -> list[str]:
+        """The first parts of the names below the prefix that have a "/" behind them."""
+        own = f"{self.options.prefix}/" if self.options.prefix else ""
+        found: list[str] = []
+        token = ""
+        while True:
+            start = {"ContinuationToken": token} if token else {}
+            page = self._list(Prefix=own, Delimiter="/", **start)
+            found += [folder["Prefix"][len(own) : -1] for folder in page.get("CommonPrefixes", ())]
+            token = page.get("NextContinuationToken", "") if page.get("IsTruncated") else ""
+            if not token:
+                return found
+
+    def expire_after(self, days: int | None, beginnings: Sequence[str]) -> None:
+        """Have the bucket delete what lies below the prefix under names that begin so ``days`` after it was written.
+
+        All rules of ours for the prefix are replaced; None leaves none. Other rules stay.
 
         Raises:
+            ValueError: ``days`` is below 1, S3's unit.
             StoreError: the bucket refused.
         """
         bucket = self.options.bucket
         rule_id = f"{LIFECYCLE_ID}:{self.options.prefix}"
+        # Without the digits it is the one rule for all of the prefix that was made once, whoever else is in there.
+        ours = re.compile(re.escape(rule_id) + f"(:[0-9a-f]{{{RULE_DIGITS}}})?")
+        new = []
+        if days is not None:
+            own = f"{self.options.prefix}/" if self.options.prefix else ""
+            for beginning in beginnings:
+                digits = hashlib.sha256(beginning.encode()).hexdigest()[:RULE_DIGITS]
+                new.append(lifecycle_rule(f"{rule_id}:{digits}", own + beginning, days))
         try:
-            rules = self.client.get_bucket_lifecycle_configuration(Bucket=bucket)["Rules"]
+            before = self.client.get_bucket_lifecycle_configuration(Bucket=bucket)["Rules"]
         except boto_errors.ClientError as e:
             if e.response["Error"]["Code"] != "NoSuchLifecycleConfiguration":
                 raise self.translate(e) from None
-            rules = []
+            before = []
         except BOTO_ERRORS as e:
             raise self.translate(e) from None
-        rules = [rule for rule in rules if rule.get("ID") != rule_id]
-        if days is not None:
-            rules.append(lifecycle_rule(rule_id, self.options.prefix, days))
+        rules = [rule for rule in before if not ours.fullmatch(rule.get("ID", ""))] + new
         try:
             if rules:
                 self.client.put_bucket_lifecycle_configuration(Bucket=bucket, LifecycleConfiguration={"Rules": rules})
-            else:
+            elif before:
                 self.client.delete_bucket_lifecycle(Bucket=bucket)
         except BOTO_ERRORS as e:
             raise self.translate(e) from None
@@ -285,7 +310,7 @@ class S3Session:
 
 
 def lifecycle_rule(rule_id: str, prefix: str, days: int) -> dict[str, Any]:
-    """A bucket's rule that deletes what is below ``prefix`` after ``days``.
+    """A bucket's rule that deletes objects whose whole names begin with ``prefix`` after ``days``.
 
     Raises:
         ValueError: ``days`` is below 1, S3's unit.
@@ -295,7 +320,7 @@ def lifecycle_rule(rule_id: str, prefix: str, days: int) -> dict[str, Any]:
     return {
         "ID": rule_id,
         "Status": "Enabled",
-        "Filter": {"Prefix": f"{prefix}/" if prefix else ""},
+        "Filter": {"Prefix": prefix},
         "Expiration": {"Days": days},
     }
 
