@@ -2,6 +2,9 @@
 
 Who a block should be is told by its name (hash, group, rank) and by its namespace's files (fingerprint): its
 ``config.json``, or in a folder that vLLM named the ``kvtiers-<digest12>.json`` beside it.
+
+A protected block's checksum is that of its stored bytes, so rot is found without a key. Who wrote it is for those to
+judge who have one.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from tiers.file_mapper import (
     namespace_of,
 )
 from tiers.inventory import BlockName
-from tiers.seal import PAYLOAD_MULTIPLE_BYTES, TRAILER_BYTES, Seal, fingerprint_in
+from tiers.seal import PAYLOAD_MULTIPLE_BYTES, TRAILER_BYTES, Authentication, Seal, fingerprint_in
 from tiers.store import KeyInfo, Store
 
 NO_IDENTITY = "no_identity"  # its namespace's config.json is missing or another one's
@@ -30,13 +33,15 @@ class BlockReader:
 
     Args:
         takes_unverified: blocks without a seal are good.
+        takes_protected: so are protected ones whose checksum is right; else only another reader can judge them.
 
     Attributes:
         data: the last block that was read, payload and trailer as stored; valid until the next.
     """
 
-    def __init__(self, store: Store, *, takes_unverified: bool = False) -> None:
+    def __init__(self, store: Store, *, takes_unverified: bool = False, takes_protected: bool = True) -> None:
         self._store = store
+        self._make_seal = _KeylessSeal if takes_protected else Seal
         self._takes_unverified = takes_unverified
         self._fingerprints: dict[str, list[bytes]] = {}
         self._buffer = bytearray()
@@ -67,7 +72,7 @@ class BlockReader:
                 self._store.get_into(info.key, [payload, trailer])
                 found = fingerprint_in(trailer)
                 wanted = found if found in fingerprints else next(iter(fingerprints), bytes(32))
-                seal = Seal(wanted, name.rank, takes_unverified=self._takes_unverified)
+                seal = self._make_seal(wanted, name.rank, takes_unverified=self._takes_unverified)
                 seal.verify(name.offload_key, payload, trailer)
                 return None, False
             except (SealError, BlobCorruptError) as e:
@@ -77,6 +82,13 @@ class BlockReader:
         if not fingerprints:
             return NO_IDENTITY, False
         return failure.reason if isinstance(failure, SealError) else SealReason.SIZE, False
+
+
+class _KeylessSeal(Seal):
+    """Checks what can be checked of a block without its key: never to load by."""
+
+    def _takes(self, authentication: int) -> bool:
+        return authentication in (Authentication.NONE, Authentication.AES_256_GMAC, Authentication.AES_256_GCM)
 
 
 def read_identities(store: Store, namespace: str) -> dict[bytes, dict[str, Any]]:

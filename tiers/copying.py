@@ -86,7 +86,11 @@ class Copier:
         self._room_bytes = room_bytes
         self._on_progress = on_progress
         self._converter = converter
-        self._readers = [BlockReader(source, takes_unverified=takes_unverified) for _ in range(THREADS)]
+        # A protected block cannot be sealed anew without its key.
+        as_stored = converter is None
+        self._readers = [
+            BlockReader(source, takes_unverified=takes_unverified, takes_protected=as_stored) for _ in range(THREADS)
+        ]
         self._namespaces: set[str] = set()
         self.report = CopyReport()
 

@@ -302,9 +302,12 @@ class Seal:
             raise SealError(SealReason.GROUP, f"of group {group}")
         if rank != self._rank:
             raise SealError(SealReason.RANK, f"of rank {rank}, not {self._rank}")
-        if checksum not in DIGESTS or authentication != self._authentication:
+        if checksum not in DIGESTS or not self._takes(authentication):
             raise self._other_means(checksum, authentication)
         return checksum, expected
+
+    def _takes(self, authentication: int) -> bool:
+        return authentication == self._authentication
 
     def _is_taken_unverified(self, trailer: bytes | bytearray | memoryview) -> bool:
         return self._takes_unverified and bytes(trailer) == NO_TRAILER

@@ -165,4 +165,7 @@ def _show(result: dict[str, Any]) -> None:
     if result["errors"]:
         say(f"  could not be read: {result['errors']:,} blocks")
     if not result["bad_count"] and not result["errors"]:
-        say("  all are what they should be")
+        if not result["foreign"]:
+            say("  all are what they should be")
+        elif result["foreign"] < result["blocks"]:
+            say("  all others are what they should be")

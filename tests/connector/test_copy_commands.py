@@ -11,12 +11,18 @@ import boto3
 import pytest
 
 from tests.connector.test_storage_commands import ok, run
-from tests.connector.test_verify_command import COUNT, NAMES, SIZE, flip, put_blocks
+from tests.connector.test_verify_command import COUNT, MAPPER, NAMES, SIZE, flip, put_blocks
+from tests.identity import block_key
 from tests.tiers.test_account import measure
 from tiers.capacity.account import Account
+from tiers.conversion import Converter
 from tiers.copying import Copier, find_blocks
 from tiers.errors import StoreFullError, StorePermissionError, StoreUnavailableError
-from tiers.seal import TRAILER_BYTES
+from tiers.inventory import BlockName
+from tiers.keyring import KeyRing
+from tiers.protected_seal import GcmSeal, GmacSeal
+from tiers.seal import TRAILER_BYTES, Seal
+from tiers.store import KeyInfo
 from tiers.stores.local import LocalStore
 from tiers.stores.memory import MemoryStore
 from tiers.testing.faults import Fault, FaultyStore
@@ -206,3 +212,32 @@ def test_a_block_that_may_not_be_read_stops_nothing() -> None:
     one = FaultyStore(source, [Fault("get_into", error=lambda: StorePermissionError("no"), first=9)])
     report = Copier(one, target).copy(find_blocks(source, [""]))
     assert (report.copied, report.errors) == (COUNT - 1, 1)
+
+
+@pytest.mark.parametrize("kind", [GmacSeal, GcmSeal])
+def test_protected_blocks_are_checked_and_copied_without_a_key(near: Path, far: Path, kind: type[Seal]) -> None:
+    seal = kind(MAPPER.fingerprint, MAPPER.rank, keys=KeyRing(bytes(range(32))))  # type: ignore[call-arg]
+    store = LocalStore(far)
+    for number, name in enumerate(NAMES):
+        store.put(name, seal.seal_parts(block_key(number), memoryview(bytes([number]) * SIZE)), overwrite=True)
+    store.close()
+    config = write_config(near, far)
+    assert "all are what they should be" in ok("verify", config, "--tier", "far")
+    flip(far / NAMES[0], 100)
+    code, out = run("verify", config, "--tier", "far")
+    assert (code, "bad (payload_checksum): 1 blocks" in out) == (1, True)
+    assert run("warm", config)[0] == 1
+    assert stored(near).keys() == set(NAMES[1:])
+    assert {name: blob for name, blob in stored(far).items() if name != NAMES[0]} == stored(near)
+    to_raw = Copier(LocalStore(far), MemoryStore(), converter=SealedAnew())
+    assert to_raw.copy(find_blocks(LocalStore(far), [""])).bad == COUNT  # what has a key keeps its format
+
+
+class SealedAnew(Converter):
+    """To the same names, with other seals."""
+
+    def __init__(self) -> None:
+        pass
+
+    def convert(self, info: KeyInfo, name: BlockName) -> tuple[BlockName, Seal]:
+        return name, Seal(bytes(32), name.rank)

@@ -91,6 +91,7 @@ def test_each_kind_of_badness_has_its_reason(config: str, root: Path) -> None:
     code, out = run(config)
     assert code == 1
     assert "of a newer version or without a seal, left alone: 1 blocks" in out
+    assert "what they should be" not in out
     found = run_json(config)
     assert dict(map(tuple, found["bad"])) == {
         NAMES[0]: "payload_checksum",
@@ -100,6 +101,16 @@ def test_each_kind_of_badness_has_its_reason(config: str, root: Path) -> None:
         NAMES[4]: "key",
     }
     assert found["foreign"] == 1
+
+
+def test_blocks_that_were_left_alone_are_not_called_good(config: str, root: Path) -> None:
+    flip(root / NAMES[6], SIZE + 8)
+    code, out = run(config)
+    assert (code, "all others are what they should be" in out) == (0, True)
+    for name in NAMES:
+        if name != NAMES[6]:
+            (root / name).unlink()
+    assert "what they should be" not in run(config)[1]
 
 
 def test_repair_moves_bad_blocks_aside_and_no_other(config: str, root: Path) -> None:
