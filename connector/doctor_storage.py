@@ -324,7 +324,10 @@ def _rename(where: str, root: str) -> Finding:
                 replaced = f.read() == b"new"
             kept = reader.read() == b"old"
     except OSError as e:
-        return Finding("problem", where, "atomic rename", f"failed: {e.strerror}", "use another file system")
+        fix = "use another file system"
+        if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            fix = f"give uid {os.getuid()} the right to read and write {root}"
+        return Finding("problem", where, "atomic rename", f"could not be tried: {e.strerror}", fix)
     finally:
         for name in (old, new):
             try:

@@ -158,7 +158,11 @@ class _Bench:
             if folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)
             self._remove(tier)
-            tier.store.delete(tier.mapper.relative_config_name)
+            config_name = tier.mapper.relative_config_name
+            tier.store.delete(config_name)
+            if root is not None:  # the namespace's own folders, which a collector leaves
+                for name in (tier.mapper.name_prefix, os.path.dirname(config_name)):
+                    shutil.rmtree(Path(root).expanduser() / name, ignore_errors=True)
         median = {name: statistics.median(values) for name, values in speeds.items()}
         return [
             Hop(f"{name} {tier.name}", median[op], median[f"{op} alone"], ways.name)

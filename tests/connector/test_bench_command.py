@@ -44,6 +44,7 @@ def test_every_hop_is_measured_and_nothing_is_left(config: str, tmp_path: Path) 
     assert [hop["ceiling_is"] for hop in hops[2:5]] == ["plain files", "plain files", "its client"]
     left = [os.path.join(folder, name) for folder, _, names in os.walk(tmp_path) for name in names]
     assert left == [config]
+    assert [path.name for path in (tmp_path / "kv").iterdir() if not path.name.startswith(".")] == []
 
 
 def test_one_tier_as_a_table(config: str) -> None:

@@ -207,6 +207,15 @@ def test_storage_that_hangs_is_a_finding(tmp_path: Path, monkeypatch: pytest.Mon
         gate.set()
 
 
+def test_a_missing_right_is_no_fault_of_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "rename", refuse)
+    found = doctor_storage._rename("fs", str(tmp_path))
+    assert (found.level, found.fix) == ("problem", f"give uid {os.getuid()} the right to read and write {tmp_path}")
+
+
 def test_replicas_that_cannot_share_are_told_why(tmp_path: Path) -> None:
     view = memoryview(bytearray(4096)).cast("b", (1, 4096))
     for change in ({}, {"hash_algorithm": "xxhash"}):
