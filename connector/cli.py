@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from connector.commands import copy, storage
@@ -61,7 +62,7 @@ def check(
         if as_json:
             print(json.dumps({"ok": False, "errors": str(e).splitlines()}))
         else:
-            _console().print(f"[red]{config} is not accepted:[/red]")
+            _console().print(f"[red]{escape(str(config))} is not accepted:[/red]")
             for line in str(e).splitlines():
                 _console().print(f"  {line}", markup=False, highlight=False)
         raise typer.Exit(EXIT_BAD_INPUT) from e
@@ -199,14 +200,19 @@ def find_problems(deployment: DeploymentConfig) -> list[str]:
             )
     if not deployment.tiers:
         findings.append("tiers: the list is empty, so blocks live in the region only and are gone at exit")
-    for index, tier in enumerate(deployment.tiers):
-        if isinstance(tier, FsTierConfig):
-            findings += [f"tiers[{index}].{problem}" for problem in _folder_problems(tier)]
-        elif isinstance(tier, NfsTierConfig):  # nothing in the mount is touched: it may hang
-            findings += [f"tiers[{index}].root_dir: {problem}" for problem in mount_findings(tier.root_dir)]
-        elif isinstance(tier, S3TierConfig) and not tier.embedded:
-            findings += [f"tiers[{index}]: {problem}" for problem in _bucket_problems(tier)]
+    for index, problems in enumerate(map(_tier_problems, deployment.tiers)):
+        findings += [f"tiers[{index}]{problem}" for problem in problems]
     return findings
+
+
+def _tier_problems(tier: TierConfig | ExternalTierConfig) -> list[str]:
+    if isinstance(tier, FsTierConfig):
+        return [f".{problem}" for problem in _folder_problems(tier)]
+    if isinstance(tier, NfsTierConfig):  # nothing in the mount is touched: it may hang
+        return [f".root_dir: {problem}" for problem in mount_findings(tier.root_dir)]
+    if isinstance(tier, S3TierConfig) and not tier.embedded:
+        return [f": {problem}" for problem in _bucket_problems(tier)]
+    return []
 
 
 def _bucket_problems(tier: S3TierConfig) -> list[str]:
@@ -222,14 +228,19 @@ def _bucket_problems(tier: S3TierConfig) -> list[str]:
 
 def _folder_problems(tier: FsTierConfig) -> list[str]:
     root = Path(tier.root_dir).absolute()
-    if root.exists() and not root.is_dir():
-        return [f"root_dir: {root} is not a folder"]
-    parent = root
-    while not parent.exists():
-        parent = parent.parent
-    if not os.access(parent, os.W_OK | os.X_OK):
-        return [f"root_dir: {parent} is not writable for uid {os.getuid()}"]
-    free = shutil.disk_usage(parent).free
+    try:
+        if root.is_symlink():
+            return [f"root_dir: {root} is a symbolic link; name the folder it leads to"]
+        if root.exists() and not root.is_dir():
+            return [f"root_dir: {root} is not a folder"]
+        parent = root
+        while not parent.exists():
+            parent = parent.parent
+        if not os.access(parent, os.W_OK | os.X_OK):
+            return [f"root_dir: {parent} is not writable for uid {os.getuid()}"]
+        free = shutil.disk_usage(parent).free
+    except OSError as e:  # a folder above it that may not be searched, or a name that is too long
+        return [f"root_dir: {root} cannot be had by uid {os.getuid()}: {e.strerror}"]
     if free < tier.min_free:
         return [f"min_free: {_human(tier.min_free)} are to stay free, but only {_human(free)} are: nothing is stored"]
     return []
@@ -238,7 +249,7 @@ def _folder_problems(tier: FsTierConfig) -> list[str]:
 def _describe(path: Path, deployment: DeploymentConfig, findings: list[str]) -> None:
     console = _console()
     region = deployment.region
-    console.print(f"[bold]{path}[/bold] is good. With it:\n")
+    console.print(f"[bold]{escape(str(path))}[/bold] is good. With it:\n")
     console.print(
         f"KV blocks pass through a CPU region of [bold]{_human(region.size_bytes)}[/bold]; "
         f"when it is full, blocks leave by {region.eviction_policy.upper()}. "
@@ -251,7 +262,7 @@ def _describe(path: Path, deployment: DeploymentConfig, findings: list[str]) -> 
         console.print("Every stored block goes to all of these; loads come from the first that has it:")
         table = Table("", "tier", "where", "how")
         for index, tier in enumerate(deployment.tiers):
-            table.add_row(f"tiers[{index}]", tier.type, *_where_and_how(tier))
+            table.add_row(*map(escape, (f"tiers[{index}]", tier.type, *_where_and_how(tier))))
         console.print(table)
         for index, tier in enumerate(deployment.tiers):
             if isinstance(tier, BoundedTierConfig):

@@ -113,6 +113,8 @@ def load_config(path: str | os.PathLike[str], registered: Collection[str] = ()) 
         data = yaml.safe_load(raw)
     except (yaml.YAMLError, UnicodeDecodeError) as e:
         raise ConfigError(f"is no YAML: {e}", field=str(path)) from e
+    except ValueError as e:  # of what looks like a date or a number, and is none
+        raise ConfigError(f"is no YAML: {e}; text that looks like a date needs quotes", field=str(path)) from e
     return parse_config(data, registered)
 
 

@@ -29,6 +29,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 _SIZE_MAX = 1 << 60
 MAX_BYTES_MIN = 1 << 20
 HIDDEN = "***"
+_VARIABLE = re.compile(r"\$(?:\w+|\{[^}]*\})", re.ASCII)  # as os.path.expandvars, which leaves those that are not set
 POLL_S, REMOTE_POLL_S = 0.25, 15.0  # how often a collector looks whether there is something to do
 
 
@@ -78,6 +79,17 @@ def _expand_path(value: object) -> object:
     return os.path.expanduser(os.path.expandvars(value)) if isinstance(value, str) else value
 
 
+def _expand_local_path(value: object) -> object:
+    path = _expand_path(value)
+    if isinstance(path, str):
+        if "\0" in path:
+            raise ValueError("holds a NUL character, which no path does")
+        unset = _VARIABLE.search(path)
+        if unset is not None:
+            raise ValueError(f"names the variable {unset[0]}, which is not set")
+    return path
+
+
 def public_url(url: str) -> str:
     """A URL without what may be a secret in it: who logs in, and the query."""
     return re.sub(r"(?<=//)[^/?#]*@", f"{HIDDEN}@", re.sub(r"\?.*", f"?{HIDDEN}", url))
@@ -85,7 +97,7 @@ def public_url(url: str) -> str:
 
 Size = Annotated[int, BeforeValidator(parse_size), Field(json_schema_extra={"type": ["integer", "string"]})]
 Duration = Annotated[float, BeforeValidator(parse_duration), Field(json_schema_extra={"type": ["number", "string"]})]
-ExpandedPath = Annotated[str, BeforeValidator(_expand_path), Field(min_length=1, max_length=3072)]
+ExpandedPath = Annotated[str, BeforeValidator(_expand_local_path), Field(min_length=1, max_length=3072)]
 Threads = Annotated[int, Field(ge=1, le=256)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 RequestSeconds = Annotated[float, Field(gt=0, le=TIMEOUT_S_MAX)]
@@ -305,6 +317,13 @@ class MemoryTierConfig(TierConfig):
     max_bytes: Annotated[Size, Field(ge=1)] | None = Field(
         None, description="Beyond it the least recently used blocks leave."
     )
+
+    def check(self) -> None:
+        super().check()
+        if self.isolation != "thread":
+            raise ConfigError(
+                f"{self.isolation} would give each process a memory of its own; leave it out", field="isolation"
+            )
 
 
 class S3TierConfig(BoundedTierConfig):

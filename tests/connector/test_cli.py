@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -95,6 +97,34 @@ def test_problems_of_this_machine_are_found(tmp_path: Path) -> None:
     assert find_problems(parse_config({"region": {"size": "1MiB"}})) == [
         "tiers: the list is empty, so blocks live in the region only and are gone at exit"
     ]
+
+
+def test_folders_that_no_store_would_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "kv").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "kv")
+    for root, message in ((tmp_path / "link", "is a symbolic link"), (tmp_path / ("a" * 300), "File name too long")):
+        (found,) = find_problems(parse_config({"region": {"size": "1MiB"}, "tiers": [fs(root)]}))
+        assert found.startswith("tiers[0].root_dir: ")
+        assert message in found
+
+    def refuse(_: Path) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "exists", refuse)  # a folder above it that may not be searched
+    (found,) = find_problems(parse_config({"region": {"size": "1MiB"}, "tiers": [fs(tmp_path / "kv")]}))
+    assert f"{tmp_path}/kv cannot be had by uid {os.getuid()}: Permission denied" in found
+
+
+def fs(root: Path) -> dict[str, Any]:
+    return {"type": "fs", "root_dir": str(root), "min_free": 0}
+
+
+def test_names_that_look_like_markup(tmp_path: Path) -> None:
+    config = tmp_path / "[b].yaml"
+    config.write_text(f"region: {{size: 1MiB}}\ntiers:\n- {{type: fs, root_dir: '{tmp_path}/[/x]', min_free: 0}}\n")
+    code, out = run("check", str(config))
+    assert code == 0
+    assert "[b].yaml is good" in out
 
 
 def test_findings_end_with_their_own_code(tmp_path: Path) -> None:

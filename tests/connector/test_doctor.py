@@ -207,6 +207,19 @@ def test_storage_that_hangs_is_a_finding(tmp_path: Path, monkeypatch: pytest.Mon
         gate.set()
 
 
+def test_a_check_that_breaks_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Iterator[Finding]:
+        yield Finding("ok", "tiers[0] fs", "file system", "first")
+        raise ValueError("with a secret in it")
+
+    monkeypatch.setattr(doctor, "examine_folder", fail)
+    findings = examine(deployment(fs(tmp_path)))
+    found = one(findings, "storage")
+    assert (found.level, found.message[:36]) == ("problem", "could not be looked at: ValueError i")
+    assert "secret" not in found.message
+    assert one(findings, "file system").message == "first"
+
+
 def test_a_missing_right_is_no_fault_of_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise PermissionError(13, "Permission denied")
