@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 
 from connector.cli import EXIT_BAD_INPUT, EXIT_FINDING, app, find_problems
 from tiers.config import parse_config
+from tiers.tier_config import S3TierConfig
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -125,6 +127,20 @@ def test_names_that_look_like_markup(tmp_path: Path) -> None:
     code, out = run("check", str(config))
     assert code == 0
     assert "[b].yaml is good" in out
+
+
+def test_all_tiers_are_asked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buckets that do not answer take seconds each."""
+    all_asked = Barrier(3)
+
+    def ask(tier: S3TierConfig) -> list[str]:
+        all_asked.wait(30)
+        return [f"endpoint: {tier.name} does not answer"]
+
+    monkeypatch.setattr("connector.cli._bucket_problems", ask)
+    tiers = [{"type": "s3", "bucket": "kv-cache", "name": name} for name in ("c", "a", "b")]
+    found = find_problems(parse_config({"region": {"size": "1MiB"}, "tiers": tiers}))
+    assert found == [f"tiers[{n}]: endpoint: {name} does not answer" for n, name in enumerate(("c", "a", "b"))]
 
 
 def test_findings_end_with_their_own_code(tmp_path: Path) -> None:
