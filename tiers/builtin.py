@@ -33,6 +33,7 @@ from tiers.tier_config import (
     NfsTierConfig,
     S3TierConfig,
     TierConfig,
+    default_threads,
 )
 from tiers.tracing import make_job_tracer
 
@@ -43,11 +44,19 @@ TASKS_OF_BOUND = 64  # at least so many batches fill a bounded tier
 NFS_NEWCOMER_S = 60.0  # acdirmax's default: so long other hosts may not see a new name
 
 
+class _AtMost(int):
+    """A default that is an upper bound: fewer where that many do not fit the machine."""
+
+
+THREADS_MAX = _AtMost(16)
+
+
 class FileSystemTierManager(StoreTierManager):
     """Blocks as files under ``root_dir`` on a local file system.
 
     Made by ``SecondaryTierFactory`` with thread counts that fit the machine; the defaults here are upper bounds for
-    callers that construct it by hand. ``options`` are those of ``tiers.tier_config.FsTierConfig``.
+    callers that construct it by hand: each thread may have a worker process. A count that is given is taken as it is.
+    ``options`` are those of ``tiers.tier_config.FsTierConfig``.
     """
 
     def __init__(
@@ -56,11 +65,12 @@ class FileSystemTierManager(StoreTierManager):
         primary_kv_view: memoryview,
         tier_type: str,
         root_dir: str,
-        n_read_threads: int = 16,
-        n_write_threads: int = 16,
+        n_read_threads: int = THREADS_MAX,
+        n_write_threads: int = THREADS_MAX,
         **options: Any,
     ) -> None:
-        options = {"n_read_threads": n_read_threads, "n_write_threads": n_write_threads, **options}
+        for name, count in (("n_read_threads", n_read_threads), ("n_write_threads", n_write_threads)):
+            options[name] = min(count, default_threads()) if isinstance(count, _AtMost) else count
         config = parse_tier({"type": "fs", "root_dir": root_dir, **options})
         _start(self, offloading_spec, primary_kv_view, tier_type, config)
 
@@ -144,7 +154,12 @@ def _start(
 ) -> None:
     """The rest of every built-in tier's constructor: makes the store, and closes what it made if anything fails."""
     assert isinstance(config, TierConfig)
-    mapped = config.isolation != "thread" and _can_be_mapped(view)
+    unmappable = _why_unmappable(view) if config.isolation != "thread" else None
+    mapped = config.isolation != "thread" and unmappable is None
+    if config.isolation == "auto" and unmappable is not None:
+        logger.info(
+            "tier %s: isolation: auto is threads of this process here: %s", config.name or tier_type, unmappable
+        )
     options = _tier_options(config, Rows(view).row_bytes, in_workers=mapped)
     store_class, store_options = store_recipe(config)
     policy = config.capacity_policy() if isinstance(config, BoundedTierConfig) else None
@@ -221,19 +236,19 @@ def _start_collector(
     )
 
 
-def _can_be_mapped(view: memoryview) -> bool:
-    """Whether other processes can map the region."""
+def _why_unmappable(view: memoryview) -> str | None:
+    """Why other processes cannot map the region; None: they can."""
     from tiers.layers.mapped_file import address_of, open_mapped_file
 
     address = address_of(view)
     if address is None:
-        return False
+        return "the region is no contiguous, writable memory"
     try:
         fd, _ = open_mapped_file(address, view.nbytes)
-    except (OSError, RegionError):
-        return False
+    except (OSError, RegionError) as e:
+        return str(e)
     os.close(fd)
-    return True
+    return None
 
 
 def _waits(config: TierConfig) -> bool:

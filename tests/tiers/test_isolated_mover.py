@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import logging
 import os
 import signal
 from collections.abc import Iterator
@@ -22,6 +24,7 @@ from tiers.keys import OffloadKey
 from tiers.layers.isolate import ProcessIsolatedStore
 from tiers.seal import TRAILER_BYTES
 from tiers.testing.servers import moto_server
+from tiers.tier_config import FsTierConfig, default_threads
 
 ROW_BYTES, ROWS = 8192, 16
 KEYS = [block_key(n) for n in range(8)]
@@ -63,7 +66,10 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     bench.tier.shutdown()
 
 
-def test_auto_is_process_where_the_region_can_be_mapped(bench: Bench, tmp_path: Path) -> None:
+def test_auto_is_process_where_the_region_can_be_mapped(
+    bench: Bench, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "tiers.builtin")
     assert isinstance(bench.tier.store, ProcessIsolatedStore)
     assert isinstance(bench.tier._mover, IsolatedMover)
     private = np.zeros((ROWS, ROW_BYTES), np.int8)
@@ -72,6 +78,21 @@ def test_auto_is_process_where_the_region_can_be_mapped(bench: Bench, tmp_path: 
         assert not isinstance(tier.store, ProcessIsolatedStore)
     finally:
         tier.shutdown()
+    (said,) = [record.getMessage() for record in caplog.records if "isolation: auto" in record.getMessage()]
+    assert "tier fs" in said
+    assert "the region is no shared mapping of a file" in said
+
+
+def test_thread_counts_that_nobody_gave_fit_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each may be a process; a count that is given is taken."""
+    made: list[FsTierConfig] = []
+    monkeypatch.setattr("tiers.builtin._start", lambda *args: made.append(args[-1]))
+    for given in ({}, {"n_read_threads": 16}):
+        FileSystemTierManager(FakeSpec(), memoryview(b""), "fs", str(tmp_path), **given)
+    fitting = default_threads()
+    assert [(tier.n_read_threads, tier.n_write_threads) for tier in made] == [(fitting, fitting), (16, fitting)]
+    parameters = inspect.signature(FileSystemTierManager).parameters
+    assert [parameters[name].default for name in ("n_read_threads", "n_write_threads")] == [16, 16]
 
 
 def test_what_is_stored_comes_back(bench: Bench) -> None:
