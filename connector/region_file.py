@@ -5,19 +5,21 @@ that rows are page-aligned at ``block * row_stride``, in the file as in memory.
 
 Step by step. Every step happens under an exclusive flock on the file, which dies with its holder:
 
-1. The first process makes a file without a name (O_TMPFILE, 0600), writes the header (geometry, its pid and start
-   time), locks it and links it to its name. linkat fails where the name exists, as O_EXCL does, and follows no
-   symlink; and no region ever has a name before it has a header.
+1. The first process makes a file without a name (O_TMPFILE, 0600), writes the header (geometry, its pid), locks it and
+   links it to its name. linkat fails where the name exists, as O_EXCL does, and follows no symlink; and no region ever
+   has a name before it has a header.
 2. It allocates every page with fallocate, so that too little memory is an error here and not a SIGBUS later, and
    marks the header as sized.
-3. Each process, the first included, maps the file and writes its pid and start time into its seat: one a worker, one
-   for the scheduler. Who takes the last seat removes the name: from then on nothing stays in /dev/shm whoever dies.
-4. A region that still has its name belongs to an engine that is starting. If any process in it is dead, that start
-   has failed: the next one removes the file and begins anew.
+3. Each process, the first included, maps the file, locks its seat for as long as it has the file open and writes its
+   pid there: one seat a worker, one for the scheduler. Who takes the last seat removes the name: from then on nothing
+   stays in /dev/shm whoever dies.
+4. A region that still has its name belongs to an engine that is starting. If any process in it is dead (its seat is
+   taken and not locked), that start has failed: the next one removes the file and begins anew. This holds across
+   containers that share /dev/shm.
 
-So ``instance_id`` has to be the engine's own: of two engines that start with the same one at the same time, at least
-one gets a RegionError that says so. Containers that share /dev/shm but not their PID namespace take each other's
-processes for dead and need distinct ids too.
+So ``instance_id`` has to be the engine's own. Of two engines that start with the same one at the same time, one gets a
+RegionError if a seat is taken already; where their processes come in turns, each engine's scheduler may end up with the
+other one's worker, and nobody can tell.
 """
 
 from __future__ import annotations
@@ -79,9 +81,9 @@ def reap_stale_regions(directory: str = "/dev/shm") -> list[str]:
             continue
         try:
             header = RegionHeader.read(fd) if _try_lock(fd) else None
-            if header is not None and header.is_stale() and _unlink_if_same(path, fd):
+            if header is not None and header.is_stale(fd) and _unlink_if_same(path, fd):
                 reaped.append(path)
-        except RegionError:  # another program version's: its business
+        except (OSError, RegionError):  # nothing is known of it, or it is another program version's: its business
             continue
         finally:
             os.close(fd)
@@ -147,12 +149,10 @@ def join_named(
             while not _try_lock(fd):
                 # Somebody allocates or joins. A mismatch need not wait for that.
                 header = RegionHeader.read(fd)
-                if header is not None and header.is_creator_alive():
+                if header is not None and header.is_creator_alive(fd):
                     header.check_geometry(geometry, path)
                 if clock() >= deadline:
-                    raise RegionError(
-                        f"region {path}: waited {timeout_s:g} s for process {header and header.creator[0]}"
-                    )
+                    raise RegionError(f"region {path}: waited {timeout_s:g} s for process {header and header.creator}")
                 sleep(_POLL_S)
             if _is_joinable(path, fd, geometry, seat):
                 return fd
@@ -167,7 +167,7 @@ def take_seat(fd: int, path: str, seat: int) -> None:
     header = RegionHeader.read(fd)
     assert header is not None
     write_seat(fd, header.geometry, seat)
-    if all(pid for index, (pid, _) in enumerate(header.seats) if index != seat):
+    if all(pid for index, pid in enumerate(header.seats) if index != seat):
         _unlink_if_same(path, fd)
     fcntl.flock(fd, fcntl.LOCK_UN)
 
@@ -229,12 +229,12 @@ def _is_joinable(path: str, fd: int, geometry: RegionGeometry, seat: int) -> boo
     header = RegionHeader.read(fd)
     if header is None and os.fstat(fd).st_size:
         raise RegionError(f"{path} exists and is no region of ours; remove it or choose another instance_id")
-    if header is None or header.is_stale():
+    if header is None or header.is_stale(fd):
         os.unlink(path)
         logger.warning("region: removed %s, left by an engine that died while it was starting", path)
         return False
     header.check_geometry(geometry, path)
-    pid, _ = header.seats[seat]
+    pid = header.seats[seat]
     if pid:
         who = "the scheduler" if seat == geometry.num_workers else f"rank {seat}"
         raise RegionError(f"region {path}: {who} is process {pid} already; two engines share one instance_id")

@@ -1,11 +1,15 @@
 """The last page of a region's file: what the region is, who made it, and who has mapped it.
 
-Behind the rows, so that they are page-aligned in the file as in memory. A process is its pid and its start time, which
-together name one process for good; a seat is one a worker, and one for the scheduler.
+Behind the rows, so that they are page-aligned in the file as in memory. A seat is one a worker, and one for the
+scheduler. Who sits there is a pid, for messages, and whether it lives is a lock on the seat's first byte (fcntl(2),
+open file description locks): the kernel takes it back when the last descriptor of that process' opening is closed,
+those that its tiers' worker processes were given included. A pid would say nothing to containers that share /dev/shm
+and not their PID namespace: there it is nobody, or somebody else.
 """
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import struct
@@ -15,16 +19,19 @@ from typing import Self
 
 from tiers.errors import ConfigError, RegionError
 
-NUM_WORKERS_MAX = 247  # seats (workers and scheduler) that fit in a header page of 4 KiB
+NUM_WORKERS_MAX = 495  # seats (workers and scheduler) that fit in a header page of 4 KiB
 
 _MAGIC = b"KVTREGN\0"
-_VERSION = 1
-_FIXED = struct.Struct("<8sIIQQQQQ")  # magic, version, num_workers, num_blocks, cpu_page_size, row_stride, pid, start
+_VERSION = 2  # 1 told living processes from dead ones by their pids
+_BEGIN = struct.Struct("<8sI")  # magic, version: the same in every version
+_FIXED = struct.Struct("<8sIIQQQQ")  # magic, version, num_workers, num_blocks, cpu_page_size, row_stride, creator's pid
 _CHECKSUM = struct.Struct("<I")  # crc32 of the fixed part, right after it: a torn or foreign header is none
 _SIZED = struct.Struct("<Q")
 _SIZED_OFFSET = 120
-_SEAT = struct.Struct("<QQ")  # pid, start time in clock ticks since boot; (0, 0) is free
+_SEAT = struct.Struct("<Q")  # pid; 0 is free
 _SEATS_OFFSET = 128
+_CREATOR_OFFSET = 0
+_FLOCK = struct.Struct("@hhqqi0q")  # fcntl's struct flock: type, whence, start, length, pid
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +81,16 @@ class RegionHeader:
 
     Attributes:
         row_stride: as its maker counted it.
-        creator: pid and start time of the process that made it.
+        creator: pid of the process that made it, in its own PID namespace.
         sized: all its memory is allocated.
-        seats: of each worker, then of the scheduler; pid 0 is free.
+        seats: pids of each worker, then of the scheduler; 0 is free.
     """
 
     geometry: RegionGeometry
     row_stride: int
-    creator: tuple[int, int]
+    creator: int
     sized: bool
-    seats: tuple[tuple[int, int], ...]
+    seats: tuple[int, ...]
 
     @classmethod
     def read(cls, fd: int) -> Self | None:
@@ -96,28 +103,37 @@ class RegionHeader:
         page = os.pread(fd, mmap.PAGESIZE, offset) if offset >= 0 else b""
         if len(page) != mmap.PAGESIZE:
             return None
-        fixed = page[: _FIXED.size]
-        magic, version, num_workers, num_blocks, cpu_page_size, stride, pid, start = _FIXED.unpack(fixed)
-        if magic != _MAGIC or _CHECKSUM.unpack_from(page, _FIXED.size)[0] != zlib.crc32(fixed):
+        magic, version = _BEGIN.unpack_from(page)
+        if magic != _MAGIC:
             return None
         if version != _VERSION:
             raise RegionError(f"region header has version {version}, this program knows {_VERSION}")
+        fixed = page[: _FIXED.size]
+        if _CHECKSUM.unpack_from(page, _FIXED.size)[0] != zlib.crc32(fixed):
+            return None
+        _, _, num_workers, num_blocks, cpu_page_size, stride, creator = _FIXED.unpack(fixed)
+        seats = page[_SEATS_OFFSET : _SEATS_OFFSET + _SEAT.size * (num_workers + 1)]
         return cls(
             RegionGeometry(num_blocks, cpu_page_size, num_workers),
             stride,
-            (pid, start),
+            creator,
             bool(_SIZED.unpack_from(page, _SIZED_OFFSET)[0]),
-            tuple(_SEAT.iter_unpack(page[_SEATS_OFFSET : _SEATS_OFFSET + _SEAT.size * (num_workers + 1)])),
+            tuple(pid for (pid,) in _SEAT.iter_unpack(seats)),
         )
 
-    def is_stale(self) -> bool:
-        """Whether the start of this engine has failed. Under the lock only, where "not sized" says so too."""
-        taken = [seat for seat in self.seats if seat[0]]
-        return not self.sized or not all(_is_alive(*process) for process in (self.creator, *taken))
+    def is_stale(self, fd: int) -> bool:
+        """Whether the start of this engine has failed. Under the file's lock only, where "not sized" says so too.
 
-    def is_creator_alive(self) -> bool:
-        """Whether the process that made the region runs."""
-        return _is_alive(*self.creator)
+        Args:
+            fd: an opening of the file in which nothing was locked: one's own locks are not seen.
+        """
+        end = self.geometry.size_bytes
+        taken = [end + _seat_offset(seat) for seat, pid in enumerate(self.seats) if pid]
+        return not self.sized or not all(_is_held(fd, offset) for offset in (end + _CREATOR_OFFSET, *taken))
+
+    def is_creator_alive(self, fd: int) -> bool:
+        """Whether the process that made the region runs. ``fd`` as in ``is_stale``."""
+        return _is_held(fd, self.geometry.size_bytes + _CREATOR_OFFSET)
 
     def check_geometry(self, wanted: RegionGeometry, what: str) -> None:
         """Check that it is the region we want.
@@ -134,13 +150,13 @@ class RegionHeader:
         for field, value in theirs.items():
             if value != getattr(wanted, field):
                 raise RegionError(
-                    f"region {what} has {field} {value} (made by process {self.creator[0]}), this process has "
+                    f"region {what} has {field} {value} (made by process {self.creator}), this process has "
                     f"{getattr(wanted, field)}: two configs for one region"
                 )
 
 
 def write_header(fd: int, geometry: RegionGeometry) -> None:
-    """Give the file its size, all holes, and its header."""
+    """Give the file its size, all holes, and its header, and say for as long as ``fd`` is open that its maker lives."""
     fixed = _FIXED.pack(
         _MAGIC,
         _VERSION,
@@ -148,9 +164,10 @@ def write_header(fd: int, geometry: RegionGeometry) -> None:
         geometry.num_blocks,
         geometry.cpu_page_size,
         geometry.row_stride,
-        *_this_process(),
+        os.getpid(),
     )
     os.ftruncate(fd, geometry.size_bytes + mmap.PAGESIZE)
+    _hold(fd, geometry.size_bytes + _CREATOR_OFFSET)
     os.pwrite(fd, fixed + _CHECKSUM.pack(zlib.crc32(fixed)), geometry.size_bytes)
 
 
@@ -160,27 +177,20 @@ def mark_sized(fd: int, geometry: RegionGeometry) -> None:
 
 
 def write_seat(fd: int, geometry: RegionGeometry, seat: int) -> None:
-    """Say that this process has mapped the file."""
-    os.pwrite(fd, _SEAT.pack(*_this_process()), geometry.size_bytes + _SEATS_OFFSET + seat * _SEAT.size)
+    """Say that this process has mapped the file, and for as long as ``fd`` is open that it lives."""
+    offset = geometry.size_bytes + _seat_offset(seat)
+    _hold(fd, offset)  # first: a seat that is taken and not held is a dead process'
+    os.pwrite(fd, _SEAT.pack(os.getpid()), offset)
 
 
-def _this_process() -> tuple[int, int]:
-    pid = os.getpid()
-    start = _start_ticks(pid)
-    if start is None:
-        raise RegionError("/proc is not mounted: a region tells living processes from dead ones by it")
-    return pid, start
+def _seat_offset(seat: int) -> int:
+    return _SEATS_OFFSET + seat * _SEAT.size
 
 
-def _is_alive(pid: int, start_ticks: int) -> bool:
-    return _start_ticks(pid) == start_ticks
+def _hold(fd: int, offset: int) -> None:
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, offset, 1, 0))
 
 
-def _start_ticks(pid: int) -> int | None:
-    """Start time of a living process in clock ticks since boot. With the pid it names a process for good."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as f:
-            fields = f.read().rpartition(b")")[2].split()  # the name before it may hold anything
-    except OSError:
-        return None
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+def _is_held(fd: int, offset: int) -> bool:
+    answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, offset, 1, 0))
+    return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)

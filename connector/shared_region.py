@@ -47,7 +47,7 @@ class SharedOffloadRegion:
             and ``attach``.
         num_blocks: rows, 1 or more.
         cpu_page_size: bytes of one worker's cell, 1 or more.
-        num_workers: 1..247.
+        num_workers: 1..495.
         rank: of the worker, or None for the scheduler.
         directory: a tmpfs.
         join_timeout_s: how long to wait for the first process, which allocates all of the memory (0.2 to 1 GB/s).

@@ -254,10 +254,10 @@ def test_an_empty_file_at_the_name_is_taken_for_a_dead_creators(tmp_path: Path) 
 
 
 def test_a_header_of_another_version_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(region_header, "_VERSION", 2)
+    monkeypatch.setattr(region_header, "_VERSION", 3)
     newer = SharedOffloadRegion("x", 2, PAGE, 1, None, directory=str(tmp_path))
     monkeypatch.undo()
-    with pytest.raises(RegionError, match="version 2, this program knows 1"):
+    with pytest.raises(RegionError, match="version 3, this program knows 2"):
         SharedOffloadRegion("x", 2, PAGE, 1, 0, directory=str(tmp_path))
     assert reap_stale_regions(str(tmp_path)) == []
     newer.cleanup()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
 import random
+import resource
 import select
 import signal
 import subprocess
@@ -19,10 +21,10 @@ from typing import Any, NoReturn
 
 import pytest
 
-from connector import region_header
 from connector.region_file import region_path
 from connector.shared_region import SharedOffloadRegion, reap_stale_regions
 from tests.promises import Record
+from tests.waiting import wait_for
 from tiers.errors import RegionError
 
 PAGE = os.sysconf("SC_PAGESIZE")
@@ -217,8 +219,7 @@ def test_a_zombie_creator_is_dead(directory: str) -> None:
 
 def test_a_reused_pid_does_not_keep_a_region_alive(directory: str) -> None:
     def run(say: Callable[[str], None]) -> None:
-        pid = os.getppid()  # alive, but it started at another time
-        region_header._this_process = lambda: (pid, 1)
+        os.getpid = os.getppid  # alive, but somebody else
         SharedOffloadRegion("x", NUM_BLOCKS, PAGE, 2, 0, directory=directory)
         say("mapped")
 
@@ -226,6 +227,73 @@ def test_a_reused_pid_does_not_keep_a_region_alive(directory: str) -> None:
     assert impostor.read_line() == "mapped"
     end(impostor)
     assert_engine_starts(directory)
+
+
+def test_a_pid_that_nobody_has_here_does_not_make_a_region_stale(directory: str) -> None:
+    """As in containers that share /dev/shm, each with PIDs of its own."""
+
+    def run(say: Callable[[str], None]) -> None:
+        os.getpid = lambda: 1 << 30
+        SharedOffloadRegion("x", NUM_BLOCKS, PAGE, 2, 0, directory=directory)
+        say("mapped")
+        signal.pause()
+
+    elsewhere = fork(run)
+    assert elsewhere.read_line() == "mapped"
+    assert reap_stale_regions(directory) == []
+    others = [join(directory, rank) for rank in (1, None)]
+    assert [child.read_line() for child in others] == ["mapped"] * 2
+    assert os.listdir(directory) == []  # all three have one file
+    end(elsewhere, *others)
+
+
+def test_a_region_of_another_pid_namespace_stays_while_its_process_lives(directory: str) -> None:
+    script = (
+        "import sys; from connector.shared_region import SharedOffloadRegion\n"
+        f"region = SharedOffloadRegion('x', {NUM_BLOCKS}, {PAGE}, 2, 0, directory=sys.argv[1])\n"
+        "print('mapped', flush=True); sys.stdin.readline()\n"
+    )
+    command = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", sys.executable, "-c", script, directory]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    if not process.stdout.readline():
+        pytest.skip(f"cannot make a PID namespace: {process.stderr.read()}")
+    try:
+        another = SharedOffloadRegion("another", NUM_BLOCKS, PAGE, 1, 0, directory=directory)  # looks for stale ones
+        assert os.path.exists(region_path(directory, "x"))
+        another.cleanup()
+        scheduler = SharedOffloadRegion("x", NUM_BLOCKS, PAGE, 2, None, directory=directory)
+    finally:
+        process.kill()
+        process.communicate(timeout=TIMEOUT_S)
+    assert wait_for(lambda: reap_stale_regions(directory)) == [region_path(directory, "x")]
+    scheduler.cleanup()
+
+
+def test_a_reaper_without_descriptors_takes_nobody_for_dead(directory: str) -> None:
+    alive = join(directory, 0)
+    assert alive.read_line() == "mapped"
+
+    def run(say: Callable[[str], None]) -> None:
+        open_file = os.open
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+
+        def take_the_last(*args: Any, **kwargs: Any) -> int:
+            fd = open_file(*args, **kwargs)
+            with contextlib.suppress(OSError):
+                while True:
+                    os.dup(fd)
+            return fd
+
+        os.open = take_the_last
+        say(str(reap_stale_regions(directory)))
+
+    reaper = fork(run)
+    assert reaper.read_line() == "[]"
+    end(alive, reaper)
 
 
 def test_a_mismatch_is_told_while_the_creator_still_allocates(directory: str) -> None:
@@ -264,6 +332,7 @@ STEPS: list[tuple[Any, str]] = [
     (os, "unlink"),
     (os, "close"),
     (fcntl, "flock"),
+    (fcntl, "fcntl"),
     (mmap, "mmap"),
 ]
 
