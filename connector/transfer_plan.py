@@ -129,6 +129,7 @@ class TransferLayout:
         self._groups = tuple(_Group(tensors, refs, index) for index, refs in enumerate(groups))
         used = [tensor_idx for refs in groups for tensor_idx in {ref.tensor_idx for ref in refs}]
         self._groups_share_tensors = len(used) != len(set(used))
+        self._every_group_has_layers = all(group.block_bytes for group in self._groups)
         self._slot_order = np.empty(num_slots, np.int64)
         self._block_order = np.empty(max((group.num_blocks for group in self._groups), default=0), np.int64)
 
@@ -147,7 +148,8 @@ class TransferLayout:
         """The transfer between these GPU blocks and these slots; later changes of the specs do not touch it.
 
         Slots are ordered by group too. Group i, of n > 0 blocks, uses ``ceil((skip + n) / blocks_per_chunk)`` of
-        them, where ``skip = block_indices[i] % blocks_per_chunk``; an empty group uses none.
+        them, where ``skip = block_indices[i] % blocks_per_chunk``; an empty group uses none. Of a group without layers
+        here (they are on other pipeline stages) nothing is copied, but its ids and slots take their places.
 
         Raises:
             ValueError: counts that do not fit, an id out of range, or a destination that is written twice.
@@ -162,7 +164,8 @@ class TransferLayout:
                 skip, blocks_start, slots_start = index % self._factor, blocks_end, slots_end
                 blocks_end += size
                 slots_end += -(-(skip + size) // self._factor)
-                parts.append((group, block_ids[blocks_start:blocks_end], slot_ids[slots_start:slots_end], skip))
+                if group.block_bytes:
+                    parts.append((group, block_ids[blocks_start:blocks_end], slot_ids[slots_start:slots_end], skip))
         if slots_end != len(slot_ids):
             raise ValueError(
                 f"{len(slot_ids)} CPU slots given; group_sizes {gpu.group_sizes} with block_indices "
@@ -174,6 +177,8 @@ class TransferLayout:
         if direction is Direction.STORE:
             _check_distinct(slot_ids, self._slot_order, "CPU slot")
         elif self._groups_share_tensors:
+            if not self._every_group_has_layers:
+                block_ids = np.concatenate([block_ids[:0], *(blocks for _, blocks, _, _ in parts)])
             _check_distinct(block_ids, self._block_order, "GPU block id")
         else:
             for group, blocks, _, _ in parts:

@@ -166,3 +166,23 @@ def test_a_group_has_as_many_blocks_as_its_smallest_tensor() -> None:
     each.check(GPULoadStoreSpec([30], [1, 0]), CPULoadStoreSpec([1]), Direction.LOAD)
     with pytest.raises(ValueError, match=r"GPU block id of group 1 9 is outside 0\.\.8"):
         each.check(GPULoadStoreSpec([9], [0, 1]), CPULoadStoreSpec([1]), Direction.LOAD)
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_of_a_group_without_layers_nothing_is_copied(direction: Direction) -> None:
+    """As on a pipeline stage that has layers of the other groups only. Its block ids mean nothing here."""
+    each = layout([geometry()], [[(0, 60)], [], [(0, 60)]], factor=2)
+    transfer = each.check(GPULoadStoreSpec([1, 2, 70, 71, 72, 3], [2, 3, 1]), CPULoadStoreSpec([4, 5, 6, 7]), direction)
+    assert rows(transfer.plan()) == [(100, 4 * 4096, 60), (200, 4 * 4096 + 100, 60), (300, 7 * 4096, 60)]
+    assert transfer.total_bytes == 180
+    assert len(each.check(GPULoadStoreSpec([1], [0, 1, 0]), CPULoadStoreSpec([1]), direction).plan()) == 0
+    with pytest.raises(ValueError, match="need 3"):
+        each.check(GPULoadStoreSpec([1, 2, 3], [1, 1, 1]), CPULoadStoreSpec([1, 2]), direction)
+
+
+def test_groups_that_share_tensors_write_no_block_twice_beside_one_without_layers() -> None:
+    each = layout([geometry()], [[(0, 60)], [], [(0, 60)]])
+    ids = list(range(49)) * 2  # of the first and of the group without layers
+    each.check(GPULoadStoreSpec([*ids, 49], [49, 49, 1]), CPULoadStoreSpec([0] * 99), Direction.LOAD)
+    with pytest.raises(ValueError, match="GPU block id 7 is a destination twice"):
+        each.check(GPULoadStoreSpec([*ids, 7], [49, 49, 1]), CPULoadStoreSpec([0] * 99), Direction.LOAD)
