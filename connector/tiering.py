@@ -19,7 +19,7 @@ import itertools
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -434,11 +434,11 @@ class TieringOffloadingManager(OffloadingManager):
             if index in but:
                 continue
             for result in tier.collect("get_finished", JobResult):
-                job = self._jobs.get(result.job_id)
+                job = self._jobs.get(result.job_id) if isinstance(result.job_id, Hashable) else None
                 if job is None or job.tier != index:
                     tier.contain("get_finished", f"job {result.job_id} is unknown or was reported before")
                     continue
-                self._finish(result.job_id, [b.key for b in job.blocks] if result.success else result.successful_keys)
+                self._finish(result.job_id, [b.key for b in job.blocks] if result.success else _named_keys(tier, result))
 
     def _finish(self, job_id: int, succeeded: Iterable[OffloadKey]) -> None:
         job = self._jobs.pop(job_id)
@@ -451,6 +451,15 @@ class TieringOffloadingManager(OffloadingManager):
         if what not in self._logged:
             self._logged.add(what)
             logger.warning("%s", message)
+
+
+def _named_keys(tier: GuardedTier, result: JobResult) -> frozenset[OffloadKey]:
+    """The keys of a failed job that succeeded after all. None names none: with vLLM, all then share the job's fate."""
+    try:
+        return frozenset(result.successful_keys or ())
+    except Exception as e:  # noqa: BLE001 - whatever a tier calls its keys, its job has ended
+        tier.contain("get_finished", f"successful_keys of job {result.job_id}: {e!r}")
+        return frozenset()
 
 
 def _load_deadline_s(tier: SecondaryTierManager) -> float:

@@ -544,6 +544,27 @@ def test_a_result_may_name_foreign_keys_and_only_its_own_count() -> None:
     assert engine.counts.free == 16
 
 
+@pytest.mark.parametrize(("keys", "contained"), [(None, 0), (7, 1), (([],), 1)])
+def test_a_failed_job_that_names_no_keys_has_none(keys: Any, contained: int) -> None:
+    engine = Engine(auto=False)
+    engine.tier.put(*KEYS[:2])
+    engine.lookup(KEYS[:2])
+    (job_id,) = engine.tier.jobs
+    del engine.tier.jobs[job_id]
+    engine.tier.results.append(JobResult(job_id, success=False, successful_keys=keys))
+    engine.manager.on_schedule_end()
+    assert engine.lookup(KEYS[:2]) == [False]
+    assert engine.counts.free == 16
+    assert engine.counted("kvtiers_contained_errors_total", "tier0", "get_finished") == contained
+
+
+def test_a_result_whose_job_id_is_none_is_contained() -> None:
+    engine = Engine(auto=False)
+    engine.tier.results.append(JobResult([], success=True))  # type: ignore[arg-type]
+    engine.manager.on_schedule_end()
+    assert engine.counted("kvtiers_contained_errors_total", "tier0", "get_finished") == 1
+
+
 def test_a_job_that_is_never_reported_keeps_its_slots_out_of_use() -> None:
     engine = Engine(num_blocks=4, auto=False, promotion_wait_s=0.5)
     engine.tier.reports_at_shutdown = False
