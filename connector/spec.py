@@ -20,7 +20,7 @@ from connector.primary import CPUPrimaryTier
 from connector.region_file import show_size
 from connector.region_header import row_stride
 from connector.shared_region import SharedOffloadRegion
-from connector.tiering import TieringOffloadingManager, TieringOptions
+from connector.tiering import LOAD_DEADLINE_S, LOAD_GRACE_S, TieringOffloadingManager, TieringOptions
 from tiers.base import SecondaryTierManager
 from tiers.config import DeploymentConfig
 from tiers.errors import ConfigError
@@ -163,9 +163,11 @@ class TieringOffloadingSpec(OffloadingSpec):
             for made in tiers:
                 made.shutdown()
             raise
+        own_deadlines_s = [tier.job_deadline_s for tier in tiers if tier.job_deadline_s is not None]
         options = TieringOptions(
             promotion_wait_s=region.promotion_wait_s,
             # The slowest tier's own deadline: a hit of its is worth that wait, as its config says.
             lookup_deadline_s=max((getattr(t, "lookup_deadline_s", 0.2) for t in self.deployment.tiers), default=0.2),
+            load_deadline_s=max(LOAD_DEADLINE_S, max(own_deadlines_s, default=0.0) + LOAD_GRACE_S),
         )
         return TieringOffloadingManager(primary, tiers, options)

@@ -33,9 +33,10 @@ from tiers.keys import OffloadKey
 
 logger = logging.getLogger(__name__)
 
+LOAD_DEADLINE_S = 20.0
 _EVERY_TIER = -1  # as a bit mask
 _EXPIRED = float("-inf")
-_LOAD_GRACE_S = 1.0  # beyond a tier's own deadline, to end its I/O and report
+LOAD_GRACE_S = 1.0  # beyond a tier's own deadline, to end its I/O and report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +57,7 @@ class TieringOptions:
 
     promotion_wait_s: float = 0.5
     lookup_deadline_s: float = 0.2
-    load_deadline_s: float = 20.0
+    load_deadline_s: float = LOAD_DEADLINE_S
     store_backlog_share: float = 0.5
     promotion_hold_s: float = 2.0
     requests_max: int = 8192
@@ -464,4 +465,4 @@ def _named_keys(tier: GuardedTier, result: JobResult) -> frozenset[OffloadKey]:
 
 def _load_deadline_s(tier: SecondaryTierManager) -> float:
     own = getattr(tier, "job_deadline_s", None)
-    return float("inf") if own is None else own + _LOAD_GRACE_S
+    return float("inf") if own is None else own + LOAD_GRACE_S

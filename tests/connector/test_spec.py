@@ -215,6 +215,16 @@ def test_the_config_reaches_the_manager(make: Callable[..., TieringOffloadingSpe
     assert spec.metrics.value("kvtiers_promotion_room_expired_total") == 1
 
 
+def test_a_load_is_given_up_no_sooner_than_its_tiers_own_deadline(tmp_path: Path) -> None:
+    tiers = [
+        {"type": "fs", "root_dir": str(tmp_path / str(deadline_s)), "isolation": "thread", "job_deadline_s": deadline_s}
+        for deadline_s in (5, 60)
+    ]
+    spec = TieringOffloadingSpec(CHUNKED, deployment(*tiers), CELL_BYTES)
+    assert spec.get_manager()._load_deadlines_s == [6, 61]
+    spec.shutdown()
+
+
 @pytest.mark.parametrize(
     ("config", "region", "cell_bytes", "message"),
     [
