@@ -1,7 +1,7 @@
 """TieringOffloadingManager: the CPU region in front, any number of tiers behind it.
 
 - Cascade: a block that the engine has stored in the region goes to every tier, one job a tier. Its slot stays pinned,
-  and loadable, until every tier has reported.
+  and loadable, until every tier has reported. What is more than a tier's share of the region follows in later jobs.
 - Promotion: a key that is not in the region is asked of the tiers, in order. A hit is loaded into a reserved slot, one
   job per tier and request, submitted when the step ends; until it is in, the answer is "ask again". What comes from a
   later tier also goes to the tiers before it.
@@ -49,7 +49,8 @@ class TieringOptions:
         load_deadline_s: a load not reported by then is a miss, and one second past the tier's own ``job_deadline_s``
             where that is sooner: I/O that cannot be ended holds its slots, but not its request.
         store_backlog_share: part of the region that blocks on their way to tiers may pin, in equal parts for each tier;
-            a tier that has used its part up gets no more. So a hung one takes neither the region nor the others' share.
+            a tier that has used its part up gets no more. Of a job beyond that part the rest waits unpinned, and may be
+            evicted meanwhile. So a hung tier takes neither the region nor the others' share.
         promotion_hold_s: how long blocks loaded for a request are kept for it to come and use them.
         requests_max: requests remembered; more forget the oldest.
         shutdown_s: bound of ``shutdown``. vLLM kills its engine after 5 s.
@@ -149,6 +150,7 @@ class TieringOffloadingManager(OffloadingManager):
         # What lookups of this step found in the region, by request.
         self._found: dict[str, dict[OffloadKey, Block]] = {}
         self._backlog_blocks = [0] * len(self._tiers)
+        self._unsent: list[deque[Block]] = [deque() for _ in self._tiers]  # of each tier, until its backlog has room
         self._backlog_blocks_max = self._options.store_backlog_share * primary.num_blocks / max(1, len(self._tiers))
         self._logged: set[str] = set()
         self._closed = False
@@ -223,12 +225,16 @@ class TieringOffloadingManager(OffloadingManager):
 
     def drain(self) -> None:
         """Wait until the tiers have done what they were given. Bounded by the tiers' own deadlines."""
-        for _ in range(2):  # what the first round loaded may be stored to other tiers by the second
+        before: Collection[int] = ()
+        for rounds in itertools.count():  # what a round loaded or made room for may be stored by the next
             for tier in self._tiers:
                 tier.call("drain_jobs")
             self._take_results()
             if not self._jobs:
                 return
+            if rounds and self._jobs.keys() == before:
+                break
+            before = frozenset(self._jobs)
         logger.warning("%d jobs of the tiers did not end when they were drained", len(self._jobs))
 
     def reset_cache(self) -> None:
@@ -247,6 +253,8 @@ class TieringOffloadingManager(OffloadingManager):
         for request in self._requests.values():
             self._forget(request)
         self._requests.clear()
+        for index in range(len(self._tiers)):  # the region ends, so it need not be kept from them
+            self._store_unsent(index, self.primary.num_blocks)
         self._closed = True
         stuck = shut_down_tiers(self._tiers, self._options.shutdown_s, self._clock)
         self._take_results(but=stuck)
@@ -403,17 +411,34 @@ class TieringOffloadingManager(OffloadingManager):
             return
         for index, tier in enumerate(self._tiers[:num_tiers]):
             if self._backlog_blocks[index] >= self._backlog_blocks_max:
-                self.metrics.inc("kvtiers_stores_dropped_total", tier.name, "backlog", by=len(blocks))
+                self._drop(index, len(blocks))
                 self._log_once(
                     f"backlog {index}",
                     f"tier {tier.name}: {self._backlog_blocks[index]} of the region's {self.primary.num_blocks} blocks "
                     "wait for it: it gets no more until it has stored some (see kvtiers_stores_dropped_total)",
                 )
                 continue
-            for block in blocks:
-                self.primary.pin(block)
-            self._backlog_blocks[index] += len(blocks)
-            self._submit("submit_store", _Job(index, blocks), ReqContext())
+            self._unsent[index].extend(blocks)
+            self._store_unsent(index, self._backlog_blocks_max)
+
+    def _store_unsent(self, index: int, backlog_max: float) -> None:
+        """Submit what waits for a tier, up to a backlog of ``backlog_max`` blocks, rounded up."""
+        unsent = self._unsent[index]
+        while unsent and self._backlog_blocks[index] < backlog_max:
+            batch: list[Block] = []
+            while unsent and self._backlog_blocks[index] + len(batch) < backlog_max:
+                block = unsent.popleft()
+                if block.state is BlockState.READY:
+                    self.primary.pin(block)
+                    batch.append(block)
+                else:  # it was evicted while it waited
+                    self._drop(index, 1)
+            if batch:
+                self._backlog_blocks[index] += len(batch)
+                self._submit("submit_store", _Job(index, batch), ReqContext())
+
+    def _drop(self, index: int, count: int) -> None:
+        self.metrics.inc("kvtiers_stores_dropped_total", self._tiers[index].name, "backlog", by=count)
 
     def _end_store(self, job: _Job) -> None:
         self._backlog_blocks[job.tier] -= len(job.blocks)
@@ -439,7 +464,11 @@ class TieringOffloadingManager(OffloadingManager):
                 if job is None or job.tier != index:
                     tier.contain("get_finished", f"job {result.job_id} is unknown or was reported before")
                     continue
-                self._finish(result.job_id, [b.key for b in job.blocks] if result.success else _named_keys(tier, result))
+                self._finish(
+                    result.job_id, [b.key for b in job.blocks] if result.success else _named_keys(tier, result)
+                )
+            if not self._closed:
+                self._store_unsent(index, self._backlog_blocks_max)
 
     def _finish(self, job_id: int, succeeded: Iterable[OffloadKey]) -> None:
         job = self._jobs.pop(job_id)

@@ -83,7 +83,7 @@ class Engine:
 
 
 def test_a_stored_block_goes_to_every_tier_and_is_pinned_until_all_have_it() -> None:
-    engine = Engine(num_tiers=3, auto=False)
+    engine = Engine(num_tiers=3, auto=False, store_backlog_share=1)
     engine.store(*KEYS[:4])
     assert [[job_keys(job) for job in tier.submitted] for tier in engine.tiers] == [[KEYS[:4]]] * 3
     job_ids = [next(iter(tier.jobs)) for tier in engine.tiers]
@@ -144,6 +144,45 @@ def test_a_hung_tier_keeps_neither_the_region_nor_the_other_tiers_busy() -> None
     assert engine.counted("kvtiers_stores_dropped_total", "tier0", "backlog") == 56
 
 
+def test_a_large_job_takes_no_more_than_its_tiers_share_at_once() -> None:
+    engine = Engine(num_blocks=16, num_tiers=2, store_backlog_share=0.5)
+    hung, good = engine.tiers
+    hung.auto = False
+    engine.store(*KEYS[:15])
+    for _ in range(4):
+        engine.manager.on_schedule_end()
+    assert engine.counts == SlotCounts(free=1, ready=11, pinned=4, pending=0, quarantined=0)
+    assert good.blobs.keys() == set(KEYS[:15])
+    assert [job_keys(job) for job in hung.submitted] == [KEYS[:4]]
+    engine.store(*KEYS[20:30])  # evicts nine of the eleven that wait
+    hung.auto = True
+    for _ in range(4):
+        engine.manager.on_schedule_end()
+    assert len(hung.blobs) == 4 + 2
+    # Ten came while it had no room, nine were evicted while they waited.
+    assert engine.counted("kvtiers_stores_dropped_total", "tier0", "backlog") == 10 + 9
+    assert engine.counts.pinned == 0
+
+
+@pytest.mark.parametrize("end", ["drain", "reset_cache", "shutdown"])
+def test_what_waits_for_a_tier_is_not_forgotten_at_the_end(end: str) -> None:
+    engine = Engine(num_blocks=16, num_tiers=2, auto=False, store_backlog_share=0.25)
+    engine.store(*KEYS[:15])
+    assert engine.counts.pinned == 2
+    getattr(engine.manager, end)()
+    for tier in engine.tiers:
+        assert sorted(key for job in tier.submitted for key in job_keys(job)) == sorted(KEYS[:15])
+    assert engine.counts.pinned == engine.counts.quarantined == 0
+
+
+def test_what_waits_for_a_tier_that_raises_waits_no_longer() -> None:
+    engine = Engine(num_blocks=16, store_backlog_share=0.1)
+    engine.tier.raising.add("submit_store")
+    engine.store(*KEYS[:15])
+    assert engine.counts.pinned == 0
+    assert engine.manager._unsent == [type(engine.manager._unsent[0])()]
+
+
 def test_a_tier_that_fails_its_stores_keeps_nobody_from_the_others() -> None:
     engine = Engine(num_tiers=2, auto=False)
     engine.store(*KEYS[:2])
@@ -201,7 +240,7 @@ def test_the_first_tier_that_has_it_loads_it() -> None:
 
 
 def test_what_comes_from_a_later_tier_fills_the_earlier_ones() -> None:
-    engine = Engine(num_tiers=3)
+    engine = Engine(num_tiers=3, store_backlog_share=1)
     engine.tiers[2].put(*KEYS[:4])
     assert engine.lookup_until_known(KEYS[:4]) == [True] * 4
     stores = [[job_keys(job) for job in tier.submitted if not job.is_load] for tier in engine.tiers]
@@ -281,7 +320,7 @@ def test_a_tier_that_lies_for_ever_does_not_make_a_request_loop() -> None:
 
 
 def test_a_hit_waits_for_room_and_then_is_a_miss() -> None:
-    engine = Engine(num_blocks=4, auto=False, promotion_wait_s=0.5)
+    engine = Engine(num_blocks=4, auto=False, promotion_wait_s=0.5, store_backlog_share=1)
     engine.store(*KEYS[:3])
     engine.tier.put(*KEYS[10:13])
     assert engine.lookup(KEYS[10:13]) == [None] * 3
@@ -311,7 +350,7 @@ def test_room_that_comes_in_time_is_used() -> None:
 
 
 def test_no_wait_means_a_miss_at_the_next_step() -> None:
-    engine = Engine(num_blocks=2, auto=False, promotion_wait_s=0)
+    engine = Engine(num_blocks=2, auto=False, promotion_wait_s=0, store_backlog_share=1)
     engine.store(*KEYS[:2])
     engine.tier.put(KEYS[10])
     assert engine.lookup([KEYS[10]]) == [None]
@@ -470,7 +509,7 @@ def test_a_never_reporting_lookup_source_is_cut_by_the_deadline() -> None:
 
 
 def test_a_load_that_is_not_reported_is_given_up_and_its_slot_is_not_used_again() -> None:
-    engine = Engine(num_blocks=4, num_tiers=2, auto=False, load_deadline_s=20.0)
+    engine = Engine(num_blocks=4, num_tiers=2, auto=False, load_deadline_s=20.0, store_backlog_share=1)
     hung, good = engine.tiers
     for tier in engine.tiers:
         tier.put(*KEYS[:2])
