@@ -66,11 +66,13 @@ class ProbeResult:
     """What a probe found.
 
     Attributes:
+        began: by the tier's clock; tells it from the probe under way.
         error: class of the error, "" where it was answered.
         free_bytes: of the file system, where there is one.
     """
 
     number: int
+    began: float
     took_s: float
     error: str
     free_bytes: int | None = None
@@ -120,7 +122,7 @@ class WatchedTier:
             self._forget()
         except (KVTiersError, OSError) as e:
             error = type(e).__name__
-        self.last = ProbeResult(self._probes, self._clock() - began, error, free_bytes)
+        self.last = ProbeResult(self._probes, began, self._clock() - began, error, free_bytes)
         self.asking_since = None
         return self.last
 
@@ -258,12 +260,15 @@ class StorageMonitor:
         since, last = tier.asking_since, tier.last
         if last is not None and last.number > self._published[name]:
             self._published[name] = last.number
-            metrics.inc("kvtiers_storage_probes_total", name, last.error or "ok")
+            is_late = last.took_s > self._probe_every_s
+            if self._overdue.get(name) != last.began:  # else it was counted while it was waited for
+                metrics.inc("kvtiers_storage_probes_total", name, last.error or ("timeout" if is_late else "ok"))
             metrics.set("kvtiers_storage_probe_seconds", name, value=last.took_s)
-            metrics.set("kvtiers_storage_up", name, value=float(not last.error))
+            metrics.set("kvtiers_storage_up", name, value=float(not last.error and not is_late))
             if last.free_bytes is not None:
                 metrics.set("kvtiers_storage_free_bytes", name, value=last.free_bytes)
-        if since is not None and self._clock() - since > self._probe_every_s:
+        has_ended = last is not None and last.began == since  # between the two reads above
+        if since is not None and not has_ended and self._clock() - since > self._probe_every_s:
             metrics.set("kvtiers_storage_up", name, value=0.0)
             if self._overdue.get(name) != since:
                 self._overdue[name] = since

@@ -100,8 +100,26 @@ def test_a_tier_that_hangs_is_down_while_it_hangs_and_counted_once(bench: Bench)
     assert bench.value("kvtiers_storage_probes_total", "fs", "timeout") == 1
     bench.gate.set()
     thread.join()
-    assert bench.value("kvtiers_storage_up", "fs") == 1
+    assert bench.value("kvtiers_storage_up", "fs") == 0  # it was answered, and not in time
     assert bench.value("kvtiers_storage_probe_seconds", "fs") == 16
+    bench.now += 15
+    bench.tier.probe()
+    assert bench.value("kvtiers_storage_up", "fs") == 1
+    assert bench.value("kvtiers_storage_probes_total", "fs", "timeout") == 1
+    assert bench.value("kvtiers_storage_probes_total", "fs", "ok") == 1
+
+
+def test_a_late_answer_that_nobody_saw_coming_is_a_timeout(bench: Bench) -> None:
+    bench.gate.clear()
+    thread = threading.Thread(target=bench.tier.probe)
+    thread.start()
+    wait_for(lambda: bench.tier.asking_since is not None)
+    bench.now += 16
+    bench.gate.set()
+    thread.join()
+    assert bench.value("kvtiers_storage_up", "fs") == 0
+    assert bench.value("kvtiers_storage_probes_total", "fs", "timeout") == 1
+    assert bench.value("kvtiers_storage_probes_total", "fs", "ok") == 0
 
 
 def test_blocks_are_counted_by_namespace(bench: Bench) -> None:
