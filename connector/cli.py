@@ -22,6 +22,7 @@ from connector.commands import copy, storage
 from connector.commands.bench import bench
 from connector.commands.places import human_age
 from connector.commands.verify import verify
+from connector.region_file import free_bytes
 from tiers.config import DeploymentConfig, json_schema, load_config
 from tiers.errors import KVTiersError, StoreError
 from tiers.registry import SecondaryTierFactory
@@ -191,11 +192,11 @@ def find_problems(deployment: DeploymentConfig) -> list[str]:
     findings = []
     size = deployment.region.size_bytes
     try:
-        free = shutil.disk_usage("/dev/shm").free
+        free = free_bytes("/dev/shm")
     except OSError:
         findings.append("region.size: /dev/shm is not there; the region shared by several processes needs it")
     else:
-        if size > free:
+        if free is not None and size > free:
             findings.append(
                 f"region.size: {_human(size)} is more than /dev/shm has free ({_human(free)}); "
                 "lower it, or give /dev/shm more (in a container: --shm-size)"

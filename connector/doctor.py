@@ -30,6 +30,7 @@ from connector.doctor_storage import (
     examine_store,
     need_root,
 )
+from connector.region_file import free_bytes
 from tiers.builtin import make_seal
 from tiers.config import DeploymentConfig
 from tiers.errors import KVTiersError
@@ -108,23 +109,31 @@ def _in_time(where: str, look: Callable[[], Iterator[Finding]], seconds: float) 
 
 def _host(deployment: DeploymentConfig) -> Iterator[Finding]:
     region_bytes = deployment.region.size_bytes
-    try:
-        usage = shutil.disk_usage("/dev/shm")
-    except OSError:
-        yield Finding("problem", "host", "/dev/shm", "is not there: engine processes cannot share a region", "mount it")
-    else:
-        gib = 2**30
-        text = f"{usage.free / gib:.1f} of {usage.total / gib:.1f} GiB free, the region takes {region_bytes / gib:.1f}"
-        if usage.free < region_bytes:
-            yield Finding(
-                "problem", "host", "/dev/shm", text,
-                "lower region.size, or give it more: --shm-size (Docker), an emptyDir with medium: Memory (Kubernetes)",
-            )  # fmt: skip
-        else:
-            yield Finding("ok", "host", "/dev/shm", text)
+    yield _shared_memory(region_bytes)
     yield _memory(region_bytes)
     yield _locked_memory(region_bytes)
     yield _open_files(deployment)
+
+
+def _shared_memory(region_bytes: int) -> Finding:
+    gib = 2**30
+    takes = f"the region takes {region_bytes / gib:.1f}"
+    try:
+        free = free_bytes("/dev/shm")
+        if free is None:
+            return Finding("ok", "host", "/dev/shm", f"has no limit of its own, {takes} GiB")
+        total = shutil.disk_usage("/dev/shm").total
+    except OSError:
+        return Finding(
+            "problem", "host", "/dev/shm", "is not there: engine processes cannot share a region", "mount it"
+        )
+    text = f"{free / gib:.1f} of {total / gib:.1f} GiB free, {takes}"
+    if free < region_bytes:
+        return Finding(
+            "problem", "host", "/dev/shm", text,
+            "lower region.size, or give it more: --shm-size (Docker), an emptyDir with medium: Memory (Kubernetes)",
+        )  # fmt: skip
+    return Finding("ok", "host", "/dev/shm", text)
 
 
 def _memory(region_bytes: int) -> Finding:

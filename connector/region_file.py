@@ -180,6 +180,16 @@ def remove_name(fd: int, path: str) -> None:
         fcntl.flock(fd, fcntl.LOCK_UN)
 
 
+def free_bytes(directory: str) -> int | None:
+    """Bytes free in a file system; None: it has no limit of its own, as a tmpfs mounted with size=0.
+
+    Raises:
+        OSError: it cannot be asked.
+    """
+    status = os.statvfs(directory)
+    return status.f_bavail * status.f_frsize if status.f_blocks else None
+
+
 def show_size(size_bytes: int) -> str:
     """Bytes for people."""
     for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
@@ -271,9 +281,9 @@ def _too_large(size: int, place: str, free: int) -> str:
 
 def _limits(directory: str) -> Iterator[tuple[str, int]]:
     """What bounds a region: (place, bytes free)."""
-    if directory:
-        free = os.statvfs(directory)
-        yield directory, free.f_bavail * free.f_frsize
+    free = free_bytes(directory) if directory else None
+    if free is not None:
+        yield directory, free
     with open("/proc/meminfo", "rb") as f:
         kib = {line.split(b":")[0]: int(line.split()[1]) for line in f}
     yield "this machine", (kib[b"MemAvailable"] + kib[b"SwapFree"]) << 10

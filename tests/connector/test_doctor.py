@@ -13,7 +13,7 @@ import yaml
 from typer.testing import CliRunner
 
 from connector import doctor, doctor_storage
-from connector.cli import EXIT_BAD_INPUT, EXIT_FINDING, app
+from connector.cli import EXIT_BAD_INPUT, EXIT_FINDING, app, find_problems
 from connector.doctor import examine
 from connector.doctor_storage import Finding, examine_namespaces, examine_store
 from tests.identity import FakeSpec
@@ -262,6 +262,12 @@ def test_the_hosts_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(finding.fix for finding in findings if finding.level == "problem")
     assert one(findings, "hash seed").level == "note"
     assert one(examine(deployment(), environ={"PYTHONHASHSEED": "0"}), "hash seed").level == "ok"
+
+
+def test_a_tmpfs_without_a_limit_is_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result((4096, 4096, *[0] * 7, 255)))  # size=0
+    assert one(examine(deployment()), "/dev/shm").level == "ok"
+    assert not [problem for problem in find_problems(deployment()) if problem.startswith("region.size")]
 
 
 def test_a_containers_memory_is_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -276,11 +276,18 @@ def test_more_than_the_machine_has_is_refused_at_once() -> None:
 
 @pytest.fixture
 def small_tmpfs(tmp_path: Path) -> Iterator[str]:
+    yield from mounted_tmpfs(tmp_path, "size=1M")
+
+
+@pytest.fixture
+def unlimited_tmpfs(tmp_path: Path) -> Iterator[str]:
+    yield from mounted_tmpfs(tmp_path, "size=0")
+
+
+def mounted_tmpfs(tmp_path: Path, option: str) -> Iterator[str]:
     if os.geteuid() != 0:
         pytest.skip("needs root to mount a tmpfs")
-    mount = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1M", "none", tmp_path], check=False, capture_output=True
-    )
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", option, "none", tmp_path], check=False, capture_output=True)
     if mount.returncode:
         pytest.skip(f"cannot mount a tmpfs: {mount.stderr.decode()}")
     yield str(tmp_path)
@@ -293,6 +300,10 @@ def test_more_than_the_tmpfs_has_says_what_to_do(small_tmpfs: str) -> None:
     ):
         SharedOffloadRegion("x", 1024, PAGE, 1, 0, directory=small_tmpfs)
     assert os.listdir(small_tmpfs) == []
+
+
+def test_a_tmpfs_without_a_limit_takes_a_region(unlimited_tmpfs: str) -> None:
+    SharedOffloadRegion("x", 4, PAGE, 1, 0, directory=unlimited_tmpfs).cleanup()
 
 
 def test_a_tmpfs_that_fills_meanwhile_is_an_error_not_a_sigbus(
