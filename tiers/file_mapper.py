@@ -268,12 +268,14 @@ def strict_fields(offloading_spec: Any) -> dict[str, Any]:
     """The identity that the ten fields leave out, and that wrong tokens came from elsewhere.
 
     Same path and same size with another meaning was reported for weights of another revision, another KV layout and
-    another hash algorithm (vllm#49261, #55904, #55191); each gets its own namespace.
+    another hash algorithm (vllm#49261, #55904, #55191); each gets its own namespace. So does each platform whose kernels
+    pack KV in an order of their own.
     """
     config = getattr(offloading_spec, "config", None)
     return {
         "model_revision": getattr(getattr(config, "model", None), "revision", None),
         "kv_cache_layout": getattr(config, "kv_cache_layout", None),
+        "platform": getattr(config, "platform", None),
         "canonical_layout": bool(getattr(config, "canonical_layout", False)),
         "hash_algorithm": getattr(getattr(config, "cache", None), "hash_algorithm", None),
         "format": FORMAT_SEALED,

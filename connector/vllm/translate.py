@@ -15,11 +15,14 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import platform
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 import vllm
+from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
@@ -54,10 +57,21 @@ _LOCALITIES = {"fs": "LOCAL", "memory": "LOCAL", "nfs": "REMOTE", "s3": "REMOTE"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class VllmOffloadingConfig(OffloadingConfig):
+    """The identity of an engine whose kernels choose how KV is packed.
+
+    Attributes:
+        platform: see ``kv_platform``.
+    """
+
+    platform: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class EngineSpec:
     """What a tier of ours takes as its ``offloading_spec``."""
 
-    config: OffloadingConfig
+    config: VllmOffloadingConfig
     metrics: Metrics
     vllm_layout: VllmLayout | None = None  # where a region's rows are the bytes that vLLM's own fs tier would write
 
@@ -97,7 +111,7 @@ def engine_spec(spec: Any, *, blocks_per_chunk: int | None = None) -> EngineSpec
     parallel = config.parallel
     canonical = bool(getattr(config, "canonical_layout", False))
     return EngineSpec(
-        OffloadingConfig(
+        VllmOffloadingConfig(
             model=ModelConfig(config.model.name, config.model.dtype, _model_revision(vllm_config)),
             cache=CacheConfig(
                 tokens_per_hash=config.cache.tokens_per_hash,
@@ -121,6 +135,7 @@ def engine_spec(spec: Any, *, blocks_per_chunk: int | None = None) -> EngineSpec
             canonical_layout=canonical,
             kv_cache_layout=getattr(config, "kv_cache_layout", None),
             replicated_layout=bool(getattr(config, "replicated_layout", False)),
+            platform=kv_platform(vllm_config, [group.tokens_per_block for group in config.groups]),
         ),
         Metrics(),
     )
@@ -167,6 +182,32 @@ def _model_revision(vllm_config: Any | None) -> str | None:
     commit = getattr(getattr(model, "hf_config", None), "_commit_hash", None)
     parts = [commit or getattr(model, "revision", None), getattr(model, "quantization", None)]
     return "+".join(str(part) for part in parts if part) or None
+
+
+def kv_platform(vllm_config: Any | None, block_sizes: Iterable[int]) -> str:
+    """Whose kernels lay out the KV: "cuda", or "cpu:amx".
+
+    vLLM's CPU backend packs the same KV in another order where the machine has AMX: with the same sizes, and wrong
+    tokens for who takes one for the other.
+
+    Args:
+        block_sizes: tokens of a block, of each group.
+    """
+    if not current_platform.is_cpu():
+        return str(current_platform.device_name or current_platform.device_type or "unknown")
+    model = getattr(vllm_config, "model_config", None)
+    try:
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+        assert model is not None
+        head_size = model.get_head_size()
+        chosen = {_get_attn_isa(model.dtype, size, head_size) for size in block_sizes}
+        return f"cpu:{'+'.join(sorted(chosen))}"
+    except Exception as e:  # noqa: BLE001 - a private function of vLLM's, which may go or change with any release
+        logger.debug("how this CPU's kernels pack KV is not known: %r", e)
+    # Machines that differ in what vLLM's kernels look at share nothing.
+    supports_amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
+    return f"cpu:{platform.machine()}{'+amx' if supports_amx else ''}"
 
 
 def _hash_algorithm(vllm_config: Any | None) -> str:

@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import vllm
+from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.kv_offload.base import Locality, LookupResult, Medium
 
 from connector.vllm import translate
@@ -152,3 +154,30 @@ def test_tp_sizes_share_blocks_only_in_the_canonical_layout() -> None:
     assert folder(built_by(config, **two)) != folder(built_by(config, is_parallelism_agnostic=True))
     one = built_by(config, is_parallelism_agnostic=True, canonical_layout=True)
     assert folder(built_by(config, canonical_layout=True, **two)) == folder(one)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_cpus_whose_kernels_pack_kv_in_another_order_share_nothing(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = some_vllm_config(dtype=dtype, get_head_size=lambda: 64)
+    folders = set()
+    for supports_amx in (True, False):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda answer=supports_amx: answer)
+        folders.add(folder(built_by(config)))
+    assert len(folders) == (2 if dtype is torch.bfloat16 else 1)
+
+
+def test_cpus_are_told_apart_where_vllm_does_not_say_what_its_kernels_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(cpu_attn, "_get_attn_isa")
+    platforms = set()
+    for supports_amx in (True, False):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda answer=supports_amx: answer)
+        platforms.add(built_by(some_vllm_config(dtype=torch.bfloat16, get_head_size=lambda: 64)).config.platform)
+    assert len(platforms) == 2
+    assert all(str(each).startswith("cpu:") for each in platforms)
+
+
+def test_a_platform_that_is_no_cpu_is_known_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(translate, "current_platform", SimpleNamespace(is_cpu=lambda: False, device_name="cuda"))
+    assert built_by(some_vllm_config()).config.platform == "cuda"
