@@ -34,6 +34,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult as VllmJobResult
 from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
 
 from connector.base import CacheConfig, KVCacheGroup, ModelConfig, OffloadingConfig, ParallelConfig
+from connector.vllm.weights import weights_revision
 from tiers.base import JobMetadata, JobResult, OffloadingEvent
 from tiers.errors import ConfigError
 from tiers.file_mapper import VllmLayout
@@ -174,14 +175,11 @@ def find_vllm_config() -> Any | None:
 
 
 def _model_revision(vllm_config: Any | None) -> str | None:
-    """What the weights are beyond the model's name: the commit where it is known, and how they were quantized."""
     model = getattr(vllm_config, "model_config", None)
     if model is None:
         logger.warning("the revision of the model's weights is not known; it is not part of the namespace")
         return None
-    commit = getattr(getattr(model, "hf_config", None), "_commit_hash", None)
-    parts = [commit or getattr(model, "revision", None), getattr(model, "quantization", None)]
-    return "+".join(str(part) for part in parts if part) or None
+    return weights_revision(model)
 
 
 def kv_platform(vllm_config: Any | None, block_sizes: Iterable[int]) -> str:

@@ -39,6 +39,9 @@ def weights_revision(model: Any) -> str | None:
     hf_config = getattr(model, "hf_config", None)
     commit = getattr(hf_config, "_commit_hash", None)
     files = [found for path in _places(model) if (found := files_digest(path))]
+    url = getattr(model, "model_weights", None)
+    if url and not os.path.exists(url):
+        files.append(f"weights:{_digest(url)}")  # in a bucket, beside a folder that has the configs only
     overrides = getattr(model, "hf_overrides", None)
     parts = [commit or getattr(model, "revision", None), getattr(model, "quantization", None), *files]
     if callable(overrides) or not (commit or files):
@@ -58,18 +61,18 @@ def files_digest(path: str) -> str | None:
         folder = Path(path)
         entries = sorted(folder.iterdir()) if folder.is_dir() else [folder] if folder.is_file() else []
         digest = hashlib.sha256()
-        weights = 0
+        seen = False
         for file in entries:
             is_weights = file.suffix in _WEIGHTS or folder.is_file()
             if not (is_weights or _CONFIGS.fullmatch(file.name)) or not file.is_file():
                 continue
-            weights += is_weights
+            seen = True
             for part in _contents(file, samples=SAMPLES_PER_FILE if is_weights else 0):
                 digest.update(len(part).to_bytes(8, "little") + part)
     except OSError as e:
         logger.warning("the weights in %s cannot be told from others: %s", path, e)
         return None
-    return f"files:{digest.hexdigest()[:_DIGEST_HEX_DIGITS]}" if weights else None
+    return f"files:{digest.hexdigest()[:_DIGEST_HEX_DIGITS]}" if seen else None
 
 
 def config_digest(hf_config: Any) -> str | None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -181,3 +184,94 @@ def test_cpus_are_told_apart_where_vllm_does_not_say_what_its_kernels_do(monkeyp
 def test_a_platform_that_is_no_cpu_is_known_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(translate, "current_platform", SimpleNamespace(is_cpu=lambda: False, device_name="cuda"))
     assert built_by(some_vllm_config()).config.platform == "cuda"
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Path:
+    made = tmp_path / "model"
+    made.mkdir()
+    (made / "config.json").write_text('{"rope_theta": 1e4}')
+    (made / "model.safetensors").write_bytes(bytes(1 << 20))
+    return made
+
+
+def of_folder(path: Path, **changes: Any) -> str | None:
+    config = some_vllm_config(model=str(path), **{"revision": None, "hf_overrides": {}} | changes)
+    return built_by(config).config.model.revision
+
+
+def rewrite(path: Path, offset: int) -> None:
+    """Other weights of the same name, size and time."""
+    before = path.stat()
+    data = bytearray(path.read_bytes())
+    data[offset : offset + (64 << 10)] = b"x" * (64 << 10)
+    path.write_bytes(data)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda folder: rewrite(folder / "model.safetensors", 500_000),
+        lambda folder: (folder / "more.safetensors").write_bytes(b"adapter"),
+        lambda folder: (folder / "model.safetensors").rename(folder / "other.safetensors"),
+        lambda folder: (folder / "config.json").write_text('{"rope_theta": 5e5}'),
+        lambda folder: (folder / "modeling.py").write_text("theta = 1"),
+    ],
+    ids=["weights", "more weights", "names", "config", "code"],
+)
+def test_other_files_in_a_local_folder_are_another_model(model_folder: Path, change: Callable[[Path], Any]) -> None:
+    before = of_folder(model_folder)
+    assert before is not None
+    change(model_folder)
+    assert of_folder(model_folder) not in (before, None)
+
+
+def test_copies_of_a_folder_are_one_model(model_folder: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "elsewhere"
+    copy.mkdir()
+    for file in model_folder.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+        os.utime(copy / file.name, (1, 1))
+    (copy / "README.md").write_text("a tokenizer or a readme changes no KV")
+    assert of_folder(copy) == of_folder(model_folder)
+
+
+def test_what_a_worker_changes_in_the_config_while_it_loads_is_no_other_model(model_folder: Path) -> None:
+    loaded = SimpleNamespace(_commit_hash=None, to_dict=lambda: {"architectures": ["set by the model"]})
+    assert of_folder(model_folder, hf_config=loaded) == of_folder(model_folder)
+
+
+def test_one_file_is_a_model_too(model_folder: Path) -> None:
+    file = model_folder / "model.gguf"
+    file.write_bytes(b"GGUF" + bytes(1 << 20))
+    before = of_folder(file)
+    rewrite(file, 300_000)
+    assert of_folder(file) not in (before, None)
+
+
+@pytest.mark.parametrize("commit", [None, "c0ffee"])
+def test_overrides_of_the_config_are_another_model(model_folder: Path, commit: str | None) -> None:
+    hub = SimpleNamespace(_commit_hash=commit)
+    revisions = {
+        of_folder(model_folder, hf_config=hub, hf_overrides=overrides)
+        for overrides in ({}, {"rope_theta": 5e5}, {"rope_theta": 6e5}, {"rope": {"factor": 2.0}})
+    }
+    assert len(revisions) == 4
+    assert of_folder(model_folder, hf_overrides={"a": 1, "b": 2}) == of_folder(
+        model_folder, hf_overrides={"b": 2, "a": 1}
+    )
+
+
+def test_without_commit_and_files_and_with_a_function_the_final_config_counts(model_folder: Path) -> None:
+    def final(theta: float, version: str = "5.0") -> Any:
+        fields = {"rope_theta": theta, "transformers_version": version, "_private": object()}
+        return SimpleNamespace(_commit_hash=None, to_dict=lambda: fields)
+
+    absent = Path("org/model")
+    assert of_folder(absent, hf_config=final(1.0)) != of_folder(absent, hf_config=final(2.0))
+    assert of_folder(absent, hf_config=final(1.0)) == of_folder(absent, hf_config=final(1.0, "5.1"))
+    function = {"hf_overrides": lambda config: config}
+    assert of_folder(model_folder, hf_config=final(1.0), **function) != of_folder(
+        model_folder, hf_config=final(2.0), **function
+    )
