@@ -268,8 +268,8 @@ def strict_fields(offloading_spec: Any) -> dict[str, Any]:
     """The identity that the ten fields leave out, and that wrong tokens came from elsewhere.
 
     Same path and same size with another meaning was reported for weights of another revision, another KV layout and
-    another hash algorithm (vllm#49261, #55904, #55191); each gets its own namespace. So does each platform whose kernels
-    pack KV in an order of their own.
+    another hash algorithm (vllm#49261, #55904, #55191); each gets its own namespace. So does each platform whose
+    kernels pack KV in an order of their own.
     """
     config = getattr(offloading_spec, "config", None)
     return {

@@ -11,7 +11,8 @@ it is proven, is in ``connector.prefix_store``.
 
 Loads are asynchronous: the request waits outside the batch while a thread reads, verifies and injects. Saves leave the
 forward pass as copies in host memory, which a thread publishes. A chunk that is wrong or gone is reported to vLLM as
-blocks that failed to load, which it recomputes under ``kv_load_failure_policy: recompute``.
+blocks that failed to load, which it recomputes under ``kv_load_failure_policy: recompute``; so is a load that storage
+does not answer within ``load_deadline_s``.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +35,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build
 
 from connector.prefix_store import CHUNK_BLOCKS_MAX, FORMAT, PrefixStore
 from connector.vllm import translate
+from connector.vllm.paged_buffer import extract_slots, inject_slots, token_pages
 from connector.vllm.prefix_metrics import PrefixPromMetrics, PrefixReporter, PrefixStats
+from connector.vllm.prefix_threads import DaemonPool, Load
 from tiers.errors import ConfigError, KVTiersError
 from tiers.file_mapper import FileMapper, strict_fields
 from tiers.keys import hash_blocks
@@ -43,9 +47,11 @@ logger = logging.getLogger(__name__)
 translate.check_version()
 
 LOOKUP_DEADLINE_S = 1.0
+LOAD_DEADLINE_S = 20.0
 LOADS_MAX = 3  # of one request: where a bad chunk cannot be removed, its request must not load it for ever
 IDLE_WAIT_S = 0.001
 SHUTDOWN_S = 4.0
+THREADS_END_S = 0.5  # of it, for threads that are at a lookup or at what is too late
 SAVE_BYTES_MAX = 4 << 30
 _THREADS = 2
 _REQUESTS_MAX = 65_536
@@ -108,7 +114,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
     """Loads and stores prompt prefixes. One object in the scheduler's process, one in each worker's.
 
     ``kv_connector_extra_config``: ``shared_storage_path`` (a folder or an fsspec URL), ``storage_options``,
-    ``lookup_deadline_s``.
+    ``lookup_deadline_s``, ``load_deadline_s``.
 
     Threads: vLLM calls it from one thread in each process; jobs on ``_pool`` see a Transfer and hand back a result.
 
@@ -135,6 +141,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         self._num_blocks = int(kv_cache_config.num_blocks)
         self._block_size = int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
         self._lookup_deadline_s = float(extra.get("lookup_deadline_s", LOOKUP_DEADLINE_S))
+        self._load_deadline_s = float(extra.get("load_deadline_s", LOAD_DEADLINE_S))
         spec = translate.engine_spec(build_offloading_config(vllm_config, kv_cache_config))
         mapper = FileMapper.from_offloading_spec("", spec, extra_fields=strict_fields(spec) | {"format": FORMAT})
         parallel = spec.config.parallel
@@ -149,12 +156,12 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
             )
             for rank in ranks
         ]
-        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvtiers-prefix")
+        self._pool = DaemonPool(_THREADS, "kvtiers-prefix")
         # scheduler
         self._requests: dict[str, _Request] = {}
         # worker
         self._kv_caches: dict[str, torch.Tensor] = {}
-        self._loading: dict[str, tuple[Future[None], list[int]]] = {}
+        self._loading: dict[str, Load] = {}
         self._failed_blocks: set[int] = set()
         self._saving: dict[Future[None], int] = {}
         self._extracted: dict[str, dict[int, torch.Tensor]] = {}
@@ -237,7 +244,9 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:  # noqa: ARG002
         """Nothing of it needs its blocks any more: what is stored was copied in its step."""
-        self._requests.pop(request.request_id, None)
+        state = self._requests.pop(request.request_id, None)
+        if state is not None and state.matched is not None:
+            state.matched.cancel()
         return False, None
 
     def _remember(self, request: Any) -> _Request | None:
@@ -288,7 +297,9 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         for transfer in self._metadata():
             if not transfer.is_store:
                 blocks = (transfer.slot_mapping[:: self._block_size] // self._block_size).tolist()
-                self._loading[transfer.req_id] = self._pool.submit(self._load, transfer), blocks
+                load = Load(blocks, time.monotonic() + self._load_deadline_s)
+                load.future = self._pool.submit(self._load, transfer, load)
+                self._loading[transfer.req_id] = load
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: requests join the batch when all their layers are in."""
@@ -297,26 +308,33 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         """Requests whose loads ended, well or not."""
         if self._loading and self._get_connector_metadata().idle:
             # vLLM steps on and on while requests wait; without a pause it would keep the GIL from those that load.
-            wait([future for future, _ in self._loading.values()], IDLE_WAIT_S, FIRST_COMPLETED)
-        done = {req_id for req_id, (future, _) in self._loading.items() if future.done()}
-        for req_id in done:
-            future, blocks = self._loading.pop(req_id)
-            error = future.exception()
+            wait([load.future for load in self._loading.values()], IDLE_WAIT_S, FIRST_COMPLETED)
+        done = {req_id for req_id, load in self._loading.items() if load.future.done()}
+        late = {req_id for req_id, load in self._loading.items() if time.monotonic() >= load.late_at} - done
+        for req_id in done | late:
+            load = self._loading.pop(req_id)
+            error: object = load.future.exception() if req_id in done else self._give_up(load)
             if error is not None:
                 logger.warning("request %s: its prefix was not loaded and is computed: %s", req_id, error)
-                self._failed_blocks.update(blocks)
+                self._failed_blocks.update(load.blocks)
         for saved in [future for future in self._saving if future.done()]:
             del self._saving[saved]
             if saved.exception() is not None:
                 logger.warning("a prefix was not stored: %s", saved.exception())
-        return None, done or None
+        return None, (done | late) or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that hold nothing of use."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
-    def _load(self, transfer: Transfer) -> None:
+    def _give_up(self, load: Load) -> str:
+        load.give_up()
+        if any(tensor.is_cuda for tensor in self._kv_caches.values()):
+            torch.cuda.synchronize()  # what was written before may still be on its way
+        return f"storage took longer than load_deadline_s, {self._load_deadline_s:g} s"
+
+    def _load(self, transfer: Transfer, load: Load) -> None:
         store, size = self._stores[0], self._block_size
         position, last = 0, len(transfer.hashes)
         for chunk in store.match(transfer.hashes):
@@ -331,7 +349,8 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
             for layer, tensor in store.load(chunk, transfer.hashes[begin:end]):
                 if layer in missing:
                     missing.discard(layer)
-                    inject_slots(self._pages(self._kv_caches[layer]), slots, tensor[skip * size : chunk.blocks * size])
+                    values = tensor[skip * size : chunk.blocks * size]
+                    load.write(partial(inject_slots, self._pages(self._kv_caches[layer]), slots, values))
             if missing:
                 raise KVTiersError(f"{chunk.path} lacks the layers {sorted(missing)}")
         if position < last:
@@ -370,11 +389,15 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
 
     def shutdown(self) -> None:
         """Publish what is under way for a bounded time; count what is not."""
-        _, late = wait([*self._saving, *(future for future, _ in self._loading.values())], timeout=SHUTDOWN_S)
-        self._pool.shutdown(wait=not late, cancel_futures=True)
-        if late or self._dropped_blocks:
+        loads = [load.future for load in self._loading.values()]
+        _, late = wait([*self._saving, *loads], timeout=SHUTDOWN_S - THREADS_END_S)
+        for load in self._loading.values():
+            load.give_up()
+        self._pool.shutdown(THREADS_END_S)
+        lost = len(late & self._saving.keys())
+        if lost or self._dropped_blocks:
             logger.warning(
-                "%d prefixes were not stored when the engine ended, %d blocks before", len(late), self._dropped_blocks
+                "%d prefixes were not stored when the engine ended, %d blocks before", lost, self._dropped_blocks
             )
 
     def _metadata(self) -> Iterator[Transfer]:
@@ -384,50 +407,6 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
 
     def _pages(self, layer: torch.Tensor) -> torch.Tensor:
         return token_pages(layer, self._num_blocks, self._block_size)
-
-
-def token_pages(layer: torch.Tensor, num_blocks: int, block_size: int) -> torch.Tensor:
-    """A view of a layer's paged buffer as (pages, tokens of a page, …), whatever order vLLM has it in.
-
-    Known layouts: (pages, tokens, c) for MLA; (2, pages, tokens, heads, d) and (pages, 2, tokens, heads, d); and, since
-    0.31, (pages, heads, tokens, c), with one head for MLA. A page of a kernel may hold a part of a block.
-
-    Raises:
-        ConfigError: none of them.
-    """
-    for page_dim, token_dim in ((0, 2), (0, 1), (1, 2)):
-        if layer.ndim <= token_dim or layer.ndim < 3:
-            continue
-        if layer.ndim == 3 and token_dim != 1:
-            continue
-        pages, tokens = layer.shape[page_dim], layer.shape[token_dim]
-        if pages * tokens == num_blocks * block_size and block_size % tokens == 0:
-            return layer.movedim((page_dim, token_dim), (0, 1))
-    raise ConfigError(
-        f"{tuple(layer.shape)} for {num_blocks} blocks of {block_size} tokens is the shape of no known layout",
-        field="kv_cache",
-    )
-
-
-def extract_slots(pages: torch.Tensor, slot_mapping: torch.Tensor) -> torch.Tensor:
-    """The tokens' KV, (tokens, …), contiguous, on the CPU.
-
-    Args:
-        pages: (pages, tokens of a page, …).
-    """
-    slots = slot_mapping.to(pages.device)
-    taken = pages[slots // pages.shape[1], slots % pages.shape[1]]
-    return taken.detach().to("cpu").contiguous()
-
-
-def inject_slots(pages: torch.Tensor, slot_mapping: torch.Tensor, values: torch.Tensor) -> None:
-    """Write the tokens' KV into their slots; the inverse of ``extract_slots``."""
-    slots = slot_mapping.to(pages.device)
-    if values.dtype != pages.dtype or values.shape[1:] != pages.shape[2:] or len(values) != len(slots):
-        raise KVTiersError(
-            f"{tuple(values.shape)} {values.dtype} for {len(slots)} slots of {tuple(pages.shape)} {pages.dtype}"
-        )
-    pages[slots // pages.shape[1], slots % pages.shape[1]] = values.to(pages.device)
 
 
 def _salt(request: Any) -> bytes | None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,13 +18,9 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
 import connector.vllm.shared_storage as module
-from connector.vllm.shared_storage import (
-    SharedStorageConnector,
-    SharedStorageMetadata,
-    extract_slots,
-    inject_slots,
-    token_pages,
-)
+from connector.vllm.paged_buffer import extract_slots, inject_slots, token_pages
+from connector.vllm.prefix_threads import Load
+from connector.vllm.shared_storage import SharedStorageConnector, SharedStorageMetadata
 from tests.vllm.engines import LAYERS, offloading_config
 from tests.waiting import wait_for
 from tiers.errors import ConfigError, KVTiersError
@@ -309,6 +308,84 @@ def test_nothing_waits_for_ever_and_prompts_without_tokens_are_left_alone(rigs: 
     request = prompt(TOKENS, "late")
     assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (None, False)
     assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+
+
+class Hung:
+    """Storage that answers when it is let go, and then as the files do."""
+
+    def __init__(self, files: Any, let_go: threading.Event) -> None:
+        self._files = files
+        self._let_go = let_go
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> Any:
+            self._let_go.wait(60)
+            return getattr(self._files, name)(*arguments)
+
+        return call
+
+
+@contextmanager
+def hanging(*connectors: SharedStorageConnector) -> Iterator[threading.Event]:
+    let_go = threading.Event()
+    for each in connectors:
+        for store in each._stores:
+            store._files = Hung(store._files, let_go)  # type: ignore[assignment]
+    yield let_go
+    let_go.set()
+
+
+def test_a_load_that_hangs_is_reported_and_its_late_end_touches_no_block(rigs: Any) -> None:
+    writer, reader = rigs(), rigs()
+    store_whole(writer, TOKENS, [3, 7, 1, 9, 5])
+    request = prompt(TOKENS)
+    assert reader.matched(request) == (16, True)
+    reader.worker._load_deadline_s = 0.0
+    before = {layer: tensor.clone() for layer, tensor in reader.kv.items()}
+    with hanging(reader.worker):
+        assert load(reader, request, [2, 4, 6, 8, 10], 16) == ({"r"}, {2, 4, 6, 8})
+    reader.worker._pool.shutdown(20)  # the read has come to its end
+    assert reader.worker.get_finished(set()) == (None, None)
+    for layer in LAYERS:
+        assert torch.equal(reader.kv[layer], before[layer])
+
+
+def test_a_load_that_was_given_up_writes_nothing_more() -> None:
+    one = Load([1], late_at=0.0)
+    one.future = Future()
+    written = []
+    one.write(lambda: written.append(1))
+    one.give_up()
+    with pytest.raises(KVTiersError, match="given up"):
+        one.write(lambda: written.append(2))
+    assert written == [1]
+
+
+def test_shutdown_waits_for_no_lookup_and_no_load_that_hangs(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SHUTDOWN_S", module.THREADS_END_S)
+    writer, reader = rigs(), rigs()
+    store_whole(writer, TOKENS, [3, 7, 1, 9, 5])
+    request = prompt(TOKENS)
+    assert reader.matched(request) == (16, True)
+    with hanging(reader.scheduler, reader.worker):
+        assert reader.scheduler.get_num_new_matched_tokens(prompt(TOKENS, "other"), 0) == (None, False)
+        reader.scheduler.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: ([2, 4, 6, 8],)), 16)
+        reader.work(reader.scheduler.build_connector_meta(step()))
+        ending = threading.Thread(target=reader.close, daemon=True)
+        ending.start()
+        ending.join(20)
+        assert not ending.is_alive()
+
+
+def test_a_lookup_nobody_waits_for_any_more_is_not_made(rigs: Any) -> None:
+    rig = rigs()
+    with hanging(rig.scheduler):
+        asked = [prompt(TOKENS, f"r{index}") for index in range(3)]  # one more than there are threads
+        for request in asked:
+            rig.scheduler.get_num_new_matched_tokens(request, 0)
+        last = rig.scheduler._requests["r2"].matched
+        rig.scheduler.request_finished(asked[2], [])
+        assert last.cancelled()
 
 
 def test_what_was_done_is_counted_in_vllms_endpoint(rigs: Any, tmp_path: Path) -> None:
