@@ -321,6 +321,10 @@ class Rows:
         start = block * self.row_bytes
         return self._flat[start : start + self.row_bytes]
 
+    def release(self) -> None:
+        """Let go of the region, which cannot be unmapped before. Only once no thread can be at a row any more."""
+        self._flat.release()
+
     def check_ids(self, block_ids: Any) -> list[int]:
         blocks: list[int] = [int(block) for block in block_ids]
         for block in blocks:

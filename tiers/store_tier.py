@@ -294,6 +294,7 @@ class StoreTierManager(SecondaryTierManager):
             self._collector.close()
         if idle:
             self.store.close()
+            self._rows.release()
         elif isinstance(self.store, RunsInWorkers):
             self.store.abandon()  # nobody would end its processes otherwise
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import random
 import threading
@@ -853,3 +854,17 @@ def test_a_store_with_six_methods_is_healed_too(bench: Bench, says: bool) -> Non
     bench.fill(2)
     assert bench.load(tier, KEYS[:2]).success
     assert (bench.region[:2] == original[:2]).all()
+
+
+def test_after_shutdown_the_region_can_be_unmapped(bench: Bench) -> None:
+    area = mmap.mmap(-1, ROWS * ROW_BYTES)
+    view = memoryview(area).cast("B", (ROWS, ROW_BYTES))
+    bench.region = np.frombuffer(area, np.int8).reshape(ROWS, ROW_BYTES)
+    spec = FakeSpec()
+    mapper = FileMapper.from_offloading_spec("", spec, extra_fields=strict_fields(spec))
+    tier = StoreTierManager(spec, view, "test", store=bench.make_store(), mapper=mapper)
+    assert bench.store(tier, KEYS[:2]).success
+    tier.shutdown()
+    del bench.region
+    view.release()
+    area.close()
