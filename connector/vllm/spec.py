@@ -90,7 +90,8 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
         config = dataclasses.replace(config, replicated_layout=False)
         if not {"blocks_per_chunk", "block_size"} & set(config.extra_config):
             cache = dataclasses.replace(config.cache, blocks_per_chunk=self.deployment.blocks_per_chunk)
-            config = dataclasses.replace(config, cache=cache)
+            groups = tuple(_in_chunks(group, self.deployment.blocks_per_chunk) for group in config.groups)
+            config = dataclasses.replace(config, cache=cache, groups=groups)
         super().__init__(config)
         if getattr(config, "canonical_layout", False):
             raise ConfigError("is not supported by KVTiersSpec; use KVTiersTier", field="canonical_layout")
@@ -105,7 +106,8 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
     def get_manager(self) -> KVTiersManager:
         if self._manager is None:
             steps = self.config.parallel.pp_size + _STEPS_IN_FLIGHT
-            self._manager = KVTiersManager(self._join(None), steps_in_flight=steps)
+            types = [tier.type for tier in self.deployment.tiers]
+            self._manager = KVTiersManager(self._join(None), steps_in_flight=steps, tier_types=types)
         return self._manager
 
     def get_worker(self, kv_caches: Any) -> KVTiersWorker:
@@ -130,6 +132,18 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
         )
 
 
+def _in_chunks(group: Any, blocks_per_chunk: int) -> Any:
+    """A group whose sliding window was counted in chunks of one block, with the window in larger chunks.
+
+    From 0.33 on vLLM counts it before we are asked. It rounds the window up, so rounding that up again is what it would
+    have said: ceil(ceil(tokens / block) / n) is ceil(tokens / (block * n)).
+    """
+    window = getattr(group, "sliding_window_size_in_chunks", None)
+    if window is None:
+        return group
+    return dataclasses.replace(group, sliding_window_size_in_chunks=-(-window // blocks_per_chunk))
+
+
 class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installed where mypy runs
     """TieringOffloadingManager of ours, spoken to in vLLM's words. Scheduler thread only.
 
@@ -140,10 +154,12 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
     Args:
         spec: makes the manager; shut down with this one.
         steps_in_flight: engine steps after which a worker has seen a reset.
+        tier_types: of its tiers.
     """
 
-    def __init__(self, spec: TieringOffloadingSpec, *, steps_in_flight: int) -> None:
+    def __init__(self, spec: TieringOffloadingSpec, *, steps_in_flight: int, tier_types: Iterable[str] = ()) -> None:
         self._spec = spec
+        self._places = [(translate.medium(each), translate.locality(each)) for each in tier_types]
         try:
             self.tiering = spec.get_manager()
         except BaseException:
@@ -159,6 +175,9 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
         self._stale_steps = 0
 
     def lookup(self, key: OffloadKey, req_context: Any) -> LookupResult:
+        # The tiers are asked together, so a request that does not want one of them gets what is in the region.
+        if self.tiering.primary.find(key) is None and not translate.loads_from(self._places, req_context):
+            return LookupResult.MISS
         answer = self.tiering.lookup(key, req_context)
         self._pacer.asked(answer)
         return translate.lookup_result(answer)

@@ -223,6 +223,12 @@ def lookup_result(answer: bool | None) -> LookupResult:
     return LookupResult.HIT if answer else LookupResult.MISS
 
 
+def loads_from(places: Iterable[tuple[Medium, Locality | None]], req_context: Any) -> bool:
+    """Whether a request may load from all of these: ``kv_load_tiers`` in its parameters, where vLLM has that."""
+    allowed = getattr(req_context, "load_tier_filter", None)
+    return allowed is None or all(allowed.allows(*place) for place in places)
+
+
 def job_metadata(job: Any) -> JobMetadata:
     """A job of vLLM's. ``job.keys`` may be a set: its order of iteration is that of the ids."""
     ids = job.chunk_ids if hasattr(job, "chunk_ids") else job.block_ids

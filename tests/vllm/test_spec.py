@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, ScheduleEndContext
+from vllm.v1.kv_offload.config import OffloadingCacheConfig, OffloadingGroupConfig
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from connector.vllm.spec import KVTiersManager, KVTiersSpec, KVTiersWorker, deployment
-from tests.vllm.engines import BLOCK_BYTES, keys, kv_caches, offloading_config, request
+from tests.vllm.engines import BLOCK_BYTES, LAYERS, keys, kv_caches, offloading_config, request
 from tests.waiting import wait_for
 from tiers.errors import ConfigError
 from tiers.keys import OffloadKey
@@ -188,6 +190,51 @@ def test_a_config_file_brings_its_chunk_size(tmp_path: Path) -> None:
     assert KVTiersSpec(offloading_config({"config_file": str(path), "blocks_per_chunk": 1})).blocks_per_chunk == 1
 
 
+@pytest.mark.skipif(
+    "sliding_window_size_in_chunks" not in {field.name for field in dataclasses.fields(OffloadingGroupConfig)},
+    reason="before 0.33 vLLM counts a window itself",
+)
+@pytest.mark.parametrize("window", [1, 16, 17, 63, 64, 65, 1000, 1024, 1025, None])
+def test_a_config_files_chunks_hold_for_sliding_windows_too(tmp_path: Path, window: int | None) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("blocks_per_chunk: 4\nregion: {size: 1MiB}\ntiers: [{type: memory}]\n")
+
+    def spec(counted_in: int, **extra: Any) -> KVTiersSpec:
+        """As vLLM makes it for an extra config that says so much."""
+        chunks = None if window is None else -(-window // (16 * counted_in))
+        group = OffloadingGroupConfig(
+            tokens_per_block=16, layer_names=LAYERS, group_id=0, sliding_window_size_in_chunks=chunks
+        )
+        cache = OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=counted_in)
+        return KVTiersSpec(offloading_config({"config_file": str(path), **extra}, groups=(group,), cache=cache))
+
+    assert spec(1).config.groups == spec(4, blocks_per_chunk=4).config.groups
+
+
+@pytest.mark.skipif(not hasattr(request(), "load_tier_filter"), reason="this vLLM has no filter of tiers")
+def test_a_request_that_refuses_storage_gets_what_is_in_the_region_only(engines: Any) -> None:
+    from vllm.v1.kv_offload.base import Locality, Medium, TierFilter, TierMatcher
+
+    engine, some = engines(), keys(3)
+    engine.store(some, [1, 2, 3])
+    nothing, remote = TierFilter(), TierFilter(matchers=(TierMatcher(locality=Locality.REMOTE),))
+    region = TierFilter(matchers=(TierMatcher(medium=Medium.CPU),))
+
+    def answers(wanted: Any) -> list[LookupResult]:
+        context = request("filtered")
+        context.load_tier_filter = wanted
+        return [engine.manager.lookup(key, context) for key in some]
+
+    for refusing in (nothing, remote, region):
+        assert answers(refusing) == [LookupResult.HIT] * 3
+    engine.manager.reset_cache()
+    for refusing in (nothing, remote, region):
+        assert answers(refusing) == [LookupResult.MISS] * 3
+    storage = TierFilter(matchers=(TierMatcher(medium=Medium.STORAGE, locality=Locality.LOCAL),))
+    assert LookupResult.MISS not in answers(storage)
+    assert engine.find(some) == [LookupResult.HIT] * 3
+
+
 @pytest.mark.parametrize(
     ("extra", "field"),
     [
@@ -207,6 +254,6 @@ def test_mistakes_name_their_field(extra: dict[str, Any], field: str) -> None:
 def test_what_does_not_fit_the_engine_is_refused() -> None:
     with pytest.raises(ConfigError, match="canonical_layout"):
         KVTiersSpec(offloading_config({"cpu_bytes_to_use": "1MiB"}, canonical_layout=True))
-    spec = KVTiersSpec(offloading_config({"cpu_bytes_to_use": 100}))
+    spec = KVTiersSpec(offloading_config({"cpu_bytes_to_use": BLOCK_BYTES}, worker_kv_bytes_per_block=2 * BLOCK_BYTES))
     with pytest.raises(ConfigError, match="region.size"):
         spec.get_manager()
