@@ -17,6 +17,7 @@ from tiers.errors import (
     StorePermissionError,
     StoreUnavailableError,
 )
+from tiers.tier_config import public_url
 
 FILES_AT_ONCE = 16  # in memory, and requests under way on an object store
 
@@ -121,7 +122,9 @@ class _FsspecFiles(Files):
 
             self._fs, root = fsspec.core.url_to_fs(url, **options)
         except (ImportError, ValueError) as e:
-            raise ConfigError(f"{url!r} cannot be used: {e}; see the extra kvtiers[fsspec]", field="url") from e
+            raise ConfigError(
+                f"{public_url(url)!r} cannot be used: {e}; see the extra kvtiers[fsspec]", field="url"
+            ) from e
         self._root = root.rstrip("/")
 
     def write(self, path: str, data: bytes) -> None:
@@ -151,7 +154,7 @@ class _FsspecFiles(Files):
     def exists(self, path: str) -> bool:
         with _storage_errors(path):
             try:
-                self._fs.info(self._full(path), refresh=True)
+                self._fs.info(self._fresh(path))
             except FileNotFoundError:
                 return False
             return True
@@ -159,7 +162,7 @@ class _FsspecFiles(Files):
     def names(self, folder: str) -> list[str]:
         with _storage_errors(folder):
             try:
-                found = self._fs.ls(self._full(folder), detail=True, refresh=True)
+                found = self._fs.ls(self._fresh(folder), detail=True)
             except FileNotFoundError:
                 return []
             return sorted(entry["name"].rsplit("/", 1)[-1] for entry in found if entry["type"] == "file")
@@ -171,6 +174,11 @@ class _FsspecFiles(Files):
     def delete_folder(self, folder: str) -> None:
         for name in self.names(folder):
             self.delete(f"{folder}/{name}")
+
+    def _fresh(self, path: str) -> str:
+        full = self._full(path)
+        self._fs.invalidate_cache(full)  # others write here, too; refresh=True is known to some file systems only
+        return full
 
     def _full(self, path: str) -> str:
         return f"{self._root}/{path}"

@@ -10,7 +10,8 @@ Publish: the layers are written under the name of an attempt of their own, then 
 goes by the manifest, so a chunk is visible when all its layers are, and two writers of one chunk never mix.
 
 The manifest seals the chunk: identity of the namespace, every block's hash, size and checksum of every layer's file,
-and a checksum of itself. What does not fit is a miss, and its manifest is removed, so that the next store heals it.
+and a checksum of itself. What does not fit is a miss and is removed, manifest and layers, so that
+the next store heals it.
 """
 
 from __future__ import annotations
@@ -171,11 +172,12 @@ class PrefixStore:
             hashes: of the blocks that the caller expects, ``chunk.blocks`` of them.
 
         Raises:
-            SealError: it is not what it should be; its manifest was removed.
+            SealError: it is not what it should be; it was removed.
             StoreError: the storage failed.
         """
         import safetensors.torch
 
+        body = None
         try:
             body = self._manifest(chunk.path)
             if body["hashes"][: chunk.blocks] != [block.hex() for block in hashes]:
@@ -193,8 +195,7 @@ class PrefixStore:
         except (SealError, BlobNotFoundError) as e:
             self.counts.verify_failures += 1
             logger.warning("prefix chunk is not what it should be and counts as absent: %s", e)
-            with contextlib.suppress(StoreError):
-                self._files.delete(chunk.path)
+            self._discard(chunk.path, body)
             if isinstance(e, BlobNotFoundError):
                 raise SealError(SealReason.SIZE, f"a layer of {chunk.path} is gone") from e
             raise
@@ -235,6 +236,21 @@ class PrefixStore:
             if alike > (best.blocks if best else 0):
                 best = Chunk(f"{folder}/{name}", alike)
         return best
+
+    def _discard(self, path: str, body: Mapping[str, Any] | None) -> None:
+        """Remove a bad chunk: its manifest first, so that nobody goes by it any more, then its layers' files."""
+        with contextlib.suppress(StoreError):
+            if body is None or self._is_of(path, body["attempt"]):
+                self._files.delete(path)
+            if body is not None:
+                self._files.delete_folder(f"{path.rsplit('/', 1)[0]}/{body['attempt']}")
+
+    def _is_of(self, path: str, attempt: str) -> bool:
+        """False where another one has healed it meanwhile."""
+        try:
+            return bool(self._manifest(path)["attempt"] == attempt)
+        except SealError:
+            return True
 
     def _list(self, folder: str) -> list[str]:
         try:

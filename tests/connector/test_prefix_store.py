@@ -159,20 +159,19 @@ def test_damage_to_any_file_is_a_miss_and_the_next_store_heals_it(tmp_path: Path
 def test_every_byte_of_every_file_is_covered(tmp_path: Path) -> None:
     store, hashes, layers = store_at(str(tmp_path)), hashes_of(1), layers_of(1)
     store.publish(hashes, layers)
-    for path in every_file(tmp_path):
-        good = path.read_bytes()
+    stored = {path: path.read_bytes() for path in every_file(tmp_path)}
+    for path, good in stored.items():
         step = max(1, len(good) // 97)
         for position in range(0, len(good), step):
             bad = bytearray(good)
             bad[position] ^= 1 << position % 8
             path.write_bytes(bad)
             chunk = Chunk(f"model_abc_r0/{hashes[0].hex()}/1-{hashes[0].hex()}.json", 1)
-            manifest = tmp_path / chunk.path
-            kept = manifest.read_bytes()
             with pytest.raises(SealError):
                 load(store, chunk, hashes)
-            manifest.write_bytes(good if path == manifest else kept)  # a failure has removed it
-        path.write_bytes(good)
+            for each, content in stored.items():  # a failure has removed them
+                each.parent.mkdir(exist_ok=True)
+                each.write_bytes(content)
 
 
 def test_a_prefix_is_visible_when_all_its_layers_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,3 +254,49 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
         store_at(str(tmp_path)).publish([b"x" * 32] * (CHUNK_BLOCKS_MAX + 1), {})
     with pytest.raises(ValueError, match="accepted are 1.."):
         store_at(str(tmp_path)).publish([], {})
+
+
+def test_a_bad_chunk_leaves_no_files_behind(tmp_path: Path) -> None:
+    store, hashes = store_at(str(tmp_path)), hashes_of(1, 2)
+    for _ in range(3):
+        assert store.publish(hashes, layers_of(2))
+        path = next(tmp_path.rglob("*.safetensors"))
+        path.write_bytes(path.read_bytes()[:-1] + b"x")
+        (chunk,) = store.match(hashes)
+        with pytest.raises(SealError):
+            load(store, chunk, hashes)
+        assert not [each for each in tmp_path.rglob("*") if each.is_file()]
+
+
+def test_a_chunk_that_another_healed_meanwhile_stays(tmp_path: Path) -> None:
+    store, hashes = store_at(str(tmp_path)), hashes_of(1, 2)
+    store.publish(hashes, layers_of(2))
+    (chunk,) = store.match(hashes)
+    path = next(tmp_path.rglob(f"*{LAYERS[1]}.safetensors"))
+    path.write_bytes(b"x" * path.stat().st_size)
+    loading = store.load(chunk, hashes)
+    next(loading)
+    (tmp_path / chunk.path).unlink()
+    store_at(str(tmp_path)).publish(hashes, layers_of(2, 7.0))
+    with pytest.raises(SealError):
+        list(loading)
+    assert torch.equal(load(store, chunk, hashes)[LAYERS[0]], layers_of(2, 7.0)[LAYERS[0]])
+
+
+def test_file_systems_that_know_no_refresh_are_fine() -> None:
+    fsspec = pytest.importorskip("fsspec")
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    class Strict(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
+        protocol = "strict"
+
+        def info(self, path: str) -> object:
+            return super().info(path)
+
+        def ls(self, path: str, detail: bool = True) -> object:
+            return super().ls(path, detail=detail)
+
+    fsspec.register_implementation("strict", Strict, clobber=True)
+    store = store_at("strict://prefixes-strict")
+    assert store.publish(hashes_of(1), layers_of(1))
+    assert [chunk.blocks for chunk in store.match(hashes_of(1))] == [1]
