@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
-from tiers.config import load_config
+from tiers.config import DeploymentConfig, load_config
+from tiers.errors import ConfigError
 from tiers.registry import SecondaryTierFactory
-from tiers.tier_config import ExternalTierConfig, FsspecTierConfig, FsTierConfig, S3TierConfig, TierConfig
+from tiers.tier_config import (
+    BoundedTierConfig,
+    ExternalTierConfig,
+    FsspecTierConfig,
+    FsTierConfig,
+    S3TierConfig,
+    TierConfig,
+    public_url,
+)
 
 
 def vllm_config(deployment_path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -16,7 +26,8 @@ def vllm_config(deployment_path: str | os.PathLike[str]) -> dict[str, Any]:
     Returns:
         Way in -> the value of ``--kv-transfer-config``: ``spec`` (our spec: everything in the file applies), ``tier``
         (our tiers behind vLLM's own TieringOffloadingSpec) and, where a tier has a place that other processes can
-        read, ``shared_storage`` (prefixes in the first such place).
+        read, ``shared_storage`` (prefixes in the first such place). None has a secret in it: where a place needs one,
+        the file is named instead.
 
     Raises:
         ConfigError: lists the file's mistakes.
@@ -50,7 +61,7 @@ def vllm_config(deployment_path: str | os.PathLike[str]) -> dict[str, Any]:
             },
         },
     }
-    shared = next((place for place in map(_shared_place, deployment.tiers) if place), None)
+    shared = _first_place(deployment, path)
     if shared:
         ways["shared_storage"] = {
             "kv_connector": "SharedStorageConnector",
@@ -62,22 +73,73 @@ def vllm_config(deployment_path: str | os.PathLike[str]) -> dict[str, Any]:
     return ways
 
 
+def shared_place(extra_config: Mapping[str, Any]) -> dict[str, Any]:
+    """``shared_storage_path`` and ``storage_options`` of a SharedStorageConnector.
+
+    Args:
+        extra_config: has them, or ``config_file`` and, for a file with several tiers, ``index``.
+
+    Raises:
+        ConfigError: neither or both are given, or the tier has no such place.
+    """
+    path, config_file = extra_config.get("shared_storage_path"), extra_config.get("config_file")
+    if bool(path) == bool(config_file):
+        raise ConfigError(
+            "is required, or config_file: a folder or a URL such as s3://bucket/folder", field="shared_storage_path"
+        )
+    if not config_file:
+        return {"shared_storage_path": path, "storage_options": extra_config.get("storage_options")}
+    tiers = load_config(config_file, SecondaryTierFactory.tier_types()).tiers
+    index = extra_config.get("index", 0 if len(tiers) == 1 else None)
+    if not isinstance(index, int) or not 0 <= index < len(tiers):
+        raise ConfigError(f"{config_file} has {len(tiers)} tiers; write 0..{len(tiers) - 1}", field="index")
+    place = _shared_place(tiers[index])
+    if place is None:
+        raise ConfigError(f"tiers[{index}] is no storage for plain and unbounded prefixes", field="config_file")
+    return place
+
+
+def _first_place(deployment: DeploymentConfig, path: str) -> dict[str, Any] | None:
+    for index, tier in enumerate(deployment.tiers):
+        place = _shared_place(tier)
+        if place is None:
+            continue
+        if _may_hold_secrets(tier):
+            return {"config_file": path, "index": index} if len(deployment.tiers) > 1 else {"config_file": path}
+        return place
+    return None
+
+
+def _may_hold_secrets(tier: TierConfig | ExternalTierConfig) -> bool:
+    if isinstance(tier, FsspecTierConfig):
+        return bool(tier.storage_options) or public_url(tier.url) != tier.url
+    return isinstance(tier, S3TierConfig) and public_url(tier.endpoint_url or "") != (tier.endpoint_url or "")
+
+
 def _shared_place(tier: TierConfig | ExternalTierConfig) -> dict[str, Any] | None:
     """Folder or URL of a tier's storage, beside its blocks."""
     if isinstance(tier, TierConfig) and tier.protection != "none":
         return None  # prefix files are plain safetensors, which the tier's keys do not protect
+    if isinstance(tier, BoundedTierConfig) and tier.capacity_policy() is not None:
+        return None  # nothing bounds prefix files
     if isinstance(tier, FsTierConfig):
         return {"shared_storage_path": os.path.join(os.path.abspath(tier.root_dir), "prefixes")}
     if isinstance(tier, FsspecTierConfig):
         return {"shared_storage_path": f"{tier.url.rstrip('/')}/prefixes", "storage_options": tier.storage_options}
     if isinstance(tier, S3TierConfig):
+        if tier.sse or tier.sse_kms_key_id or tier.role_arn or tier.storage_class:
+            return None  # what is asked of each object, or who asks, would not hold for prefix files
         folder = "/".join(part for part in (tier.bucket, tier.prefix.strip("/"), "prefixes") if part)
         place: dict[str, Any] = {"shared_storage_path": f"s3://{folder}"}
-        client = {"endpoint_url": tier.endpoint_url, "region_name": tier.region}
+        client = {"endpoint_url": tier.endpoint_url, "region_name": tier.region, "verify": tier.ca_bundle}
         options: dict[str, Any] = {"client_kwargs": {name: value for name, value in client.items() if value}}
+        if not tier.verify:
+            options["client_kwargs"]["verify"] = False
         if tier.profile:
             options["profile"] = tier.profile
-        if options["client_kwargs"] or tier.profile:
+        if tier.addressing_style != "auto":
+            options["config_kwargs"] = {"s3": {"addressing_style": tier.addressing_style}}
+        if any(options.values()):
             place["storage_options"] = options
         return place
     return None

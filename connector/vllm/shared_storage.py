@@ -38,6 +38,7 @@ from connector.vllm import translate
 from connector.vllm.paged_buffer import extract_slots, inject_slots, token_pages
 from connector.vllm.prefix_metrics import PrefixPromMetrics, PrefixReporter, PrefixStats
 from connector.vllm.prefix_threads import DaemonPool, Load
+from connector.vllm_config import shared_place
 from tiers.errors import ConfigError, KVTiersError
 from tiers.file_mapper import FileMapper, strict_fields
 from tiers.keys import hash_blocks
@@ -113,21 +114,21 @@ class _Request:
 class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
     """Loads and stores prompt prefixes. One object in the scheduler's process, one in each worker's.
 
-    ``kv_connector_extra_config``: ``shared_storage_path`` (a folder or an fsspec URL), ``storage_options``,
-    ``lookup_deadline_s``, ``load_deadline_s``.
+    ``kv_connector_extra_config``: ``shared_storage_path`` (a folder or an fsspec URL) and ``storage_options``, or a
+    deployment's ``config_file`` (and ``index`` of the tier); ``lookup_deadline_s``, ``load_deadline_s``.
 
     Threads: vLLM calls it from one thread in each process; jobs on ``_pool`` see a Transfer and hand back a result.
 
     Raises:
-        ConfigError: the path is missing or cannot be used, or the model has several KV cache groups.
+        ConfigError: the path is missing or cannot be used, the model has several KV cache groups, or a block's tokens
+            are on several ranks.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         extra = transfer.kv_connector_extra_config
-        if not extra.get("shared_storage_path"):
-            raise ConfigError("is required: a folder or a URL such as s3://bucket/folder", field="shared_storage_path")
+        place = shared_place(extra)
         if len(kv_cache_config.kv_cache_groups) != 1:
             raise ConfigError(
                 f"the model has {len(kv_cache_config.kv_cache_groups)} KV cache groups, SharedStorageConnector "
@@ -145,14 +146,20 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         spec = translate.engine_spec(build_offloading_config(vllm_config, kv_cache_config))
         mapper = FileMapper.from_offloading_spec("", spec, extra_fields=strict_fields(spec) | {"format": FORMAT})
         parallel = spec.config.parallel
+        if parallel.dcp_size > 1 or parallel.pcp_size > 1:
+            raise ConfigError(
+                "SharedStorageConnector takes 1: with more, a block's tokens are spread over ranks; use KVTiersSpec or "
+                "KVTiersTier",
+                field="decode_context_parallel_size" if parallel.dcp_size > 1 else "prefill_context_parallel_size",
+            )
         ranks = range(parallel.world_size) if role == KVConnectorRole.SCHEDULER else (parallel.rank,)
         self._stores = [
             PrefixStore(
-                extra["shared_storage_path"],
+                place["shared_storage_path"],
                 mapper.base_path,
                 mapper.fingerprint,
                 rank=rank,
-                storage_options=extra.get("storage_options"),
+                storage_options=place.get("storage_options"),
             )
             for rank in ranks
         ]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from connector.vllm_config import vllm_config
+from connector.vllm_config import shared_place, vllm_config
 from tiers.errors import ConfigError
 
 # The embedded server lives inside the demo's process: no engine could reach it.
@@ -57,6 +57,66 @@ def test_memory_alone_has_no_place_to_share(tmp_path: Path) -> None:
     path = tmp_path / "memory.yaml"
     path.write_text("region: {size: 64MiB}\ntiers: [{type: memory}]\n")
     assert set(vllm_config(path)) == {"spec", "tier"}
+
+
+@pytest.mark.parametrize(
+    "tier",
+    [
+        "{type: fs, root_dir: /mnt/a, max_bytes: 1GiB}",
+        "{type: fs, root_dir: /mnt/a, ttl: 7d}",
+        "{type: s3, bucket: kvs, sse: AES256}",
+        "{type: s3, bucket: kvs, sse: 'aws:kms', sse_kms_key_id: k}",
+        "{type: s3, bucket: kvs, role_arn: 'arn:aws:iam::123456789012:role/kv'}",
+        "{type: s3, bucket: kvs, storage_class: EXPRESS_ONEZONE}",
+    ],
+)
+def test_what_would_not_hold_for_prefix_files_leaves_the_way_out(tmp_path: Path, tier: str) -> None:
+    path = tmp_path / "one.yaml"
+    path.write_text(f"region: {{size: 1GiB}}\ntiers: [{tier}]\n")
+    assert set(vllm_config(path)) == {"spec", "tier"}
+    with pytest.raises(ConfigError, match="config_file"):
+        shared_place({"config_file": str(path)})
+
+
+def test_what_s3fs_can_be_told_it_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "s3.yaml"
+    path.write_text(
+        "region: {size: 1GiB}\ntiers: [{type: s3, bucket: kvs, endpoint_url: 'https://minio:9000', "
+        "ca_bundle: /etc/ca.pem, addressing_style: path}]\n"
+    )
+    assert vllm_config(path)["shared_storage"]["kv_connector_extra_config"]["storage_options"] == {
+        "client_kwargs": {"endpoint_url": "https://minio:9000", "verify": "/etc/ca.pem"},
+        "config_kwargs": {"s3": {"addressing_style": "path"}},
+    }
+
+
+@pytest.mark.parametrize(
+    "tier",
+    [
+        {"type": "fsspec", "url": "sftp://me:CANARY@host/kv"},
+        {"type": "fsspec", "url": "gs://bucket/kv?token=CANARY"},
+        {"type": "fsspec", "url": "s3://bucket/kv", "storage_options": {"key": "id", "secret": "CANARY"}},
+    ],
+)
+@pytest.mark.parametrize("before", [[], [{"type": "memory"}]])
+def test_no_secret_is_printed_and_the_connector_finds_it(
+    tmp_path: Path, tier: dict[str, object], before: list[dict[str, object]]
+) -> None:
+    path = tmp_path / "secret.yaml"
+    path.write_text(json.dumps({"region": {"size": "1GiB"}, "tiers": [*before, tier]}))
+    ways = vllm_config(path)
+    assert "CANARY" not in json.dumps(ways)
+    extra = ways["shared_storage"]["kv_connector_extra_config"]
+    assert extra == {"config_file": str(path)} | ({"index": 1} if before else {})
+    assert "CANARY" in json.dumps(shared_place(extra))
+
+
+@pytest.mark.parametrize(
+    "extra", [{}, {"config_file": "/a.yaml", "shared_storage_path": "/a"}, {"shared_storage_path": ""}]
+)
+def test_a_connector_needs_a_path_or_a_file(extra: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="shared_storage_path"):
+        shared_place(extra)
 
 
 def test_a_mistake_is_the_files(tmp_path: Path) -> None:

@@ -290,6 +290,12 @@ def test_another_tp_size_reads_nothing_of_it(rigs: Any) -> None:
     assert rigs(tp_size=2).matched(prompt(TOKENS)) == (0, False)
 
 
+@pytest.mark.parametrize("sizes", [{"dcp_size": 2}, {"pcp_size": 2}])
+def test_blocks_whose_tokens_are_on_several_ranks_are_refused(rigs: Any, sizes: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="context_parallel_size"):
+        rigs(**sizes)
+
+
 def test_every_rank_must_have_it(rigs: Any) -> None:
     first, second = rigs(tp_size=2, world_size=2), rigs(tp_size=2, world_size=2, rank=1)
     store_whole(first, TOKENS, [3, 7, 1, 9, 5])
