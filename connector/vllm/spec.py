@@ -39,7 +39,7 @@ from connector.vllm import ending, translate
 from connector.vllm.metrics import StatsExporter, definitions, tiering_definitions
 from connector.vllm.pacing import Pacer
 from tiers.config import DeploymentConfig, load_config, parse_config
-from tiers.errors import ConfigError
+from tiers.errors import ConfigError, RegionError
 from tiers.keys import OffloadKey
 from tiers.registry import SecondaryTierFactory
 
@@ -123,13 +123,21 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
     def _join(self, rank: int | None) -> TieringOffloadingSpec:
         for path in reap_stale_regions():
             logger.warning("removed %s: its engine died while it was starting", path)
-        return TieringOffloadingSpec(
-            translate.engine_spec(self).config,
-            self.deployment.model_copy(update={"blocks_per_chunk": self.blocks_per_chunk}),
-            self._cell_bytes,
-            rank=rank,
-            in_process=False,
-        )
+        try:
+            return TieringOffloadingSpec(
+                translate.engine_spec(self).config,
+                self.deployment.model_copy(update={"blocks_per_chunk": self.blocks_per_chunk}),
+                self._cell_bytes,
+                rank=rank,
+                in_process=False,
+            )
+        except RegionError as e:
+            if self.config.parallel.pp_size > 1:
+                e.add_note(
+                    "With pipeline parallelism all ranks need the same KV bytes a block: KVTiersSpec takes no split "
+                    "that gives one stage more layers than another (VLLM_PP_LAYER_PARTITION)."
+                )
+            raise
 
 
 def _in_chunks(group: Any, blocks_per_chunk: int) -> Any:
