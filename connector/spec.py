@@ -20,7 +20,8 @@ from connector.primary import CPUPrimaryTier
 from connector.region_file import show_size
 from connector.region_header import row_stride
 from connector.shared_region import SharedOffloadRegion
-from connector.tiering import LOAD_DEADLINE_S, LOAD_GRACE_S, TieringOffloadingManager, TieringOptions
+from connector.tiering import TieringOffloadingManager
+from connector.tiering_options import LOAD_DEADLINE_S, LOAD_GRACE_S, TieringOptions
 from tiers.base import SecondaryTierManager
 from tiers.config import DeploymentConfig
 from tiers.errors import ConfigError

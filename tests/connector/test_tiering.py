@@ -11,7 +11,8 @@ import pytest
 
 from connector.base import CPULoadStoreSpec
 from connector.primary import CPUPrimaryTier, SlotCounts
-from connector.tiering import TieringOffloadingManager, TieringOptions
+from connector.tiering import TieringOffloadingManager
+from connector.tiering_options import TieringOptions
 from tests.connector.scripted_tier import FakeClock, ScriptedTier, job_keys, make_view, pattern, row
 from tests.identity import block_key
 from tests.promises import Record
