@@ -114,7 +114,9 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
         if self._worker is None:
             region = self._join(self.config.parallel.rank).region
             try:
-                self._worker = KVTiersWorker(kv_caches, region, self.blocks_per_chunk)
+                self._worker = KVTiersWorker(
+                    kv_caches, region, self.blocks_per_chunk, **self.deployment.handler.options()
+                )
             except BaseException:
                 region.cleanup()
                 raise
@@ -301,16 +303,17 @@ class KVTiersWorker(VllmWorker):  # type: ignore[misc]  # vLLM is not installed 
         region: has ``create_next_view(page_bytes)`` or, vLLM's own, ``create_next_worker_view(page_bytes)``, and
             ``cleanup()``; belongs to the worker from now on.
         blocks_per_chunk: engine blocks in one slot.
+        options: fields of ``connector.gpu_handler.HandlerOptions``.
     """
 
-    def __init__(self, kv_caches: Any, region: Any, blocks_per_chunk: int) -> None:
+    def __init__(self, kv_caches: Any, region: Any, blocks_per_chunk: int, **options: Any) -> None:
         canonical = canonical_kv_caches(kv_caches)
         create_view = getattr(region, "create_next_view", None) or region.create_next_worker_view
         views = [create_view(entry.page_size_bytes * blocks_per_chunk) for entry in canonical.tensors]
         self._region = region
         self._store: OffloadingHandler
         self._load: OffloadingHandler
-        self._store, self._load = create_handlers(canonical, views, blocks_per_chunk, jobs_max=_JOBS_MAX)
+        self._store, self._load = create_handlers(canonical, views, blocks_per_chunk, jobs_max=_JOBS_MAX, **options)
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         return self._store.transfer_async(job_id, (_gpu(src_spec), CPULoadStoreSpec(dst_spec.block_ids)))
