@@ -215,6 +215,15 @@ def test_temporary_files_of_dead_writers_are_swept(tmp_path: Path) -> None:
     assert [path.name for path in folder.iterdir()] == [".young"]
 
 
+def test_temporary_files_stay_where_the_driver_tells_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "kv" / ".tmp"
+    folder.mkdir(parents=True)
+    (folder / ".somebodys").write_bytes(b"1")
+    monkeypatch.setattr("tiers.stores.fsspec.mtime_of", lambda entry: 0.0)
+    FsspecStore(f"file://{tmp_path}/kv").close()
+    assert [path.name for path in folder.iterdir()] == [".somebodys"]
+
+
 def test_put_never_moves_a_blob_into_a_folder(local: FsspecStore, tmp_path: Path) -> None:
     local.put("a/b", as_parts(b"1"))
     with pytest.raises(BlobCorruptError, match="there is a folder"):

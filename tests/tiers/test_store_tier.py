@@ -106,6 +106,14 @@ class Bench:
 
         return wait_for(ask)[0]
 
+    @staticmethod
+    def wait_until_closed(tier: StoreTierManager) -> None:
+        def probed() -> bool:
+            tier.on_schedule_end()
+            return tier.circuit_state == "closed"
+
+        wait_for(probed)
+
 
 @pytest.fixture(params=["memory", "local", "local, piece by piece"])
 def bench(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
@@ -603,12 +611,7 @@ class TestLiveness:
         wait_for(both)
         assert {result.job_id for result in late} == {job.job_id for job in jobs}
         now[0] += 5
-
-        def probed() -> bool:
-            tier.on_schedule_end()
-            return tier.circuit_state == "closed"
-
-        wait_for(probed)
+        bench.wait_until_closed(tier)
         assert bench.present(tier, KEYS[0])
         bench.load(tier, KEYS[:2])
 
@@ -770,12 +773,7 @@ class TestLiveness:
         tier.on_schedule_end()
         wait_for(lambda: hung.entered == 2)  # by the other thread: the first may never come back
         hung.gate.set()
-
-        def probed() -> bool:
-            tier.on_schedule_end()
-            return tier.circuit_state == "closed"
-
-        wait_for(probed)
+        bench.wait_until_closed(tier)
 
     @pytest.mark.parametrize("what", ["load", "store", "lookup"])
     def test_what_an_operator_must_mend_is_said_once_a_minute(

@@ -346,7 +346,8 @@ class FsspecStore(Store):
         try:
             folder = self._place.path(TEMPORARY_FOLDER)
             for entry in self._place.fs.ls(folder, detail=True):
-                if self._clock() - mtime_of(entry) > TEMPORARY_S_MAX:
+                written_at = mtime_of(entry)
+                if written_at and self._clock() - written_at > TEMPORARY_S_MAX:  # 0.0: it may be a living writer's
                     self._place.fs.rm_file(entry["name"])
         except Exception as e:  # noqa: BLE001 - any driver, any exception; litter is no reason not to start
             if not isinstance(e, FileNotFoundError):

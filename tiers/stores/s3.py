@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-CHECK_S_MAX: Final = 3.5  # of the 5 s in which `kvtiers check` answers, imports included
+CHECK_S_MAX: Final = 3.0  # of the 5 s in which `kvtiers check` answers, imports included
 BACKOFF_S_FIRST: Final = 0.05
 BACKOFF_S_MAX: Final = 2.0
 RENEW_EVERY_S: Final = 2.0  # at most: it reads the credential chain again, which may start programs or ask servers

@@ -133,7 +133,10 @@ class FuseMount:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry and isinstance(entry, str)),
+                },
             )
         self._lines = self._control.makefile("r")
         try:
