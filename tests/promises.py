@@ -19,6 +19,8 @@ PASS_LINES = {
     "D2": "private files of dead writers are swept: 0 left",
     "D3": "nothing left in /dev/shm after SIGKILL of all; 20 of 20 restarts",
     "D4": "queues bounded in jobs and bytes; excess stores dropped and counted",
+    "W1": "10,000 corruptions of each kind of tier: none is loaded",
+    "W2": "4,096 bytes of the payload and every byte of the trailer flipped, for each kind of tier: none is loaded",
     "W3": "200 SIGKILLs: 0 bad blocks, 0 left over",
     "W4": "every system call fails, once and for ever: only its keys are missing",
     "W5": "many writers and readers of the same keys: 0 wrong, 0 exceptions",

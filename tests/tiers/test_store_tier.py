@@ -253,63 +253,6 @@ def test_a_newer_writers_block_is_a_miss_and_is_left_alone(bench: Bench) -> None
     assert tier.metrics.value("kvtiers_quarantined_blobs_total", "test") == 0
 
 
-def test_ten_thousand_corruptions_are_ten_thousand_misses(bench: Bench) -> None:
-    """W1: flip, truncate, extend, swap, zero page, stale version, other group, rank and model."""
-    dice = random.Random(5)
-    tier = bench.tier()
-    others = [
-        bench.tier(FakeSpec().changed("model", revision="other")),
-        bench.tier(FakeSpec().changed("parallel", rank=1)),
-    ]
-    bench.fill(1)
-    group_keys = [block_key(n, group=1) for n in range(ROWS)]
-    for one, keys in ((tier, KEYS), (tier, group_keys), (others[0], KEYS), (others[1], KEYS)):
-        assert bench.store(one, keys).success
-
-    def name(index: int) -> str:
-        return tier.mapper.relative_name(KEYS[index])
-
-    good = [read(tier.store, name(i)) for i in range(ROWS)]
-    foreign = [[read(t.store, t.mapper.relative_name(k[i])) for i in range(ROWS)]
-               for t, k in ((tier, group_keys), (others[0], KEYS), (others[1], KEYS))]  # fmt: skip
-
-    def corrupt(i: int) -> bytes:
-        blob = bytearray(good[i])
-        kind = dice.randrange(8)
-        if kind == 0:
-            at = dice.randrange(BLOB_BYTES)
-            blob[at] ^= 1 << dice.randrange(8)
-        elif kind == 1:
-            del blob[dice.choice((0, 1, 4095, BLOB_BYTES - 1, dice.randrange(BLOB_BYTES))) :]
-        elif kind == 2:
-            blob += bytes(dice.choice((1, 4095, 4096)))
-        elif kind == 3:
-            return good[(i + 1 + dice.randrange(ROWS - 1)) % ROWS]
-        elif kind == 4:
-            page = dice.randrange(BLOB_BYTES // 4096) * 4096
-            blob[page : page + 4096] = bytes(4096)
-        elif kind == 5:
-            blob[ROW_BYTES + 8] = dice.randrange(2, 256)
-        elif kind == 6:
-            return dice.choice(foreign)[i]
-        else:
-            start = dice.randrange(ROW_BYTES - 64)
-            blob[start : start + 64] = dice.randbytes(64)
-        return bytes(blob)
-
-    wrong = 0
-    for _ in range(-(-10_000 // ROWS)):
-        for i in range(ROWS):
-            write(tier.store, name(i), corrupt(i))
-        result = bench.load(tier, KEYS)
-        wrong += len(result.successful_keys)
-        assert not result.success
-    assert wrong == 0
-    for i in range(ROWS):
-        write(tier.store, name(i), good[i])
-    assert bench.load(tier, KEYS).success
-
-
 def test_a_key_given_twice_is_stored_once_and_loaded_into_both_slots(bench: Bench) -> None:
     tier = bench.tier()
     original = bench.fill(1)
