@@ -78,7 +78,7 @@ class GpuCopier:
         driver: None where there is no libcuda.
         memory: the region's registration; None where it was not asked for.
         kernel_bytes_max: mean copy length up to which the kernel is used, where it can be.
-        method: use this one always.
+        method: use this one for every job that it can take; for the others what comes after it: kernel, batch, copy.
         kernel: the copy kernel, and the bytes its addresses must be multiples of; None where triton is not there.
 
     Raises:
@@ -104,11 +104,14 @@ class GpuCopier:
         self._memory = memory
         self._kernel_bytes_max = kernel_bytes_max
         self._kernel = kernel if memory is not None and memory.mapped else None
-        self._can_batch = driver is not None and driver.has_batch
-        if (method == "kernel" and self._kernel is None) or (method == "batch" and not self._can_batch):
+        can_batch = driver is not None and driver.has_batch
+        here: dict[Method, bool] = {"kernel": self._kernel is not None, "batch": can_batch, "copy": True}
+        if method is not None and not here[method]:
             needs = "triton and pinned memory" if method == "kernel" else "a driver of CUDA 12.8 or newer"
             raise ValueError(f"method {method!r} needs {needs}; it is not here")
-        self._method = method
+        ways = list(here)
+        self._ways = [way for way in ways[ways.index(method or "kernel") :] if here[way]]
+        self._always_kernel = method == "kernel"
         self._logged: set[Method] = set()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
@@ -150,14 +153,14 @@ class GpuCopier:
 
     def choose(self, plan: CopyPlan) -> Method:
         """How a merged plan is copied."""
-        if self._method is not None:
-            return self._method
-        small = plan.total_bytes <= self._kernel_bytes_max * len(plan)
-        if small and self._kernel is not None:
-            aligned = not ((plan.gpu | plan.cpu | plan.nbytes) % self._kernel[1]).any()
-            if aligned:
-                return "kernel"
-        return "batch" if self._can_batch else "copy"
+        return next(way for way in self._ways if way != "kernel" or self._is_for_kernel(plan))
+
+    def _is_for_kernel(self, plan: CopyPlan) -> bool:
+        assert self._kernel is not None
+        if not self._always_kernel and plan.total_bytes > self._kernel_bytes_max * len(plan):
+            return False
+        # It moves whole words: what is no multiple would arrive cut off, whoever asked for the kernel.
+        return not ((plan.gpu | plan.cpu | plan.nbytes) % self._kernel[1]).any()
 
     def _submit(self, plan: CopyPlan) -> object:
         storing = self._direction is Direction.STORE

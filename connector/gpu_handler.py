@@ -69,7 +69,8 @@ class HandlerOptions:
         jobs_max: transfers in flight per direction; more are not accepted.
         pin: page-lock the region (CUDA).
         pin_piece_bytes_max: of one registration.
-        method: copy by "batch", "kernel" or "copy" always; None: by the thresholds (CUDA).
+        method: copy by "batch", "kernel" or "copy" always, where that can be; None: by the thresholds (CUDA). See
+            ``GpuCopier``.
         store_kernel_bytes_max, load_kernel_bytes_max: mean copy length up to which the kernel is used.
         host_run_bytes_min, host_item_bytes_min: from where on CPU tensors are copied in one pass; see ``HostCopier``.
         host_loop_bytes_max: up to where a job of few copies makes each by itself; likewise.

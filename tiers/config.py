@@ -64,7 +64,9 @@ class HandlerConfig(Model):
     """The copies between a GPU and the region. null: as measured; what was chosen is logged at the start."""
 
     method: Literal["batch", "kernel", "copy"] | None = Field(
-        None, description="Copy always by one driver call a job, by a kernel, or by torch's copy_ in a loop."
+        None,
+        description="Copy always by one driver call a job, by a kernel, or by torch's copy_ in a loop. A job that it "
+        "cannot take (the kernel: pages of no multiple of 8 bytes) goes by what comes next: kernel, batch, copy.",
     )
     store_kernel_bytes_max: Size | None = Field(
         None, description="Stores whose copies are no longer than this on average are made by the kernel."

@@ -196,7 +196,8 @@ class Kernel:
 
     def __call__(self, dst: Int64s, src: Int64s, nbytes: Int64s, device: torch.device) -> object:
         self.jobs.append(len(dst))
-        CudaDriver(FakeCuda()).memcpy_batch(dst, src, nbytes, access_order=ACCESS_ORDER_ANY, stream=1)
+        whole_words = nbytes // 8 * 8
+        CudaDriver(FakeCuda()).memcpy_batch(dst, src, whole_words, access_order=ACCESS_ORDER_ANY, stream=1)
         return object()
 
 
@@ -220,14 +221,13 @@ def test_small_copies_go_by_the_kernel_and_large_ones_by_the_batch(
     assert (len(kernel.jobs), len(cuda.batches)) == (1, 1)
 
 
+@pytest.mark.parametrize("options", [{"kernel_bytes_max": 999}, {"method": "kernel"}], ids=["small", "asked for"])
 def test_addresses_the_kernel_cannot_take_go_by_the_batch(
-    rng: np.random.Generator, log: Log, opened: list[Copies]
+    rng: np.random.Generator, log: Log, opened: list[Copies], options: dict[str, Any]
 ) -> None:
     odd = make_world(rng, pages=[60], groups=[[(0, 60)]])
     cuda, kernel = FakeCuda(), Kernel()
-    opened.append(
-        Copies(odd, Direction.STORE, cuda, memory=pinned(odd, cuda), kernel=(kernel, 8), kernel_bytes_max=999)
-    )
+    opened.append(Copies(odd, Direction.STORE, cuda, memory=pinned(odd, cuda), kernel=(kernel, 8), **options))
     assert opened[0].run(make_job(rng, odd, [5]))
     assert (kernel.jobs, len(cuda.batches)) == ([], 1)
 
