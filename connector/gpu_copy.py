@@ -5,6 +5,8 @@ Three ways, chosen per job by direction and mean length of its merged copies:
 - ``batch``: one ``cuMemcpyBatchAsync`` for the job. Copy engines; the multiprocessors stay with the model.
 - ``kernel``: one Triton kernel over mapped host memory, for small pages, where a copy engine's cost per copy dominates.
 - ``copy``: ``Tensor.copy_`` in a loop; needs nothing but torch.
+
+A way that is refused is not tried again: that job and those after it go by the next one: kernel, batch, copy.
 """
 
 from __future__ import annotations
@@ -126,7 +128,7 @@ class GpuCopier:
         return event
 
     def copy(self, plan: CopyPlan, mark: torch.cuda.Event) -> GpuCompletion:
-        """Submit everything. A copy that is refused fails the job, after those submitted before it have ended."""
+        """Submit everything. What no way takes fails the job, after the copies submitted before it have ended."""
         merged = merge_neighbours(plan, None if self._memory is None else self._memory.cuts)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         keep: object = None
@@ -163,19 +165,30 @@ class GpuCopier:
         return not ((plan.gpu | plan.cpu | plan.nbytes) % self._kernel[1]).any()
 
     def _submit(self, plan: CopyPlan) -> object:
+        while True:
+            method = self.choose(plan)
+            if method not in self._logged:
+                self._logged.add(method)
+                logger.info(
+                    "%s by %s on %s: %d copies of %d bytes in the first job",
+                    self._direction,
+                    method,
+                    self._device,
+                    len(plan),
+                    plan.total_bytes // len(plan),
+                )
+            try:
+                return self._submit_by(method, plan)
+            except RuntimeError as error:  # CudaDriverError, torch.OutOfMemoryError, a launch that failed
+                if method == "copy":
+                    raise
+                # The next way copies the whole job: the same bytes, and on this stream after what was begun.
+                self._ways.remove(method)
+                logger.warning("%s by %s on %s is not tried again: %s", self._direction, method, self._device, error)
+
+    def _submit_by(self, method: Method, plan: CopyPlan) -> object:
         storing = self._direction is Direction.STORE
         dst, src = (plan.cpu, plan.gpu) if storing else (plan.gpu, plan.cpu)
-        method = self.choose(plan)
-        if method not in self._logged:
-            self._logged.add(method)
-            logger.info(
-                "%s by %s on %s: %d copies of %d bytes in the first job",
-                self._direction,
-                method,
-                self._device,
-                len(plan),
-                plan.total_bytes // len(plan),
-            )
         if method == "kernel" and self._kernel is not None:
             return self._kernel[0](dst, src, plan.nbytes, self._device)
         if method == "batch" and self._driver is not None:

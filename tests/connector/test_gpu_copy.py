@@ -155,18 +155,62 @@ def test_the_mark_is_on_the_engines_stream(world: World, log: Log, opened: list[
     assert mark.stream == ENGINE_STREAM
 
 
-def test_a_refused_batch_fails_its_job_after_what_was_submitted(
+def test_a_job_that_no_way_takes_fails_after_what_was_submitted(
     rng: np.random.Generator, world: World, log: Log, opened: list[Copies], caplog: pytest.LogCaptureFixture
 ) -> None:
     cuda = FakeCuda()
     copies = Copies(world, Direction.STORE, cuda)
     opened.append(copies)
     cuda.fail_at = 2
-    assert not copies.run(make_job(rng, world, [9]))
+
+    def dead(*_: object, **_options: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "copy_", dead)
+        assert not copies.run(make_job(rng, world, [9]))
     assert log[-1] == ("record", 2), "its end is recorded, so it is reported only when its first copies have ended"
     assert "cuMemcpyBatchAsync at copy 2" in caplog.text
-    cuda.fail_at = None
+    assert "an illegal memory access" in caplog.text
     assert copies.run(make_job(rng, world, [9]))
+
+
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize("fail_at", [0, 2, -1])
+def test_a_refused_batch_is_copied_one_by_one_and_not_tried_again(
+    rng: np.random.Generator,
+    world: World,
+    log: Log,
+    opened: list[Copies],
+    caplog: pytest.LogCaptureFixture,
+    direction: Direction,
+    fail_at: int,
+) -> None:
+    cuda = FakeCuda()
+    cuda.fail_at = fail_at
+    copies = Copies(world, direction, cuda)
+    opened.append(copies)
+    assert copies.run(make_job(rng, world, [9]))
+    assert copies.run(make_job(rng, world, [5]))
+    assert len(cuda.batches) == 1
+    assert caplog.text.count(f"{direction} by batch on cuda is not tried again: cuMemcpyBatchAsync") == 1
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_a_kernel_without_memory_for_its_table_leaves_its_job_to_the_batch_and_that_to_copy_(
+    rng: np.random.Generator, world: World, log: Log, opened: list[Copies], direction: Direction
+) -> None:
+    cuda, kernel = FakeCuda(), Kernel()
+    kernel.error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+    memory = pinned(world, cuda)
+    opened.append(Copies(world, direction, cuda, memory=memory, kernel=(kernel, 8), method="kernel"))
+    assert opened[0].run(make_job(rng, world, [9]))
+    assert opened[0].run(make_job(rng, world, [9]))
+    assert (len(kernel.jobs), len(cuda.batches)) == (1, 2)
+    cuda.fail_at = 1
+    assert opened[0].run(make_job(rng, world, [9]))
+    assert opened[0].run(make_job(rng, world, [9]))
+    assert (len(kernel.jobs), len(cuda.batches)) == (1, 3)
 
 
 @pytest.mark.parametrize("direction", Direction)
@@ -189,13 +233,16 @@ def test_without_the_batch_call_every_copy_is_a_copy_(
 
 
 class Kernel:
-    """Copies as a kernel would; keeps what it was asked for."""
+    """Copies as a kernel would, or raises ``error``; keeps what it was asked for."""
 
     def __init__(self) -> None:
         self.jobs: list[int] = []
+        self.error: Exception | None = None
 
     def __call__(self, dst: Int64s, src: Int64s, nbytes: Int64s, device: torch.device) -> object:
         self.jobs.append(len(dst))
+        if self.error is not None:
+            raise self.error
         whole_words = nbytes // 8 * 8
         CudaDriver(FakeCuda()).memcpy_batch(dst, src, whole_words, access_order=ACCESS_ORDER_ANY, stream=1)
         return object()
