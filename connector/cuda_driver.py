@@ -18,6 +18,9 @@ ACCESS_ORDER_ANY = 3
 # cuMemcpyBatchAsync as CUDA 12.8 had it. 13.0 gave the name another signature (without failIdx), but a driver serves
 # every ABI it ever had to whoever asks for it by version: asking for this one gives one signature on all of them.
 _BATCH_ABI_VERSION = 12080
+# Far below the 51,828 copies of one call that failed inside a driver (vllm#49276: RTX PRO 6000, driver 580.159.04), and
+# at 0.5 µs a copy (vllm#48434, H100) so many that a call itself costs nothing.
+_BATCH_COPIES_MAX = 4096
 _SIZE_MAX = ctypes.c_size_t(-1).value
 _HOST_REGISTER_FLAGS = 1 | 2  # PORTABLE | DEVICEMAP
 
@@ -88,7 +91,7 @@ class CudaDriver:
             return None
 
     def memcpy_batch(self, dst: Int64s, src: Int64s, nbytes: Int64s, *, access_order: int, stream: int) -> None:
-        """Start all copies on the stream in one call. Their order among themselves is not defined.
+        """Start all copies on the stream, thousands in one call. Their order among themselves is not defined.
 
         Args:
             dst, src, nbytes: (n,) addresses and lengths, contiguous, n >= 1.
@@ -97,25 +100,28 @@ class CudaDriver:
             stream: handle; not the legacy default stream.
 
         Raises:
-            CudaDriverError: with the number of the copy that failed, where the driver names one.
+            CudaDriverError: with the number of the copy that failed, where the driver names one. Copies before it may
+                be under way.
         """
         assert self._memcpy_batch is not None
         assert all(column.flags.c_contiguous for column in (dst, src, nbytes))
-        attributes = _MemcpyAttributes(src_access_order=access_order)
-        first, failed = ctypes.c_size_t(0), ctypes.c_size_t(_SIZE_MAX)
-        code = self._memcpy_batch(
-            dst.ctypes.data,
-            src.ctypes.data,
-            nbytes.ctypes.data,
-            len(nbytes),
-            ctypes.byref(attributes),
-            ctypes.byref(first),
-            1,
-            ctypes.byref(failed),
-            stream,
-        )
-        where = "" if failed.value == _SIZE_MAX else f" at copy {failed.value} of {len(nbytes)}"
-        self._check(code, f"cuMemcpyBatchAsync{where}")
+        attributes, first = _MemcpyAttributes(src_access_order=access_order), ctypes.c_size_t(0)
+        for start in range(0, len(nbytes), _BATCH_COPIES_MAX):
+            part = slice(start, start + _BATCH_COPIES_MAX)
+            failed = ctypes.c_size_t(_SIZE_MAX)
+            code = self._memcpy_batch(
+                dst[part].ctypes.data,
+                src[part].ctypes.data,
+                nbytes[part].ctypes.data,
+                len(nbytes[part]),
+                ctypes.byref(attributes),
+                ctypes.byref(first),
+                1,
+                ctypes.byref(failed),
+                stream,
+            )
+            where = "" if failed.value == _SIZE_MAX else f" at copy {start + failed.value} of {len(nbytes)}"
+            self._check(code, f"cuMemcpyBatchAsync{where}")
 
     def host_register(self, address: int, nbytes: int) -> None:
         """Page-lock host memory and map it for every device.

@@ -2,7 +2,7 @@
 
 Three ways, chosen per job by direction and mean length of its merged copies:
 
-- ``batch``: one ``cuMemcpyBatchAsync`` for the job. Copy engines; the multiprocessors stay with the model.
+- ``batch``: one ``cuMemcpyBatchAsync`` for thousands of copies. Copy engines; the multiprocessors stay with the model.
 - ``kernel``: one Triton kernel over mapped host memory, for small pages, where a copy engine's cost per copy dominates.
 - ``copy``: ``Tensor.copy_`` in a loop; needs nothing but torch.
 

@@ -65,7 +65,7 @@ class HandlerConfig(Model):
 
     method: Literal["batch", "kernel", "copy"] | None = Field(
         None,
-        description="Copy always by one driver call a job, by a kernel, or by torch's copy_ in a loop. A job that it "
+        description="Copy always by batched driver calls, by a kernel, or by torch's copy_ in a loop. A job that it "
         "cannot take (the kernel: pages of no multiple of 8 bytes) goes by what comes next: kernel, batch, copy.",
     )
     store_kernel_bytes_max: Size | None = Field(

@@ -145,6 +145,25 @@ def test_a_refused_batch_says_where(fail_at: int, where: str) -> None:
         CudaDriver(cuda).memcpy_batch(dst_addresses, src_addresses, sizes, access_order=ACCESS_ORDER_STREAM, stream=1)
 
 
+def test_a_large_job_is_several_calls_and_counts_from_its_first_copy() -> None:
+    cuda = FakeCuda()
+    driver = CudaDriver(cuda)
+    src, dst, dst_addresses, src_addresses, _sizes = _copies(10_000)
+    sizes = np.full(10_000, 16, np.int64)
+    driver.memcpy_batch(dst_addresses, src_addresses, sizes, access_order=ACCESS_ORDER_ANY, stream=0x77)
+    assert [count for *_, count in cuda.batches] == [4096, 4096, 1808]
+    assert (dst == src).all()
+
+    def fail_in_the_second() -> None:
+        cuda.fail_at = 4 if len(cuda.batches) == 1 else None
+
+    cuda.batches.clear()
+    cuda.before_batch = fail_in_the_second
+    with pytest.raises(CudaDriverError, match="cuMemcpyBatchAsync at copy 4100 of 10000: "):
+        driver.memcpy_batch(dst_addresses, src_addresses, sizes, access_order=ACCESS_ORDER_STREAM, stream=1)
+    assert len(cuda.batches) == 2
+
+
 def test_host_memory_is_registered_portable_and_mapped() -> None:
     cuda = FakeCuda()
     driver = CudaDriver(cuda)
