@@ -25,6 +25,10 @@ from connector.transfer_plan import CopyPlan, Direction, Int64s, merge_neighbour
 logger = logging.getLogger(__name__)
 
 Method = Literal["batch", "kernel", "copy"]
+_NEEDS = {
+    "kernel": "triton and pinned memory that the device has at the host's addresses",
+    "batch": "a driver of CUDA 12.8 or newer, and pinned memory, if any, that the device has at the host's addresses",
+}
 KernelCopy = Callable[[Int64s, Int64s, Int64s, torch.device], object]
 """(dst, src, nbytes, device) -> what must live until the copies have run."""
 
@@ -106,11 +110,12 @@ class GpuCopier:
         self._memory = memory
         self._kernel_bytes_max = kernel_bytes_max
         self._kernel = kernel if memory is not None and memory.mapped else None
-        can_batch = driver is not None and driver.has_batch
+        # Pinned memory that the device has at another address (WSL2) is not known to the driver by the host's.
+        by_host_address = memory is None or memory.mapped or not memory.pinned
+        can_batch = driver is not None and driver.has_batch and by_host_address
         here: dict[Method, bool] = {"kernel": self._kernel is not None, "batch": can_batch, "copy": True}
         if method is not None and not here[method]:
-            needs = "triton and pinned memory" if method == "kernel" else "a driver of CUDA 12.8 or newer"
-            raise ValueError(f"method {method!r} needs {needs}; it is not here")
+            raise ValueError(f"method {method!r} needs {_NEEDS[method]}; it is not here")
         ways = list(here)
         self._ways = [way for way in ways[ways.index(method or "kernel") :] if here[way]]
         self._always_kernel = method == "kernel"

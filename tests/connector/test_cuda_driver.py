@@ -26,6 +26,7 @@ class FakeCuda:
         batches: (access order, flags, stream, copies) of each batch.
         registered: address -> (bytes, flags).
         fail_at: number of the copy to fail at, or -1 to fail without saying where.
+        mapped_by: what a device's address of registered memory is away from the host's.
     """
 
     def __init__(self, *, batch_since: int = 12080) -> None:
@@ -35,6 +36,7 @@ class FakeCuda:
         self.registered: dict[int, tuple[int, int]] = {}
         self.register_code = 0
         self.fail_at: int | None = None
+        self.mapped_by = 0
         self.before_batch: Callable[[], None] = lambda: None
         # dsts, srcs, sizes, count, attrs, attrsIdxs, numAttrs, failIdx, stream, as cuda.h of 12.8 has them
         signature = ctypes.CFUNCTYPE(
@@ -95,7 +97,7 @@ class FakeCuda:
         return 0 if self.registered.pop(address.value, None) else 713
 
     def cuMemHostGetDevicePointer_v2(self, pointer: Any, address: Any, flags: Any) -> int:
-        pointer._obj.value = address.value
+        pointer._obj.value = address.value + self.mapped_by
         return 0
 
     def cuGetErrorName(self, code: Any, name: Any) -> int:

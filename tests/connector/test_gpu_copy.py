@@ -279,6 +279,30 @@ def test_addresses_the_kernel_cannot_take_go_by_the_batch(
     assert (kernel.jobs, len(cuda.batches)) == ([], 1)
 
 
+def test_pinned_memory_at_another_device_address_is_copied_by_torch(
+    rng: np.random.Generator, world: World, log: Log, opened: list[Copies]
+) -> None:
+    cuda, kernel = FakeCuda(), Kernel()
+    cuda.mapped_by = 1 << 40
+    memory = pinned(world, cuda)
+    opened.append(Copies(world, Direction.LOAD, cuda, memory=memory, kernel=(kernel, 8), kernel_bytes_max=999))
+    assert opened[0].run(make_job(rng, world, [9]))
+    assert (kernel.jobs, cuda.batches) == ([], [])
+    for method in ("kernel", "batch"):
+        with pytest.raises(ValueError, match=f"method '{method}' needs .* has at the host's addresses"):
+            Copies(world, Direction.LOAD, cuda, memory=memory, kernel=(kernel, 8), method=method)
+
+
+def test_memory_that_could_not_be_pinned_goes_by_the_batch(
+    rng: np.random.Generator, world: World, log: Log, opened: list[Copies]
+) -> None:
+    cuda = FakeCuda()
+    cuda.register_code = 2
+    opened.append(Copies(world, Direction.STORE, cuda, memory=pinned(world, cuda)))
+    assert opened[0].run(make_job(rng, world, [9]))
+    assert len(cuda.batches) == 1
+
+
 def test_copies_do_not_cross_registered_pieces(rng: np.random.Generator, log: Log, opened: list[Copies]) -> None:
     """Slots and blocks that follow each other would be one copy; each row is its own piece here."""
     rows = make_world(rng, pages=[4096], groups=[[(0, 4096)]])
