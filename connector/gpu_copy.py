@@ -1,6 +1,6 @@
 """The copies of a plan between a GPU and host memory, in stream order.
 
-Three ways, chosen per job by direction and mean length of its merged copies:
+Three ways, chosen per job by direction, number and mean length of its merged copies:
 
 - ``batch``: one ``cuMemcpyBatchAsync`` for thousands of copies. Copy engines; the multiprocessors stay with the model.
 - ``kernel``: one Triton kernel over mapped host memory, for small pages, where a copy engine's cost per copy dominates.
@@ -25,6 +25,15 @@ from connector.transfer_plan import CopyPlan, Direction, Int64s, merge_neighbour
 logger = logging.getLogger(__name__)
 
 Method = Literal["batch", "kernel", "copy"]
+# vLLM's figures, tuned on an H100 with PCIe 5 (its swap_blocks_triton.py, vllm#42212); none is ours. To submit a copy
+# takes the driver 0.5-0.6 µs of CPU, below 32 KiB more than to make it (vllm#48434, H100). On another H100 and an A30
+# the kernel was ahead only from 32-64 copies on, at 28 KiB from 128-256 (vllm#57343, vllm#57555).
+LOAD_KERNEL_BYTES_MAX = (28 << 10) - 1
+STORE_KERNEL_BYTES_MAX = 0
+"""Never: from the GPU the copy engine wins, and nothing waits for a store."""
+KERNEL_COPIES_MIN = 16
+"""Fewer are not worth a launch."""
+
 _NEEDS = {
     "kernel": "triton and pinned memory that the device has at the host's addresses",
     "batch": "a driver of CUDA 12.8 or newer, and pinned memory, if any, that the device has at the host's addresses",
@@ -83,7 +92,8 @@ class GpuCopier:
         allocations: as ``CopyPlan.allocation`` counts them.
         driver: None where there is no libcuda.
         memory: the region's registration; None where it was not asked for.
-        kernel_bytes_max: mean copy length up to which the kernel is used, where it can be.
+        kernel_bytes_max, kernel_copies_min: mean copy length up to which and number of copies from which on the kernel
+            is used, where it can be.
         method: use this one for every job that it can take; for the others what comes after it: kernel, batch, copy.
         kernel: the copy kernel, and the bytes its addresses must be multiples of; None where triton is not there.
 
@@ -100,6 +110,7 @@ class GpuCopier:
         driver: CudaDriver | None,
         memory: PinnedMemory | None,
         kernel_bytes_max: int,
+        kernel_copies_min: int = 1,
         method: Method | None = None,
         kernel: tuple[KernelCopy, int] | None = None,
     ) -> None:
@@ -109,6 +120,7 @@ class GpuCopier:
         self._driver = driver
         self._memory = memory
         self._kernel_bytes_max = kernel_bytes_max
+        self._kernel_copies_min = kernel_copies_min
         self._kernel = kernel if memory is not None and memory.mapped else None
         # Pinned memory that the device has at another address (WSL2) is not known to the driver by the host's.
         by_host_address = memory is None or memory.mapped or not memory.pinned
@@ -164,7 +176,8 @@ class GpuCopier:
 
     def _is_for_kernel(self, plan: CopyPlan) -> bool:
         assert self._kernel is not None
-        if not self._always_kernel and plan.total_bytes > self._kernel_bytes_max * len(plan):
+        small = plan.total_bytes <= self._kernel_bytes_max * len(plan) and len(plan) >= self._kernel_copies_min
+        if not (small or self._always_kernel):
             return False
         # It moves whole words: what is no multiple would arrive cut off, whoever asked for the kernel.
         return not ((plan.gpu | plan.cpu | plan.nbytes) % self._kernel[1]).any()

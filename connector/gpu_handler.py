@@ -27,7 +27,15 @@ from connector.base import (
     TransferSpec,
 )
 from connector.cuda_driver import CudaDriver
-from connector.gpu_copy import Allocation, GpuCopier, KernelCopy, Method
+from connector.gpu_copy import (
+    KERNEL_COPIES_MIN,
+    LOAD_KERNEL_BYTES_MAX,
+    STORE_KERNEL_BYTES_MAX,
+    Allocation,
+    GpuCopier,
+    KernelCopy,
+    Method,
+)
 from connector.host_copy import ITEM_BYTES_MIN, LOOP_BYTES_MAX, RUN_BYTES_MIN, HostCopier
 from connector.pinning import PinnedMemory, pieces_of
 from connector.transfer_plan import CopyPlan, Direction, TensorGeometry, Transfer, TransferLayout
@@ -72,6 +80,7 @@ class HandlerOptions:
         method: copy by "batch", "kernel" or "copy" always, where that can be; None: by the thresholds (CUDA). See
             ``GpuCopier``.
         store_kernel_bytes_max, load_kernel_bytes_max: mean copy length up to which the kernel is used.
+        kernel_copies_min: number of copies from which on it is.
         host_run_bytes_min, host_item_bytes_min: from where on CPU tensors are copied in one pass; see ``HostCopier``.
         host_loop_bytes_max: up to where a job of few copies makes each by itself; likewise.
     """
@@ -80,8 +89,9 @@ class HandlerOptions:
     pin: bool = True
     pin_piece_bytes_max: int = 1 << 30
     method: Method | None = None
-    store_kernel_bytes_max: int = 16 << 10
-    load_kernel_bytes_max: int = 16 << 10
+    store_kernel_bytes_max: int = STORE_KERNEL_BYTES_MAX
+    load_kernel_bytes_max: int = LOAD_KERNEL_BYTES_MAX
+    kernel_copies_min: int = KERNEL_COPIES_MIN
     host_run_bytes_min: int = RUN_BYTES_MIN
     host_item_bytes_min: int = ITEM_BYTES_MIN
     host_loop_bytes_max: int = LOOP_BYTES_MAX
@@ -308,6 +318,7 @@ def _gpu_copiers(
                 driver=driver,
                 memory=memory,
                 kernel_bytes_max=limits[way],
+                kernel_copies_min=options.kernel_copies_min,
                 method=options.method,
                 kernel=kernel,
             )

@@ -279,6 +279,18 @@ def test_addresses_the_kernel_cannot_take_go_by_the_batch(
     assert (kernel.jobs, len(cuda.batches)) == ([], 1)
 
 
+def test_jobs_of_few_copies_are_not_worth_the_kernel(
+    rng: np.random.Generator, world: World, log: Log, opened: list[Copies]
+) -> None:
+    cuda, kernel = FakeCuda(), Kernel()
+    limits = {"kernel_bytes_max": 64, "kernel_copies_min": 6}
+    opened.append(Copies(world, Direction.LOAD, cuda, memory=pinned(world, cuda), kernel=(kernel, 8), **limits))
+    assert opened[0].run(Job([1, 5], [3], (2,), (0,)))
+    assert (kernel.jobs, len(cuda.batches)) == ([], 1)
+    assert opened[0].run(Job([1, 5, 9], [3], (3,), (0,)))
+    assert (kernel.jobs, len(cuda.batches)) == ([6], 1)
+
+
 def test_pinned_memory_at_another_device_address_is_copied_by_torch(
     rng: np.random.Generator, world: World, log: Log, opened: list[Copies]
 ) -> None:
