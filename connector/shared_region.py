@@ -172,7 +172,8 @@ class SharedOffloadRegion:
                 f"tensor_page_size {tensor_page_size} does not fit: {self._cell_used} of the cell's "
                 f"{geometry.cpu_page_size} bytes are used"
             )
-        flat = torch.frombuffer(self._mapping(), dtype=torch.int8)
+        # torch keeps what it was given alive, but not exported: only a memoryview keeps a mapping from being unmapped.
+        flat = torch.frombuffer(memoryview(self._mapping()), dtype=torch.int8)
         offset = self._rank * geometry.cpu_page_size + self._cell_used
         self._cell_used += tensor_page_size
         return flat.as_strided((geometry.num_blocks, tensor_page_size), (geometry.row_stride, 1), offset)

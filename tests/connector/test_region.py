@@ -125,6 +125,23 @@ def test_views_outlive_cleanup() -> None:
     assert view[0, 0] == 5
 
 
+def test_a_tensor_alone_keeps_the_memory_mapped() -> None:
+    region = SharedOffloadRegion.anonymous(2, PAGE)
+    view = region.create_next_view(PAGE)
+    view[1, 7] = 5
+    start = f"{view.data_ptr():x}-"
+
+    def is_mapped() -> bool:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        return any(line.startswith(start) and "kvtiers-region" in line for line in lines)
+
+    region.cleanup()
+    assert is_mapped()
+    assert view[1, 7] == 5
+    del view
+    assert not is_mapped()
+
+
 def test_an_anonymous_region_can_be_attached_but_not_resized() -> None:
     region = SharedOffloadRegion.anonymous(3, PAGE, num_workers=2, rank=None)
     with pytest.raises(PermissionError):
