@@ -162,13 +162,14 @@ class GpuCopier:
         return GpuCompletion(start, end, keep, error)
 
     def close(self) -> None:
-        """Wait for the stream, then give the pinned memory back."""
+        """Wait for the stream, then give the pinned memory back and let go of the tensors."""
         try:
             self._stream.synchronize()
         finally:
             if self._memory is not None:
                 with torch.cuda.device(self._device):
                     self._memory.release()
+            self._allocations = ()
 
     def choose(self, plan: CopyPlan) -> Method:
         """How a merged plan is copied."""

@@ -311,30 +311,37 @@ class KVTiersWorker(VllmWorker):  # type: ignore[misc]  # vLLM is not installed 
         create_view = getattr(region, "create_next_view", None) or region.create_next_worker_view
         views = [create_view(entry.page_size_bytes * blocks_per_chunk) for entry in canonical.tensors]
         self._region = region
-        self._store: OffloadingHandler
-        self._load: OffloadingHandler
+        self._store: OffloadingHandler | None
+        self._load: OffloadingHandler | None
         self._store, self._load = create_handlers(canonical, views, blocks_per_chunk, jobs_max=_JOBS_MAX, **options)
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        return self._store.transfer_async(job_id, (_gpu(src_spec), CPULoadStoreSpec(dst_spec.block_ids)))
+        spec = (_gpu(src_spec), CPULoadStoreSpec(dst_spec.block_ids))
+        return self._store is not None and self._store.transfer_async(job_id, spec)
 
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False) -> bool:  # noqa: ARG002
-        return self._load.transfer_async(job_id, (CPULoadStoreSpec(src_spec.block_ids), _gpu(dst_spec)))
+        spec = (CPULoadStoreSpec(src_spec.block_ids), _gpu(dst_spec))
+        return self._load is not None and self._load.transfer_async(job_id, spec)
 
     def get_finished(self) -> list[VllmTransferResult]:
         return [
             VllmTransferResult(result.job_id, result.success, result.transfer_size, result.transfer_time)
             for handler in (self._load, self._store)
+            if handler is not None
             for result in handler.get_finished()
         ]
 
     def wait(self, job_ids: Collection[int]) -> None:
-        self._store.wait(job_ids)
-        self._load.wait(job_ids)
+        for handler in (self._store, self._load):
+            if handler is not None:
+                handler.wait(job_ids)
 
     def shutdown(self) -> None:
-        self._store.shutdown()
-        self._load.shutdown()
+        """End the copies, then the region. What is not reported by then is not reported any more."""
+        if self._store is not None and self._load is not None:
+            self._store.shutdown()
+            self._load.shutdown()
+        self._store = self._load = None  # a failed copy's traceback holds views of the region
         self._region.cleanup()
 
 

@@ -14,11 +14,20 @@ import numpy as np
 import pytest
 import torch
 
-from connector.base import OffloadingHandler
+from connector.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    CPULoadStoreSpec,
+    GPULoadStoreSpec,
+    OffloadingHandler,
+)
 from connector.cuda_driver import ACCESS_ORDER_ANY, ACCESS_ORDER_STREAM, CudaDriver
 from connector.gpu_copy import GpuCopier
-from connector.gpu_handler import CopyHandler, lay_out
+from connector.gpu_handler import Copier, CopyHandler, lay_out
+from connector.host_copy import HostCopier
 from connector.pinning import PinnedMemory
+from connector.shared_region import SharedOffloadRegion
 from connector.transfer_plan import CopyPlan, Direction, Int64s, merge_neighbours
 from tests.connector.test_cuda_driver import NO_VERSION, FakeCuda
 from tests.connector.transfer_cases import POISON, Job, World, finish, make_job, make_world, pages_of
@@ -360,6 +369,31 @@ def test_shutdown_waits_for_the_stream_and_unpins(world: World, log: Log) -> Non
     copies.handler.shutdown()
     assert log == [("synchronize", ENGINE_STREAM + 1)]
     assert cuda.registered == {}
+
+
+@pytest.mark.parametrize("of_gpu", [True, False])
+def test_after_shutdown_nothing_keeps_the_region_mapped(
+    rng: np.random.Generator, log: Log, caplog: pytest.LogCaptureFixture, of_gpu: bool
+) -> None:
+    region = SharedOffloadRegion.anonymous(4, 64)
+    tensor = CanonicalKVCacheTensor(torch.zeros(4, 64, dtype=torch.int8), 64)
+    caches = CanonicalKVCaches([tensor], [[CanonicalKVCacheRef(0, 64)]])
+    layout, allocations = lay_out(caches, [region.create_next_view(64)], 1)
+    copier: Copier
+    if of_gpu:
+        copier = GpuCopier(
+            Direction.LOAD, torch.device("cuda"), allocations, driver=None, memory=None, kernel_bytes_max=0
+        )
+    else:
+        copier = HostCopier(layout, Direction.LOAD, owner=allocations)
+    handler = CopyHandler(Direction.LOAD, layout, copier, jobs_max=9)
+    del allocations
+    assert handler.transfer_async(1, (CPULoadStoreSpec([1]), GPULoadStoreSpec([2])))
+    handler.shutdown()
+    with caplog.at_level(logging.DEBUG):
+        region.cleanup()
+    assert "views are still alive" not in caplog.text
+    assert [result.success for result in handler.get_finished()] == [True]
 
 
 INTERPRETED = """

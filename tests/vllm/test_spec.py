@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, ScheduleEndC
 from vllm.v1.kv_offload.config import OffloadingCacheConfig, OffloadingGroupConfig
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
+from connector.host_copy import HostCopier
 from connector.vllm.spec import KVTiersManager, KVTiersSpec, KVTiersWorker, deployment
 from tests.vllm.engines import BLOCK_BYTES, LAYERS, keys, kv_caches, offloading_config, request
 from tests.waiting import wait_for
@@ -125,6 +127,29 @@ def test_blocks_come_back_into_another_engines_tensors(engines: Any) -> None:
 def test_nothing_is_left_in_dev_shm_once_both_are_in(engines: Any) -> None:
     engines()
     assert not [name for name in os.listdir("/dev/shm") if f"pytest-{os.getpid()}" in name]
+
+
+def test_a_worker_that_was_shut_down_keeps_nothing_of_the_region(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failed copy that nobody asked for any more holds what its frames held."""
+    engine = engines()
+
+    def broken(copier: HostCopier, *_: object) -> None:
+        held = copier._owner
+        assert held is None, "the copy engine is gone"
+
+    def mappings() -> int:
+        gc.collect()
+        return sum("rw-s" in line and "/dev/shm/" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+    monkeypatch.setattr(HostCopier, "copy", broken)
+    output = engine.manager.prepare_store(keys(1), request("store"))
+    source = GPULoadStoreSpec([1], group_sizes=[1], block_indices=[0])
+    assert engine.worker.submit_store(1, source, output.store_spec)
+    before = mappings()
+    engine.worker.shutdown()
+    assert mappings() == before - 1
+    assert not engine.worker.submit_store(2, source, output.store_spec)
+    assert engine.worker.get_finished() == []
 
 
 def test_a_reset_forgets_the_region_and_the_storage_keeps_its_blocks(engines: Any) -> None:
