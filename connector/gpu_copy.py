@@ -83,7 +83,10 @@ class GpuCompletion:
 
 
 class GpuCopier:
-    """Copies plans in one direction on a stream of its own.
+    """Copies plans in one direction on a stream of torch's.
+
+    torch has 32 of a priority and gives them out in turn: whoever gets the same one waits for these copies as they wait
+    for its work. Nothing but speed depends on having it alone.
 
     ``mark`` is called on the engine's thread, ``copy`` and ``close`` on the handler's worker: a driver call for
     thousands of copies, or an unpinned copy that blocks, is never the engine's time.

@@ -5,7 +5,7 @@ on the engine's thread; a worker thread, one per direction, turns it into copies
 (CPU). A job is reported when nothing can touch its blocks and slots any more.
 
 The engine may use loaded blocks after the job came out of ``get_finished`` or ``wait`` returned, and not before: loads
-run on a stream of their own, which the engine's stream does not wait for.
+run on another stream, which the engine's does not wait for.
 """
 
 from __future__ import annotations
