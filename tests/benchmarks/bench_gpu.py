@@ -2,8 +2,9 @@
 
 On CUDA next to one large pinned copy (the ceiling) and a loop of ``copy_``, with every method by itself, and what a
 matmul beside it loses. On CPU next to one memcpy of the same bytes, and what a thread that wants to run every
-millisecond loses. Figures are medians; ratios are medians of ratios taken within one round, so that what else the
-machine does hits both sides.
+millisecond loses. A job is timed from ``transfer_async`` to its end, a store, a load or both at once: handing it to
+a thread, planning and merging are in it. Figures are medians; ratios are medians of ratios taken within one round, so
+that what else the machine does hits both sides.
 """
 
 from __future__ import annotations
@@ -62,9 +63,11 @@ class Row:
     """One measurement.
 
     Attributes:
+        gb_s: from the first submit to the end of the last job.
         reference_gb_s: ceiling (CUDA) or memcpy (CPU).
         ratio: of this to the reference, in the same round.
-        submit_us: on the calling thread.
+        copy_gb_s: by the time that the handler reports, of the copies alone; of both at once, the slower one's.
+        submit_us: of one job, on the calling thread.
     """
 
     method: str
@@ -75,6 +78,7 @@ class Row:
     gb_s: float
     reference_gb_s: float
     ratio: float
+    copy_gb_s: float
     submit_us: float
 
 
@@ -130,58 +134,40 @@ def timed(run: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def transfer(handler: OffloadingHandler, spec: TransferSpec) -> tuple[float, float]:
-    """(seconds of the copy, seconds of the submit)."""
-    submit_s = timed(lambda: handler.transfer_async(0, spec))
-    handler.wait({0})
-    (result,) = handler.get_finished()
-    if not result.success:
+def transfer(*jobs: tuple[OffloadingHandler, TransferSpec]) -> tuple[float, float, float]:
+    """Seconds from the first submit to the end of the last job, of the slowest copy as reported, of one submit."""
+    started = time.perf_counter()
+    for handler, spec in jobs:
+        handler.transfer_async(0, spec)
+    submitted = time.perf_counter()
+    for handler, _ in jobs:
+        handler.wait({0})
+    ended = time.perf_counter()
+    results = [result for handler, _ in jobs for result in handler.get_finished()]
+    if len(results) != len(jobs) or not all(result.success for result in results):
         raise RuntimeError("a transfer failed; its cause was logged")
-    return result.transfer_time, submit_s
+    return ended - started, max(result.transfer_time for result in results), (submitted - started) / len(jobs)
 
 
-def both_at_once(bench: Bench, device: torch.device) -> float:
-    """Wall seconds of a store and a load of the same size side by side."""
-    store, load = bench.specs()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-    def run() -> None:
-        bench.store.transfer_async(0, store)
-        bench.load.transfer_async(0, load)
-        for handler in (bench.store, bench.load):
-            handler.wait({0})
-            handler.get_finished()
-
-    return timed(run)
-
-
-def measure(
-    bench: Bench, device: torch.device, rounds: int, method: str, reference: Callable[[str], float]
-) -> list[Row]:
+def measure(bench: Bench, rounds: int, method: str, reference: Callable[[str], float]) -> list[Row]:
     """Rows for store, load and both; ``reference(direction)`` is seconds for the bytes of one job."""
     shape = bench.shape
-    seconds: dict[str, list[float]] = {"store": [], "load": [], "both": []}
-    against: dict[str, list[float]] = {direction: [] for direction in seconds}
-    submits: dict[str, list[float]] = {direction: [] for direction in seconds}
+    taken: dict[str, list[tuple[float, ...]]] = {"store": [], "load": [], "both": []}
     for each in range(rounds + 1):
-        store, load = bench.specs()
-        for direction, handler, spec in (("store", bench.store, store), ("load", bench.load, load)):
-            reference_s = reference(direction)
-            took_s, submit_s = transfer(handler, spec)
+        (store, load), (beside_store, beside_load) = bench.specs(), bench.specs()
+        jobs = {
+            "store": [(bench.store, store)],
+            "load": [(bench.load, load)],
+            "both": [(bench.store, beside_store), (bench.load, beside_load)],
+        }
+        for direction, samples in taken.items():
+            sample = (reference(direction), *transfer(*jobs[direction]))
             if each:  # the first round warms up
-                seconds[direction].append(took_s)
-                against[direction].append(reference_s)
-                submits[direction].append(submit_s)
-        reference_s = reference("both")
-        took_s = both_at_once(bench, device)
-        if each:
-            seconds["both"].append(took_s)
-            against["both"].append(reference_s)
-            submits["both"].append(0.0)
+                samples.append(sample)
     rows = []
-    for direction, taken in seconds.items():
+    for direction, samples in taken.items():
         nbytes = shape.nbytes * (2 if direction == "both" else 1)
+        reference_s, took_s, copy_s, submit_s = (statistics.median(column) for column in zip(*samples, strict=True))
         rows.append(
             Row(
                 method,
@@ -189,10 +175,11 @@ def measure(
                 shape.page_bytes,
                 shape.layers * shape.blocks,
                 shape.nbytes,
-                nbytes / statistics.median(taken) / GB,
-                nbytes / statistics.median(against[direction]) / GB,
-                statistics.median(ref / took for ref, took in zip(against[direction], taken, strict=True)),
-                statistics.median(submits[direction]) * 1e6,
+                nbytes / took_s / GB,
+                nbytes / reference_s / GB,
+                statistics.median(reference_s / took_s for reference_s, took_s, *_ in samples),
+                nbytes / copy_s / GB,
+                submit_s * 1e6,
             )
         )
     return rows
@@ -224,7 +211,7 @@ def bench_cpu(quick: bool, show: Callable[[str], None]) -> dict[str, Any]:
             return timed(lambda: np.copyto(dst, src)) * (2 if direction == "both" else 1)
 
         bench = Bench(shape, device)
-        rows += measure(bench, device, 7 if quick else 15, "cpu", memcpy)
+        rows += measure(bench, 7 if quick else 15, "cpu", memcpy)
         bench.close()
     return {"rows": [asdict(row) for row in rows], "stall_ms": stall(Shape(48 * KIB, 30, 64), 2 if quick else 10)}
 
@@ -306,7 +293,7 @@ def bench_cuda(quick: bool, show: Callable[[str], None]) -> dict[str, Any]:
             def against(direction: str, nbytes: int = shape.nbytes) -> float:
                 return ceiling.seconds(direction, nbytes)
 
-            rows += measure(bench, device, 7 if quick else 15, method or "auto", against)
+            rows += measure(bench, 7 if quick else 15, method or "auto", against)
             bench.close()
             torch.cuda.empty_cache()
     beside = [matmul_beside(Shape(page * KIB, 32, 2048 // page or 1), device, show) for page in (8, 64, 512)]
@@ -314,7 +301,7 @@ def bench_cuda(quick: bool, show: Callable[[str], None]) -> dict[str, Any]:
 
 
 def matmul_beside(shape: Shape, device: torch.device, show: Callable[[str], None]) -> dict[str, float]:
-    """How much longer a bf16 matmul of 8192^3 takes while stores and loads never end."""
+    """How much longer a bf16 matmul of 8192^3 takes while stores and loads never end, in turn with some alone."""
     show(f"matmul beside {shape.page_bytes // KIB} KiB pages")
     a, b = (torch.randn((8192, 8192), dtype=torch.bfloat16, device=device) for _ in range(2))
     bench = Bench(shape, device)
@@ -323,7 +310,7 @@ def matmul_beside(shape: Shape, device: torch.device, show: Callable[[str], None
     def matmul_ms(busy: bool) -> float:
         samples: list[float] = []
         in_flight = job_id = 0
-        for _ in range(200):
+        for _ in range(25):
             # The copies wait for what is queued before them; a few jobs ahead keep both directions busy throughout.
             while busy and in_flight < 16:
                 for handler, spec in zip(handlers, bench.specs(), strict=True):
@@ -339,15 +326,15 @@ def matmul_beside(shape: Shape, device: torch.device, show: Callable[[str], None
         for handler in handlers:
             handler.wait(range(job_id))
             handler.get_finished()
-        return statistics.median(samples[20:])
+        return statistics.median(samples[5:])
 
-    alone_ms, busy_ms = matmul_ms(False), matmul_ms(True)
+    rounds = [(matmul_ms(False), matmul_ms(True)) for _ in range(9)][1:]  # the first round warms up
     bench.close()
     return {
         "page_bytes": shape.page_bytes,
-        "alone_ms": alone_ms,
-        "beside_ms": busy_ms,
-        "slower": busy_ms / alone_ms - 1,
+        "alone_ms": statistics.median(alone for alone, _ in rounds),
+        "beside_ms": statistics.median(beside for _, beside in rounds),
+        "slower": statistics.median(beside / alone for alone, beside in rounds) - 1,
     }
 
 
@@ -355,7 +342,7 @@ def matmul_beside(shape: Shape, device: torch.device, show: Callable[[str], None
 
 
 def print_report(report: dict[str, Any], console: Console) -> None:
-    table = Table(title=f"{report['device']}, {report['date']}; against {report['against']}")
+    table = Table(title=f"{report['device']}, {report['date']}; (against {report['against']}), copies alone")
     for title in ("page", "pages", "method", *(f"{way} GB/s" for way in ("store", "load", "both")), "submit µs"):
         table.add_column(title, justify="right")
     grouped: dict[tuple[int, int, str], dict[str, Row]] = {}
@@ -363,8 +350,8 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         row = Row(**fields)
         grouped.setdefault((row.page_bytes, row.pages, row.method), {})[row.direction] = row
     for (page_bytes, pages, method), ways in grouped.items():
-        cells = [f"{row.gb_s:.2f} ({row.ratio:.2f})" for row in ways.values()]
-        submit = max(row.submit_us for row in ways.values())
+        cells = [f"{row.gb_s:.2f} ({row.ratio:.2f}), {row.copy_gb_s:.2f}" for row in ways.values()]
+        submit = max(ways[way].submit_us for way in ("store", "load"))
         table.add_row(f"{page_bytes // KIB} KiB", str(pages), method, *cells, f"{submit:.0f}")
     console.print(table)
     for beside in report.get("matmul", ()):
