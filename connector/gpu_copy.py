@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 Method = Literal["batch", "kernel", "copy"]
 # vLLM's figures, tuned on an H100 with PCIe 5 (its swap_blocks_triton.py, vllm#42212); none is ours. To submit a copy
 # takes the driver 0.5-0.6 µs of CPU, below 32 KiB more than to make it (vllm#48434, H100). On another H100 and an A30
-# the kernel was ahead only from 32-64 copies on, at 28 KiB from 128-256 (vllm#57343, vllm#57555).
+# the kernel was ahead from 16-64 copies on at 8 KiB, from 64-256 on at 28 KiB (vllm#57343, vllm#57555).
 LOAD_KERNEL_BYTES_MAX = (28 << 10) - 1
 STORE_KERNEL_BYTES_MAX = 0
 """Never: from the GPU the copy engine wins, and nothing waits for a store."""
