@@ -1,19 +1,27 @@
 """Circuit: cuts off a tier that does not work, and lets it back by itself. Pure, but for one log line per change.
 
-closed -> open, when ``failures_max`` operations failed in a row, or at once when one overran its deadline;
+closed -> open, when ``failures_max`` operations of a kind failed in a row, or at once when one overran its deadline;
 open -> half-open, every ``probe_every_s``: one harmless question is put to the storage;
 half-open -> closed when it is answered, -> open when it is not. (A circuit that never closed again left other people's
 pods without their cache for 45 hours: LMCache#4368.)
+
+Loads are counted apart from all else: where small packets pass and large ones do not, lookups are answered and each
+load waits for its deadline. Nor does the probe, a lookup, forgive them: the next load tells whether they work again.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from enum import StrEnum
+from typing import Literal
 
 logger = logging.getLogger(__name__)
+
+
+Kind = Literal["lookup", "load", "store"]
 
 
 class CircuitState(StrEnum):
@@ -29,7 +37,7 @@ class Circuit:
 
     Args:
         name: the tier, for the log.
-        failures_max: failures in a row that open it.
+        failures_max: failures of a kind in a row that open it.
         probe_every_s: seconds between probes while it is open.
         clock: seconds, monotonic.
 
@@ -44,7 +52,7 @@ class Circuit:
         self._failures_max = failures_max
         self._probe_every_s = probe_every_s
         self._clock = clock
-        self._failures = 0
+        self._failures: Counter[Kind] = Counter()
         self._probe_at = 0.0
         self.state = CircuitState.CLOSED
         self.openings = 0
@@ -54,19 +62,22 @@ class Circuit:
         """True: the tier is used."""
         return self.state is CircuitState.CLOSED
 
-    def succeed(self) -> None:
-        """An operation or the probe was answered."""
-        self._failures = 0
+    def succeed(self, kind: Kind) -> None:
+        """An operation or the probe was answered.
+
+        Any answer forgives failed stores: storage to which nothing can be written is still read.
+        """
+        self._failures[kind] = self._failures["store"] = 0
         if self.state is CircuitState.HALF_OPEN:
             self._become(CircuitState.CLOSED, "it answers again")
 
-    def fail(self, why: str) -> None:
+    def fail(self, kind: Kind, why: str) -> None:
         """An operation or the probe failed."""
-        self._failures += 1
+        self._failures[kind] += 1
         if self.state is CircuitState.HALF_OPEN:
             self._open(None)
-        elif self.state is CircuitState.CLOSED and self._failures >= self._failures_max:
-            self._open(f"{self._failures} failures in a row, the last: {why}")
+        elif self.state is CircuitState.CLOSED and self._failures[kind] >= self._failures_max:
+            self._open(f"{self._failures[kind]} failures in a row, the last: {why}")
 
     def trip(self, why: str) -> None:
         """An operation overran its deadline: whoever comes next would wait as long."""

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from tiers.base import JobMetadata, JobResult, OffloadingEvent, ReqContext, SecondaryTierManager
 from tiers.block_mover import Batch, Rows
-from tiers.circuit import Circuit, CircuitState
+from tiers.circuit import Circuit, CircuitState, Kind
 from tiers.errors import QueueFullError, SealReason
 from tiers.file_mapper import FileMapper
 from tiers.isolated_mover import RunsInWorkers, make_mover
@@ -61,7 +61,7 @@ class TierOptions:
         make_seal: called as ``Seal``; makes one that authenticates or encrypts, say.
         job_deadline_s: blocks of a job that have not begun to move by then fail (L3); a task that runs longer cuts
             the tier off.
-        circuit_failures: failures in a row that cut the tier off.
+        circuit_failures: failures of loads, stores or lookups in a row that cut the tier off.
         circuit_probe_s: how often a tier that is cut off is asked whether it works again.
         shutdown_s: how long shutdown takes at most: waiting jobs get most of it to land, then they are cancelled.
         lookup: limits of presence lookups.
@@ -243,9 +243,9 @@ class StoreTierManager(SecondaryTierManager):
                 f"a task has been running for {stuck_s:.1f} s, job_deadline_s is {self._options.job_deadline_s}"
             )
         elif counts.hits or counts.misses:
-            circuit.succeed()  # some keys may be out of reach: that is no reason to miss all others
+            circuit.succeed("lookup")  # some keys may be out of reach: that is no reason to miss all others
         elif counts.errors or counts.expired:
-            circuit.fail("lookups are not answered" if counts.expired else "lookups fail")
+            circuit.fail("lookup", "lookups are not answered" if counts.expired else "lookups fail")
         self._mover.cut = not circuit.closed
         self.metrics.set("kvtiers_circuit_closed", self.name, value=float(circuit.closed))
         if circuit.openings > self._openings_counted:
@@ -378,7 +378,7 @@ class StoreTierManager(SecondaryTierManager):
             duration_s, blocks = finished.duration_s, len(job.keys)
             self._options.trace_job(JobTrace(op, outcome, job.submitted_ns, duration_s, blocks, bytes_moved))
 
-    def _book_batch(self, batch: Batch, op: str) -> None:
+    def _book_batch(self, batch: Batch, op: Kind) -> None:
         tier, metrics = self.name, self.metrics
         for outcome, count in batch.outcomes.items():
             metrics.inc("kvtiers_blocks_total", tier, op, outcome, by=count)
@@ -389,14 +389,14 @@ class StoreTierManager(SecondaryTierManager):
         for reason, count in batch.verify_failures.items():
             metrics.inc("kvtiers_verify_failures_total", tier, reason, by=count)
         if batch.fault and not batch.succeeded:
-            self._circuit.fail(batch.fault)
+            self._circuit.fail(op, batch.fault)
         elif batch.succeeded:
-            self._circuit.succeed()
+            self._circuit.succeed(op)
         if batch.healed:
             metrics.inc("kvtiers_healed_blobs_total", tier, by=batch.healed)
         if batch.quarantined:
             metrics.inc("kvtiers_quarantined_blobs_total", tier, by=batch.quarantined)
 
 
-def _op(is_load: bool) -> str:
+def _op(is_load: bool) -> Kind:
     return "load" if is_load else "store"

@@ -648,6 +648,22 @@ class TestLiveness:
         tier.on_schedule_end()
         assert tier.circuit_state == "open"
 
+    def test_loads_that_all_fail_cut_it_off_though_lookups_and_stores_are_answered(self, bench: Bench) -> None:
+        """Small packets pass and large ones do not: each load would wait for its deadline."""
+        deaf = FaultyStore(
+            bench.make_store(), [Fault("get_into", count=None, error=lambda: StoreUnavailableError("timed out"))]
+        )
+        tier = bench.tier(store=deaf, circuit_failures=3)
+        bench.fill(1)
+        assert bench.store(tier, KEYS[:3]).success
+        for n in range(3):
+            assert tier.circuit_state == "closed"
+            assert not bench.load(tier, KEYS[n : n + 1]).success
+            tier.on_schedule_end()
+            assert not bench.present(tier, KEYS[20 + n])
+            bench.store(tier, KEYS[10 + n : 11 + n])
+        assert tier.circuit_state == "open"
+
     def test_a_batch_of_which_some_arrived_is_no_failure_of_the_storage(self, bench: Bench) -> None:
         faults = [
             Fault("put", first=number, error=lambda: StoreUnavailableError("now and then")) for number in (2, 5, 8)
