@@ -476,6 +476,19 @@ def test_check_says_what_is_wrong(
     assert "\n" not in str(caught.value)
 
 
+def test_redirect_is_told_by_its_target_after_two_requests(store: S3Store, server: HttpFaultServer) -> None:
+    """As of a proxy that wants https. botocore asked by a HEAD where the bucket is, and for that HEAD's, 80 deep."""
+    server.inject(Fault.REDIRECT)
+    for call in (store.check, lambda: list(store.keys()), lambda: store.put("f/a", as_parts(DATA))):
+        asked = len(server.requests())
+        with pytest.raises(StoreConfigError, match=r"^endpoint: http://127\.0\.0\.1:\d+ redirects to ") as caught:
+            call()
+        assert len(server.requests()) - asked <= 2
+        assert "session" not in str(caught.value)
+    with pytest.raises(StoreConfigError, match=r"redirects to https://127\.0\.0\.1:9; correct endpoint_url"):
+        store.check()
+
+
 def test_check_does_not_wait_for_a_hung_server(
     store: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ every exception is raised ``from None``, with the code, the status and a hint of
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -44,6 +45,7 @@ class Place:
     endpoint_url: str
 
 
+_REDIRECTS = "endpoint: {endpoint_url} redirects to {target}; correct endpoint_url, or is that a page to log in?"
 _RIGHTS = "grant s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket on {bucket}"
 _EXPIRED = "secret: the session token has expired; renew it (SSO: aws sso login), or let a role or profile renew it"
 _REGION = "region: bucket {bucket} is not in {region}; set region, or endpoint_url if it is not at {endpoint_url}"
@@ -54,6 +56,9 @@ _CLOCK = "clock: this machine's clock is too far from the server's; run NTP (chr
 _BUCKET = "bucket: {bucket} does not exist at {endpoint_url}; create it or correct bucket"
 _KMS = "secret: the KMS key cannot be used; check sse_kms_key_id and grant kms:GenerateDataKey and kms:Decrypt"
 _FORM = "the server does not take this request"
+
+# Scheme and host and nothing else of what the server wrote.
+_TARGET = re.compile(r"https?://[A-Za-z0-9.:\[\]-]{1,255}(?=[/?#]|\Z)")
 
 #: S3 error code -> exception and hint. Codes from AWS's list, MinIO's (XMinio...) and Ceph's.
 CODES: Mapping[str, tuple[type[StoreError], str]] = {
@@ -102,9 +107,7 @@ CODES: Mapping[str, tuple[type[StoreError], str]] = {
 
 #: For answers without a code we know: HEAD has no body, proxies have their own.
 _STATUSES: Mapping[int, tuple[type[StoreError], str]] = {
-    301: (StoreConfigError, _REGION),
-    307: (StoreConfigError, _REGION),
-    308: (StoreConfigError, _REGION),
+    **dict.fromkeys((301, 302, 303, 307, 308), (StoreConfigError, _REDIRECTS)),
     400: (RequestRefusedError, _FORM),
     401: (StorePermissionError, f"secret: the server wants other credentials; {_RIGHTS}"),
     403: (BareRefusalError, f"secret: these credentials may not do this, or the clock is off; {_RIGHTS}"),
@@ -121,12 +124,13 @@ _STATUSES: Mapping[int, tuple[type[StoreError], str]] = {
 }
 
 
-def server_error(status: int, code: str, *, place: Place) -> StoreError:
+def server_error(status: int, code: str, *, place: Place, location: str = "") -> StoreError:
     """The exception for an answer that is no success.
 
     Args:
         status: of HTTP.
         code: of S3's error document; "" where there was none.
+        location: where an answer redirects to, if that is known.
     """
     fallback = (
         (StoreUnavailableError, "endpoint: {endpoint_url} has a fault")
@@ -135,7 +139,14 @@ def server_error(status: int, code: str, *, place: Place) -> StoreError:
     )
     error, hint = CODES.get(code) or _STATUSES.get(status) or fallback
     said = f"{code}, HTTP {status}" if code else f"HTTP {status}"
-    return error(f"{hint.format(bucket=place.bucket, region=place.region, endpoint_url=place.endpoint_url)} ({said})")
+    target = _TARGET.match(location)
+    filled = hint.format(
+        bucket=place.bucket,
+        region=place.region,
+        endpoint_url=place.endpoint_url,
+        target=target[0] if target else "another page",
+    )
+    return error(f"{filled} ({said})")
 
 
 def connection_error(place: Place) -> StoreError:

@@ -247,7 +247,7 @@ class ObstoreClient:
         if _NOT_PARTIAL in text:
             return BlobCorruptError("the server sent more than the range that was asked for")
         if _BARE_REDIRECT in text:
-            return server_error(301, "", place=place)
+            return server_error(301, "PermanentRedirect", place=place)
         if self._clock() - started >= self._options.attempt_timeout_s:
             return deadline_error(self._options.attempt_timeout_s, place)
         return connection_error(place)

@@ -208,7 +208,7 @@ class S3Session:
         """A boto3 client. With ``sign_payload`` the signature covers the payload's SHA-256, otherwise its checksum."""
         options = self.options
         style = {"addressing_style": options.addressing_style, "payload_signing_enabled": sign_payload}
-        return self._session.client(
+        client = self._session.client(
             "s3",
             region_name=self.region,
             endpoint_url=options.endpoint_url,
@@ -226,6 +226,8 @@ class S3Session:
                 user_agent_extra="kvtiers",
             ),
         )
+        client.meta.events.register("before-call.s3.HeadBucket", _follow_no_redirect)
+        return client
 
     def translate(self, error: Exception) -> StoreError:
         """Our exception for one of botocore's."""
@@ -235,8 +237,12 @@ class S3Session:
                 if code.startswith("ExpiredToken"):
                     return server_error(403, "ExpiredToken", place=self.place)
                 return StorePermissionError("secret: STS does not let these credentials assume role_arn")
-            status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 500)
-            return server_error(status, "" if code.isdigit() else code, place=self.place)
+            answer = error.response.get("ResponseMetadata", {})
+            headers = answer.get("HTTPHeaders", {})
+            if code.isdigit():
+                code = "PermanentRedirect" if "x-amz-bucket-region" in headers else ""
+            location = headers.get("location", "")
+            return server_error(answer.get("HTTPStatusCode", 500), code, place=self.place, location=location)
         if isinstance(error, (boto_errors.ConnectTimeoutError, boto_errors.ReadTimeoutError)):
             return deadline_error(self.options.attempt_timeout_s, self.place)
         for kinds, ours, hint in _BOTO_ERRORS:
@@ -347,6 +353,11 @@ class _Fixed:
 
     def load_credentials(self) -> DeferredRefreshableCredentials:
         return self._credentials
+
+
+def _follow_no_redirect(context: dict[str, Any], **_: Any) -> None:
+    """For the HEAD by which botocore asks where a bucket is that redirects: that it redirects, too, is the answer."""
+    context.get("s3_redirect", {})["redirected"] = True
 
 
 _ONE_ATTEMPT = {"total_max_attempts": 1, "mode": "standard"}

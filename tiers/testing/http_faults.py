@@ -47,6 +47,7 @@ class Fault(StrEnum):
     SIGNATURE = "signature"
     BUCKET_GONE = "bucket_gone"
     OTHER_REGION = "other_region"
+    REDIRECT = "redirect"  # to https, as proxies do
     CONFLICT = "conflict"
     PRECONDITION = "precondition"
     QUOTA = "quota"
@@ -77,6 +78,7 @@ _INSTEAD: Mapping[Fault, Answer] = {
     Fault.SIGNATURE: error(403, "SignatureDoesNotMatch"),
     Fault.BUCKET_GONE: error(404, "NoSuchBucket"),
     Fault.OTHER_REGION: error(301, "PermanentRedirect", **{"x-amz-bucket-region": "eu-west-1"}),
+    Fault.REDIRECT: Answer(301, b"<html><hr></html>", {"Location": "https://127.0.0.1:9/bucket?session=1"}),
     Fault.CONFLICT: error(409, "ConditionalRequestConflict"),
     Fault.PRECONDITION: error(412, "PreconditionFailed"),
     Fault.QUOTA: error(403, "QuotaExceeded"),
