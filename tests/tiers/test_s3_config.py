@@ -631,10 +631,46 @@ def test_hosts_are_those_that_boto3_takes(host: str) -> None:
     """So that what is wrong is named as the configuration's, and not the environment's."""
     url = f"https://{host}:9000"
     if is_valid_endpoint_url(url) or is_valid_ipv6_endpoint_url(url):
-        check_endpoint(url, allow_insecure=False)
+        check_endpoint(url, allow_insecure=False, virtual=False)
     else:
         with pytest.raises(ConfigError, match=r"^endpoint_url: .* not accepted"):
-            check_endpoint(url, allow_insecure=False)
+            check_endpoint(url, allow_insecure=False, virtual=False)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "127.1", "0x7f000001", "9", "127.0.0.1.", "a.0X7F"])
+def test_virtual_addressing_of_an_address_is_refused(
+    options: S3Options, host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"https://{host}:9000"
+    with pytest.raises(ConfigError, match=r"^addressing_style: 'virtual' .* is an address; write path"):
+        replace(options, endpoint_url=url, addressing_style="virtual")
+    replace(options, endpoint_url=url)
+    replace(options, endpoint_url="https://s3.9a", addressing_style="virtual")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "https://127.0.0.1:9000")
+    store = S3Store(replace(options, endpoint_url=None, addressing_style="virtual"))
+    with pytest.raises(StoreConfigError, match=r"^endpoint: addressing_style: 'virtual'"):
+        store.size("a")
+
+
+def test_zone_of_an_ipv6_address_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^endpoint_url: .* without a zone"):
+        S3Options(bucket="bucket", endpoint_url="https://[fe80::1%25eth0]:9000")
+
+
+def test_panic_of_rust_is_a_store_error(options: S3Options) -> None:
+    """PanicException is no Exception: it ended threads, and the tier's constructor."""
+    store = S3Store(replace(options, client="obstore", endpoint_url="https://a.9"))
+    calls = (
+        lambda: store.put("a", as_parts(DATA)),
+        lambda: fetch(store, "a", len(DATA)),
+        lambda: store.size("a"),
+        lambda: store.delete("a"),
+    )
+    for call in calls:
+        with pytest.raises(StoreError):
+            call()
+    assert {type(answer) for answer in store.size_many([f"a{i}" for i in range(20)])} == {StoreConfigError}
+    store.close()
 
 
 def test_password_in_the_endpoint_is_refused_and_not_repeated() -> None:

@@ -20,7 +20,14 @@ from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, TypeVar
 
-from tiers.errors import BlobCorruptError, InvalidKeyError, StoreClosedError, StoreError, StoreTimeoutError
+from tiers.errors import (
+    BlobCorruptError,
+    InvalidKeyError,
+    StoreClosedError,
+    StoreConfigError,
+    StoreError,
+    StoreTimeoutError,
+)
 from tiers.posix import look_at
 from tiers.store import KEY_LENGTH_MAX, KEY_PART_LENGTH_MAX, Capabilities, KeyInfo, Look, Store, check_key, parts_size
 from tiers.stores.s3_boto3 import Boto3Client
@@ -393,6 +400,10 @@ class S3Store(Store):
             raise StoreTimeoutError(f"no connection of {self.options.max_connections} came free in time")
         try:
             return action(self._clients(process))
+        except BaseException as e:
+            if type(e).__name__ != "PanicException":  # of Rust under obstore: no Exception, and nowhere to import
+                raise
+            raise StoreConfigError("obstore cannot make this request; set client: boto3") from None
         finally:
             process.slots.release()
 

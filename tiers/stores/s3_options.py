@@ -21,6 +21,8 @@ _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,253}[A-Za-z0-9]")
 _HOST = re.compile(
     r"(?=.{1,255}\Z)((?!-)[a-z0-9-]{1,63}(?<!-)\.)*(?!-)[a-z0-9-]{1,63}(?<!-)\.?", re.IGNORECASE | re.ASCII
 )
+# A host whose last label is one is an IPv4 address, or none at all (WHATWG, "ends in a number").
+_NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*", re.IGNORECASE | re.ASCII)
 _HEADER_TOKEN = re.compile(r"[A-Za-z0-9_:/.@+=,-]{1,512}")
 
 _CHOICES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
@@ -111,7 +113,9 @@ class S3Options:
             )
         self._check_prefix()
         if self.endpoint_url is not None:
-            check_endpoint(self.endpoint_url, allow_insecure=self.allow_insecure)
+            check_endpoint(
+                self.endpoint_url, allow_insecure=self.allow_insecure, virtual=self.addressing_style == "virtual"
+            )
         for name in ("region", "role_arn", "sse_kms_key_id", "storage_class"):
             value = getattr(self, name)
             if value is not None and not _HEADER_TOKEN.fullmatch(value):
@@ -152,11 +156,15 @@ class S3Options:
             )
 
 
-def check_endpoint(url: str, *, allow_insecure: bool) -> None:
+def check_endpoint(url: str, *, allow_insecure: bool, virtual: bool) -> None:
     """Refuse an endpoint that is no plain URL, holds credentials, or would carry blocks in the clear.
 
+    Args:
+        virtual: buckets are addressed as bucket.endpoint, which an address cannot be part of.
+
     Raises:
-        ConfigError: for the field ``endpoint_url``. The URL is not repeated where it may hold a password.
+        ConfigError: for the field ``endpoint_url`` or ``addressing_style``. The URL is not repeated where it may hold
+            a password.
     """
     field = "endpoint_url"
     try:
@@ -169,6 +177,13 @@ def check_endpoint(url: str, *, allow_insecure: bool) -> None:
     plain = url.isprintable() and not (parts.query or parts.fragment)
     if parts.scheme not in ("http", "https") or not host or not plain:
         raise ConfigError(f"{url!r} is not accepted: write https://host or https://host:port", field=field)
+    if "%" in host:
+        raise ConfigError(f"{url!r} is not accepted: an IPv6 address without a zone (%), please", field=field)
+    if virtual and (":" in host or _NUMBER.fullmatch(host.rstrip(".").rpartition(".")[2])):
+        raise ConfigError(
+            f"'virtual' puts the bucket before the host's name, and {host} is an address; write path",
+            field="addressing_style",
+        )
     if ":" not in host and not _HOST.fullmatch(host):
         raise ConfigError(
             f"{url!r} is not accepted by boto3: a host name is labels of 1..63 letters, digits and '-', joined by '.'",

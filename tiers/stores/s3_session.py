@@ -89,7 +89,7 @@ class S3Session:
         self.endpoint_url: str = self.client.meta.endpoint_url
         self.place = Place(options.bucket, self.region, self.endpoint_url)
         try:
-            check_endpoint(self.endpoint_url, allow_insecure=options.allow_insecure)
+            check_endpoint(self.endpoint_url, allow_insecure=options.allow_insecure, virtual=self.virtual_host)
         except ConfigError as e:  # S3Options saw the option; the environment or the profile may name another one
             raise StoreConfigError(f"endpoint: {e}") from None
         #: Why the data plane got no credentials: it sees the exception of its provider as text only.
