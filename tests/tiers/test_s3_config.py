@@ -15,7 +15,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import fields, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -650,6 +650,24 @@ def test_virtual_addressing_of_an_address_is_refused(
     store = S3Store(replace(options, endpoint_url=None, addressing_style="virtual"))
     with pytest.raises(StoreConfigError, match=r"^endpoint: addressing_style: 'virtual'"):
         store.size("a")
+
+
+@pytest.mark.parametrize("options", READERS, indirect=True)
+@pytest.mark.parametrize("path", ["", "/", "/s3", "/s3/", "/a~b/.c/..d/e-f_g"])
+def test_path_of_an_endpoint(options: S3Options, server: HttpFaultServer, path: str) -> None:
+    store = S3Store(replace(options, endpoint_url=f"{server.endpoint_url}{path}"))
+    for call in (lambda: store.put("a", as_parts(DATA)), lambda: fetch(store, "a", 1), lambda: list(store.keys())):
+        with suppress(StoreError):  # the server has no bucket there
+            call()
+    under = path.rstrip("/")
+    assert {request.path for request in server.requests()} == {f"{under}/bucket/a", f"{under}/bucket"}
+    store.close()
+
+
+@pytest.mark.parametrize("path", ["/a b", "/%7Ea", "/é", "//", "/a//b", "/a/./b", "/..", "/a;b=1", "/a+b"])
+def test_path_that_the_clients_would_send_in_different_forms_is_refused(path: str) -> None:
+    with pytest.raises(ConfigError, match=r"^endpoint_url: .* not accepted: a path is names"):
+        S3Options(bucket="bucket", endpoint_url=f"https://storage.example{path}")
 
 
 def test_zone_of_an_ipv6_address_is_refused() -> None:

@@ -21,6 +21,8 @@ _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,253}[A-Za-z0-9]")
 _HOST = re.compile(
     r"(?=.{1,255}\Z)((?!-)[a-z0-9-]{1,63}(?<!-)\.)*(?!-)[a-z0-9-]{1,63}(?<!-)\.?", re.IGNORECASE | re.ASCII
 )
+# What boto3, obstore and DirectReader all send as it is written.
+_PATH = re.compile(r"(/(?!\.\.?(/|\Z))[A-Za-z0-9._~-]+)*/?")
 # A host whose last label is one is an IPv4 address, or none at all (WHATWG, "ends in a number").
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*", re.IGNORECASE | re.ASCII)
 _HEADER_TOKEN = re.compile(r"[A-Za-z0-9_:/.@+=,-]{1,512}")
@@ -187,6 +189,12 @@ def check_endpoint(url: str, *, allow_insecure: bool, virtual: bool) -> None:
     if ":" not in host and not _HOST.fullmatch(host):
         raise ConfigError(
             f"{url!r} is not accepted by boto3: a host name is labels of 1..63 letters, digits and '-', joined by '.'",
+            field=field,
+        )
+    if not _PATH.fullmatch(parts.path):
+        raise ConfigError(
+            f"{url!r} is not accepted: a path is names of letters, digits and '._~-', each after one '/'; the clients "
+            "send others in different forms",
             field=field,
         )
     if parts.scheme == "http" and not allow_insecure and not is_loopback(host):
