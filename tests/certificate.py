@@ -11,19 +11,19 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 
-def make_certificate(folder: Path) -> Path:
-    """Write ``ca.pem``, and ``server.pem``: certificate of 127.0.0.1 signed by it, and its key. Returns the folder."""
+def make_certificate(folder: Path, host: str = "127.0.0.1") -> Path:
+    """Write ``ca.pem``, and ``server.pem``: the host's certificate signed by it, and its key. Returns the folder."""
+    who = x509.IPAddress(ipaddress.ip_address(host)) if host[0].isdigit() else x509.DNSName(host)
     now = datetime.datetime.now(datetime.UTC)
 
     def make(name: str, key: ec.EllipticCurvePrivateKey, signer: ec.EllipticCurvePrivateKey, ca: bool) -> bytes:
         subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
         issuer = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "kvtiers test CA")])
-        address = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
         made = (
             x509.CertificateBuilder(issuer, subject, key.public_key(), x509.random_serial_number())
             .not_valid_before(now - datetime.timedelta(days=1))
             .not_valid_after(now + datetime.timedelta(days=1))
-            .add_extension(address, critical=False)
+            .add_extension(x509.SubjectAlternativeName([who]), critical=False)
             .add_extension(x509.BasicConstraints(ca=ca, path_length=None), critical=True)
             .sign(signer, hashes.SHA256())
         )
@@ -33,6 +33,6 @@ def make_certificate(folder: Path) -> Path:
     plain = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     (folder / "ca.pem").write_bytes(make("kvtiers test CA", ca_key, ca_key, True))
     (folder / "server.pem").write_bytes(
-        make("127.0.0.1", key, ca_key, False) + key.private_bytes(serialization.Encoding.PEM, *plain)
+        make(host, key, ca_key, False) + key.private_bytes(serialization.Encoding.PEM, *plain)
     )
     return folder

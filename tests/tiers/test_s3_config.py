@@ -38,6 +38,7 @@ from tiers.errors import (
 )
 from tiers.stores.chatty_loggers import cap_chatty_loggers
 from tiers.stores.s3 import S3Store
+from tiers.stores.s3_direct import DirectReader
 from tiers.stores.s3_errors import CredentialsExpiredError
 from tiers.stores.s3_options import S3Options, check_endpoint
 from tiers.stores.s3_session import S3Session
@@ -370,6 +371,24 @@ def test_reading_by_https(options: S3Options, https: HttpFaultServer, certificat
     assert fetch(trusting, "f/a", len(DATA)) == DATA
     for store in (untrusting, trusting, careless):
         store.close()
+
+
+def test_name_with_a_dot_at_its_end_is_the_certificates(
+    options: S3Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_certificate(tmp_path, "storage.example")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "server.pem")
+    resolve = socket.getaddrinfo
+    monkeypatch.setattr("socket.getaddrinfo", lambda _, *rest, **more: resolve("127.0.0.1", *rest, **more))
+    with HttpFaultServer(ssl_context=context) as server:
+        server.put_object("bucket", "f/a", DATA)
+        url = f"https://storage.example.:{server.port}"
+        reader = DirectReader(S3Session(replace(options, endpoint_url=url, ca_bundle=str(tmp_path / "ca.pem"))))
+        filled = bytearray(len(DATA))
+        assert reader.get_into("f/a", [memoryview(filled)], len(DATA))
+        assert filled == DATA
+        reader.close()
 
 
 @pytest.mark.parametrize("options", READERS, indirect=True)

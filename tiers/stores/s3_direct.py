@@ -179,7 +179,9 @@ class DirectReader:
                     # an ACK.
                     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                     if self._tls is not None:
-                        sock = self._tls.wrap_socket(sock, server_hostname=self._name, do_handshake_on_connect=False)
+                        # A name in a certificate has no dot at its end (RFC 6066, 3), a name to resolve may.
+                        name = self._name.rstrip(".")
+                        sock = self._tls.wrap_socket(sock, server_hostname=name, do_handshake_on_connect=False)
                     undo.pop_all()
                     return sock
         raise connection_error(self._session.place)
