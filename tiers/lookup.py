@@ -21,6 +21,8 @@ from tiers.keys import OffloadKey
 
 logger = logging.getLogger(__name__)
 
+FAILED_S_MIN = 1.0  # how long a block is absent whose load failed, at least
+
 #: Answers parallel to the keys: True present, False absent, None could not be asked (counts as absent).
 Probe = Callable[[Sequence[OffloadKey]], Sequence[bool | None]]
 
@@ -34,7 +36,8 @@ class LookupOptions:
         deadline_s: a question older than this is answered "absent".
         present_ttl_s: how long a positive answer is believed. Short enough to notice another host's collector.
         absent_ttl_s: how long a negative answer is believed. Short, because another replica may store the block. Either
-            is believed for ``deadline_s`` at least: a request needs the answers to all its keys at once.
+            is believed for ``deadline_s`` at least: a request needs the answers to all its keys at once. A failed load
+            is for ``FAILED_S_MIN``.
         keys_max: cached answers of each kind.
         batch_keys_max: keys in one probe; a larger step is split over the threads.
     """
@@ -131,11 +134,13 @@ class AsyncLookup:
         now = self._clock()
         for key in keys:
             self._asked.pop(key, None)
-            self._record(key, present, now)
+            # Or a block that is there and cannot be read would be loaded again and again.
+            self._record(key, present, now, ttl_s_min=0.0 if present else FAILED_S_MIN)
 
     def forget(self, keys: Iterable[OffloadKey]) -> None:
         """Believe nothing known of these keys any more: the next question is asked."""
         for key in keys:
+            self._asked.pop(key, None)  # an answer on its way is older than what was removed
             self._answers.pop(key, None)
 
     def doubt(self) -> None:

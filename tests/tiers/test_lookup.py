@@ -8,7 +8,7 @@ import pytest
 from tests.identity import block_key
 from tests.waiting import wait_for
 from tiers.keys import OffloadKey
-from tiers.lookup import AsyncLookup, LookupOptions, Probe
+from tiers.lookup import FAILED_S_MIN, AsyncLookup, LookupOptions, Probe
 
 KEYS = [block_key(n) for n in range(100)]
 
@@ -195,6 +195,35 @@ def test_marks_overrule_answers_on_their_way(make: Make) -> None:
     assert lookup.lookup(KEYS[0]) is False
     lookup.mark([KEYS[0]], present=True)
     assert lookup.lookup(KEYS[0]) is True
+
+
+def test_a_failed_load_is_remembered_for_a_while_whatever_the_ttl(make: Make, clock: Clock) -> None:
+    """A block that is there and cannot be read would be loaded without end."""
+    lookup = make(Storage(KEYS), deadline_s=0.2, absent_ttl_s=0)
+    lookup.mark(KEYS[:1], present=False)
+    clock.now += FAILED_S_MIN / 2
+    assert lookup.lookup(KEYS[0]) is False
+    clock.now += FAILED_S_MIN
+    lookup.lookup(KEYS[0])
+    lookup.flush()
+    assert answer(lookup, KEYS[0]) is True
+
+
+def test_an_answer_on_its_way_is_forgotten_too(make: Make, clock: Clock) -> None:
+    """The collector removed the block after the storage was asked for it."""
+    storage = Storage(KEYS)
+    storage.open.clear()
+    lookup = make(storage)
+    lookup.lookup(KEYS[0])
+    lookup.flush()
+    wait_for(lambda: storage.batches == [KEYS[:1]])
+    lookup.forget(KEYS[:1])
+    storage.present.clear()
+    storage.open.set()
+    clock.now += 0.01
+    lookup.lookup(KEYS[0])
+    lookup.flush()
+    assert answer(lookup, KEYS[0]) is False
 
 
 def test_the_cache_is_bounded_and_forgets_the_oldest(make: Make) -> None:
