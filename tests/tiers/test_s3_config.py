@@ -19,6 +19,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import fields, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -714,6 +715,32 @@ def test_password_in_the_endpoint_is_refused_and_not_repeated() -> None:
     with pytest.raises(ConfigError, match="holds credentials") as caught:
         S3Options(bucket="bucket", endpoint_url=f"https://user:{SECRET}@storage.example")
     assert SECRET not in "".join(traceback.format_exception(caught.value))
+
+
+# -- answers that no test server gives ---------------------------------------------------------------------------------
+
+
+def test_lifecycle_rules_keep_what_the_bucket_says_of_transitions(options: S3Options) -> None:
+    """A put without it sets AWS's default."""
+    sent: dict[str, Any] = {}
+    session = S3Session(options)
+    session.client = SimpleNamespace(
+        get_bucket_lifecycle_configuration=lambda **_: {
+            "Rules": [],
+            "TransitionDefaultMinimumObjectSize": "varies_by_storage_class",
+        },
+        put_bucket_lifecycle_configuration=lambda **arguments: sent.update(arguments),
+    )
+    session.expire_after(1, ["m_r"])
+    assert sent["TransitionDefaultMinimumObjectSize"] == "varies_by_storage_class"
+    assert len(sent["LifecycleConfiguration"]["Rules"]) == 1
+
+
+def test_deletion_that_failed_for_an_unnamed_key_failed_for_all(options: S3Options) -> None:
+    session = S3Session(options)
+    session.client = SimpleNamespace(delete_objects=lambda **_: {"Errors": [{"Code": "InternalError"}]})
+    failed = session.delete_batch(["a", "b"])
+    assert [type(failed[key]) for key in ("a", "b")] == [StoreUnavailableError] * 2
 
 
 # -- secrets (X4) ------------------------------------------------------------------------------------------------------

@@ -137,11 +137,13 @@ class S3Session:
             answer = self.client.delete_objects(Bucket=self.options.bucket, Delete={"Objects": objects, "Quiet": True})
         except BOTO_ERRORS as e:
             raise self.translate(e) from None
-        return {
-            error["Key"]: server_error(500, error.get("Code", ""), place=self.place)
-            for error in answer.get("Errors", ())
-            if error.get("Code") != "NoSuchKey"
-        }
+        failed: dict[str, StoreError] = {}
+        for error in answer.get("Errors", ()):
+            if error.get("Code") != "NoSuchKey":
+                # Of a server that does not say which key is still there, any may be.
+                names = [error["Key"]] if "Key" in error else keys
+                failed.update(dict.fromkeys(names, server_error(500, error.get("Code", ""), place=self.place)))
+        return failed
 
     def check(self) -> None:
         """Ask the bucket one question that needs endpoint, credentials, clock, bucket and region to be right.
@@ -188,17 +190,22 @@ class S3Session:
                 digits = hashlib.sha256(beginning.encode()).hexdigest()[:RULE_DIGITS]
                 new.append(lifecycle_rule(f"{rule_id}:{digits}", own + beginning, days))
         try:
-            before = self.client.get_bucket_lifecycle_configuration(Bucket=bucket)["Rules"]
+            found = self.client.get_bucket_lifecycle_configuration(Bucket=bucket)
         except boto_errors.ClientError as e:
             if e.response["Error"]["Code"] != "NoSuchLifecycleConfiguration":
                 raise self.translate(e) from None
-            before = []
+            found = {}
         except BOTO_ERRORS as e:
             raise self.translate(e) from None
+        before = found.get("Rules", [])
+        # Of the bucket's own, and back to AWS's default if it is left out.
+        also = {name: found[name] for name in ("TransitionDefaultMinimumObjectSize",) if name in found}
         rules = [rule for rule in before if not ours.fullmatch(rule.get("ID", ""))] + new
         try:
             if rules:
-                self.client.put_bucket_lifecycle_configuration(Bucket=bucket, LifecycleConfiguration={"Rules": rules})
+                self.client.put_bucket_lifecycle_configuration(
+                    Bucket=bucket, LifecycleConfiguration={"Rules": rules}, **also
+                )
             elif before:
                 self.client.delete_bucket_lifecycle(Bucket=bucket)
         except BOTO_ERRORS as e:
