@@ -34,6 +34,7 @@ from tiers.errors import (
     StoreConfigError,
     StoreError,
     StorePermissionError,
+    StoreThrottledError,
     StoreTimeoutError,
     StoreUnavailableError,
 )
@@ -297,6 +298,40 @@ def test_role_that_may_not_be_assumed(options: S3Options, monkeypatch: pytest.Mo
         store = S3Store(replace(options, role_arn="arn:aws:iam::123456789012:role/kv"))
         with pytest.raises(StorePermissionError, match=r"^secret: STS does not let"):
             store.size("a")
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "message", "kind", "says"),
+    [
+        (503, "ServiceUnavailable", "", StoreUnavailableError, "the server is out of service"),
+        (500, "InternalFailure", "", StoreUnavailableError, "endpoint: STS has a fault"),
+        (502, "502", "Bad Gateway", StoreUnavailableError, "endpoint: STS has a fault"),
+        (400, "Throttling", "", StoreThrottledError, "the server asks to slow down"),
+        (400, "IDPCommunicationError", "", StoreUnavailableError, "STS cannot reach"),
+        (403, "RequestExpired", "", StorePermissionError, "clock: "),
+        (403, "SignatureDoesNotMatch", "Signature expired: 1 is now earlier than 2", StorePermissionError, "clock: "),
+        (403, "SignatureDoesNotMatch", "", StorePermissionError, "secret: the key id is known, its secret is not"),
+        (403, "InvalidClientTokenId", "", StorePermissionError, "secret: nobody has this access key id at STS"),
+        (400, "ValidationError", "", StorePermissionError, "secret: STS does not let"),
+    ],
+)
+def test_what_sts_says_is_told_apart(
+    options: S3Options, status: int, code: str, message: str, kind: type[StoreError], says: str
+) -> None:
+    session = S3Session(options)
+    answer = {"Error": {"Code": code, "Message": message}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    error = ClientError(answer, "AssumeRoleWithWebIdentity")
+    translated = session.translate(error)
+    assert type(translated) is kind
+    assert str(translated).startswith(says)
+    session.close()
+
+
+def test_sts_that_cannot_be_reached_is_named(options: S3Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_STS", f"http://user:{SECRET}@127.0.0.1:9")
+    store = S3Store(replace(options, role_arn="arn:aws:iam::123456789012:role/kv"))
+    with pytest.raises(StoreUnavailableError, match=r"^endpoint: http://127\.0\.0\.1:9 refused the connection"):
+        store.check()
 
 
 def test_role_whose_source_has_expired(options: S3Options) -> None:

@@ -60,7 +60,7 @@ _FORM = "the server does not take this request"
 # Scheme and host and nothing else of what the server wrote.
 _TARGET = re.compile(r"https?://[A-Za-z0-9.:\[\]-]{1,255}(?=[/?#]|\Z)")
 
-#: S3 error code -> exception and hint. Codes from AWS's list, MinIO's (XMinio...) and Ceph's.
+#: S3 error code -> exception and hint. Codes from AWS's list, MinIO's (XMinio...), Ceph's, and those of STS.
 CODES: Mapping[str, tuple[type[StoreError], str]] = {
     "AccessDenied": (StorePermissionError, f"secret: these credentials may not do this; {_RIGHTS}"),
     "AccountProblem": (StorePermissionError, "secret: the account is not in order; ask its owner"),
@@ -71,11 +71,13 @@ CODES: Mapping[str, tuple[type[StoreError], str]] = {
     "ConditionalRequestConflict": (StoreUnavailableError, "another writer is at this key"),
     "EntityTooLarge": (StoreConfigError, "the blob is larger than the server takes"),
     "ExpiredToken": (CredentialsExpiredError, _EXPIRED),
+    "IDPCommunicationError": (StoreUnavailableError, "STS cannot reach the identity provider"),
     "IllegalLocationConstraintException": (StoreConfigError, _REGION),
     "IncompleteBody": (StoreUnavailableError, "the connection broke inside the body"),
     "InternalError": (StoreUnavailableError, "the server has a fault of its own"),
     "InvalidAccessKeyId": (StorePermissionError, _KEY_ID),
     "InvalidBucketName": (StoreConfigError, "bucket: {bucket} is no name that {endpoint_url} takes"),
+    "InvalidClientTokenId": (StorePermissionError, _KEY_ID),
     "InvalidObjectState": (BlobCorruptError, "archived: its storage class cannot be read at once"),
     "InvalidRange": (BlobCorruptError, "the blob is shorter than what was asked for"),
     "InvalidStorageClass": (StoreConfigError, "storage_class: the server has no such class"),
@@ -99,6 +101,7 @@ CODES: Mapping[str, tuple[type[StoreError], str]] = {
     "SlowDownRead": (StoreThrottledError, "the server asks to slow down"),
     "SlowDownWrite": (StoreThrottledError, "the server asks to slow down"),
     "TemporaryRedirect": (StoreConfigError, _REGION),
+    "Throttling": (StoreThrottledError, "the server asks to slow down"),
     "TokenRefreshRequired": (CredentialsExpiredError, _EXPIRED),
     "XAmzContentSHA256Mismatch": (StoreUnavailableError, "the bytes changed on their way"),
     "XMinioAdminBucketQuotaExceeded": (StoreFullError, "bucket: the quota of {bucket} is used up"),

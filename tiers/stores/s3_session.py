@@ -11,7 +11,8 @@ import hashlib
 import re
 import ssl
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,14 @@ if TYPE_CHECKING:
 from tiers.errors import ConfigError, StoreConfigError, StoreError, StorePermissionError
 from tiers.store import KeyInfo
 from tiers.stores.chatty_loggers import cap_chatty_loggers
-from tiers.stores.s3_errors import CredentialsExpiredError, Place, connection_error, deadline_error, server_error
+from tiers.stores.s3_errors import (
+    CODES,
+    CredentialsExpiredError,
+    Place,
+    connection_error,
+    deadline_error,
+    server_error,
+)
 from tiers.stores.s3_options import S3Options, check_endpoint
 
 DEFAULT_REGION = "us-east-1"
@@ -240,23 +248,22 @@ class S3Session:
         """Our exception for one of botocore's."""
         if isinstance(error, boto_errors.ClientError):
             code = error.response.get("Error", {}).get("Code", "")
-            if error.operation_name.startswith("AssumeRole"):
-                if code.startswith("ExpiredToken"):
-                    return server_error(403, "ExpiredToken", place=self.place)
-                return StorePermissionError("secret: STS does not let these credentials assume role_arn")
             answer = error.response.get("ResponseMetadata", {})
+            if error.operation_name.startswith("AssumeRole"):
+                return _sts_error(answer.get("HTTPStatusCode", 403), code, error.response, self.place)
             headers = answer.get("HTTPHeaders", {})
             if code.isdigit():
                 code = "PermanentRedirect" if "x-amz-bucket-region" in headers else ""
             location = headers.get("location", "")
             return server_error(answer.get("HTTPStatusCode", 500), code, place=self.place, location=location)
+        place = self._place_of(error)
         if isinstance(error, (boto_errors.ConnectTimeoutError, boto_errors.ReadTimeoutError)):
-            return deadline_error(self.options.attempt_timeout_s, self.place)
+            return deadline_error(self.options.attempt_timeout_s, place)
         for kinds, ours, hint in _BOTO_ERRORS:
             if isinstance(error, kinds):
-                return ours(hint.format(self.place.endpoint_url))
+                return ours(hint.format(place.endpoint_url))
         if isinstance(error, boto_errors.BotoCoreError):
-            return connection_error(self.place)
+            return connection_error(place)
         if isinstance(error, RuntimeError):
             return CredentialsExpiredError(
                 "secret: what boto3's credential chain found anew has expired, too; renew it"
@@ -274,6 +281,15 @@ class S3Session:
         self.client.close()
 
     # -- private ---------------------------------------------------------------------------------------------------
+
+    def _place_of(self, error: Exception) -> Place:
+        """Where a request failed: the credential chain asks STS and others."""
+        asked = urlsplit(getattr(error, "kwargs", {}).get("endpoint_url") or "")
+        own = urlsplit(self.place.endpoint_url).netloc
+        host = asked.netloc.rpartition("@")[2]
+        if not host or (own and host.endswith(own)):  # the bucket's name may stand before it
+            return self.place
+        return replace(self.place, endpoint_url=f"{asked.scheme}://{host}")
 
     def _make_botocore_session(self) -> botocore.session.Session:
         options = self.options
@@ -320,6 +336,19 @@ class S3Session:
     def _is_aws(self) -> bool:
         host = urlsplit(self.endpoint_url).hostname or ""
         return host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
+
+
+def _sts_error(status: int, code: str, response: Mapping[str, Any], place: Place) -> StoreError:
+    """Our exception for STS's. What it has no name for in S3 is a role that may not be assumed."""
+    if code.startswith("ExpiredToken"):
+        code = "ExpiredToken"
+    elif code.isdigit():  # a proxy's
+        code = ""
+    elif str(response.get("Error", {}).get("Message")).startswith(("Signature expired", "Signature not yet current")):
+        code = "RequestTimeTooSkewed"
+    if code == "AccessDenied" or (status < 500 and code not in CODES):
+        return StorePermissionError("secret: STS does not let these credentials assume role_arn")
+    return server_error(status, code, place=replace(place, endpoint_url="STS"))
 
 
 def lifecycle_rule(rule_id: str, prefix: str, days: int) -> dict[str, Any]:
