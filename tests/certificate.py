@@ -11,8 +11,12 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 
-def make_certificate(folder: Path, host: str = "127.0.0.1") -> Path:
-    """Write ``ca.pem``, and ``server.pem``: the host's certificate signed by it, and its key. Returns the folder."""
+def make_certificate(folder: Path, host: str = "127.0.0.1", days: float = 1) -> Path:
+    """Write ``ca.pem``, and ``server.pem``: the host's certificate signed by it, and its key. Returns the folder.
+
+    Args:
+        days: until both expire; a negative one is past.
+    """
     who = x509.IPAddress(ipaddress.ip_address(host)) if host[0].isdigit() else x509.DNSName(host)
     now = datetime.datetime.now(datetime.UTC)
 
@@ -22,7 +26,7 @@ def make_certificate(folder: Path, host: str = "127.0.0.1") -> Path:
         made = (
             x509.CertificateBuilder(issuer, subject, key.public_key(), x509.random_serial_number())
             .not_valid_before(now - datetime.timedelta(days=1))
-            .not_valid_after(now + datetime.timedelta(days=1))
+            .not_valid_after(now + datetime.timedelta(days=days))
             .add_extension(x509.SubjectAlternativeName([who]), critical=False)
             .add_extension(x509.BasicConstraints(ca=ca, path_length=None), critical=True)
             .sign(signer, hashes.SHA256())

@@ -409,6 +409,35 @@ def test_reading_by_https(options: S3Options, https: HttpFaultServer, certificat
         store.close()
 
 
+@pytest.mark.parametrize(
+    ("host", "days", "says"),
+    [
+        ("127.0.0.1", 1, "is for another name; correct endpoint_url"),
+        ("localhost", 1, "is for another name; correct endpoint_url"),
+        ("localhost", -0.5, "has expired, or this machine's clock is wrong"),
+    ],
+)
+def test_certificate_for_another_name_or_of_another_time(
+    options: S3Options, tmp_path: Path, host: str, days: float, says: str
+) -> None:
+    make_certificate(tmp_path, "storage.example", days)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "server.pem")
+    with HttpFaultServer(ssl_context=context) as server:
+        url = f"https://{host}:{server.port}"
+        store = S3Store(replace(options, endpoint_url=url, ca_bundle=str(tmp_path / "ca.pem")))
+        with pytest.raises(StoreConfigError, match=f"^endpoint: the certificate of {url} {says}"):
+            store.check()
+        store.close()
+
+
+def test_https_to_a_server_of_http(options: S3Options, server: HttpFaultServer) -> None:
+    store = S3Store(replace(options, endpoint_url=server.endpoint_url.replace("http", "https")))
+    with pytest.raises(StoreConfigError, match=r"^endpoint: .* does not speak TLS; is it http there\?"):
+        store.check()
+    store.close()
+
+
 def test_name_with_a_dot_at_its_end_is_the_certificates(
     options: S3Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

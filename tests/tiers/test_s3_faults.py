@@ -489,6 +489,20 @@ def test_redirect_is_told_by_its_target_after_two_requests(store: S3Store, serve
         store.check()
 
 
+PAGES = {"html": b"<html><body><h1>Sorry</h1></body></html>", "json": b'{"detail": "Not Found"}', "none": b""}
+
+
+@pytest.mark.parametrize("status", [200, 400, 401, 403, 404])
+@pytest.mark.parametrize("page", PAGES)
+def test_check_of_an_address_where_something_else_answers(
+    store: S3Store, server: HttpFaultServer, status: int, page: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(http_faults._INSTEAD, Fault.HTML_WITH_200, Answer(status, PAGES[page]))
+    server.inject(Fault.HTML_WITH_200)
+    with pytest.raises(StoreError, match=r"^endpoint: http://127\.0\.0\.1:\d+ (answers, but not as S3|.* or is no S3)"):
+        store.check()
+
+
 def test_check_does_not_wait_for_a_hung_server(
     store: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

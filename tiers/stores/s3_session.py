@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -257,6 +258,9 @@ class S3Session:
             location = headers.get("location", "")
             return server_error(answer.get("HTTPStatusCode", 500), code, place=self.place, location=location)
         place = self._place_of(error)
+        if isinstance(error, boto_errors.SSLError):
+            hint = next((hint for part, hint in _TLS_ERRORS if part in str(error)), _UNTRUSTED)
+            return StoreConfigError(hint.format(place.endpoint_url))
         if isinstance(error, (boto_errors.ConnectTimeoutError, boto_errors.ReadTimeoutError)):
             return deadline_error(self.options.attempt_timeout_s, place)
         for kinds, ours, hint in _BOTO_ERRORS:
@@ -322,9 +326,12 @@ class S3Session:
         try:
             answer: dict[str, Any] = self.client.list_objects_v2(Bucket=self.options.bucket, **arguments)
         except boto_errors.ClientError as e:
-            # S3 says what is wrong in a document; without one botocore repeats the number.
-            if e.response.get("Error", {}).get("Code") in ("400", "404"):
-                raise StoreConfigError(_NO_S3.format(self.endpoint_url)) from None
+            code = e.response.get("Error", {}).get("Code", "")
+            status = e.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+            # S3 says what is wrong in a document. Without one botocore repeats the number; a page of HTML has no code.
+            says_nothing = (not code or code.isdigit()) and status in (400, 401, 403)
+            if says_nothing or (status == HTTPStatus.NOT_FOUND and code != "NoSuchBucket"):
+                raise StoreConfigError(f"{_NO_S3.format(self.endpoint_url)} (HTTP {status})") from None
             raise self.translate(e) from None
         except BOTO_ERRORS as e:
             raise self.translate(e) from None
@@ -400,9 +407,20 @@ _ONE_ATTEMPT = {"total_max_attempts": 1, "mode": "standard"}
 
 _NO_S3 = "endpoint: {} answers, but not as S3 does; is it the right address, or a proxy's page?"
 
+_UNTRUSTED = "endpoint: the certificate of {} is not trusted; set ca_bundle"
+_OTHER_NAME = "endpoint: the certificate of {} is for another name; correct endpoint_url"
+_NO_TLS = "endpoint: {} does not speak TLS; is it http there?"
+#: Part of the text -> what is wrong. OpenSSL's but for one.
+_TLS_ERRORS = (
+    ("WRONG_VERSION_NUMBER", _NO_TLS),
+    ("RECORD_LAYER_FAILURE", _NO_TLS),
+    ("doesn't match", _OTHER_NAME),  # urllib3's
+    ("certificate is not valid for", _OTHER_NAME),
+    ("certificate has expired", "endpoint: the certificate of {} has expired, or this machine's clock is wrong"),
+)
+
 #: botocore's exceptions without an answer from the server, most special first -> ours.
 _BOTO_ERRORS: tuple[tuple[tuple[type[Exception], ...], type[StoreError], str], ...] = (
-    ((boto_errors.SSLError,), StoreConfigError, "endpoint: the certificate of {} is not trusted; set ca_bundle"),
     (
         (boto_errors.NoCredentialsError, boto_errors.PartialCredentialsError),
         StorePermissionError,
