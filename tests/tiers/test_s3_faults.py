@@ -40,7 +40,7 @@ from tiers.testing import http_faults
 from tiers.testing.contract import GuardedParts, as_parts, fetch, make_data
 from tiers.testing.http_faults import Fault, HttpFaultServer
 from tiers.testing.servers import S3Server
-from tiers.testing.tiny_s3 import Answer
+from tiers.testing.tiny_s3 import Answer, Request
 
 DATA = make_data(300_000)  # more than one piece of a streamed body
 
@@ -363,6 +363,27 @@ def test_refused_head_is_asked_again_by_a_get_which_says_why(
     server.inject(fault, methods=("GET",))
     with pytest.raises(StorePermissionError, match="ExpiredToken|AccessDenied"):
         stored.size("f/a")
+
+
+@pytest.mark.parametrize(("method", "refusal"), [("HEAD", Fault.ACCESS_DENIED), ("PUT", Fault.REFUSE_CHECKSUM)])
+def test_second_form_of_a_refused_request_is_an_attempt_like_any_other(
+    store: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch, method: str, refusal: Fault
+) -> None:
+    """A refusal in the second half of an operation's time leaves none for another request."""
+    now = [0.0]
+    slow = S3Store(store.options, clock=lambda: now[0])
+    begin = server.begin
+
+    def begin_late(request: Request) -> Fault | None:
+        now[0] += store.options.request_timeout_s * 0.6
+        return begin(request)
+
+    monkeypatch.setattr(server, "begin", begin_late)
+    server.inject(refusal)
+    with pytest.raises((StoreConfigError, StorePermissionError)):
+        slow.size("f/a") if method == "HEAD" else slow.put("f/a", as_parts(DATA))
+    assert [request.method for request in server.requests()] == [method]
+    slow.close()
 
 
 def test_renewed_credentials_are_found_by_questions_alone(

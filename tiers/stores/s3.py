@@ -147,7 +147,30 @@ class S3Store(Store):
     def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
         name = self._name(key)
         plain = _as_bytes(parts)
-        return self._run(key, lambda clients: self._put(clients.data, name, plain, create=not overwrite))
+        latest_start = self._latest_start()
+
+        def put(*, checked: bool) -> bool:
+            return self._run(
+                key,
+                lambda clients: clients.data.put(name, plain, create=not overwrite, checked=checked),
+                latest_start,
+            )
+
+        checked = self.options.checksum != "none" and not self._checksum_refused
+        try:
+            return put(checked=checked)
+        except RequestRefusedError as e:
+            refused = e.with_traceback(None)
+        if checked and self._clock() <= latest_start:
+            with contextlib.suppress(RequestRefusedError):  # so the checksum was not the reason
+                published = put(checked=False)
+                if not self._checksum_refused:
+                    self._checksum_refused = True
+                    logger.warning(
+                        "%r: the server refuses %s; payloads are signed instead", self, self.options.checksum
+                    )
+                return published
+        raise refused
 
     def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
         self._get_into(key, parts, None)
@@ -174,7 +197,17 @@ class S3Store(Store):
 
     def size(self, key: str) -> int | None:
         name = self._name(key)
-        return self._run(key, lambda clients: _size(clients.data, name))
+        latest_start = self._latest_start()
+        try:
+            return self._run(key, lambda clients: clients.data.size(name), latest_start)
+        except (RequestRefusedError, BareRefusalError) as e:
+            refused = e.with_traceback(None)
+        # A HEAD's answer has no body: that the session token has expired is a bare 400 there. A GET's says why.
+        if self._clock() <= latest_start:
+            with contextlib.suppress(BlobCorruptError):  # an empty object, or a server without ranges
+                tail = self._run(key, lambda clients: clients.data.get_tail(name, 1), latest_start)
+                return tail and tail[0]
+        raise refused
 
     def delete(self, key: str) -> None:
         name = self._name(key)
@@ -357,25 +390,17 @@ class S3Store(Store):
         size = parts_size(plain)
         self._run(key, lambda clients: clients.data.get_into(name, plain, size, look))
 
-    def _put(self, data: DataPlane, name: str, parts: Sequence[memoryview], *, create: bool) -> bool:
-        checked = self.options.checksum != "none" and not self._checksum_refused
-        try:
-            return data.put(name, parts, create=create, checked=checked)
-        except RequestRefusedError as refused:
-            if not checked:
-                raise
-            try:
-                published = data.put(name, parts, create=create, checked=False)
-            except RequestRefusedError:
-                raise refused from None  # so the checksum was not the reason
-            if not self._checksum_refused:
-                self._checksum_refused = True
-                logger.warning("%r: the server refuses %s; payloads are signed instead", self, self.options.checksum)
-            return published
+    def _latest_start(self) -> float:
+        """When an operation that begins now may start its last attempt."""
+        return self._clock() + self.options.request_timeout_s / 2
 
-    def _run(self, key: str, action: Callable[[_Clients], T]) -> T:
-        """Attempt ``action`` until it succeeds, fails for good or its time is up."""
-        latest_start = self._clock() + self.options.request_timeout_s / 2
+    def _run(self, key: str, action: Callable[[_Clients], T], latest_start: float | None = None) -> T:
+        """Attempt ``action`` until it succeeds, fails for good or its time is up.
+
+        Args:
+            latest_start: of an operation that has begun before.
+        """
+        latest_start = self._latest_start() if latest_start is None else latest_start
         attempt = 0
         while True:
             self._raise_if_closed(key)
@@ -449,18 +474,6 @@ class S3Store(Store):
     def _raise_if_closed(self, key: str) -> None:
         if self._closed:
             raise StoreClosedError(f"{self!r} is closed", key=key)
-
-
-def _size(data: DataPlane, name: str) -> int | None:
-    try:
-        return data.size(name)
-    except (RequestRefusedError, BareRefusalError) as refused:
-        # A HEAD's answer has no body: that the session token has expired is a bare 400 there. A GET's says why.
-        try:
-            tail = data.get_tail(name, 1)
-        except BlobCorruptError:  # an empty object, or a server without ranges
-            raise refused from None
-        return tail and tail[0]
 
 
 def _as_bytes(parts: Sequence[memoryview]) -> list[memoryview]:
