@@ -14,7 +14,7 @@ import stat
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import fields, replace
 from datetime import UTC, datetime, timedelta
@@ -39,7 +39,7 @@ from tiers.errors import (
     StoreUnavailableError,
 )
 from tiers.stores.chatty_loggers import cap_chatty_loggers
-from tiers.stores.s3 import S3Store
+from tiers.stores.s3 import RENEW_EVERY_S, S3Store
 from tiers.stores.s3_direct import DirectReader
 from tiers.stores.s3_errors import CredentialsExpiredError
 from tiers.stores.s3_options import S3Options, check_endpoint
@@ -258,6 +258,47 @@ def test_ruined_credential_process_is_a_store_error(options: S3Options, tmp_path
     for outcome in (*store.size_many(["a"]), *store.delete_many(["a"])):
         assert isinstance(outcome, StorePermissionError)
     store.prepare()
+    store.close()
+
+
+def test_failed_credential_chain_is_asked_once_for_all_and_seldom_again(options: S3Options, tmp_path: Path) -> None:
+    script, asked = tmp_path / "get-credentials", tmp_path / "asked"
+    script.write_text(f"#!/bin/sh\necho >> {asked}\nexit 1\n")
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    (tmp_path / "config").write_text(f"[profile p]\ncredential_process = {script}\n")
+    now = [0.0]
+    store = S3Store(replace(options, profile="p"), clock=lambda: now[0])
+    for times in (1, 2):
+        for answer in store.size_many([f"a{i}" for i in range(40)]):
+            assert isinstance(answer, StorePermissionError)
+        with pytest.raises(StorePermissionError, match=r"^secret: .*credential chain failed"):
+            store.put("a", as_parts(DATA))
+        assert len(asked.read_text()) == times
+        now[0] += RENEW_EVERY_S
+    store.close()
+
+
+def test_credential_chain_that_hangs_is_named_and_used_when_it_ends(
+    options: S3Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiers.stores.s3.CLIENTS_S_MIN", 0.1)
+    monkeypatch.setattr("tiers.stores.s3.CHECK_S_MAX", 0.1)
+    os.mkfifo(tmp_path / "answer")
+    (tmp_path / "config").write_text(f"[profile p]\ncredential_process = cat {tmp_path / 'answer'}\n")
+    store = S3Store(replace(options, profile="p", request_timeout_s=0.2))
+    calls: list[Callable[[], object]] = [
+        lambda: store.put("a", as_parts(DATA)),
+        lambda: store.size("a"),
+        store.check,
+    ]
+    for call in calls:
+        with pytest.raises(StoreTimeoutError, match=r"^secret: boto3's credential chain did not end within 0\.1 s"):
+            call()
+    monkeypatch.setattr("tiers.stores.s3.CLIENTS_S_MIN", 20.0)
+    (tmp_path / "answer").write_text('{"Version": 1, "AccessKeyId": "AKIAPROCESS", "SecretAccessKey": "s"}')
+    store.prepare()
+    monkeypatch.setattr("tiers.stores.s3.CHECK_S_MAX", 20.0)
+    store.check()
     store.close()
 
 

@@ -17,6 +17,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, TypeVar
 
@@ -50,6 +51,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# Waited for clients at least, whatever request_timeout_s: boto3 reads its models, half a second on a busy machine.
+CLIENTS_S_MIN: Final = 3.0
 CHECK_S_MAX: Final = 3.0  # of the 5 s in which `kvtiers check` answers, imports included
 BACKOFF_S_FIRST: Final = 0.05
 BACKOFF_S_MAX: Final = 2.0
@@ -96,12 +99,16 @@ class _Clients:
 
 @dataclass(slots=True)
 class _Process:
-    """What must not cross a fork: clients, and locks that another thread may have held. ``lock`` owns ``clients``."""
+    """What must not cross a fork: clients, and locks that another thread may have held.
+
+    ``lock`` owns ``clients`` and ``make_again_at``, before which an error that no retry cures is the answer to all.
+    """
 
     slots: threading.BoundedSemaphore
     pid: int = field(default_factory=os.getpid)
     lock: threading.Lock = field(default_factory=threading.Lock)
-    clients: _Clients | None = None
+    clients: Future[_Clients] | None = None
+    make_again_at: float = 0.0
 
 
 class S3Store(Store):
@@ -301,28 +308,22 @@ class S3Store(Store):
         """
         self._raise_if_closed("")
         process = self._current()
-        outcome: list[Exception | None] = []
-
-        def ask() -> None:
-            try:
-                self._clients(process).session.check()
-            except StoreError as e:
-                outcome.append(type(e)(str(e)))  # without the client's exception, as in _run
-            except Exception as e:  # noqa: BLE001 - a thread's edge: raised below
-                outcome.append(e)
-            else:
-                outcome.append(None)
-
-        thread = threading.Thread(target=ask, name="kvtiers-s3-check", daemon=True)
-        thread.start()
-        thread.join(CHECK_S_MAX)
-        options = self.options
-        place = Place(options.bucket, options.region or "", options.endpoint_url or "the endpoint")
-        error = outcome[0] if outcome else deadline_error(CHECK_S_MAX, place)
+        deadline = self._clock() + CHECK_S_MAX
+        try:
+            session = self._clients(process, deadline).session
+            asked = _begin("kvtiers-s3-check", session.check)
+            asked.result(max(0.0, deadline - self._clock()))
+        except TimeoutError:
+            options = self.options
+            place = Place(options.bucket, options.region or "", options.endpoint_url or "the endpoint")
+            error = deadline_error(CHECK_S_MAX, place)
+        except StoreError as e:
+            error = type(e)(str(e))  # without the client's exception, as in _run
+        else:
+            return
         if isinstance(error, CredentialsExpiredError):
             self._replace(process)
-        if error is not None:
-            raise error
+        raise error
 
     @property
     def checksum_refused(self) -> bool:
@@ -424,7 +425,7 @@ class S3Store(Store):
         if not process.slots.acquire(timeout=max(0.0, latest_start - self._clock())):
             raise StoreTimeoutError(f"no connection of {self.options.max_connections} came free in time")
         try:
-            return action(self._clients(process))
+            return action(self._clients(process, latest_start))
         except BaseException as e:
             if type(e).__name__ != "PanicException":  # of Rust under obstore: no Exception, and nowhere to import
                 raise
@@ -453,27 +454,79 @@ class S3Store(Store):
             self._process = self._new_process()
         clients = process.clients
         if clients is not None and process.pid == os.getpid():
-            clients.data.close()
-            clients.session.close()
+            clients.add_done_callback(_close)
 
-    def _clients(self, process: _Process) -> _Clients:
+    def _clients(self, process: _Process, until: float = 0.0) -> _Clients:
+        """The clients, made by a thread of its own: the credential chain may start programs and ask servers.
+
+        Args:
+            until: when to give up waiting, by the clock; after ``CLIENTS_S_MIN`` at the earliest.
+
+        Raises:
+            StoreError: they cannot be made, or are not made in time. What a retry may not change is remembered for
+                ``RENEW_EVERY_S``.
+        """
+        now = self._clock()
         with process.lock:
-            if process.clients is None:
-                session = S3Session(self.options)
-                data: DataPlane
-                if self.options.client == "boto3":
-                    data = Boto3Client(session, clock=self._clock)
-                elif usable():
-                    data = ObstoreClient(session, clock=self._clock)
-                else:
-                    logger.warning("%r: obstore cannot be used in a forked process; boto3 takes its place", self)
-                    data = Boto3Client(session, clock=self._clock)
-                process.clients = _Clients(session, data)
-            return process.clients
+            clients = process.clients
+            error = clients and _error(clients)
+            again = error is not None and (getattr(error, "retryable", False) or now >= process.make_again_at)
+            if clients is None or again:
+                clients = process.clients = _begin("kvtiers-s3-clients", self._make_clients)
+                process.make_again_at = now + RENEW_EVERY_S
+        wait_s = max(CLIENTS_S_MIN, until - now)
+        try:
+            error = clients.exception(wait_s)
+        except TimeoutError:
+            raise StoreTimeoutError(
+                f"secret: boto3's credential chain did not end within {wait_s:.3g} s (credential_process, SSO, STS or "
+                "metadata)"
+            ) from None
+        if error is None:
+            return clients.result()
+        if isinstance(error, StoreError):
+            error = type(error)(str(error))  # its own for each caller, who may raise it and add to its traceback
+        raise error
+
+    def _make_clients(self) -> _Clients:
+        session = S3Session(self.options)
+        data: DataPlane
+        if self.options.client == "boto3":
+            data = Boto3Client(session, clock=self._clock)
+        elif usable():
+            data = ObstoreClient(session, clock=self._clock)
+        else:
+            logger.warning("%r: obstore cannot be used in a forked process; boto3 takes its place", self)
+            data = Boto3Client(session, clock=self._clock)
+        return _Clients(session, data)
 
     def _raise_if_closed(self, key: str) -> None:
         if self._closed:
             raise StoreClosedError(f"{self!r} is closed", key=key)
+
+
+def _begin(name: str, call: Callable[[], T]) -> Future[T]:
+    """Call it in a thread of its own, which nobody has to wait for."""
+    future: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as e:  # noqa: BLE001 - a thread's edge: whoever waits gets it
+            future.set_exception(e)
+
+    threading.Thread(target=work, name=name, daemon=True).start()
+    return future
+
+
+def _error(clients: Future[_Clients]) -> BaseException | None:
+    return clients.exception() if clients.done() else None
+
+
+def _close(clients: Future[_Clients]) -> None:
+    if _error(clients) is None:
+        clients.result().data.close()
+        clients.result().session.close()
 
 
 def _as_bytes(parts: Sequence[memoryview]) -> list[memoryview]:

@@ -136,7 +136,7 @@ def server_error(status: int, code: str, *, place: Place, location: str = "") ->
         location: where an answer redirects to, if that is known.
     """
     fallback = (
-        (StoreUnavailableError, "endpoint: {endpoint_url} has a fault, or is no S3")
+        (StoreUnavailableError, "endpoint: {endpoint_url} has a fault, or something else answers there")
         if status >= 500
         else (RequestRefusedError, _FORM)
     )

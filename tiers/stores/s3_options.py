@@ -66,7 +66,8 @@ class S3Options:
             every server takes, AWS and MinIO verify, and which costs 0.5 ms of CPU a MiB; a server that refuses a
             checksum gets that by itself. ``crc32c`` only with ``client: boto3``.
         request_timeout_s: one operation with all its retries. One attempt may take half of it, and no attempt
-            starts after half of it, so the whole never takes longer.
+            starts after half of it, so the whole never takes longer. The credential chain may take half of it, too,
+            and 3 s at least.
         connect_timeout_s: of one connection.
         retries: further attempts after a 5xx, a 429 or a broken connection.
         max_connections: requests under way at once; more wait.
