@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import groupby
 
 from tiers.posix import OPEN_FOLDER, OPEN_LISTING, RootFolder, close_reader, is_absent
@@ -22,8 +22,13 @@ from tiers.publish import PRIVATE_FOLDER, QUARANTINE_FOLDER
 _IN_USE = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR, errno.EBUSY)
 
 
-def remove_blobs(root: RootFolder, keys: Iterable[str]) -> Mapping[str, OSError]:
+def remove_blobs(
+    root: RootFolder, keys: Iterable[str], on_kept: Callable[[str, OSError], None]
+) -> Mapping[str, OSError]:
     """Unlink files, folder by folder, and the folders that are empty then.
+
+    Args:
+        on_kept: told each folder that could not be removed, or one above it, where it is empty, and the error.
 
     Returns:
         The errors of those that are still there.
@@ -49,7 +54,10 @@ def remove_blobs(root: RootFolder, keys: Iterable[str]) -> Mapping[str, OSError]
                         failed[key] = e
         finally:
             close_reader(dir_fd)
-        _remove_empty(root, folder)
+        try:
+            _remove_empty(root, folder)
+        except OSError as e:
+            on_kept(folder, e)
     return failed
 
 

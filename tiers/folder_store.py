@@ -40,7 +40,7 @@ from tiers.store import KeyInfo, Look, Store, check_key, parts_size
 logger = logging.getLogger(__name__)
 
 PUBLISH_ATTEMPTS_MAX = 5  # how often a put begins again because a folder was removed under it
-REFUSALS_TOLD_MAX = 16  # folders that may not be read are named in the log, each once
+REFUSALS_TOLD_MAX = 16  # folders that may not be read or removed are named in the log, each once
 
 
 class FolderStore(Store):
@@ -168,11 +168,7 @@ class FolderStore(Store):
             except InvalidKeyError as e:
                 outcomes[key] = e
         good = [key for key, error in outcomes.items() if error is None]
-        try:
-            failed = remove_blobs(root, good)
-        except OSError as e:  # only an empty folder could not be removed
-            failed = {}
-            logger.warning("%s: an empty folder was not removed: %s", self.root_dir, str(e))
+        failed = remove_blobs(root, good, self._tell_kept)
         outcomes.update((key, store_error(e, key)) for key, e in failed.items())
         return [outcomes[key] for key in keys]
 
@@ -239,11 +235,15 @@ class FolderStore(Store):
         raise StoreUnavailableError("its folder was removed again and again", key=key)
 
     def _tell_refused(self, name: str, e: OSError) -> None:
+        self._tell_once(name, f"is passed over, uid {os.geteuid()} may not look into it", e)
+
+    def _tell_kept(self, folder: str, e: OSError) -> None:
+        self._tell_once(folder, "stays, also when it is empty", e)
+
+    def _tell_once(self, name: str, what: str, e: OSError) -> None:
         if name not in self._refused and len(self._refused) < REFUSALS_TOLD_MAX:
             self._refused.add(name)
-            logger.warning(
-                "%s: %s is passed over, uid %d may not look into it: %s", self.root_dir, name, os.geteuid(), e.strerror
-            )
+            logger.warning("%s: %s %s: %s", self.root_dir, name, what, e.strerror)
 
     def _use_root(self, key: str | None) -> RootFolder:
         """The root as it is now, which stays usable until the caller drops it."""

@@ -287,6 +287,21 @@ def test_blocks_that_cannot_be_removed_are_counted_and_stay_measured(store: Loca
     assert len(blocks(store)) == 4
 
 
+def test_a_folder_that_stays_hides_no_block_that_stays(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fill(store, [10_000] * 4)
+    first, second, *_ = sorted(map(name, range(4)))
+
+    def refuse(folder: str, **_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), folder)
+
+    monkeypatch.setattr(os, "rmdir", refuse)
+    assert store.delete_many([second, first]) == [None, None]
+    assert blocks(store) == {name(n) for n in range(4)} - {first, second}
+    assert f"{first.rpartition('/')[0]} stays, also when it is empty: Input/output error" in caplog.text
+
+
 def test_a_full_storage_is_collected_too(store: LocalStore) -> None:
     """No room for a lease or a measurement is no reason not to make room."""
     fill(store, [10_000] * 10)
