@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from tiers.capacity.account import (
+    GRANT_SHARE,
     MEASURED,
     USAGE_PREFIX,
     Account,
     Baseline,
     Measured,
     forget_writers,
+    held_bytes,
     publish_measured,
     read_baseline,
     read_measured,
@@ -134,6 +136,22 @@ class Writers(RuleBasedStateMachine):
             return
         if landed:
             self.store.put(f"b{self.count}", as_parts(bytes(size)))
+
+    @rule(writers=st.lists(writers, min_size=1, max_size=3, unique=True), size=SIZES, calls=st.integers(0, 12))
+    def puts_of_what_is_there_while_it_is_measured(self, writers: list[Account], size: int, calls: int) -> None:
+        self.store.calls_left, self.store.interruption = calls, lambda: measure(self.store, self.clock())
+        taken: list[tuple[Account, str]] = []
+        for writer in writers * 2:
+            try:
+                taken.append((writer, writer.take(size, "there")))
+            except StoreFullError:
+                pass
+        for writer, ticket in taken:
+            writer.settle(ticket, 0)
+            writer.give_back(ticket, size)
+        self.store.interruption = None
+        for writer in writers:  # who has room left when the storage's clock is stepped does not ask before it is used
+            self.put(writer, self.MAX_BYTES // GRANT_SHARE)
 
     @rule(number=st.integers(0, 10))
     def a_put_that_fails(self, number: int) -> None:
@@ -257,6 +275,37 @@ def test_a_put_that_stored_nothing_gives_its_room_back() -> None:
         with pytest.raises(StorePermissionError):
             bounded.put("b", as_parts(bytes(100)))
     bounded.put("b", as_parts(bytes(1000)))
+
+
+def test_what_comes_back_beyond_a_grant_is_for_all() -> None:
+    store, _, clock = make()
+    measure(store, clock())
+    account = Account(store, 100_000, clock=clock)
+    batches = [account.take(10_000, "batch") for _ in range(8)]
+    for batch in batches[:-1]:
+        account.give_back(batch, 10_000)
+        assert used_bytes(store) == 80_000  # whoever is busy would take it again
+    account.settle(batches[-1], 1000)
+    account.give_back(batches[-1], 9000)
+    grant = 100_000 // GRANT_SHARE
+    assert used_bytes(store) == 1000 + grant
+    assert held_bytes(store) == grant
+    account.take(grant, "it has that still")
+    assert used_bytes(store) == 1000 + grant
+
+
+def test_room_that_cannot_be_published_as_free_is_no_error() -> None:
+    clock = Clock()
+    store = FaultyStore(MemoryStore(clock=clock))
+    measure(store, clock())
+    account = Account(store, 100_000, clock=clock)
+    batch = account.take(10_000, "batch")
+    store.plan = [Fault("put", count=None, error=lambda: StoreUnavailableError("lost"))]
+    account.give_back(batch, 10_000)
+    store.plan = []
+    assert used_bytes(store) == 10_000
+    account.take(1000, "b")
+    assert used_bytes(store) == 1000
 
 
 def test_a_dead_writers_room_comes_back() -> None:

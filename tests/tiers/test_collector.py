@@ -206,6 +206,76 @@ def test_free_space_of_the_file_system(store: LocalStore, monkeypatch: pytest.Mo
     assert blocks(store) == set()  # 17 blocks' room is missing: all that there is
 
 
+def test_room_is_made_for_what_writers_hold_and_no_more(store: LocalStore) -> None:
+    fill(store, [3600.0 * (n + 1) for n in range(90)])
+    policy = CapacityPolicy(max_bytes=100 * SIZE)
+    collector = Collector(store, policy)
+    collector.run()
+    assert not collector.is_due()
+    assert len(blocks(store)) == 90
+    Account(store, 100 * SIZE).take(8 * SIZE, "an engine that stores nothing more holds this")
+    assert collector.is_due()
+    report = collector.run()
+    assert report is not None
+    assert 13 <= report.removed_blobs["capacity"] <= 14  # 90 + 8 - 85, and the records' own bytes
+    assert not collector.is_due()
+
+
+def test_a_record_that_says_absurdly_much_does_not_empty_the_root(store: LocalStore) -> None:
+    fill(store, [3600.0 * (n + 1) for n in range(50)])
+    collect(store, max_bytes=100 * SIZE)
+    Account(store, 1 << 50).take(1 << 49, "its max_bytes is another one")
+    collect(store, max_bytes=100 * SIZE)
+    assert 34 <= len(blocks(store)) <= 35
+
+
+class StoreWrittenTo(LocalStore):
+    """Blocks come between the baseline and the listing, which then shows them."""
+
+    def __init__(self, root: Path, bounded: BoundedStore) -> None:
+        super().__init__(root)
+        self.bounded = bounded
+
+    def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
+        if not prefix:
+            for number in range(80, 92):
+                self.bounded.put(name(number), as_parts(bytes(SIZE)))
+        return super().keys(prefix)
+
+
+def test_what_is_stored_during_a_listing_is_not_counted_twice(store: LocalStore) -> None:
+    fill(store, [3600.0 * (n + 1) for n in range(80)])
+    policy = CapacityPolicy(max_bytes=100 * SIZE, grace_s=0.0)
+    Collector(store, policy).run()
+    written_to = StoreWrittenTo(Path(store.root_dir), BoundedStore(store, Account(store, 100 * SIZE)))
+    report = Collector(written_to, policy).run()
+    assert report is not None
+    assert report.removed_blobs["capacity"] == 0
+    assert len(blocks(store)) == 92
+
+
+def test_a_collector_that_finds_nothing_to_remove_rests(store: LocalStore) -> None:
+    fill(store, [0.0])
+    (Path(store.root_dir) / "theirs").write_bytes(bytes(20 * SIZE))
+    now = [0.0]
+    policy = CapacityPolicy(max_bytes=20 * SIZE, grace_s=1e6, every_s=60.0)
+    collector = Collector(store, policy, clock=lambda: 0.0, monotonic=lambda: now[0])
+    waits = []
+    for _ in range(12):
+        assert collector.is_due()
+        collector.run()
+        began = now[0]
+        while not collector.is_due():
+            now[0] += policy.poll_s
+        waits.append(now[0] - began)
+    assert waits == [0.25, 0.5, 1, 2, 4, 8, 16, 32, 60, 60, 60, 60]
+    (Path(store.root_dir) / "theirs").unlink()
+    collector.run()
+    assert not collector.is_due()
+    Account(store, 40 * SIZE).take(20 * SIZE, "room is wanted again")
+    assert collector.is_due()
+
+
 # -- others at work ----------------------------------------------------------------------------------------------------
 
 

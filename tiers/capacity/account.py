@@ -15,7 +15,8 @@ measurement: the sum errs to the safe side.
 A writer that wants to put reserves first and looks afterwards: it publishes the higher ``reserved``, then reads all
 records, and uses what it reserved only if the sum is within ``max_bytes``. Of two writers that do so at once, the one
 that published last sees the other's, so they never both take the last room. Reserving costs a few small reads and
-writes, so it is done for a grant at a time, ``GRANT_SHARE`` of ``max_bytes``, and for single blobs near the bound.
+writes, so it is done for a grant at a time, ``GRANT_SHARE`` of ``max_bytes``, and for single blobs near the bound. What
+comes back beyond a grant (a batch whose blocks were there already) is published as free once nothing is under way.
 
 A writer that dies leaves its record. The collector sees that it is not renewed any more, counts all it reserved as
 listed (``base = reserved``), and removes the record once that measurement is published; a reader that finds another
@@ -30,16 +31,19 @@ replaced meanwhile (tmpfs gives it a new place in the folder).
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from tiers.capacity.records import OWN_PREFIX, READ_ATTEMPTS_MAX, get_record, put_record
 from tiers.errors import StoreError, StoreFullError, StoreUnavailableError
 from tiers.store import Store
+
+logger = logging.getLogger(__name__)
 
 MEASURED = f"{OWN_PREFIX}measured"
 USAGE_PREFIX = f"{OWN_PREFIX}usage/"
@@ -170,6 +174,17 @@ def used_bytes(store: Store, *, own: tuple[str, int] | None = None) -> int | Non
     raise StoreUnavailableError("it is measured faster than it can be read", key=MEASURED)
 
 
+def held_bytes(store: Store, *, dead: Container[str] = ()) -> int:
+    """What living writers keep from each other: reserved and, by their records, neither stored nor given back."""
+    held = 0
+    for info in store.keys(WRITERS_PREFIX):
+        writer = info.key.removeprefix(WRITERS_PREFIX)
+        record = None if writer in dead else get_record(store, USAGE_PREFIX + writer)
+        if record is not None:
+            held += max(0, (_count(record, "reserved") or 0) - (_count(record, "settled") or 0))
+    return held
+
+
 def _count(record: Mapping[str, Any], name: str) -> int | None:
     count = record.get(name)
     return count if isinstance(count, int) else None
@@ -234,12 +249,30 @@ class Account:
         with self._lock:
             if taken == self._writer:
                 self._settled += size
+                self._trim()
 
     def give_back(self, taken: str, size: int) -> None:
         """The put has stored nothing."""
         with self._lock:
             if taken == self._writer:
                 self._available += size
+                self._trim()
+
+    def _trim(self) -> None:
+        """Let others have what is beyond a grant: an engine that stores nothing more would keep it for long.
+
+        Only when nothing is under way, as one that is busy would reserve it again.
+        """
+        spare = self._available - self._grant_bytes
+        under_way = self._reserved - self._settled - self._available
+        if spare <= 0 or under_way or self._clock() - self._renewed_at > self._name_s:
+            return
+        self._reserved -= spare
+        self._available -= spare
+        try:
+            self._publish()
+        except StoreError as e:
+            logger.debug("what others may read is more than is reserved: %s", e)  # it errs to the safe side
 
     def _begin(self) -> None:
         """As a new writer: others may have taken the old one for dead. What is under way was counted as its."""

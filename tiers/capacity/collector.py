@@ -4,10 +4,10 @@ A run lists everything twice at most:
 
 1. Measure: sum the sizes, remove what is past its ``ttl``, count the bytes of each age in a histogram. Publish the sum
    for the writers' accounts.
-2. Only if that is more than ``high`` x ``max_bytes``, or the file system is nearly full: find the age beyond which
-   there is as much as is to go, list again and remove what is older. What was used, stored or removed between the two
-   listings does no harm: a block that was just used is too young by then (if ``on_progress`` notes uses), one that is
-   gone is gone.
+2. Only if that, and what writers hold of the bound without having stored it, is more than ``high`` x ``max_bytes``, or
+   the file system is nearly full: find the age beyond which there is as much as is to go, list again and remove what is
+   older. What was used, stored or removed between the two listings does no harm: a block that was just used is too
+   young by then (if ``on_progress`` notes uses), one that is gone is gone.
 
 Only names that FileMapper makes are removed: ``config.json``, records and other people's files are counted and left.
 A reader that meets a removed block has a miss. Two collectors at once would remove the same blocks.
@@ -25,6 +25,7 @@ from tiers.capacity.account import (
     Baseline,
     Measured,
     forget_writers,
+    held_bytes,
     publish_measured,
     read_baseline,
     read_measured,
@@ -44,6 +45,7 @@ DELETE_BATCH_KEYS = 512
 RENEW_EVERY_KEYS = 1024
 # The collector begins when less than 1.05 x min_free is free, because at 1 x writers are refused already.
 FREE_HIGH, FREE_LOW = 1.05, 1.25
+HELD_SHARE_MAX = 0.5  # of max_bytes: whatever writers' records say, a root is not emptied for what they hold
 NO_TIMES = (
     "this storage (or its fsspec driver) does not say when a blob was written: ttl and max_bytes cannot work here"
 )
@@ -98,10 +100,15 @@ class Collector:
         self._on_progress = on_progress
         self._clock = clock
         self._monotonic = monotonic
+        self._ran_at = 0.0
+        self._rest_s = 0.0  # after a run that removed nothing
         self.lease = Lease(store, secrets.token_hex(8), lease_s=policy.lease_s, clock=monotonic)
 
     def is_due(self) -> bool:
         """Whether a run would find something to do, by the records; cheap beside a run.
+
+        Where room is wanted and a run removed nothing (it is all young, or other people's), the next one waits: twice
+        as long each time, up to ``every_s``.
 
         Raises:
             StoreError: they cannot be read.
@@ -109,12 +116,10 @@ class Collector:
         measured = read_measured(self._store)
         if measured is None or abs(self._clock() - measured.at) >= self._policy.every_s:
             return True
-        if self._missing_free_bytes(FREE_HIGH) > 0:
-            return True
-        if self._policy.max_bytes is None:
+        if not self._wants_room():
+            self._rest_s = 0.0
             return False
-        used = used_bytes(self._store)
-        return used is None or used > self._policy.high * self._policy.max_bytes
+        return self._monotonic() - self._ran_at >= self._rest_s
 
     def run(self, *, dry_run: bool = False) -> CollectReport | None:
         """Measure and remove. None: another collector is at work, or was and has died not long ago.
@@ -153,7 +158,7 @@ class Collector:
             logger.info("another collector has measured meanwhile")
             report.seconds = self._monotonic() - started_at
             return report
-        excess = self._excess(measured)
+        excess = self._excess(measured, baseline)
         if excess > 0 and report.own_bytes and isinstance(self._store, SupportsSweep):
             left = self._store.sweep(0.0)  # bad blocks go before good ones
             excess -= report.own_bytes - left
@@ -161,7 +166,10 @@ class Collector:
             report.own_bytes = left
         if excess > 0:
             self._shrink(report, now, histogram.cut(excess), measured)
-        report.seconds = self._monotonic() - started_at
+        removed = any(report.removed_blobs.values())
+        self._rest_s = 0.0 if removed else min(self._policy.every_s, max(self._policy.poll_s, 2 * self._rest_s))
+        self._ran_at = self._monotonic()
+        report.seconds = self._ran_at - started_at
         return report
 
     def _measure(self, report: CollectReport, now: float) -> AgeHistogram:
@@ -210,12 +218,23 @@ class Collector:
             removal.add(info)
         removal.flush()
 
-    def _excess(self, measured: Measured) -> int:
+    def _wants_room(self) -> bool:
+        if self._missing_free_bytes(FREE_HIGH) > 0:
+            return True
+        if self._policy.max_bytes is None:
+            return False
+        used = used_bytes(self._store)
+        return used is None or used > self._policy.high * self._policy.max_bytes
+
+    def _excess(self, measured: Measured, baseline: Baseline) -> int:
         """How many bytes are to go."""
         excess = 0
         limit = self._policy.max_bytes
-        if limit is not None and measured.bytes > self._policy.high * limit:
-            excess = measured.bytes - int(self._policy.low * limit)
+        if limit is not None:
+            # Not used_bytes(): what was stored since the listing began may be listed as well, and would go twice.
+            held = min(held_bytes(self._store, dead=baseline.dead), int(HELD_SHARE_MAX * limit))
+            if measured.bytes + held > self._policy.high * limit:
+                excess = measured.bytes + held - int(self._policy.low * limit)
         if self._missing_free_bytes(FREE_HIGH) > 0:
             excess = max(excess, self._missing_free_bytes(FREE_LOW))
         return excess
