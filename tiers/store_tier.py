@@ -103,7 +103,7 @@ class CollectorEnd(Protocol):
         """Blocks of this tier that it removed."""
 
     def take_reports(self) -> list[dict[str, Any]]:
-        """``report`` and ``used`` of each of its runs, or ``error``."""
+        """``report`` and ``used`` of its ``runs`` since, or ``error``: two messages at most."""
 
     def close(self) -> None:
         """End it."""
@@ -216,7 +216,7 @@ class StoreTierManager(SecondaryTierManager):
             self._events.append(OffloadingEvent(tuple(removed), self.name, removed=True))
         for message in collector.take_reports():
             report = message.get("report")
-            self.metrics.inc("kvtiers_collector_runs_total", self.name, "ok" if report else "error")
+            self.metrics.inc("kvtiers_collector_runs_total", self.name, "ok" if report else "error", by=message["runs"])
             if report:
                 for reason, count in report["removed_blobs"].items():
                     self.metrics.inc("kvtiers_collector_removed_blobs_total", self.name, reason, by=count)

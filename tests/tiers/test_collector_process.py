@@ -174,6 +174,22 @@ def test_an_error_is_told_and_it_goes_on(tmp_path: Path) -> None:
         link.close()
 
 
+def test_reports_that_nobody_takes_are_added_up(link: CollectorLink) -> None:
+    link.close()  # what follows is the reader's
+    link.take_reports()
+    for number in range(1000):
+        report = {"removed_blobs": {"ttl": 1, "capacity": 2}, "removed_bytes": {"ttl": 10, "capacity": 20}, "blobs": 5}
+        link._hear({"report": report, "used": number})
+        link._hear({"error": f"the {number}th"})
+        assert len(link._reports) <= 2
+    told = {"error" in message: message for message in link.take_reports()}
+    assert told[True] == {"error": "the 999th", "runs": 1000}
+    assert told[False]["report"]["removed_blobs"] == {"ttl": 1000, "capacity": 2000}
+    assert told[False]["report"]["removed_bytes"] == {"ttl": 10_000, "capacity": 20_000}
+    assert told[False]["used"] == 999
+    assert told[False]["runs"] == 1000
+
+
 # -- in a tier ---------------------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
-from queue import Empty, Full, Queue, SimpleQueue
+from queue import Full, Queue
 from typing import Any
 
 from tiers.capacity.policy import CapacityPolicy
@@ -63,7 +63,7 @@ class CollectorLink:
         self._touched: OrderedDict[OffloadKey, float] = OrderedDict()
         self._uses: Queue[tuple[OffloadKey, ...] | None] = Queue(TOUCH_BATCHES_MAX)
         self._removed: deque[OffloadKey] = deque(maxlen=REMOVED_KEYS_MAX)
-        self._reports: SimpleQueue[dict[str, Any]] = SimpleQueue()
+        self._reports: deque[dict[str, Any]] = deque()  # one of each kind at most: the reader merges them
         self._closed = threading.Event()
         self._process: subprocess.Popen[str] | None = None
         self._reader = threading.Thread(target=self._read, name=f"kvtiers-{name}-collector", daemon=True)
@@ -87,12 +87,12 @@ class CollectorLink:
         return removed
 
     def take_reports(self) -> list[dict[str, Any]]:
-        """What the process told of its runs: ``report`` and ``used``, or ``error``."""
-        reports = []
+        """What the process told of its runs since: ``report`` and ``used``, or ``error``; and of how many ``runs``."""
+        reports: list[dict[str, Any]] = []
         while True:
             try:
-                reports.append(self._reports.get_nowait())
-            except Empty:
+                reports.append(self._reports.popleft())
+            except IndexError:
                 return reports
 
     def close(self) -> None:
@@ -165,7 +165,11 @@ class CollectorLink:
         if "error" in message:
             logger.warning("tier %s: its collector: %s", self._name, message["error"])
         if message:
-            self._reports.put(message)
+            message["runs"] = 1
+            reports = {"error" in report: report for report in self.take_reports()}
+            before = reports.get("error" in message)
+            reports["error" in message] = message if before is None else _merged(before, message)
+            self._reports.extend(reports.values())
 
     def _feed(self) -> None:
         while (keys := self._uses.get()) is not None and not self._closed.is_set():
@@ -188,3 +192,13 @@ class CollectorLink:
         if len(self._touched) > TOUCHED_KEYS_MAX:
             self._touched.popitem(last=False)
         return True
+
+
+def _merged(before: dict[str, Any], message: dict[str, Any]) -> dict[str, Any]:
+    """The later of two messages of one kind, with the counts of both: an idle engine does not ask for a week."""
+    if "report" in message:
+        for name in ("removed_blobs", "removed_bytes"):
+            sums, earlier = message["report"][name], before["report"][name]
+            message["report"][name] = {reason: count + earlier[reason] for reason, count in sums.items()}
+    message["runs"] += before["runs"]
+    return message
