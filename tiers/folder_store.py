@@ -6,6 +6,7 @@ blobs the root has ``.tmp`` (files being written) and ``.quarantine`` (bad blobs
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
@@ -185,7 +186,12 @@ class FolderStore(Store):
         """See ``SupportsSweep``."""
         root = self._use_root(None)
         try:
-            now = self._now(root)
+            try:
+                now = self._now(root)
+            except OSError as e:
+                if e.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                now = float("-inf")  # no inode to ask the server's clock with: only what needs no age goes
             try:
                 sweep(root, now)
             except PermissionError as e:

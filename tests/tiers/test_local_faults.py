@@ -18,8 +18,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.identity import FakeSpec, block_key
 from tests.promises import Record
 from tiers import posix
+from tiers.capacity.collector import Collector
+from tiers.capacity.policy import CapacityPolicy
 from tiers.errors import (
     StoreConfigError,
     StoreError,
@@ -27,8 +30,10 @@ from tiers.errors import (
     StorePermissionError,
     StoreUnavailableError,
 )
+from tiers.file_mapper import FileMapper
 from tiers.posix import ERRORS
 from tiers.stores.local import LocalStore
+from tiers.stores.nfs import NfsStore
 from tiers.testing.contract import as_parts, fetch, list_keys, make_data
 from tiers.testing.faults import SyscallFaults, run_in_child
 
@@ -279,6 +284,30 @@ def test_no_inodes(small: Path) -> None:
         store.delete(stored[0])
         store.put(stored[0], as_parts(b"2"))
         assert fetch(store, stored[0], 1) == b"2"
+
+
+@pytest.mark.parametrize("store_class", [LocalStore, NfsStore])
+def test_a_collector_makes_room_where_there_are_no_inodes(
+    small: Path, store_class: type[LocalStore | NfsStore]
+) -> None:
+    store = store_class(small / "root")
+    try:
+        mapper = FileMapper.from_offloading_spec("", FakeSpec())
+        blocks = [mapper.relative_name(block_key(n)) for n in range(4)]
+        for block in blocks:
+            store.put(block, as_parts(bytes(100)))
+            os.utime(small / "root" / block, (0, 0))
+        store.quarantine(blocks.pop())
+        with pytest.raises(OSError, match="No space"):  # noqa: PT012 - which of them is the first one refused varies
+            for n in range(32):
+                (small / f"somebody_else's_{n}").touch()
+        report = Collector(store, CapacityPolicy(ttl_s=60.0, quarantine_s=3600.0)).run()
+        assert report is not None
+        assert report.removed_blobs["ttl"] == len(blocks)
+        assert report.own_bytes == 100  # its age is not known: it stays, and counts
+        store.put(blocks[0], as_parts(b"1"))
+    finally:
+        store.close()
 
 
 def test_reserve_is_never_touched(small: Path) -> None:
