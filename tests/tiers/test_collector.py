@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import boto3
 import pytest
@@ -316,6 +317,34 @@ def test_what_is_used_during_a_run_stays(store: LocalStore) -> None:
     assert 0 < report.removed_blobs["capacity"] <= 4
     assert {name(0), name(1)} <= blocks(store)
     assert name(2) not in blocks(store)
+
+
+class StoreInConstantUse(LocalStore):
+    """For each use that is noted, which takes a while, two more come."""
+
+    def __init__(self, root: Path, uses: deque[str], now: list[float]) -> None:
+        super().__init__(root)
+        self.uses = uses
+        self.now = now
+
+    def touch(self, key: str) -> None:
+        super().touch(key)
+        self.now[0] += 0.001
+        self.uses.extend([key, key])
+
+
+def test_uses_that_come_faster_than_they_are_noted_keep_nobody_from_collecting(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(store, [1000] * 3000, size=1)
+    now = [0.0]
+    monkeypatch.setattr("tiers.capacity.process.time", SimpleNamespace(monotonic=lambda: now[0]))
+    uses = deque([name(0)] * 5000, maxlen=10_000)
+    in_use = StoreInConstantUse(Path(store.root_dir), uses, now)
+    report = make_collector(in_use, CapacityPolicy(ttl_s=500), uses, lambda _: None).run()
+    assert report is not None
+    assert blocks(store) == {name(0)}
+    assert uses
 
 
 def test_blocks_that_vanish_meanwhile_do_no_harm(store: LocalStore) -> None:

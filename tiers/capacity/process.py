@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 NICENESS = 19
 TOUCHES_MAX = 1_000_000  # that wait; a block whose use is not noted leaves somewhat early, no more
 RUN_SHARE = 1 / 3  # of the time that runs may take, whatever there is to do
+NOTE_S_MAX = 2.0  # at a time; the lease is renewed in between
 ERROR_PAUSE_S_MAX = 60.0
 EXIT_S = 0.3
 
@@ -60,7 +61,7 @@ def main() -> None:
                 options = {name: decode_option(value) for name, value in config["options"].items()}
                 store = find_object(config["module"], config["name"])(**options)
                 collector = make_collector(store, policy, touches, tell_removed)
-            _note_uses(store, touches)
+            _note_uses(store, touches, NOTE_S_MAX)
             started_at = time.monotonic()
             report = collector.run() if collector.is_due() else None
             pause_s = error_pause_s = 0.0
@@ -84,14 +85,23 @@ def make_collector(
 ) -> Collector:
     """One that notes uses while it lists: a run takes long, and what is used meanwhile must not look old by its end."""
 
-    def note_uses(_listed: int) -> None:
-        _note_uses(store, touches)
+    noted_at = 0.0
+
+    def note_uses(listed: int) -> None:
+        nonlocal noted_at
+        # While it lists no more than half of the time goes to uses, or they would make a long listing endless.
+        _note_uses(store, touches, min(NOTE_S_MAX, time.monotonic() - noted_at) if listed else NOTE_S_MAX)
+        noted_at = time.monotonic()
 
     return Collector(store, policy, on_removed=on_removed, on_progress=note_uses)
 
 
-def _note_uses(store: Store, touches: deque[str]) -> None:
-    while touches:
+def _note_uses(store: Store, touches: deque[str], limit_s: float) -> None:
+    """Note what waits, for so long at most: uses may come faster than a network takes them."""
+    until = time.monotonic() + limit_s
+    for _ in range(len(touches)):
+        if time.monotonic() > until:
+            return
         name = touches.popleft()
         if isinstance(store, SupportsTouch):
             try:
