@@ -18,17 +18,17 @@ from __future__ import annotations
 import importlib.metadata
 import os
 from collections.abc import Collection
-from pathlib import Path
+from datetime import date
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import BaseModel, Field, SerializeAsAny, ValidationError
 
 from tiers.errors import ConfigError
 from tiers.tier_config import TIER_MODELS, AnyTierConfig, ExternalTierConfig, Model, Size, TierConfig
+from tiers.yaml_file import read_yaml
 
-CONFIG_FILE_BYTES_MAX = 1 << 20
 ENTRY_POINT_GROUP = "kvtiers.tiers"
+_MAY_HOLD_SECRETS = {"storage_options", "url", "endpoint_url", "keys_file", "keys_env"}
 
 
 class RegionConfig(Model):
@@ -108,19 +108,7 @@ def load_config(path: str | os.PathLike[str], registered: Collection[str] = ()) 
     Raises:
         ConfigError: lists every mistake with its path, the value and what is accepted.
     """
-    try:
-        raw = Path(path).read_bytes()[: CONFIG_FILE_BYTES_MAX + 1]
-    except OSError as e:
-        raise ConfigError(f"cannot be read: {e.strerror}", field=str(path)) from e
-    if len(raw) > CONFIG_FILE_BYTES_MAX:
-        raise ConfigError(f"is larger than {CONFIG_FILE_BYTES_MAX} bytes", field=str(path))
-    try:
-        data = yaml.safe_load(raw)
-    except (yaml.YAMLError, UnicodeDecodeError) as e:
-        raise ConfigError(f"is no YAML: {e}", field=str(path)) from e
-    except ValueError as e:  # of what looks like a date or a number, and is none
-        raise ConfigError(f"is no YAML: {e}; text that looks like a date needs quotes", field=str(path)) from e
-    return parse_config(data, registered)
+    return parse_config(read_yaml(path), registered)
 
 
 def parse_config(data: object, registered: Collection[str] = ()) -> DeploymentConfig:
@@ -130,7 +118,7 @@ def parse_config(data: object, registered: Collection[str] = ()) -> DeploymentCo
         ConfigError: lists every mistake with its path, the value and what is accepted.
     """
     if not isinstance(data, dict):
-        raise ConfigError(f"a mapping with the keys {_names(DeploymentConfig)} is accepted, not {_show(data)}")
+        raise ConfigError(f"a mapping with the keys {_names(DeploymentConfig)} is accepted, not {_kind(data)}")
     data = dict(data)
     mistakes: list[tuple[str, str]] = []
     tiers: list[AnyTierConfig] = []
@@ -198,7 +186,8 @@ def parse_tier(data: object, registered: Collection[str] = ()) -> AnyTierConfig:
     try:
         tier = model.model_validate(data)
     except ValidationError as e:
-        raise _Mistakes(_explain(e, model)) from e
+        # "from None": pydantic's exception has the values.
+        raise _Mistakes(_explain(e, model)) from None
     if isinstance(tier, TierConfig):
         try:
             tier.check()
@@ -246,15 +235,16 @@ def _explain(error: ValidationError, model: type[BaseModel]) -> list[tuple[str, 
         for part in item["loc"]:
             path = f"{path}[{part}]" if isinstance(part, int) else _join(path, str(part))
         message = item["msg"].removeprefix("Value error, ")
+        shown = _kind(item["input"]) if _MAY_HOLD_SECRETS.intersection(item["loc"]) else _show(item["input"])
         if item["type"] == "missing":
             text = "is required"
         elif item["type"] == "extra_forbidden":
             owner = _model_at(model, item["loc"][:-1])
             text = f"is no key; accepted: {_names(owner)}"
         elif item["type"] == "value_error":
-            text = f"{_show(item['input'])} {message}"
+            text = f"{shown} {message}"
         else:
-            text = f"{_show(item['input'])} is not accepted: {message[:1].lower()}{message[1:]}"
+            text = f"{shown} is not accepted: {message[:1].lower()}{message[1:]}"
         explained.append((path, text))
     return explained
 
@@ -277,5 +267,14 @@ def _join(parent: str, child: str) -> str:
 
 
 def _show(value: object) -> str:
+    """A value that may be repeated: plain and short, or by its kind."""
+    if value and not isinstance(value, (bool, int, float, str, date)):
+        return _kind(value)
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "…'"
+
+
+def _kind(value: object) -> str:
+    """What a value is, without what it says."""
+    kinds = {dict: "a mapping", list: "a list", str: "a text", int: "a number", type(None): "nothing"}
+    return kinds.get(type(value), f"a {type(value).__name__}")

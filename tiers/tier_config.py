@@ -12,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_serial
 from tiers.capacity.policy import CapacityPolicy
 from tiers.errors import ConfigError
 from tiers.file_mapper import FORMAT_SEALED, FORMAT_VLLM_RAW
+from tiers.keyring import KEY_BYTES
 from tiers.stores.s3_options import TIMEOUT_S_MAX, S3Options
 
 #: Keys of the s3 tier that the store takes as they are.
@@ -30,6 +31,7 @@ _SIZE_MAX = 1 << 60
 MAX_BYTES_MIN = 1 << 20
 HIDDEN = "***"
 _VARIABLE = re.compile(r"\$(?:\w+|\{[^}]*\})", re.ASCII)  # as os.path.expandvars, which leaves those that are not set
+_KEY = re.compile(rf"[0-9A-Fa-f]{{{2 * KEY_BYTES}}}")
 POLL_S, REMOTE_POLL_S = 0.25, 15.0  # how often a collector looks whether there is something to do
 
 
@@ -90,6 +92,12 @@ def _expand_local_path(value: object) -> object:
     return path
 
 
+def _no_key(value: object) -> object:
+    if isinstance(value, str) and _KEY.fullmatch(value):
+        raise ValueError("is a key itself; keys have no place here, write where they are")
+    return value
+
+
 def public_url(url: str) -> str:
     """A URL without what may be a secret in it: who logs in, and the query."""
     return re.sub(r"(?<=//)[^/?#]*@", f"{HIDDEN}@", re.sub(r"\?.*", f"?{HIDDEN}", url))
@@ -115,7 +123,7 @@ def default_threads() -> int:
 class Model(BaseModel):
     """Frozen, and every key must be known. What may be secret is in ``dict(model)``, not in dumps and reprs."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, hide_input_in_errors=True)
 
     def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
         return self.model_dump().items()
@@ -175,10 +183,10 @@ class TierConfig(Model):
         "none",
         description="aes-gcm: blocks are stored encrypted and authenticated (AES-256-GCM); one more copy a store.",
     )
-    keys_file: ExpandedPath | None = Field(
+    keys_file: Annotated[ExpandedPath, BeforeValidator(_no_key)] | None = Field(
         None, description="File of keys for auth and encrypt: 64 hex digits each, the first is for new blocks."
     )
-    keys_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,127}$")] | None = Field(
+    keys_env: Annotated[str, BeforeValidator(_no_key), Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,127}$")] | None = Field(
         None, description="Environment variable with the keys, instead of keys_file."
     )
 
@@ -415,7 +423,7 @@ class FsspecTierConfig(BoundedTierConfig):
 class ExternalTierConfig(BaseModel):
     """A tier that is not ours: its options are its own business, and any may be a secret."""
 
-    model_config = ConfigDict(extra="allow", frozen=True)
+    model_config = ConfigDict(extra="allow", frozen=True, hide_input_in_errors=True)
 
     type: str
     module_path: str | None = Field(None, description="Module with a class named like `type`.")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,52 @@ def test_what_may_be_secret_is_in_no_dump_and_no_repr() -> None:
     assert "ftp://***@host/a?***" in shown[0]
     assert [dict(tier)["type"] for tier in config.tiers] == ["fsspec", "Mine"]
     assert str([dict(tier) for tier in config.tiers]).count("CANARY") == 4
+
+
+KEY, HEX_KEY = "CANARYCANARY", "CA" * 32
+
+
+@pytest.mark.parametrize(
+    "tiers",
+    [
+        f"- {{type: fsspec, url: 'az://x', storage_options: account_key={KEY}}}",
+        f"- {{type: fsspec, url: 'az://x', storage_options: [{{account_key: {KEY}}}]}}",
+        f"- {{type: fsspec, storage_options: {{account_key: {KEY}}}}}",
+        f"- {{type: fsspec, url: ['ftp://me:{KEY}@host']}}",
+        f"- {{type: fsspec, url: 'ftp://me:{KEY}@host/{'x' * 4000}'}}",
+        f"- [{{type: fsspec, storage_options: {{account_key: {KEY}}}}}]",
+        f"  {{type: fsspec, storage_options: {{account_key: {KEY}}}}}",
+        f"- {{type: s3, bucket: kvb, endpoint_url: 'me:{KEY}@host'}}",
+        f"- {{type: s3, bucket: kvb, endpoint_url: 'https://me:{KEY}@host:99999'}}",
+        f"- {{type: s3, bucket: kvb, endpoint_url: 'https://host/?signature={KEY}'}}",
+        f"- {{type: s3, bucket: kvb, profile: {{aws_secret_access_key: {KEY}}}}}",
+        f"- {{type: fs, root_dir: /x, auth: gmac, keys_env: '{KEY}!'}}",
+        *(f"- {{type: fs, root_dir: /x, auth: gmac, {name}: {HEX_KEY}}}" for name in ("keys_env", "keys_file")),
+        *(f"- {{type: fsspec, storage_options: {{account_key: {text}" for text in (KEY, f"@{KEY}}}", f"'{KEY}' x}}")),
+        *(f"- {{type: fsspec, storage_options: {{account_key: {mark}{KEY}}}}}" for mark in ("*", "! !", "!x!", "!!")),
+        *(f"- {{type: {tag} {KEY}}}" for tag in ("!!int", "!!float", "!!bool", "!!timestamp")),
+    ],
+)
+def test_no_mistake_repeats_what_may_be_secret(tmp_path: Path, tiers: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(f"region: {{size: 64MiB}}\ntiers:\n{tiers}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    told = "".join(traceback.format_exception(caught.value)) + repr(caught.value.__context__)
+    assert "CANARY" not in told
+    assert HEX_KEY not in told
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith((f"{path}: is no YAML: ", "tiers"))
+
+
+def test_a_mistake_in_the_yaml_has_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("region: {size: 64MiB}\ntiers:\n  - {type: fs, root_dir: @x}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert str(caught.value) == (
+        f"{path}: is no YAML: found character '@' that cannot start any token (line 3, column 26)"
+    )
 
 
 @pytest.mark.parametrize("size", [0, 4095])

@@ -170,16 +170,17 @@ def check_endpoint(url: str, *, allow_insecure: bool, virtual: bool) -> None:
             a password.
     """
     field = "endpoint_url"
+    if "@" in url:  # also where it is no URL, so that nobody is told the password by the error
+        raise ConfigError("holds credentials; put them into the environment or ~/.aws/credentials", field=field)
     try:
         parts = urlsplit(url)
         host, _ = parts.hostname, parts.port
     except ValueError as e:
         raise ConfigError(f"is no URL: {e}; write https://host or https://host:port", field=field) from None
-    if "@" in parts.netloc:
-        raise ConfigError("holds credentials; put them into the environment or ~/.aws/credentials", field=field)
     plain = url.isprintable() and not (parts.query or parts.fragment)
     if parts.scheme not in ("http", "https") or not host or not plain:
-        raise ConfigError(f"{url!r} is not accepted: write https://host or https://host:port", field=field)
+        shown = url.partition("?")[0]  # a query may be a signature
+        raise ConfigError(f"{shown!r} is not accepted: write https://host or https://host:port", field=field)
     if "%" in host:
         raise ConfigError(f"{url!r} is not accepted: an IPv6 address without a zone (%), please", field=field)
     if virtual and (":" in host or _NUMBER.fullmatch(host.rstrip(".").rpartition(".")[2])):

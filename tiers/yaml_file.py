@@ -1,0 +1,52 @@
+"""A YAML file as plain data. Mistakes are told by their place, never by the file's text, which may hold secrets."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import yaml
+
+from tiers.errors import ConfigError
+
+FILE_BYTES_MAX = 1 << 20
+_QUOTED = re.compile(r"( alias| tag| handle|:) ['\"].*", re.DOTALL)  # what a message repeats of the file
+
+
+def read_yaml(path: str | os.PathLike[str]) -> object:
+    """What a file says.
+
+    Raises:
+        ConfigError: it cannot be read, is larger than ``FILE_BYTES_MAX`` bytes, or is no YAML.
+    """
+    try:
+        with Path(path).open("rb") as f:
+            raw = f.read(FILE_BYTES_MAX + 1)
+    except OSError as e:
+        raise ConfigError(f"cannot be read: {e.strerror}", field=str(path)) from e
+    if len(raw) > FILE_BYTES_MAX:
+        raise ConfigError(f"is larger than {FILE_BYTES_MAX} bytes", field=str(path))
+    try:
+        return yaml.load(raw, yaml.SafeLoader)
+    except yaml.YAMLError as e:
+        problem = _problem(e)
+    except ValueError as e:  # of what looks like a date or a number, and is none
+        problem = f"{_without_quotes(str(e))}; text that looks like a date needs quotes"
+    except (LookupError, AttributeError, ArithmeticError):  # PyYAML's for "!!bool maybe" and "\UFFFFFFFF", say
+        problem = "a value does not fit its tag, or an escape is no character"
+    # Not in the handlers: no traceback shall have those exceptions, which quote the file.
+    raise ConfigError(f"is no YAML: {problem}", field=str(path))
+
+
+def _problem(error: yaml.YAMLError) -> str:
+    """One line; PyYAML's own text has the line of the file in it."""
+    if not isinstance(error, yaml.MarkedYAMLError):  # of bytes that are no text
+        return str(error).partition("\n")[0]
+    mark = error.problem_mark or error.context_mark
+    where = f" (line {mark.line + 1}, column {mark.column + 1})" if mark is not None else ""
+    return f"{_without_quotes(error.problem or error.context or 'a mistake')}{where}"
+
+
+def _without_quotes(text: str) -> str:
+    return _QUOTED.sub(r"\1", text).rstrip(":")
