@@ -14,6 +14,7 @@ from tiers.config import json_schema, load_config, parse_config, parse_tier
 from tiers.errors import ConfigError, StoreFullError
 from tiers.seal import Checksum
 from tiers.tier_config import ExternalTierConfig, FsTierConfig, MemoryTierConfig, TierConfig, parse_size
+from tiers.yaml_file import read_yaml
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 REGION = {"size": "64MiB"}
@@ -140,6 +141,15 @@ def test_all_mistakes_are_told_at_once() -> None:
         (b"name: 2026-13-45", "is no YAML: month must be in 1..12; text that looks like a date needs quotes"),
         (b"# " + b"x" * (1 << 20), "is larger than"),
         (b"", "a mapping with the keys"),
+        (
+            b"region: {size: 1MiB}\nregion: {size: 2MiB}\n",
+            r"'region' is there twice, first in line 1 \(line 2, column 1",
+        ),
+        (b"tiers:\n- {type: fs, ttl: 1d,\n   ttl: 2d}\n", r"the key 'ttl' is there twice, first in line 2 \(line 3, "),
+        (b"tiers: [{root_dir: '/x', \"root_dir\": /y}]", "'root_dir' is there twice"),
+        (b"[" * 5000, "is no YAML: it is nested too deeply"),
+        (b'tiers: [{type: fs, root_dir: "/a\\uD800"}]', r"an escape is half a character \(line 1, column 30\)"),
+        (b'name: "\\UFFFFFFFF"', "an escape is no character"),
     ],
 )
 def test_files_that_are_no_config(tmp_path: Path, content: bytes, expected: str) -> None:
@@ -147,6 +157,13 @@ def test_files_that_are_no_config(tmp_path: Path, content: bytes, expected: str)
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=expected):
         load_config(path)
+
+
+def test_merge_keys_are_overridden_as_ever(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    # PyYAML merges what is deeper before it makes a dict of it.
+    path.write_text("tiers: [{near: &near {<<: {a: 0, b: 1}, a: 1}}]\nfar: {<<: *near, b: 2}\n")
+    assert read_yaml(path) == {"tiers": [{"near": {"a": 1, "b": 1}}], "far": {"a": 1, "b": 2}}
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
