@@ -19,12 +19,24 @@ import importlib.metadata
 import os
 from collections.abc import Collection
 from datetime import date
+from itertools import permutations
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, SerializeAsAny, ValidationError
 
 from tiers.errors import ConfigError
-from tiers.tier_config import TIER_MODELS, AnyTierConfig, ExternalTierConfig, Model, Size, TierConfig
+from tiers.tier_config import (
+    TIER_MODELS,
+    AnyTierConfig,
+    ExternalTierConfig,
+    FsspecTierConfig,
+    FsTierConfig,
+    Model,
+    NfsTierConfig,
+    S3TierConfig,
+    Size,
+    TierConfig,
+)
 from tiers.yaml_file import read_yaml
 
 ENTRY_POINT_GROUP = "kvtiers.tiers"
@@ -91,7 +103,8 @@ class DeploymentConfig(Model):
         description="Engine blocks in one stored block. More means fewer, larger copies, files and requests.",
     )
     tiers: tuple[SerializeAsAny[AnyTierConfig], ...] = Field(
-        (), description="Asked in this order; all of them are stored to."
+        (),
+        description="Asked in this order; all of them are stored to. None may have another's place, or one inside it.",
     )
     handler: HandlerConfig = Field(
         default_factory=HandlerConfig, description="How KV is copied between a GPU and the region."
@@ -121,23 +134,52 @@ def parse_config(data: object, registered: Collection[str] = ()) -> DeploymentCo
         raise ConfigError(f"a mapping with the keys {_names(DeploymentConfig)} is accepted, not {_kind(data)}")
     data = dict(data)
     mistakes: list[tuple[str, str]] = []
-    tiers: list[AnyTierConfig] = []
+    tiers: dict[int, AnyTierConfig] = {}
     raw_tiers = data.pop("tiers", ())
     if not isinstance(raw_tiers, list | tuple):
         mistakes.append(("tiers", f"{_show(raw_tiers)} is not a list of tiers"))
         raw_tiers = ()
     for index, raw in enumerate(raw_tiers):
         try:
-            tiers.append(parse_tier(raw, registered))
+            tiers[index] = parse_tier(raw, registered)
         except _Mistakes as e:
             mistakes += [(_join(f"tiers[{index}]", field), message) for field, message in e.found]
+    mistakes += _shared_places(tiers)
     try:
         config = DeploymentConfig.model_validate(data | {"tiers": ()})
     except ValidationError as e:
         mistakes = _explain(e, DeploymentConfig) + mistakes
     if mistakes:
         raise _Mistakes(mistakes)
-    return config.model_copy(update={"tiers": tuple(_named(tiers))})
+    return config.model_copy(update={"tiers": tuple(_named(list(tiers.values())))})
+
+
+def _shared_places(tiers: dict[int, AnyTierConfig]) -> list[tuple[str, str]]:
+    """Places that are another tier's, or inside it: that one would count and remove their blocks as its own."""
+    found = []
+    places = {index: place for index, tier in tiers.items() if (place := _place(tier)) is not None}
+    for (index, (name, storage, path)), (other, (other_name, other_storage, other_path)) in permutations(
+        places.items(), 2
+    ):
+        if storage != other_storage:
+            continue
+        if path == other_path and index > other:
+            found.append((f"tiers[{index}].{name}", f"is the place of tiers[{other}].{other_name}, too"))
+        elif path.startswith(f"{other_path}/"):
+            found.append((f"tiers[{index}].{name}", f"is inside tiers[{other}].{other_name}"))
+    return [(field, f"{message}; write a place that is no other tier's, nor inside one") for field, message in found]
+
+
+def _place(tier: AnyTierConfig) -> tuple[str, object, str] | None:
+    """The field that says where, the storage, and the path in it without a slash at its end."""
+    if isinstance(tier, FsTierConfig | NfsTierConfig):
+        return "root_dir", "files", os.path.abspath(tier.root_dir).rstrip("/")
+    if isinstance(tier, S3TierConfig):
+        storage = ("s3", tier.embedded, (tier.endpoint_url or "").rstrip("/"))
+        return "prefix" if tier.prefix else "bucket", storage, "/".join(filter(None, (tier.bucket, tier.prefix)))
+    if isinstance(tier, FsspecTierConfig):
+        return "url", ("fsspec", tier.storage_options), tier.url.rstrip("/")
+    return None
 
 
 def _named(tiers: list[AnyTierConfig]) -> list[AnyTierConfig]:

@@ -138,7 +138,7 @@ def test_all_tiers_are_asked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return [f"endpoint: {tier.name} does not answer"]
 
     monkeypatch.setattr("connector.cli._bucket_problems", ask)
-    tiers = [{"type": "s3", "bucket": "kv-cache", "name": name} for name in ("c", "a", "b")]
+    tiers = [{"type": "s3", "bucket": f"kv-{name}", "name": name} for name in ("c", "a", "b")]
     found = find_problems(parse_config({"region": {"size": "1MiB"}, "tiers": tiers}))
     assert found == [f"tiers[{n}]: endpoint: {name} does not answer" for n, name in enumerate(("c", "a", "b"))]
 

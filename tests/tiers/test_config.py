@@ -113,7 +113,10 @@ S3 = {"type": "s3", "bucket": "bucket"}
             {"region": REGION, "tiers": [S3 | {"connect_timeout": 7200}]},
             "tiers[0].connect_timeout: 7200 is not accepted",
         ),
-        ({"region": REGION, "tiers": [FS | {"name": "a"}, FS | {"name": "a"}]}, "'a' is the name of 2 tiers"),
+        (
+            {"region": REGION, "tiers": [FS | {"name": "a"}, {"type": "memory", "name": "a"}]},
+            "'a' is the name of 2 tiers",
+        ),
     ],
 )
 def test_each_mistake_names_its_field(data: object, expected: str) -> None:
@@ -181,8 +184,51 @@ def test_paths_are_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tiers_of_one_type_get_their_own_names() -> None:
-    config = parse_config({"region": REGION, "tiers": [FS, {"type": "memory"}, FS, FS | {"name": "far"}]})
+    more = [FS | {"root_dir": "/b"}, FS | {"root_dir": "/c", "name": "far"}]
+    config = parse_config({"region": REGION, "tiers": [FS, {"type": "memory"}, *more]})
     assert [getattr(tier, "name", None) for tier in config.tiers] == ["fs0", None, "fs2", "far"]
+
+
+FSSPEC = {"type": "fsspec", "url": "gs://b/kv"}
+
+
+@pytest.mark.parametrize(
+    ("tiers", "expected"),
+    [
+        ([FS, FS], ["tiers[1].root_dir: is the place of tiers[0].root_dir, too"]),
+        ([FS, {"type": "nfs", "root_dir": "/a/../kv/"}], ["tiers[1].root_dir: is the place of tiers[0].root_dir, too"]),
+        ([FS | {"root_dir": "/kv/inner"}, FS], ["tiers[0].root_dir: is inside tiers[1].root_dir"]),
+        ([FS | {"root_dir": "/"}, FS], ["tiers[1].root_dir: is inside tiers[0].root_dir"]),
+        ([S3, S3], ["tiers[1].bucket: is the place of tiers[0].bucket, too"]),
+        ([S3, S3 | {"prefix": "a"}], ["tiers[1].prefix: is inside tiers[0].bucket"]),
+        ([S3 | {"prefix": "a/b"}, S3 | {"prefix": "a"}], ["tiers[0].prefix: is inside tiers[1].prefix"]),
+        ([FSSPEC, FSSPEC | {"url": "gs://b/kv/"}], ["tiers[1].url: is the place of tiers[0].url, too"]),
+        ([FSSPEC, FSSPEC | {"url": "gs://b/kv/x"}], ["tiers[1].url: is inside tiers[0].url"]),
+        (
+            [FS, {"type": "nope"}, FS | {"root_dir": "/kv/a"}],
+            ["tiers[1].type: 'nope' is no", "tiers[2].root_dir: is inside tiers[0].root_dir"],
+        ),
+    ],
+)
+def test_no_two_tiers_share_a_place(tiers: list[dict[str, Any]], expected: list[str]) -> None:
+    """The outer one's collector would remove the inner one's blocks, and count them."""
+    with pytest.raises(ConfigError) as caught:
+        parse_config({"region": REGION, "tiers": tiers})
+    told = str(caught.value).splitlines()
+    assert [line[: len(start)] for line, start in zip(told, expected, strict=True)] == expected
+
+
+@pytest.mark.parametrize(
+    "tiers",
+    [
+        [FS, FS | {"root_dir": "/kv2"}],
+        [{"type": "memory"}, {"type": "memory"}],
+        [S3 | {"prefix": "a"}, S3 | {"prefix": "ab"}, S3 | {"endpoint_url": "https://minio:9000"}],
+        [FSSPEC, FSSPEC | {"storage_options": {"project": "other"}}],
+    ],
+)
+def test_places_that_only_look_alike_are_accepted(tiers: list[dict[str, Any]]) -> None:
+    assert len(parse_config({"region": REGION, "tiers": tiers}).tiers) == len(tiers)
 
 
 def test_tiers_of_others_keep_their_options() -> None:
