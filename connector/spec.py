@@ -21,12 +21,13 @@ from connector.region_file import show_size
 from connector.region_header import row_stride
 from connector.shared_region import SharedOffloadRegion
 from connector.tiering import TieringOffloadingManager
-from connector.tiering_options import LOAD_DEADLINE_S, LOAD_GRACE_S, TieringOptions
+from connector.tiering_options import LOAD_DEADLINE_S, LOAD_GRACE_S, LOOKUP_DEADLINE_S, TieringOptions
 from tiers.base import SecondaryTierManager
 from tiers.config import DeploymentConfig
 from tiers.errors import ConfigError
 from tiers.metrics import Metrics
 from tiers.registry import SecondaryTierFactory
+from tiers.tier_config import TierConfig
 
 if TYPE_CHECKING:
     from tiers.exporter import MetricsServer
@@ -160,15 +161,20 @@ class TieringOffloadingSpec(OffloadingSpec):
         try:
             for tier in self.deployment.tiers:
                 tiers.append(SecondaryTierFactory.create_secondary_tier(dict(tier), view, self))
+            # Only of our own tiers: in somebody else's options the key may be anything.
+            lookup_deadlines_s = [
+                tier.lookup_deadline_s if isinstance(tier, TierConfig) else LOOKUP_DEADLINE_S
+                for tier in self.deployment.tiers
+            ]
+            own_deadlines_s = [tier.job_deadline_s for tier in tiers if tier.job_deadline_s is not None]
+            options = TieringOptions(
+                promotion_wait_s=region.promotion_wait_s,
+                # The slowest tier's own deadline: a hit of its is worth that wait, as its config says.
+                lookup_deadline_s=max(lookup_deadlines_s, default=LOOKUP_DEADLINE_S),
+                load_deadline_s=max(LOAD_DEADLINE_S, max(own_deadlines_s, default=0.0) + LOAD_GRACE_S),
+            )
+            return TieringOffloadingManager(primary, tiers, options)
         except BaseException:
             for made in tiers:
                 made.shutdown()
             raise
-        own_deadlines_s = [tier.job_deadline_s for tier in tiers if tier.job_deadline_s is not None]
-        options = TieringOptions(
-            promotion_wait_s=region.promotion_wait_s,
-            # The slowest tier's own deadline: a hit of its is worth that wait, as its config says.
-            lookup_deadline_s=max((getattr(t, "lookup_deadline_s", 0.2) for t in self.deployment.tiers), default=0.2),
-            load_deadline_s=max(LOAD_DEADLINE_S, max(own_deadlines_s, default=0.0) + LOAD_GRACE_S),
-        )
-        return TieringOffloadingManager(primary, tiers, options)

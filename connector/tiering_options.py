@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from tiers.errors import ConfigError
 
+LOOKUP_DEADLINE_S = 0.2
 LOAD_DEADLINE_S = 20.0
 LOAD_GRACE_S = 1.0  # beyond a tier's own deadline, to end its I/O and report
 
@@ -28,7 +29,7 @@ class TieringOptions:
     """
 
     promotion_wait_s: float = 0.5
-    lookup_deadline_s: float = 0.2
+    lookup_deadline_s: float = LOOKUP_DEADLINE_S
     load_deadline_s: float = LOAD_DEADLINE_S
     store_backlog_share: float = 0.5
     promotion_hold_s: float = 2.0

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from connector.base import (
 from connector.gpu_handler import create_handlers
 from connector.region_file import region_path
 from connector.spec import TieringOffloadingSpec
+from tests.connector.scripted_tier import ScriptedTier
 from tests.identity import CONFIG, block_key
 from tiers.base import ReqContext
 from tiers.config import HandlerConfig, parse_config
@@ -252,6 +254,43 @@ def test_a_tier_that_cannot_start_stops_those_before_it(tmp_path: Path) -> None:
         spec.get_manager()
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("kvtiers-memory")] == []
     spec.shutdown()
+    spec.shutdown()
+
+
+class TheirTier(ScriptedTier):
+    """Somebody else's, with options that have our names and other meanings."""
+
+    def __init__(
+        self, spec: Any, view: memoryview, tier_type: str, lookup_deadline_s: Any = None, job_deadline_s: Any = None
+    ) -> None:
+        super().__init__(view, tier_type)
+        self.job_deadline_s = job_deadline_s
+
+
+@pytest.fixture
+def their_tier(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    module = ModuleType("their_tiers")
+    module.TheirTier = TheirTier  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return {"type": "TheirTier", "module_path": module.__name__}
+
+
+@pytest.mark.parametrize("value", ["200ms", None, [1], -1])
+def test_another_ones_option_of_our_name_is_not_read(their_tier: dict[str, Any], value: Any) -> None:
+    spec = TieringOffloadingSpec(
+        CHUNKED, deployment({"type": "memory"}, their_tier | {"lookup_deadline_s": value}), CELL_BYTES
+    )
+    assert spec.get_manager()._options.lookup_deadline_s == 0.2
+    spec.shutdown()
+
+
+def test_a_manager_that_cannot_be_made_stops_its_tiers(their_tier: dict[str, Any]) -> None:
+    spec = TieringOffloadingSpec(
+        CHUNKED, deployment({"type": "memory"}, their_tier | {"job_deadline_s": "soon"}), CELL_BYTES
+    )
+    with pytest.raises(TypeError):
+        spec.get_manager()
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("kvtiers-memory")] == []
     spec.shutdown()
 
 
