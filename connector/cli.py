@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import os
 import shutil
 import signal
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -23,18 +25,23 @@ from connector.commands.bench import bench
 from connector.commands.places import human_age
 from connector.commands.verify import verify
 from connector.region_file import free_bytes
+from tiers.builtin import make_seal
 from tiers.config import DeploymentConfig, json_schema, load_config
 from tiers.errors import KVTiersError, StoreError
+from tiers.open_store import store_recipe
 from tiers.registry import SecondaryTierFactory
-from tiers.stores.nfs import mount_findings
+from tiers.stores.fsspec_driver import check_drivers
+from tiers.stores.nfs import file_system_type, mount_findings
 from tiers.tier_config import (
     BoundedTierConfig,
     ExternalTierConfig,
+    FsspecTierConfig,
     FsTierConfig,
     NfsTierConfig,
     S3TierConfig,
     TierConfig,
 )
+from tiers.tracing import make_job_tracer
 
 EXIT_FINDING = 1  # the command ran and found something wrong
 EXIT_BAD_INPUT = 2
@@ -201,6 +208,8 @@ def find_problems(deployment: DeploymentConfig) -> list[str]:
                 f"region.size: {_human(size)} is more than /dev/shm has free ({_human(free)}); "
                 "lower it, or give /dev/shm more (in a container: --shm-size)"
             )
+    if deployment.metrics.port is not None:
+        findings += [problem[1:] for problem in _refusals(lambda: importlib.import_module("tiers.exporter"))]
     if not deployment.tiers:
         findings.append("tiers: the list is empty, so blocks live in the region only and are gone at exit")
     if deployment.tiers:
@@ -212,12 +221,30 @@ def find_problems(deployment: DeploymentConfig) -> list[str]:
 
 
 def _tier_problems(tier: TierConfig | ExternalTierConfig) -> list[str]:
-    if isinstance(tier, FsTierConfig):
-        return [f".{problem}" for problem in _folder_problems(tier)]
-    if isinstance(tier, NfsTierConfig):  # nothing in the mount is touched: it may hang
-        return [f".root_dir: {problem}" for problem in mount_findings(tier.root_dir)]
-    if isinstance(tier, S3TierConfig) and not tier.embedded:
-        return [f": {problem}" for problem in _bucket_problems(tier)]
+    if isinstance(tier, ExternalTierConfig):
+        return _refusals(lambda: SecondaryTierFactory.find_class(tier.type, tier.module_path))
+    found = _refusals(lambda: make_seal(tier))
+    if tier.trace:
+        found += _refusals(lambda: make_job_tracer(tier.type))
+    if isinstance(tier, S3TierConfig):
+        embedded = _refusals(lambda: store_recipe(tier))
+        found += embedded or [f": {problem}" for problem in _bucket_problems(tier)]
+    elif isinstance(tier, FsspecTierConfig):
+        found += _refusals(lambda: check_drivers(tier.url), "url")
+    elif isinstance(tier, NfsTierConfig) and file_system_type(tier.root_dir).startswith("nfs"):
+        # Nothing in the mount is touched: it may hang.
+        found += [f".root_dir: {problem}" for problem in mount_findings(tier.root_dir)]
+    elif isinstance(tier, (FsTierConfig, NfsTierConfig)):
+        found += [f".{problem}" for problem in _folder_problems(tier)]
+    return found
+
+
+def _refusals(call: Callable[[], object], field: str = "") -> list[str]:
+    """What an engine's start would end with, too: one problem or none, with its field in front."""
+    try:
+        call()
+    except KVTiersError as e:
+        return [f".{field}: {e}" if field else f".{e}"]
     return []
 
 
@@ -232,7 +259,7 @@ def _bucket_problems(tier: S3TierConfig) -> list[str]:
     return []
 
 
-def _folder_problems(tier: FsTierConfig) -> list[str]:
+def _folder_problems(tier: FsTierConfig | NfsTierConfig) -> list[str]:
     root = Path(tier.root_dir).absolute()
     try:
         if root.is_symlink():
@@ -242,6 +269,8 @@ def _folder_problems(tier: FsTierConfig) -> list[str]:
         parent = root
         while not parent.exists():
             parent = parent.parent
+        if not parent.is_dir():
+            return [f"root_dir: {parent} is not a folder"]
         if not os.access(parent, os.W_OK | os.X_OK):
             return [f"root_dir: {parent} is not writable for uid {os.getuid()}"]
         free = shutil.disk_usage(parent).free

@@ -69,33 +69,37 @@ class SecondaryTierFactory:
         module_path = options.pop("module_path", None)
         if not isinstance(tier_type, str) or not tier_type:
             raise ConfigError(f"{tier_type!r} is no tier type; accepted: {', '.join(cls.tier_types())}", field="type")
-        tier_class = cls._load(tier_type, module_path)
+        tier_class = cls.find_class(tier_type, module_path)
         try:
-            tier = tier_class(offloading_spec, primary_kv_view, tier_type, **options)
+            return tier_class(offloading_spec, primary_kv_view, tier_type, **options)
         except TypeError as e:
             raise ConfigError(f"options do not fit: {e}", field=f"tier {tier_type!r}") from e
-        if not isinstance(tier, SecondaryTierManager):
-            raise ConfigError(f"{tier_class} is no SecondaryTierManager", field="type")
-        return tier
 
     @classmethod
-    def _load(cls, tier_type: str, module_path: str | None) -> type[SecondaryTierManager]:
+    def find_class(cls, tier_type: str, module_path: str | None = None) -> type[SecondaryTierManager]:
+        """A tier's class; its module is imported.
+
+        Raises:
+            ConfigError: unknown type, a module that cannot be imported, or not a tier's class.
+        """
         place = (module_path, tier_type) if module_path else _BUILT_IN.get(tier_type) or cls._registered.get(tier_type)
         try:
-            if place is None:
-                for entry in _entry_points():
-                    if entry.name == tier_type:
-                        return _as_class(entry.load(), tier_type)
-                raise ConfigError(
-                    f"{tier_type!r} is no tier type; accepted: {', '.join(cls.tier_types())}, or any class with a "
-                    "module_path",
-                    field="type",
-                )
-            return _as_class(getattr(importlib.import_module(place[0]), place[1]), tier_type)
-        except ImportError as e:
-            raise ConfigError(f"tier {tier_type!r} cannot be imported: {e}", field="module_path") from e
-        except AttributeError as e:
-            raise ConfigError(f"module {place and place[0]!r} has no class {tier_type!r}", field="type") from e
+            if place is not None:
+                loaded = getattr(importlib.import_module(place[0]), place[1], None)
+            else:
+                loaded = next(entry.load() for entry in _entry_points() if entry.name == tier_type)
+        except StopIteration:
+            raise ConfigError(
+                f"{tier_type!r} is no tier type; accepted: {', '.join(cls.tier_types())}, or any class with a "
+                "module_path",
+                field="type",
+            ) from None
+        except Exception as e:  # whatever somebody else's module raises
+            text = f"tier {tier_type!r} cannot be imported: {type(e).__name__}: {e}"
+            raise ConfigError(text, field="module_path") from e
+        if place is not None and loaded is None:
+            raise ConfigError(f"module {place[0]!r} has no class {place[1]!r}", field="type")
+        return _as_class(loaded, tier_type)
 
 
 def _entry_points() -> importlib.metadata.EntryPoints:
@@ -105,4 +109,6 @@ def _entry_points() -> importlib.metadata.EntryPoints:
 def _as_class(loaded: object, tier_type: str) -> type[SecondaryTierManager]:
     if not isinstance(loaded, type):
         raise ConfigError(f"tier {tier_type!r} is {loaded!r}, not a class", field="type")
+    if not issubclass(loaded, SecondaryTierManager):
+        raise ConfigError(f"{loaded} is no SecondaryTierManager", field="type")
     return loaded

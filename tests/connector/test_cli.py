@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from threading import Barrier
 from typing import Any
@@ -10,7 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from connector.cli import EXIT_BAD_INPUT, EXIT_FINDING, app, find_problems
+from connector.spec import TieringOffloadingSpec
+from tests.identity import CONFIG
 from tiers.config import parse_config
+from tiers.errors import ConfigError, StoreError
 from tiers.tier_config import S3TierConfig
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -115,6 +119,74 @@ def test_folders_that_no_store_would_take(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(Path, "exists", refuse)  # a folder above it that may not be searched
     (found,) = find_problems(parse_config({"region": {"size": "1MiB"}, "tiers": [fs(tmp_path / "kv")]}))
     assert f"{tmp_path}/kv cannot be had by uid {os.getuid()}: Permission denied" in found
+
+
+@pytest.mark.parametrize(
+    ("tier", "expected"),
+    [
+        (
+            {"type": "memory", "auth": "gmac", "keys_file": "/nowhere/keys"},
+            ".keys_file: /nowhere/keys cannot be read: No such file or directory",
+        ),
+        ({"type": "memory", "auth": "gmac", "keys_env": "NOT_SET"}, ".keys_env: the environment has no NOT_SET"),
+        ({"type": "memory", "encrypt": "aes-gcm", "keys_env": "NO_KEYS"}, ".keys_env: key 1 is not accepted"),
+        ({"type": "s3", "bucket": "kvb", "embedded": True}, ".embedded: only kvtiers demo has such a server"),
+        ({"type": "fsspec", "url": "nosuch://x/y"}, ".url: nosuch://: fsspec has no such driver"),
+        ({"type": "fsspec", "url": "simplecache::abfs://x/y"}, ".url: abfs://: the driver is not installed: pip inst"),
+        ({"type": "Tier", "module_path": "no_such_module"}, ".module_path: tier 'Tier' cannot be imported"),
+        ({"type": "Tier", "module_path": "json"}, ".type: module 'json' has no class 'Tier'"),
+        ({"type": "JSONDecoder", "module_path": "json"}, ".type: <class 'json.decoder.JSONDecoder'> is no Secondary"),
+        ({"type": "fs", "root_dir": "HERE/file/x"}, ".root_dir: HERE/file is not a folder"),
+        ({"type": "nfs", "root_dir": "HERE/file"}, ".root_dir: HERE/file is not a folder"),
+        ({"type": "nfs", "root_dir": "HERE/link"}, ".root_dir: HERE/link is a symbolic link"),
+    ],
+)
+def test_check_finds_what_an_engine_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tier: dict[str, Any], expected: str
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path)
+    monkeypatch.setenv("NO_KEYS", "none")
+    given = {
+        name: value.replace("HERE", str(tmp_path)) if name == "root_dir" else value for name, value in tier.items()
+    }
+    deployment = parse_config({"region": {"size": "1MiB"}, "tiers": [given]})
+    (found,) = find_problems(deployment)
+    assert found.startswith("tiers[0]" + expected.replace("HERE", str(tmp_path)))
+    spec = TieringOffloadingSpec(CONFIG, deployment, 65_536)
+    with pytest.raises((ConfigError, StoreError)):
+        spec.get_manager()
+    spec.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("module", "config", "field"),
+    [
+        ("prometheus_client", {"metrics": {"port": 0}}, "metrics"),
+        ("opentelemetry", {"tiers": [{"type": "memory", "trace": True}]}, "tiers[0].trace"),
+        (
+            "cryptography",
+            {"tiers": [{"type": "memory", "auth": "gmac", "keys_env": "KEYS"}]},
+            "tiers[0].auth or encrypt",
+        ),
+    ],
+)
+def test_check_names_packages_that_are_missing(
+    monkeypatch: pytest.MonkeyPatch, module: str, config: dict[str, Any], field: str
+) -> None:
+    monkeypatch.setenv("KEYS", "a1" * 32)
+    for name in [name for name in sys.modules if name.startswith((f"{module}.", "tiers.exporter", "tiers.protected"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, module, None)
+    found = find_problems(parse_config({"region": {"size": "1MiB"}, "tiers": [{"type": "memory"}]} | config))
+    assert [(problem.split(": ")[0], "pip install 'kvtiers[" in problem) for problem in found] == [(field, True)]
+
+
+def test_nothing_in_an_nfs_mount_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("connector.cli.file_system_type", lambda root: "nfs4")
+    monkeypatch.setattr("connector.cli._folder_problems", lambda tier: pytest.fail("a dead mount would hang here"))
+    tier = {"type": "nfs", "root_dir": str(tmp_path)}
+    assert find_problems(parse_config({"region": {"size": "1MiB"}, "tiers": [tier]})) == []
 
 
 def fs(root: Path) -> dict[str, Any]:

@@ -42,11 +42,13 @@ def view() -> memoryview:
 
 
 @pytest.fixture
-def plugin(monkeypatch: pytest.MonkeyPatch) -> str:
+def plugin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     module = ModuleType("my_tiers")
     module.NullTier = NullTier  # type: ignore[attr-defined]
     module.not_a_class = 3  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "my_tiers", module)
+    (tmp_path / "broken_tiers.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(SecondaryTierFactory, "_registered", {})
     return "my_tiers"
 
@@ -66,7 +68,7 @@ def test_the_table_is_sorted_and_every_row_exists() -> None:
     table = registry._BUILT_IN
     assert list(table) == sorted(table)
     for tier_type in table:
-        assert issubclass(SecondaryTierFactory._load(tier_type, None), SecondaryTierManager)
+        assert issubclass(SecondaryTierFactory.find_class(tier_type), SecondaryTierManager)
 
 
 def test_registered(view: memoryview, plugin: str) -> None:
@@ -106,7 +108,9 @@ def test_by_entry_point(view: memoryview, plugin: str, monkeypatch: pytest.Monke
         ({"type": "NullTier", "module_path": "my_tiers", "flavour": 1}, "options do not fit: .*flavour"),
         ({"type": "fs"}, "root_dir"),
         ({"type": "fs", "root_dir": "/x", "bogus": 1}, "bogus: is no key"),
-        ({"type": "ModuleType", "module_path": "types"}, "options do not fit|is no SecondaryTierManager"),
+        ({"type": "ModuleType", "module_path": "types"}, "is no SecondaryTierManager"),
+        ({"type": "X", "module_path": ".x"}, "module_path: tier 'X' cannot be imported: TypeError"),
+        ({"type": "X", "module_path": "broken_tiers"}, "cannot be imported: ZeroDivisionError: division by zero"),
     ],
 )
 def test_mistakes_are_told(view: memoryview, plugin: str, config: dict[str, Any], text: str) -> None:

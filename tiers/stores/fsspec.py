@@ -35,7 +35,15 @@ from tiers.errors import (
 from tiers.posix import is_absent
 from tiers.store import Capabilities, KeyInfo, Store, check_key, parts_size
 from tiers.stores.chatty_loggers import cap_chatty_loggers
-from tiers.stores.fsspec_driver import ATOMIC_PUT, EXCLUSIVE_CREATE, missing_package, mtime_of, size_of, translate
+from tiers.stores.fsspec_driver import (
+    ATOMIC_PUT,
+    EXCLUSIVE_CREATE,
+    check_drivers,
+    missing_package,
+    mtime_of,
+    size_of,
+    translate,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -194,10 +202,9 @@ class FsspecStore(Store):
     # -- private ---------------------------------------------------------------------------------------------------
 
     def _connect(self) -> _Place:
-        try:
-            from fsspec.core import url_to_fs
-        except ImportError:
-            raise StoreConfigError("fsspec is not installed: pip install 'kvtiers[fsspec]'") from None
+        check_drivers(self._url)
+        from fsspec.core import url_to_fs
+
         try:
             # An instance of our own: the listings cache is turned off in it, because it would show what was.
             fs, root = url_to_fs(self._url, skip_instance_cache=True, **self._storage_options)

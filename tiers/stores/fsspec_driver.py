@@ -78,6 +78,30 @@ def translate(error: Exception, key: str) -> StoreError:
     return StoreUnavailableError(f"the driver failed ({name})", key=key)
 
 
+def check_drivers(url: str) -> None:
+    """Import what fsspec takes for a URL and all it is chained of. No storage is asked.
+
+    Raises:
+        StoreConfigError: fsspec or a driver is not installed, or there is none for a protocol.
+    """
+    try:
+        from fsspec.core import get_filesystem_class
+    except ImportError:
+        raise StoreConfigError("fsspec is not installed: pip install 'kvtiers[fsspec]'") from None
+    links = url.split("::")
+    for link in links:
+        protocol, has_path, _ = link.partition("://")
+        if not has_path and (len(links) == 1 or not link.isalpha()):
+            continue  # a plain path
+        try:
+            get_filesystem_class(protocol)
+        except ImportError as e:
+            text = f"{protocol}://: the driver is not installed: pip install {missing_package(e)}"
+            raise StoreConfigError(text) from None
+        except ValueError:
+            raise StoreConfigError(f"{protocol}://: fsspec has no such driver") from None
+
+
 def missing_package(error: ImportError) -> str:
     """What was missing: fsspec raises its own ImportError from the one that names it."""
     return error.name or getattr(error.__cause__, "name", None) or "the one for this protocol"
