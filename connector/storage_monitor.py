@@ -317,6 +317,8 @@ def serve_metrics(
         server = MetricsServer([monitor.metrics], port=port, address=address)
     except OSError as e:
         raise ConfigError(f"{address}:{port} cannot be served: {e.strerror}", field="--port") from e
+    except ValueError as e:  # of what no host name can be
+        raise ConfigError(f"{address!r} is no host name", field="--address") from e
     try:
         monitor.start()
         started(server.port)

@@ -22,7 +22,7 @@ from datetime import date
 from itertools import permutations
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, SerializeAsAny, ValidationError
+from pydantic import AfterValidator, BaseModel, Field, SerializeAsAny, ValidationError
 
 from tiers.errors import ConfigError
 from tiers.tier_config import (
@@ -61,13 +61,23 @@ class RegionConfig(Model):
         return self.size
 
 
+def _host_name(address: str) -> str:
+    try:
+        address.encode("idna")  # as socket does, which tells it by no OSError
+    except UnicodeError:
+        raise ValueError("is no host name: a part of it is empty or too long") from None
+    if not address.isprintable():
+        raise ValueError("is no host name: it holds control characters")
+    return address
+
+
 class MetricsConfig(Model):
     """Prometheus metrics served by the engine's process itself."""
 
     port: Annotated[int, Field(ge=0, le=65_535)] | None = Field(
         None, description="Serve /metrics on this port; 0 takes a free one and logs it. By default nothing is served."
     )
-    address: Annotated[str, Field(min_length=1, max_length=255)] = Field(
+    address: Annotated[str, Field(min_length=1, max_length=255), AfterValidator(_host_name)] = Field(
         "127.0.0.1", description="Address to serve on. Anyone who can reach it can read the metrics."
     )
 

@@ -26,7 +26,8 @@ _UNITS = {"": 1, "B": 1} | {
     for power, letter in enumerate("KMGTP", 1)
     for suffix, base in (("", 1024), ("iB", 1024), ("B", 1000))
 }
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+# So few digits that no float overflows.
+_SIZE = re.compile(r"\s*(\d{1,40}(?:\.\d{1,40})?)\s*([A-Za-z]*)\s*")
 _SIZE_MAX = 1 << 60
 MAX_BYTES_MIN = 1 << 20
 HIDDEN = "***"
@@ -46,7 +47,7 @@ def parse_size(value: object) -> int:
     else:
         match = _SIZE.fullmatch(value) if isinstance(value, str) else None
         if match is None or match[2] not in _UNITS:
-            number = re.match(r"\s*(\d+)", value) if isinstance(value, str) else None
+            number = re.match(r"\s*(\d{1,12})(?!\d)", value) if isinstance(value, str) else None
             raise ValueError(f"is not a size; write {number[1] if number else 10}GiB")
         size = int(float(match[1]) * _UNITS[match[2]]) if "." in match[1] else int(match[1]) * _UNITS[match[2]]
     if not 0 <= size <= _SIZE_MAX:
@@ -66,7 +67,7 @@ def parse_duration(value: object) -> float:
         ValueError: says what would be accepted.
     """
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        seconds = float(value)
+        seconds = value  # float() of a large int is an OverflowError
     else:
         match = _DURATION.fullmatch(value) if isinstance(value, str) else None
         if match is None or match[2] not in _SECONDS:
@@ -74,7 +75,7 @@ def parse_duration(value: object) -> float:
         seconds = float(match[1]) * _SECONDS[match[2]]
     if not 0 < seconds <= _DURATION_S_MAX:
         raise ValueError("is out of range; accepted is more than 0 and up to 100 years")
-    return seconds
+    return float(seconds)
 
 
 def _expand_path(value: object) -> object:

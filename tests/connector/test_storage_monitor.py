@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from connector.storage_monitor import OTHER, STORAGE_METRICS, StorageMonitor, WatchedTier, watched_tiers
+from connector.storage_monitor import OTHER, STORAGE_METRICS, StorageMonitor, WatchedTier, serve_metrics, watched_tiers
 from tests.waiting import wait_for
 from tiers.config import parse_config
-from tiers.errors import StoreUnavailableError
+from tiers.errors import ConfigError, StoreUnavailableError
 from tiers.metrics import METRICS, MetricKind
 from tiers.store import Store
 from tiers.stores.memory import MemoryStore
@@ -181,6 +181,20 @@ def test_names_follow_the_conventions_and_are_not_the_engines() -> None:
     for name, metric in STORAGE_METRICS.items():
         assert (metric.kind is MetricKind.COUNTER) == name.endswith("_total")
         assert metric.help.endswith(".")
+
+
+def test_an_address_that_can_be_none_is_named(tmp_path: Path) -> None:
+    tier = {"type": "fs", "root_dir": str(tmp_path)}
+    with pytest.raises(ConfigError, match=r"--address: 'kv\.\.local' is no host name"):
+        serve_metrics(
+            parse_config({"region": {"size": "1MiB"}, "tiers": [tier]}),
+            port=0,
+            address="kv..local",
+            probe_every_s=1.0,
+            scan_every_s=0.0,
+            stop=threading.Event(),
+            started=lambda _: pytest.fail("it was served"),
+        )
 
 
 def test_the_command_serves_until_it_is_told_to_end(tmp_path: Path) -> None:

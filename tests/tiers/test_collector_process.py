@@ -249,6 +249,8 @@ def test_config_of_the_namespace_is_written_where_nothing_may_be_stored_yet(root
     [
         ({"ttl": "7 days"}, "ttl: '7 days' is not a duration; write 7d, 12h, 30min or a number of seconds"),
         ({"ttl": 0}, "ttl: 0 is out of range"),
+        ({"ttl": 10**400}, "is out of range"),
+        ({"ttl": "9" * 400}, "is out of range"),
         ({"ttl": True}, "ttl: True is not a duration"),
         ({"max_bytes": "10 Gigs"}, "max_bytes: '10 Gigs' is not a size; write 10GiB"),
         ({"max_bytes": 4096}, "max_bytes: 4096 bytes do not hold a block; write at least 1MiB"),

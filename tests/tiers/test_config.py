@@ -48,7 +48,24 @@ def test_sizes(text: object, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["10 Gigs", "", "-1", "1e3", "GiB", None, True, 1.5, [], -1, "2000PiB", "10gib", 1 << 61]
+    "text",
+    [
+        "10 Gigs",
+        "",
+        "-1",
+        "1e3",
+        "GiB",
+        None,
+        True,
+        1.5,
+        [],
+        -1,
+        "2000PiB",
+        "10gib",
+        1 << 61,
+        "9" * 400,
+        f"{'9' * 400}.0B",
+    ],
 )
 def test_what_is_no_size(text: object) -> None:
     with pytest.raises(ValueError, match="is not a size; write|out of range"):
@@ -83,6 +100,9 @@ S3 = {"type": "s3", "bucket": "bucket"}
         ({"region": REGION | {"promotion_wait_s": -1}}, "region.promotion_wait_s: -1 is not accepted"),
         ({"region": REGION | {"instance_id": "a/b"}}, "region.instance_id: 'a/b' is not accepted"),
         ({"region": REGION, "blocks_per_chunk": 0}, "blocks_per_chunk: 0 is not accepted"),
+        ({"region": REGION, "metrics": {"address": "kv..local"}}, "metrics.address: 'kv..local' is no host name"),
+        ({"region": REGION, "metrics": {"address": "k" * 64}}, "is no host name: a part of it is empty or too long"),
+        ({"region": REGION, "metrics": {"address": "kv\0"}}, "metrics.address: 'kv\\x00' is no host name"),
         ({"region": REGION, "tiers": {}}, "tiers: {} is not a list"),
         ({"region": REGION, "tiers": [3]}, "tiers[0]: 3 is not a mapping"),
         ({"region": REGION, "tiers": [{}]}, "tiers[0].type: None is no tier type; accepted: fs"),
@@ -236,6 +256,11 @@ def test_tiers_of_others_keep_their_options() -> None:
     assert isinstance(tier, ExternalTierConfig)
     assert dict(tier) == {"type": "MyTier", "module_path": "my.module", "anything": [1]}
     assert dict(parse_tier({"type": "mine", "x": 1}, registered=["mine"]))["x"] == 1
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1", "0.0.0.0", "localhost", "kv.local.", "kv_1", "fe80::1%eth0"])
+def test_addresses_that_can_be_had_are_accepted(address: str) -> None:
+    assert parse_config({"region": REGION, "metrics": {"address": address}}).metrics.address == address
 
 
 def test_a_dump_loads_again_and_loses_nothing() -> None:
