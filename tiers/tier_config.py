@@ -79,17 +79,16 @@ def parse_duration(value: object) -> float:
 
 
 def _expand_path(value: object) -> object:
-    return os.path.expanduser(os.path.expandvars(value)) if isinstance(value, str) else value
-
-
-def _expand_local_path(value: object) -> object:
-    path = _expand_path(value)
-    if isinstance(path, str):
-        if "\0" in path:
-            raise ValueError("holds a NUL character, which no path does")
-        unset = _VARIABLE.search(path)
-        if unset is not None:
-            raise ValueError(f"names the variable {unset[0]}, which is not set")
+    if not isinstance(value, str):
+        return value
+    path = os.path.expanduser(os.path.expandvars(value))
+    if "\0" in path:
+        raise ValueError("holds a NUL character, which no path does")
+    unset = _VARIABLE.search(public_url(path))  # a password may have a dollar sign
+    if unset is not None:
+        raise ValueError(f"names the variable {unset[0]}, which is not set")
+    if path.startswith("~"):
+        raise ValueError("begins with the home of a user that is not known; for a folder of that name put ./ before it")
     return path
 
 
@@ -106,7 +105,7 @@ def public_url(url: str) -> str:
 
 Size = Annotated[int, BeforeValidator(parse_size), Field(json_schema_extra={"type": ["integer", "string"]})]
 Duration = Annotated[float, BeforeValidator(parse_duration), Field(json_schema_extra={"type": ["number", "string"]})]
-ExpandedPath = Annotated[str, BeforeValidator(_expand_local_path), Field(min_length=1, max_length=3072)]
+ExpandedPath = Annotated[str, BeforeValidator(_expand_path), Field(min_length=1, max_length=3072)]
 Threads = Annotated[int, Field(ge=1, le=256)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 RequestSeconds = Annotated[float, Field(gt=0, le=TIMEOUT_S_MAX)]
@@ -407,9 +406,7 @@ class FsspecTierConfig(BoundedTierConfig):
     gc_every_s: Annotated[float, Field(ge=1, le=30 * 86_400)] = Field(
         3600.0, description="How often the collector lists everything, for ttl and to measure."
     )
-    url: Annotated[str, BeforeValidator(_expand_path), Field(min_length=1, max_length=3072)] = Field(
-        description="Where, such as gs://bucket/folder."
-    )
+    url: ExpandedPath = Field(description="Where, such as gs://bucket/folder. $VARIABLES are expanded.")
     storage_options: dict[str, Any] = Field(default_factory=dict, description="Passed to the fsspec file system.")
 
     @field_serializer("url")

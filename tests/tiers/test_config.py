@@ -115,6 +115,11 @@ S3 = {"type": "s3", "bucket": "bucket"}
             "names the variable $NOT_SET, which is not set",
         ),
         ({"region": REGION, "tiers": [FS | {"root_dir": "/a/${NOT_SET}"}]}, "tiers[0].root_dir: '/a/${NOT_SET}' names"),
+        (
+            {"region": REGION, "tiers": [{"type": "fsspec", "url": "gs://$NOT_SET/kv"}]},
+            "tiers[0].url: a text names the variable $NOT_SET, which is not set",
+        ),
+        ({"region": REGION, "tiers": [FS | {"root_dir": "~nobody-here/kv"}]}, "~nobody-here/kv' begins with the home"),
         ({"region": REGION, "tiers": [FS | {"root_dir": "/a\0b"}]}, "tiers[0].root_dir: '/a\\x00b' holds a NUL"),
         (
             {"region": REGION, "tiers": [{"type": "memory", "isolation": "process"}]},
@@ -197,10 +202,12 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 def test_paths_are_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/x")
     monkeypatch.setenv("KV_ROOT", "/mnt/kv")
-    for given, expected in (("~/kv", "/home/x/kv"), ("$KV_ROOT/a", "/mnt/kv/a")):
+    for given, expected in (("~/kv", "/home/x/kv"), ("$KV_ROOT/a", "/mnt/kv/a"), ("./~x/kv", "./~x/kv")):
         tier = parse_tier(FS | {"root_dir": given})
         assert isinstance(tier, FsTierConfig)
         assert tier.root_dir == expected
+    for url, expected in (("file://$KV_ROOT/a", "file:///mnt/kv/a"), ("sftp://me:a$b@host/", "sftp://me:a$b@host/")):
+        assert dict(parse_tier({"type": "fsspec", "url": url}))["url"] == expected
 
 
 def test_tiers_of_one_type_get_their_own_names() -> None:
