@@ -7,7 +7,16 @@ import re
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_serializer, model_serializer
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidatorFunctionWrapHandler,
+    field_serializer,
+    field_validator,
+    model_serializer,
+)
 
 from tiers.capacity.policy import CapacityPolicy
 from tiers.errors import ConfigError
@@ -73,8 +82,8 @@ def parse_duration(value: object) -> float:
         if match is None or match[2] not in _SECONDS:
             raise ValueError("is not a duration; write 7d, 12h, 30min or a number of seconds")
         seconds = float(match[1]) * _SECONDS[match[2]]
-    if not 0 < seconds <= _DURATION_S_MAX:
-        raise ValueError("is out of range; accepted is more than 0 and up to 100 years")
+    if not 1 <= seconds <= _DURATION_S_MAX:
+        raise ValueError("is out of range; accepted is 1s up to 100 years")
     return float(seconds)
 
 
@@ -124,6 +133,14 @@ class Model(BaseModel):
     """Frozen, and every key must be known. What may be secret is in ``dict(model)``, not in dumps and reprs."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, hide_input_in_errors=True)
+
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _refuse_booleans_for_numbers(cls, value: object, validate: ValidatorFunctionWrapHandler) -> object:
+        accepted: object = validate(value)
+        if isinstance(value, bool) and not isinstance(accepted, bool):
+            raise ValueError("is no number")  # YAML's yes, on and true, which pydantic takes for 1
+        return accepted
 
     def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
         return self.model_dump().items()

@@ -249,6 +249,7 @@ def test_config_of_the_namespace_is_written_where_nothing_may_be_stored_yet(root
     [
         ({"ttl": "7 days"}, "ttl: '7 days' is not a duration; write 7d, 12h, 30min or a number of seconds"),
         ({"ttl": 0}, "ttl: 0 is out of range"),
+        ({"ttl": 0.5}, "ttl: 0.5 is out of range; accepted is 1s up to 100 years"),
         ({"ttl": 10**400}, "is out of range"),
         ({"ttl": "9" * 400}, "is out of range"),
         ({"ttl": True}, "ttl: True is not a duration"),
@@ -265,7 +266,8 @@ def test_mistakes_name_their_field(options: dict[str, Any], message: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("7d", 604_800), ("12h", 43_200), ("30 min", 1800), ("1.5m", 90), (90, 90), ("45", 45)]
+    ("text", "seconds"),
+    [("7d", 604_800), ("12h", 43_200), ("30 min", 1800), ("1.5m", 90), (90, 90), (1, 1), ("45", 45)],
 )
 def test_durations(text: object, seconds: float) -> None:
     assert parse_tier({"type": "fs", "root_dir": "/x", "ttl": text}).ttl == seconds  # type: ignore[union-attr]
