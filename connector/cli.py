@@ -127,6 +127,7 @@ def vllm_config(
 ) -> None:
     """Print vLLM's --kv-transfer-config for a deployment, for each way in."""
     from connector.vllm_config import vllm_config as make
+    from connector.vllm_config import why_not_shared
 
     try:
         ways = make(config)
@@ -136,6 +137,8 @@ def vllm_config(
         print(json.dumps(ways, indent=2))
     elif way in ways:
         print(json.dumps(ways[way]))
+    elif way == "shared_storage":
+        raise typer.BadParameter(f"this file offers no shared_storage: {why_not_shared(config)}", param_hint="--way")
     else:
         raise typer.BadParameter(f"{way!r} is not one of {', '.join(ways)} for this file", param_hint="--way")
 

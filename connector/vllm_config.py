@@ -10,7 +10,6 @@ from tiers.config import DeploymentConfig, load_config
 from tiers.errors import ConfigError
 from tiers.registry import SecondaryTierFactory
 from tiers.tier_config import (
-    BoundedTierConfig,
     ExternalTierConfig,
     FsspecTierConfig,
     FsTierConfig,
@@ -18,6 +17,15 @@ from tiers.tier_config import (
     TierConfig,
     public_url,
 )
+
+#: Options of tiers that would not hold for prefix files -> why.
+_HINDRANCES = {
+    **dict.fromkeys(("auth", "encrypt"), "prefix files are plain safetensors, which no key protects"),
+    **dict.fromkeys(("max_bytes", "ttl"), "nothing removes prefix files, so they would not be bounded"),
+    **dict.fromkeys(
+        ("sse", "sse_kms_key_id", "role_arn", "storage_class"), "prefix files are written by s3fs, which is not told"
+    ),
+}
 
 
 def vllm_config(deployment_path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -93,16 +101,34 @@ def shared_place(extra_config: Mapping[str, Any]) -> dict[str, Any]:
     index = extra_config.get("index", 0 if len(tiers) == 1 else None)
     if not isinstance(index, int) or not 0 <= index < len(tiers):
         raise ConfigError(f"{config_file} has {len(tiers)} tiers; write 0..{len(tiers) - 1}", field="index")
-    place = _shared_place(tiers[index])
-    if place is None:
-        raise ConfigError(f"tiers[{index}] is no storage for plain and unbounded prefixes", field="config_file")
-    return place
+    try:
+        return _shared_place(tiers[index])
+    except ConfigError as e:
+        raise ConfigError(
+            f"tiers[{index}] is no storage for plain and unbounded prefixes: {e}", field="config_file"
+        ) from e
+
+
+def why_not_shared(deployment_path: str | os.PathLike[str]) -> str:
+    """Which key of each tier keeps the way ``shared_storage`` from a deployment that has it not.
+
+    Raises:
+        ConfigError: lists the file's mistakes.
+    """
+    reasons = []
+    for index, tier in enumerate(load_config(deployment_path, SecondaryTierFactory.tier_types()).tiers):
+        try:
+            _shared_place(tier)
+        except ConfigError as e:
+            reasons.append(f"tiers[{index}].{e}")
+    return "; ".join(reasons) or "tiers: there are none"
 
 
 def _first_place(deployment: DeploymentConfig, path: str) -> dict[str, Any] | None:
     for index, tier in enumerate(deployment.tiers):
-        place = _shared_place(tier)
-        if place is None:
+        try:
+            place = _shared_place(tier)
+        except ConfigError:
             continue
         if _may_hold_secrets(tier):
             return {"config_file": path, "index": index} if len(deployment.tiers) > 1 else {"config_file": path}
@@ -116,30 +142,31 @@ def _may_hold_secrets(tier: TierConfig | ExternalTierConfig) -> bool:
     return isinstance(tier, S3TierConfig) and public_url(tier.endpoint_url or "") != (tier.endpoint_url or "")
 
 
-def _shared_place(tier: TierConfig | ExternalTierConfig) -> dict[str, Any] | None:
-    """Folder or URL of a tier's storage, beside its blocks."""
-    if isinstance(tier, TierConfig) and tier.protection != "none":
-        return None  # prefix files are plain safetensors, which the tier's keys do not protect
-    if isinstance(tier, BoundedTierConfig) and tier.capacity_policy() is not None:
-        return None  # nothing bounds prefix files
+def _shared_place(tier: TierConfig | ExternalTierConfig) -> dict[str, Any]:
+    """Folder or URL of a tier's storage, beside its blocks.
+
+    Raises:
+        ConfigError: names the key that would not hold for prefix files.
+    """
+    if not isinstance(tier, (FsTierConfig, FsspecTierConfig, S3TierConfig)):
+        raise ConfigError(f"{tier.type} has no place for prefix files; fs, s3 and fsspec have", field="type")
+    for name, reason in _HINDRANCES.items():
+        if getattr(tier, name, None) not in (None, "none"):
+            raise ConfigError(reason, field=name)
     if isinstance(tier, FsTierConfig):
         return {"shared_storage_path": os.path.join(os.path.abspath(tier.root_dir), "prefixes")}
     if isinstance(tier, FsspecTierConfig):
         return {"shared_storage_path": f"{tier.url.rstrip('/')}/prefixes", "storage_options": tier.storage_options}
-    if isinstance(tier, S3TierConfig):
-        if tier.sse or tier.sse_kms_key_id or tier.role_arn or tier.storage_class:
-            return None  # what is asked of each object, or who asks, would not hold for prefix files
-        folder = "/".join(part for part in (tier.bucket, tier.prefix.strip("/"), "prefixes") if part)
-        place: dict[str, Any] = {"shared_storage_path": f"s3://{folder}"}
-        client = {"endpoint_url": tier.endpoint_url, "region_name": tier.region, "verify": tier.ca_bundle}
-        options: dict[str, Any] = {"client_kwargs": {name: value for name, value in client.items() if value}}
-        if not tier.verify:
-            options["client_kwargs"]["verify"] = False
-        if tier.profile:
-            options["profile"] = tier.profile
-        if tier.addressing_style != "auto":
-            options["config_kwargs"] = {"s3": {"addressing_style": tier.addressing_style}}
-        if any(options.values()):
-            place["storage_options"] = options
-        return place
-    return None
+    folder = "/".join(part for part in (tier.bucket, tier.prefix.strip("/"), "prefixes") if part)
+    place: dict[str, Any] = {"shared_storage_path": f"s3://{folder}"}
+    client = {"endpoint_url": tier.endpoint_url, "region_name": tier.region, "verify": tier.ca_bundle}
+    options: dict[str, Any] = {"client_kwargs": {name: value for name, value in client.items() if value}}
+    if not tier.verify:
+        options["client_kwargs"]["verify"] = False
+    if tier.profile:
+        options["profile"] = tier.profile
+    if tier.addressing_style != "auto":
+        options["config_kwargs"] = {"s3": {"addressing_style": tier.addressing_style}}
+    if any(options.values()):
+        place["storage_options"] = options
+    return place

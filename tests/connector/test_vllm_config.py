@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from connector.cli import EXIT_BAD_INPUT, app
 from connector.vllm_config import shared_place, vllm_config
 from tiers.errors import ConfigError
 
@@ -60,22 +62,30 @@ def test_memory_alone_has_no_place_to_share(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "tier",
+    ("tier", "key"),
     [
-        "{type: fs, root_dir: /mnt/a, max_bytes: 1GiB}",
-        "{type: fs, root_dir: /mnt/a, ttl: 7d}",
-        "{type: s3, bucket: kvs, sse: AES256}",
-        "{type: s3, bucket: kvs, sse: 'aws:kms', sse_kms_key_id: k}",
-        "{type: s3, bucket: kvs, role_arn: 'arn:aws:iam::123456789012:role/kv'}",
-        "{type: s3, bucket: kvs, storage_class: EXPRESS_ONEZONE}",
+        ("{type: fs, root_dir: /mnt/a, max_bytes: 1GiB}", "max_bytes"),
+        ("{type: fs, root_dir: /mnt/a, ttl: 7d}", "ttl"),
+        ("{type: fs, root_dir: /mnt/a, auth: gmac, keys_env: K}", "auth"),
+        ("{type: fs, root_dir: /mnt/a, encrypt: aes-gcm, keys_env: K}", "encrypt"),
+        ("{type: s3, bucket: kvs, sse: AES256}", "sse"),
+        ("{type: s3, bucket: kvs, sse: 'aws:kms', sse_kms_key_id: k}", "sse"),
+        ("{type: s3, bucket: kvs, role_arn: 'arn:aws:iam::123456789012:role/kv'}", "role_arn"),
+        ("{type: s3, bucket: kvs, storage_class: EXPRESS_ONEZONE}", "storage_class"),
+        ("{type: nfs, root_dir: /mnt/a}", "type"),
+        ("{type: memory, max_bytes: 1MiB}", "type"),
+        ("{type: Mine, module_path: mine, max_bytes: 1MiB}", "type"),
     ],
 )
-def test_what_would_not_hold_for_prefix_files_leaves_the_way_out(tmp_path: Path, tier: str) -> None:
+def test_what_would_not_hold_for_prefix_files_leaves_the_way_out(tmp_path: Path, tier: str, key: str) -> None:
     path = tmp_path / "one.yaml"
     path.write_text(f"region: {{size: 1GiB}}\ntiers: [{tier}]\n")
     assert set(vllm_config(path)) == {"spec", "tier"}
-    with pytest.raises(ConfigError, match="config_file"):
+    with pytest.raises(ConfigError, match=f"^config_file: .* prefixes: {key}: "):
         shared_place({"config_file": str(path)})
+    told = CliRunner().invoke(app, ["vllm-config", str(path), "--way", "shared_storage"], env={"COLUMNS": "300"})
+    assert told.exit_code == EXIT_BAD_INPUT
+    assert f"this file offers no shared_storage: tiers[0].{key}: " in told.output
 
 
 def test_what_s3fs_can_be_told_it_is_told(tmp_path: Path) -> None:
