@@ -22,7 +22,7 @@ from rich.table import Table
 
 from connector.commands import copy, storage
 from connector.commands.bench import bench
-from connector.commands.places import human_age
+from connector.commands.places import human_age, human_bytes
 from connector.commands.verify import verify
 from connector.region_file import free_bytes
 from tiers.builtin import make_seal
@@ -208,7 +208,7 @@ def find_problems(deployment: DeploymentConfig) -> list[str]:
     else:
         if free is not None and size > free:
             findings.append(
-                f"region.size: {_human(size)} is more than /dev/shm has free ({_human(free)}); "
+                f"region.size: {human_bytes(size)} is more than /dev/shm has free ({human_bytes(free)}); "
                 "lower it, or give /dev/shm more (in a container: --shm-size)"
             )
     if deployment.metrics.port is not None:
@@ -280,7 +280,8 @@ def _folder_problems(tier: FsTierConfig | NfsTierConfig) -> list[str]:
     except OSError as e:  # a folder above it that may not be searched, or a name that is too long
         return [f"root_dir: {root} cannot be had by uid {os.getuid()}: {e.strerror}"]
     if free < tier.min_free:
-        return [f"min_free: {_human(tier.min_free)} are to stay free, but only {_human(free)} are: nothing is stored"]
+        to_stay = human_bytes(tier.min_free)
+        return [f"min_free: {to_stay} are to stay free, but only {human_bytes(free)} are: nothing is stored"]
     return []
 
 
@@ -289,7 +290,7 @@ def _describe(path: Path, deployment: DeploymentConfig, findings: list[str]) -> 
     region = deployment.region
     console.print(f"[bold]{escape(str(path))}[/bold] is good. With it:\n")
     console.print(
-        f"KV blocks pass through a CPU region of [bold]{_human(region.size_bytes)}[/bold]; "
+        f"KV blocks pass through a CPU region of [bold]{human_bytes(region.size_bytes)}[/bold]; "
         f"when it is full, blocks leave by {region.eviction_policy.upper()}. "
         f"{deployment.blocks_per_chunk} engine block(s) make one stored block."
     )
@@ -314,8 +315,8 @@ def _bound_in_words(tier: BoundedTierConfig) -> str:
     rules = []
     if tier.max_bytes is not None:
         rules.append(
-            f"holds at most {_human(tier.max_bytes)}, all its writers together; above {tier.gc_high:.0%} of that the "
-            f"{_unused(tier)} blocks are removed until {tier.gc_low:.0%} are left"
+            f"holds at most {human_bytes(tier.max_bytes)}, all its writers together; above {tier.gc_high:.0%} of that "
+            f"the {_unused(tier)} blocks are removed until {tier.gc_low:.0%} are left"
         )
     if tier.ttl is not None:
         rules.append(f"blocks not {'used' if _notes_uses(tier) else 'written'} for {human_age(tier.ttl)} are removed")
@@ -337,10 +338,12 @@ def _where_and_how(tier: TierConfig | ExternalTierConfig) -> tuple[str, str]:
         return f"{tier.module_path or 'entry point'}", "a tier of yours; its options are not checked here"
     own: dict[str, Any] = {name: value for name, value in tier.model_dump().items() if name not in _SAID_OTHERWISE}
     where = next((str(own.pop(name)) for name in ("root_dir", "url", "bucket") if name in own), "this process's memory")
-    sizes = {name: _human(value) if isinstance(value, int) and value >= 4096 else value for name, value in own.items()}
+    sizes = {
+        name: human_bytes(value) if isinstance(value, int) and value >= 4096 else value for name, value in own.items()
+    }
     options = ", ".join(f"{name} {value}" for name, value in sizes.items() if value is not None)
     how = (
-        f"{tier.n_read_threads} load + {tier.n_write_threads} store threads, {_human(tier.task_bytes)} a task, "
+        f"{tier.n_read_threads} load + {tier.n_write_threads} store threads, {human_bytes(tier.task_bytes)} a task, "
         f"lookups answered within {tier.lookup_deadline_s} s, sealed with {tier.seal_checksum}"
     )
     return where, f"{how}; {options}" if options else how
@@ -349,15 +352,6 @@ def _where_and_how(tier: TierConfig | ExternalTierConfig) -> tuple[str, str]:
 def _refused(command: str, error: KVTiersError) -> typer.Exit:
     Console(stderr=True).print(f"kvtiers {command}: {error}", markup=False, highlight=False)
     return typer.Exit(EXIT_BAD_INPUT)
-
-
-def _human(size: int) -> str:
-    value = float(size)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:g} {unit}" if value == int(value) else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"
 
 
 def _console() -> Console:
