@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 _EVERY_TIER = -1  # as a bit mask
 _EXPIRED = float("-inf")
+_ASKED_LATELY_S = 5.0  # a request that was not asked of for so long may be forgotten
 
 
 @dataclass(slots=True, eq=False)
@@ -42,6 +43,7 @@ class _Request:
     """A request that missed the region.
 
     Attributes:
+        asked_at: when a key of it was last asked of the tiers.
         asked: when a key was first asked of the tiers, while an answer is owed.
         refused: bit mask of the tiers whose copy of a key cannot be had.
         hits: key -> tier, to be promoted.
@@ -51,6 +53,7 @@ class _Request:
     """
 
     context: ReqContext
+    asked_at: float
     asked: dict[OffloadKey, float] = field(default_factory=dict)
     refused: dict[OffloadKey, int] = field(default_factory=dict)
     hits: dict[OffloadKey, int] = field(default_factory=dict)
@@ -97,7 +100,8 @@ class TieringOffloadingManager(OffloadingManager):
         self.primary = primary
         self._tiers = tuple(GuardedTier(tier, primary.metrics) for tier in tiers)
         self.metrics = primary.metrics
-        self.metrics.inc("kvtiers_promotion_room_expired_total", by=0)  # rates see no increase in what begins at 1
+        for counter in ("kvtiers_lookups_refused_total", "kvtiers_promotion_room_expired_total"):
+            self.metrics.inc(counter, by=0)  # rates see no increase in what begins at 1
         self._options = options or TieringOptions()
         self._clock = clock
         self._job_ids = itertools.count(1)
@@ -106,7 +110,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._load_deadlines_s = [
             min(self._options.load_deadline_s, _load_deadline_s(tier.tier)) for tier in self._tiers
         ]
-        self._requests: OrderedDict[str, _Request] = OrderedDict()
+        self._requests: OrderedDict[str, _Request] = OrderedDict()  # the one asked of last is last
         self._waiting: dict[_Request, None] = {}  # an ordered set: with hits, loads under way or held blocks
         # What lookups of this step found in the region, by request.
         self._found: dict[str, dict[OffloadKey, Block]] = {}
@@ -229,9 +233,10 @@ class TieringOffloadingManager(OffloadingManager):
     def _lookup_tiers(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         if not self._tiers:
             return False
-        request = self._requests.get(req_context.req_id)
+        now = self._clock()
+        request = self._remember(req_context, now)
         if request is None:
-            request = self._remember(req_context)
+            return False
         if key in request.hits:
             return None
         refused = request.refused.get(key, 0)
@@ -248,11 +253,10 @@ class TieringOffloadingManager(OffloadingManager):
                 break
         # A tier that has not answered yet is before the hit, so it may be the faster one: worth a bounded wait.
         if owing:
-            now = self._clock()
-            asked_at = request.asked.setdefault(key, now)
-            if now - asked_at < self._options.lookup_deadline_s:
+            since = request.asked.setdefault(key, now)
+            if now - since < self._options.lookup_deadline_s:
                 return None
-            if asked_at > _EXPIRED:
+            if since > _EXPIRED:
                 request.asked[key] = _EXPIRED  # not waited for again, and counted once
                 for tier in owing:
                     self.metrics.inc("kvtiers_deadline_expired_total", tier.name, "lookup")
@@ -339,11 +343,30 @@ class TieringOffloadingManager(OffloadingManager):
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    def _remember(self, req_context: ReqContext) -> _Request:
+    def _remember(self, req_context: ReqContext, now: float) -> _Request | None:
+        """The request; None where it is new and as many as there may be wait already.
+
+        An engine asks of all its waiting requests in each step. If a new one took the place of one that waits, that one
+        would be new when it is asked of next and take the next one's place: nobody's wait would ever end.
+        """
+        request = self._requests.get(req_context.req_id)
+        if request is not None:
+            self._requests.move_to_end(req_context.req_id)
+            request.asked_at = now
+            return request
         if len(self._requests) >= self._options.requests_max:
-            _, oldest = self._requests.popitem(last=False)
+            oldest = next(iter(self._requests.values()))
+            if now - oldest.asked_at < _ASKED_LATELY_S:
+                self.metrics.inc("kvtiers_lookups_refused_total")
+                self._log_once(
+                    "requests_max",
+                    f"{len(self._requests)} requests wait for the tiers: those that come now are computed "
+                    "(see kvtiers_lookups_refused_total)",
+                )
+                return None
+            del self._requests[oldest.context.req_id]
             self._forget(oldest)
-        request = self._requests[req_context.req_id] = _Request(req_context)
+        request = self._requests[req_context.req_id] = _Request(req_context, now)
         return request
 
     def _forget(self, request: _Request) -> None:

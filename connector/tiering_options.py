@@ -24,7 +24,8 @@ class TieringOptions:
             a tier that has used its part up gets no more. Of a job beyond that part the rest waits unpinned, and may be
             evicted meanwhile. So a hung tier takes neither the region nor the others' share.
         promotion_hold_s: how long blocks loaded for a request are kept for it to come and use them.
-        requests_max: requests remembered; more forget the oldest.
+        requests_max: requests remembered. One more takes the place of one that was not asked of for 5 s; while there is
+            none, it is a miss.
         shutdown_s: bound of ``shutdown``. vLLM kills its engine after 5 s.
     """
 

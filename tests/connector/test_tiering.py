@@ -458,9 +458,53 @@ def test_remembered_requests_are_bounded() -> None:
     engine.lookup([KEYS[0]], ReqContext("first"))
     engine.manager.on_schedule_end()
     assert engine.counts.pinned == 1
+    engine.clock.advance(10)
     for number in range(5):
         engine.lookup([KEYS[9]], ReqContext(str(number)))
     assert engine.counts.pinned == 0
+
+
+@pytest.mark.parametrize("waiting_for", ["answers", "room"])
+def test_more_waiting_requests_than_are_remembered_do_not_restart_each_others_waits(waiting_for: str) -> None:
+    engine = Engine(num_blocks=4, auto=False, requests_max=4)
+    engine.tier.silent = waiting_for == "answers"
+    engine.tier.put(*KEYS[:6])
+    assert engine.manager.prepare_store(KEYS[50:54], REQ) is not None  # the engine holds every slot
+    requests = [ReqContext(str(number)) for number in range(6)]
+
+    def ask_all() -> list[bool | None]:
+        answers = [engine.manager.lookup(key, request) for key, request in zip(KEYS, requests, strict=False)]
+        engine.manager.on_schedule_end()
+        engine.clock.advance(0.1)
+        return answers
+
+    assert ask_all() == [None] * 4 + [False] * 2  # who comes too late is computed at once
+    assert engine.counted("kvtiers_lookups_refused_total") == 2
+    for _ in range(8):
+        answers = ask_all()
+    assert answers == [False] * 6
+    engine.manager.on_request_finished(requests[0])
+    engine.tier.silent = False
+    assert engine.manager.lookup(KEYS[4], requests[4]) is None  # there is a place again
+
+
+def test_a_request_that_was_asked_of_lately_is_kept_and_the_one_longest_not_asked_of_goes() -> None:
+    engine = Engine(num_blocks=4, auto=False, requests_max=2)
+    engine.tier.put(KEYS[0], KEYS[1])
+    first, second = ReqContext("first"), ReqContext("second")
+    engine.lookup([KEYS[0]], first)
+    engine.lookup([KEYS[1]], second)
+    engine.tier.finish(1)
+    engine.manager.on_schedule_end()
+    engine.clock.advance(10)
+    engine.lookup([KEYS[2]], first)
+    engine.tier.finish(2)
+    engine.manager.on_schedule_end()
+    assert engine.counts.pinned == 1  # that of second: first's was due
+    engine.tier.silent = True
+    assert engine.lookup([KEYS[3]], ReqContext("third")) == [None]
+    assert engine.counts.pinned == 0
+    assert engine.lookup([KEYS[3]], ReqContext("fourth")) == [False]
 
 
 # ---- tiers that misbehave (S3, S4)
