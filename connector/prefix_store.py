@@ -148,6 +148,9 @@ class PrefixStore:
                     self._files.write_all(files)
                     files = {}
             self._files.write_all(files)
+            if self._files.exists(path):  # another one was faster; only its layers would be named by no manifest
+                self._files.delete_folder(f"{folder}/{attempt}")
+                return False
             body = {
                 "format": FORMAT,
                 "identity": self._identity,
@@ -173,7 +176,7 @@ class PrefixStore:
 
         Raises:
             SealError: it is not what it should be; it was removed.
-            StoreError: the storage failed.
+            StoreError: the storage failed, or the chunk is gone (BlobNotFoundError).
         """
         import safetensors.torch
 
@@ -193,6 +196,8 @@ class PrefixStore:
                 self.counts.bytes_loaded += size
                 yield layer, safetensors.torch.load(data)[_TENSOR]
         except (SealError, BlobNotFoundError) as e:
+            if body is None and isinstance(e, BlobNotFoundError):
+                raise  # it was removed since it was matched
             self.counts.verify_failures += 1
             logger.warning("prefix chunk is not what it should be and counts as absent: %s", e)
             self._discard(chunk.path, body)
@@ -240,17 +245,19 @@ class PrefixStore:
     def _discard(self, path: str, body: Mapping[str, Any] | None) -> None:
         """Remove a bad chunk: its manifest first, so that nobody goes by it any more, then its layers' files."""
         with contextlib.suppress(StoreError):
-            if body is None or self._is_of(path, body["attempt"]):
+            if self._is_bad(path, body):
                 self._files.delete(path)
-            if body is not None:
+        if body is not None:
+            with contextlib.suppress(StoreError):
                 self._files.delete_folder(f"{path.rsplit('/', 1)[0]}/{body['attempt']}")
 
-    def _is_of(self, path: str, attempt: str) -> bool:
-        """False where another one has healed it meanwhile."""
+    def _is_bad(self, path: str, body: Mapping[str, Any] | None) -> bool:
+        """Read again: False where another one has healed it meanwhile."""
         try:
-            return bool(self._manifest(path)["attempt"] == attempt)
+            manifest = self._manifest(path)
         except SealError:
             return True
+        return body is not None and bool(manifest["attempt"] == body["attempt"])
 
     def _list(self, folder: str) -> list[str]:
         try:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tiers.errors import ConfigError, SealError, StoreError
+from tiers.errors import BlobNotFoundError, ConfigError, SealError, StoreError
 from tiers.keys import hash_blocks
 
 if TYPE_CHECKING:
@@ -281,6 +281,72 @@ def test_a_chunk_that_another_healed_meanwhile_stays(tmp_path: Path) -> None:
     with pytest.raises(SealError):
         list(loading)
     assert torch.equal(load(store, chunk, hashes)[LAYERS[0]], layers_of(2, 7.0)[LAYERS[0]])
+
+
+def test_a_manifest_that_another_healed_while_it_was_judged_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, hashes = store_at(str(tmp_path)), hashes_of(1, 2)
+    store.publish(hashes, layers_of(2))
+    (chunk,) = store.match(hashes)
+    manifest = tmp_path / chunk.path
+    manifest.write_bytes(b"damaged")
+    read = store._files.read
+
+    def heal_after_reading(path: str, bytes_max: int | None = None) -> bytes:
+        data = read(path, bytes_max)
+        if data == b"damaged":
+            manifest.unlink()
+            store_at(str(tmp_path)).publish(hashes, layers_of(2, 7.0))
+        return data
+
+    monkeypatch.setattr(store._files, "read", heal_after_reading)
+    with pytest.raises(SealError):
+        load(store, chunk, hashes)
+    assert torch.equal(load(store, chunk, hashes)[LAYERS[0]], layers_of(2, 7.0)[LAYERS[0]])
+
+
+def test_a_chunk_that_is_gone_is_a_miss_and_nothing_is_removed(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, hashes = store_at(url), hashes_of(1, 2)
+    store.publish(hashes, layers_of(2))
+    (chunk,) = store.match(hashes)
+    store._files.delete(chunk.path)
+    removed: list[str] = []
+    monkeypatch.setattr(store._files, "delete", removed.append)
+    with pytest.raises(BlobNotFoundError):
+        load(store, chunk, hashes)
+    assert removed == []
+    assert store.counts.verify_failures == 0
+
+
+def test_the_layers_of_a_damaged_chunk_go_though_another_has_removed_its_manifest(tmp_path: Path) -> None:
+    store, hashes = store_at(str(tmp_path)), hashes_of(1, 2)
+    store.publish(hashes, layers_of(2))
+    (chunk,) = store.match(hashes)
+    path = next(tmp_path.rglob(f"*{LAYERS[1]}.safetensors"))
+    path.write_bytes(b"x" * path.stat().st_size)
+    loading = store.load(chunk, hashes)
+    next(loading)
+    (tmp_path / chunk.path).unlink()
+    with pytest.raises(SealError):
+        list(loading)
+    assert every_file(tmp_path) == []
+
+
+def test_of_two_writers_of_one_chunk_the_slower_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, fast, hashes = store_at(str(tmp_path)), store_at(str(tmp_path)), hashes_of(1, 2)
+    write_all = slow._files.write_all
+
+    def be_overtaken(files: Mapping[str, bytes]) -> None:
+        write_all(files)
+        assert fast.publish(hashes, layers_of(2))
+
+    monkeypatch.setattr(slow._files, "write_all", be_overtaken)
+    assert not slow.publish(hashes, layers_of(2))
+    assert slow.counts.chunks_stored == 0
+    assert len(every_file(tmp_path)) == 1 + len(LAYERS)
+    (chunk,) = fast.match(hashes)
+    assert load(fast, chunk, hashes)
 
 
 def test_file_systems_that_know_no_refresh_are_fine() -> None:
