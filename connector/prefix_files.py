@@ -17,6 +17,7 @@ from tiers.errors import (
     StorePermissionError,
     StoreUnavailableError,
 )
+from tiers.stores.fsspec_driver import ATOMIC_PUT, LOCAL, TEMPORARY_FOLDER, protocols_of, put_and_move
 from tiers.tier_config import public_url
 
 FILES_AT_ONCE = 16  # in memory, and requests under way on an object store
@@ -114,7 +115,7 @@ class _LocalFiles(Files):
 
 
 class _FsspecFiles(Files):
-    """Files under an fsspec URL. Object stores show a put in one piece; for the rest see ``_LocalFiles``."""
+    """Files under an fsspec URL. Object stores show a put in one piece; elsewhere files are written and moved."""
 
     def __init__(self, url: str, options: dict[str, Any]) -> None:
         try:
@@ -126,10 +127,14 @@ class _FsspecFiles(Files):
                 f"{public_url(url)!r} cannot be used: {e}; see the extra kvtiers[fsspec]", field="url"
             ) from e
         self._root = root.rstrip("/")
+        self._is_atomic = bool(protocols_of(self._fs) & ATOMIC_PUT)
 
     def write(self, path: str, data: bytes) -> None:
         with _storage_errors(path):
-            self._fs.pipe_file(self._full(path), data)
+            if self._is_atomic:
+                self._fs.pipe_file(self._full(path), data)
+            else:
+                put_and_move(self._fs, self._full(path), [memoryview(data)], self._full(TEMPORARY_FOLDER))
 
     def read(self, path: str, bytes_max: int | None = None) -> bytes:
         with _storage_errors(path):
@@ -147,7 +152,9 @@ class _FsspecFiles(Files):
                 yield name, found[path]
 
     def write_all(self, files: Mapping[str, bytes]) -> None:
-        if files:
+        if not self._is_atomic:
+            super().write_all(files)
+        elif files:
             with _storage_errors(next(iter(files))):
                 self._fs.pipe({self._full(path): data for path, data in files.items()})
 
@@ -174,6 +181,9 @@ class _FsspecFiles(Files):
     def delete_folder(self, folder: str) -> None:
         for name in self.names(folder):
             self.delete(f"{folder}/{name}")
+        if not self._is_atomic:  # else there are no folders
+            with _storage_errors(folder), contextlib.suppress(FileNotFoundError):
+                self._fs.rmdir(self._full(folder))
 
     def _fresh(self, path: str) -> str:
         full = self._full(path)
@@ -204,7 +214,7 @@ def files_for(url: str, options: dict[str, Any]) -> Files:
     scheme, separator, rest = url.partition("://")
     if not separator:
         return _LocalFiles(url)
-    return _LocalFiles(rest) if scheme == "file" else _FsspecFiles(url, options)
+    return _LocalFiles(rest) if scheme in LOCAL else _FsspecFiles(url, options)
 
 
 @contextlib.contextmanager

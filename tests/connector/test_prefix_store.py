@@ -36,12 +36,16 @@ def layers_of(blocks: int, value: float = 0.0) -> dict[str, torch.Tensor]:
     return {layer: base + value + index * 1000 for index, layer in enumerate(LAYERS)}
 
 
-@pytest.fixture(params=["folder", "memory"])
+@pytest.fixture(params=["folder", "local", "memory", "file system with folders"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     if request.param == "folder":
         yield str(tmp_path / "prefixes")
         return
     fsspec = pytest.importorskip("fsspec")
+    if request.param != "memory":
+        scheme = "local" if request.param == "local" else "dir::file"
+        yield f"{scheme}://{tmp_path}/prefixes"
+        return
     yield f"memory://prefixes-{os.getpid()}-{tmp_path.name}"
     fsspec.filesystem("memory").store.clear()
 

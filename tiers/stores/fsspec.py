@@ -14,7 +14,6 @@ import asyncio
 import logging
 import os
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -38,9 +37,13 @@ from tiers.stores.chatty_loggers import cap_chatty_loggers
 from tiers.stores.fsspec_driver import (
     ATOMIC_PUT,
     EXCLUSIVE_CREATE,
+    LOCAL,
+    TEMPORARY_FOLDER,
     check_drivers,
     missing_package,
     mtime_of,
+    protocols_of,
+    put_and_move,
     size_of,
     translate,
 )
@@ -49,14 +52,11 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-TEMPORARY_FOLDER: Final = ".tmp"
 TEMPORARY_S_MAX: Final = 3600.0
 # Folders this deep are listed one by one, what is below each of them at once: the layout has 4,096 folders at the depth
 # of 2, so a listing holds a 4,096th of a namespace in memory.
 LISTED_DEPTH: Final = 2
 ASKED_AT_ONCE: Final = 128
-
-_LOCAL: Final = frozenset(["file", "local"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,16 +98,15 @@ class FsspecStore(Store):
         self._clock = clock
         self._closed = False
         self._place = self._connect()
-        protocol = self._place.fs.protocol
-        self._protocols = {protocol} if isinstance(protocol, str) else set(protocol)
-        self._is_local = bool(self._protocols & _LOCAL)
-        self._is_atomic = bool(self._protocols & ATOMIC_PUT)
-        if not self._place.root and self._is_atomic and "memory" not in self._protocols:
+        protocols = protocols_of(self._place.fs)
+        self._is_local = bool(protocols & LOCAL)
+        self._is_atomic = bool(protocols & ATOMIC_PUT)
+        if not self._place.root and self._is_atomic and "memory" not in protocols:
             raise StoreConfigError(f"{self!r} names no bucket; write protocol://bucket/folder")
         self.capabilities = Capabilities(
-            exclusive_create=bool(self._protocols & EXCLUSIVE_CREATE),
-            shared="memory" not in self._protocols,
-            latency_bound=not self._protocols & {*_LOCAL, "memory"},
+            exclusive_create=bool(protocols & EXCLUSIVE_CREATE),
+            shared="memory" not in protocols,
+            latency_bound=not protocols & {*LOCAL, "memory"},
         )
         if not self._is_atomic:
             self._sweep()
@@ -124,7 +123,7 @@ class FsspecStore(Store):
         try:
             if self._is_atomic:
                 return self._run(key, lambda: self._put_at_once(place, key, parts, overwrite=overwrite))
-            self._run(key, lambda: self._put_and_move(place, key, parts))
+            self._run(key, lambda: put_and_move(place.fs, place.path(key), parts, place.path(TEMPORARY_FOLDER)))
             return True
         except BlobNotFoundError:
             raise StoreConfigError(f"{self!r}: the bucket or the root does not exist", key=key) from None
@@ -277,28 +276,6 @@ class FsspecStore(Store):
                 raise
             return False
 
-    def _put_and_move(self, place: _Place, key: str, parts: Sequence[memoryview]) -> None:
-        fs = place.fs
-        target = place.path(key)
-        if fs.isdir(target):
-            raise BlobCorruptError("there is a folder")  # a move would put the blob into it
-        folder = place.path(TEMPORARY_FOLDER)
-        temporary = f"{folder}/.{uuid.uuid4().hex}"  # a dot name, wherever it may end up
-        try:
-            _with_folder(fs, folder, lambda: _write(fs, temporary, parts))
-            if self._is_local:
-                # Not mv: fsspec's is shutil.move, which copies when the rename fails, and half a copy is visible.
-                _with_folder(fs, target.rpartition("/")[0], lambda: os.replace(temporary, target))
-            else:
-                fs.makedirs(target.rpartition("/")[0], exist_ok=True)
-                fs.mv(temporary, target)
-        except BaseException:
-            try:
-                fs.rm_file(temporary)
-            except Exception as e:  # noqa: BLE001 - any driver, any exception; the sweep will find it
-                logger.debug("%r: a temporary file stays: %s", self, type(e).__name__)
-            raise
-
     def _read_at_once(self, path: str, parts: Sequence[memoryview], size: int) -> None:
         """One request for a byte more than is wanted, so that a longer blob shows."""
         try:
@@ -376,21 +353,6 @@ def _outcome(call: Callable[[str], Any], path: str) -> Any:
         return call(path)
     except Exception as e:  # noqa: BLE001 - any driver, any exception; translated where it is looked at
         return e
-
-
-def _with_folder(fs: Any, folder: str, call: Callable[[], None]) -> None:
-    """Make the call, and the folder only if it turns out to be missing."""
-    try:
-        call()
-    except FileNotFoundError:
-        fs.makedirs(folder, exist_ok=True)
-        call()
-
-
-def _write(fs: Any, path: str, parts: Sequence[memoryview]) -> None:
-    with fs.open(path, "wb") as file:
-        for part in parts:
-            file.write(part)
 
 
 def _is_hidden(path: str) -> bool:

@@ -1,12 +1,16 @@
-"""What fsspec's drivers are and say, in our words."""
+"""What fsspec's drivers are and say, in our words, and how a file comes whole to those whose put is no single step."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import os
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final
 
 from tiers.errors import (
+    BlobCorruptError,
     BlobNotFoundError,
     StoreConfigError,
     StoreError,
@@ -16,18 +20,71 @@ from tiers.errors import (
 )
 from tiers.posix import store_error
 
+logger = logging.getLogger(__name__)
+
+#: Protocols of files on this machine.
+LOCAL: Final = frozenset(["file", "local"])
 #: Protocols whose put is one step.
 ATOMIC_PUT: Final = frozenset(
     ["abfs", "abfss", "adl", "az", "gcs", "gs", "hf", "memory", "oci", "oss", "r2", "s3", "s3a"]
 )
 #: Protocols whose drivers put with If-None-Match.
 EXCLUSIVE_CREATE: Final = frozenset(["s3", "s3a"])
+#: Of a root, for files that are not whole yet.
+TEMPORARY_FOLDER: Final = ".tmp"
 #: Where drivers keep a file's time.
 _MILLISECONDS_FIELD: Final = "modificationTime"  # webhdfs
 _TIME_FIELDS: Final = (
     *("mtime", "LastModified", "last_modified", "updated", "modified", "created"),
     *("modify", _MILLISECONDS_FIELD, "last_commit"),  # ftp, webhdfs, hf
 )
+
+
+def protocols_of(fs: Any) -> frozenset[str]:
+    """The names that a file system goes by."""
+    return frozenset([fs.protocol] if isinstance(fs.protocol, str) else fs.protocol)
+
+
+def put_and_move(fs: Any, target: str, parts: Sequence[memoryview], temporary_folder: str) -> None:
+    """Write under a name of its own and move it: for drivers whose put shows what is half there, and makes no folders.
+
+    Raises:
+        BlobCorruptError: there is a folder of this name.
+        Exception: whatever the driver raises.
+    """
+    if fs.isdir(target):
+        raise BlobCorruptError("there is a folder")  # a move would put the blob into it
+    folder = target.rpartition("/")[0]
+    temporary = f"{temporary_folder}/.{uuid.uuid4().hex}"  # a dot name, wherever it may end up
+    try:
+        _with_folder(fs, temporary_folder, lambda: _write(fs, temporary, parts))
+        if protocols_of(fs) & LOCAL:
+            # Not mv: fsspec's is shutil.move, which copies when the rename fails, and half a copy is visible.
+            _with_folder(fs, folder, lambda: os.replace(temporary, target))
+        else:
+            fs.makedirs(folder, exist_ok=True)
+            fs.mv(temporary, target)
+    except BaseException:
+        try:
+            fs.rm_file(temporary)
+        except Exception as e:  # noqa: BLE001 - any driver, any exception; a sweep will find it
+            logger.debug("%s: a temporary file stays: %s", type(fs).__name__, type(e).__name__)
+        raise
+
+
+def _with_folder(fs: Any, folder: str, call: Callable[[], None]) -> None:
+    """Make the call, and the folder only if it turns out to be missing."""
+    try:
+        call()
+    except FileNotFoundError:
+        fs.makedirs(folder, exist_ok=True)
+        call()
+
+
+def _write(fs: Any, path: str, parts: Sequence[memoryview]) -> None:
+    with fs.open(path, "wb") as file:
+        for part in parts:
+            file.write(part)
 
 
 def size_of(info: Any) -> int | None:
