@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tiers.config import DeploymentConfig
-from tiers.errors import ConfigError, KVTiersError, StoreError
+from tiers.errors import ConfigError, KVTiersError
 from tiers.metrics import MetricDef, MetricKind, Metrics
 from tiers.open_store import open_store
 from tiers.store import Store
@@ -117,11 +117,11 @@ class WatchedTier:
         try:
             self._open().size(PROBE_KEY)
             free_bytes = _free_bytes(self.config)
-        except StoreError as e:
+        except Exception as e:  # whatever hinders it, the storage was not seen to answer
             error = type(e).__name__
+            if not isinstance(e, (KVTiersError, OSError)):
+                logger.exception("tier %s could not be probed", self.name)
             self._forget()
-        except (KVTiersError, OSError) as e:
-            error = type(e).__name__
         self.last = ProbeResult(self._probes, began, self._clock() - began, error, free_bytes)
         self.asking_since = None
         return self.last
@@ -165,7 +165,7 @@ class WatchedTier:
     def _forget(self) -> None:
         store, self._store = self._store, None
         if store is not None:
-            with contextlib.suppress(StoreError):
+            with contextlib.suppress(Exception):  # a store that failed may fail at this, too
                 store.close()
 
 
