@@ -80,7 +80,7 @@ def reap_stale_regions(directory: str = "/dev/shm") -> list[str]:
         except (OSError, RegionError):
             continue
         try:
-            header = RegionHeader.read(fd) if _try_lock(fd) else None
+            header = RegionHeader.read(fd, path) if _try_lock(fd) else None
             if header is not None and header.is_stale(fd) and _unlink_if_same(path, fd):
                 reaped.append(path)
         except (OSError, RegionError):  # nothing is known of it, or it is another program version's: its business
@@ -113,7 +113,7 @@ def check_attached(fd: int, geometry: RegionGeometry) -> None:
     Raises:
         RegionError: it is not.
     """
-    header = RegionHeader.read(fd)
+    header = RegionHeader.read(fd, f"behind descriptor {fd}")
     if header is None or not header.sized:
         raise RegionError(f"no region is behind descriptor {fd}")
     header.check_geometry(geometry, f"behind descriptor {fd}")
@@ -148,7 +148,7 @@ def join_named(
         try:
             while not _try_lock(fd):
                 # Somebody allocates or joins. A mismatch need not wait for that.
-                header = RegionHeader.read(fd)
+                header = RegionHeader.read(fd, path)
                 if header is not None and header.is_creator_alive(fd):
                     header.check_geometry(geometry, path)
                 if clock() >= deadline:
@@ -164,7 +164,7 @@ def join_named(
 
 def take_seat(fd: int, path: str, seat: int) -> None:
     """Say that this process has mapped the file, remove the name if it was the last to, and unlock (step 3)."""
-    header = RegionHeader.read(fd)
+    header = RegionHeader.read(fd, path)
     assert header is not None
     write_seat(fd, header.geometry, seat)
     if all(pid for index, pid in enumerate(header.seats) if index != seat):
@@ -236,7 +236,7 @@ def _is_joinable(path: str, fd: int, geometry: RegionGeometry, seat: int) -> boo
     """Whether the locked file is the one to join; False: begin anew."""
     if not _is_same(path, fd):  # every seat was taken, or the file was reaped, while this process waited for the lock
         return False
-    header = RegionHeader.read(fd)
+    header = RegionHeader.read(fd, path)
     if header is None and os.fstat(fd).st_size:
         raise RegionError(f"{path} exists and is no region of ours; remove it or choose another instance_id")
     if header is None or header.is_stale(fd):
@@ -247,7 +247,10 @@ def _is_joinable(path: str, fd: int, geometry: RegionGeometry, seat: int) -> boo
     pid = header.seats[seat]
     if pid:
         who = "the scheduler" if seat == geometry.num_workers else f"rank {seat}"
-        raise RegionError(f"region {path}: {who} is process {pid} already; two engines share one instance_id")
+        raise RegionError(
+            f"region {path}: {who} is process {pid} already, or one that it forked and that outlived it: "
+            "two engines share one instance_id, or an ended one has left that process behind"
+        )
     return True
 
 

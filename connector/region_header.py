@@ -3,8 +3,8 @@
 Behind the rows, so that they are page-aligned in the file as in memory. A seat is one a worker, and one for the
 scheduler. Who sits there is a pid, for messages, and whether it lives is a lock on the seat's first byte (fcntl(2),
 open file description locks): the kernel takes it back when the last descriptor of that process' opening is closed,
-those that its tiers' worker processes were given included. A pid would say nothing to containers that share /dev/shm
-and not their PID namespace: there it is nobody, or somebody else.
+those that its tiers' worker processes were given, or that a child of a fork inherited, included. A pid would say
+nothing to containers that share /dev/shm and not their PID namespace: there it is nobody, or somebody else.
 """
 
 from __future__ import annotations
@@ -93,8 +93,11 @@ class RegionHeader:
     seats: tuple[int, ...]
 
     @classmethod
-    def read(cls, fd: int) -> Self | None:
+    def read(cls, fd: int, what: str) -> Self | None:
         """None: no header of ours.
+
+        Args:
+            what: the file's path, for messages.
 
         Raises:
             RegionError: another version's header.
@@ -107,7 +110,10 @@ class RegionHeader:
         if magic != _MAGIC:
             return None
         if version != _VERSION:
-            raise RegionError(f"region header has version {version}, this program knows {_VERSION}")
+            raise RegionError(
+                f"region {what} has a header of version {version}, this program knows {_VERSION}: if no engine of the "
+                "other program's version is starting, remove the file; else choose another instance_id"
+            )
         fixed = page[: _FIXED.size]
         if _CHECKSUM.unpack_from(page, _FIXED.size)[0] != zlib.crc32(fixed):
             return None

@@ -296,6 +296,28 @@ def test_a_reaper_without_descriptors_takes_nobody_for_dead(directory: str) -> N
     end(alive, reaper)
 
 
+def test_a_forked_child_that_outlives_its_engine_is_told_of_and_its_end_frees_the_region(directory: str) -> None:
+    def run(say: Callable[[str], None]) -> None:
+        SharedOffloadRegion("x", NUM_BLOCKS, PAGE, 2, 0, directory=directory)
+        heir = os.fork()
+        if heir:
+            say(str(heir))
+        signal.pause()
+
+    engine = fork(run)
+    heir = int(engine.read_line())
+    engine.kill()
+    os.waitpid(engine.pid, 0)
+    try:
+        with pytest.raises(RegionError, match=f"rank 0 is process {engine.pid} already, or one that it forked"):
+            SharedOffloadRegion("x", NUM_BLOCKS, PAGE, 2, 0, directory=directory)
+    finally:
+        os.kill(heir, signal.SIGKILL)
+    assert engine.read_line() == ""  # the pipe's last holder is gone
+    os.close(engine.lines)
+    assert_engine_starts(directory)
+
+
 def test_a_mismatch_is_told_while_the_creator_still_allocates(directory: str) -> None:
     def run(say: Callable[[str], None]) -> None:
         def allocate(fd: int, offset: int, length: int) -> NoReturn:
