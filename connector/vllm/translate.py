@@ -34,7 +34,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult as VllmJobResult
 from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
 
 from connector.base import CacheConfig, KVCacheGroup, ModelConfig, OffloadingConfig, ParallelConfig
-from connector.vllm.weights import weights_revision
+from connector.vllm.weights import kv_revision
 from tiers.base import JobMetadata, JobResult, OffloadingEvent
 from tiers.errors import ConfigError
 from tiers.file_mapper import VllmLayout
@@ -175,11 +175,10 @@ def find_vllm_config() -> Any | None:
 
 
 def _model_revision(vllm_config: Any | None) -> str | None:
-    model = getattr(vllm_config, "model_config", None)
-    if model is None:
+    if getattr(vllm_config, "model_config", None) is None:
         logger.warning("the revision of the model's weights is not known; it is not part of the namespace")
         return None
-    return weights_revision(model)
+    return kv_revision(vllm_config)
 
 
 def kv_platform(vllm_config: Any | None, block_sizes: Iterable[int]) -> str:

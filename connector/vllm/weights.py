@@ -1,7 +1,8 @@
-"""Which weights a model has: by commit where it is known, else by what is in its folder.
+"""What decides the KV of given tokens beyond a model's name: its weights, and what an engine was told to do with them.
 
-The answer must be the same in the scheduler, in every worker and on every host with the same files. So it does not come
-from vLLM's ``hf_config`` where there are files: models change that while they are loaded, which only workers do.
+Weights are known by their commit, else by what is in their folder. The answer must be the same in the scheduler, in
+every worker and on every host with the same files. So it does not come from vLLM's ``hf_config`` where there are files:
+models change that while they are loaded, which only workers do.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
+
+from tiers.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -27,52 +31,194 @@ _WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
 _CONFIGS = re.compile(r"config\.json|params\.json|.*quant.*config\.json|.*\.py")
 
 
-def weights_revision(model: Any) -> str | None:
+#: Formats of ``--load-format`` that read the model's own files, which are known by commit or digest.
+_OWN_FILES = frozenset(
+    {"auto", "bitsandbytes", "fastsafetensors", "gguf", "hf", "instanttensor", "ipc_cache", "mistral", "modelexpress"}
+    | {"npcache", "pt", "runai_streamer", "runai_streamer_sharded", "safetensors", "sharded_state"}
+)
+#: Fields of ``--model-loader-extra-config`` that say where weights are. The others are speeds and secrets.
+_LOCATION = re.compile(r"(.*_)?(uri|url|dir|path|pattern|endpoint)")
+
+_LLAMA4_TUNED_ABOVE_TOKENS = 32_768
+
+
+def kv_revision(vllm_config: Any) -> str | None:
+    """The weights, and each setting of an engine with which the same weights give other KV; None: nothing is known.
+
+    Settings at their defaults add nothing.
+
+    Args:
+        vllm_config: vLLM's VllmConfig, or what has some of its fields.
+
+    Raises:
+        ConfigError: ``calculate_kv_scales``: what is stored could only be read by the process that stored it.
+    """
+    model = vllm_config.model_config
+    cache = getattr(vllm_config, "cache_config", None)
+    if getattr(cache, "calculate_kv_scales", False) and getattr(cache, "cache_dtype", "auto") != "auto":
+        raise ConfigError(
+            "each process takes its scales from the first prompt that it sees, so KV that is stored means something "
+            "else in the next one; turn it off",
+            field="calculate_kv_scales",
+        )
+    load = getattr(vllm_config, "load_config", None)
+    parts = [weights_revision(model, load), *_by_length(model)]
+    settings = {
+        "quant": getattr(model, "quantization_config", None),
+        "kv_skip": sorted(getattr(cache, "kv_cache_dtype_skip_layers", None) or ()),
+        "mamba": [
+            dtype
+            for name in ("mamba_cache_dtype", "mamba_ssm_cache_dtype")
+            if (dtype := getattr(cache, name, "auto")) != "auto"
+        ],
+        "mm": {
+            name: value
+            for name in ("mm_processor_kwargs", "video_pruning_rate", "video_pruning_method")
+            if (value := getattr(getattr(model, "multimodal_config", None), name, None))
+        },
+    }
+    parts += [f"{name}:{_digest(value)}" for name, value in settings.items() if value]
+    speculative = getattr(vllm_config, "speculative_config", None)
+    draft = getattr(speculative, "draft_model_config", None)
+    if draft is not None and draft.model != model.model:  # its layers' KV is in the blocks, too
+        revision = weights_revision(draft, getattr(speculative, "draft_load_config", None) or load)
+        parts.append(f"draft:{_digest([draft.model, revision])}")
+    return "+".join(part for part in parts if part) or None
+
+
+def weights_revision(model: Any, load: Any = None) -> str | None:
     """What the weights are beyond the model's name; None where nothing is known.
 
-    Commit or revision, quantization, and digests of: a local folder's weights and configs, ``hf_overrides``, and of the
-    final config where neither a commit nor files are known or a function overrides it.
+    Commit or revision, quantization, and digests of: a local folder's weights and configs, ``hf_overrides``, where
+    weights come from that are not the model's files, and of the final config where neither a commit nor files are
+    known, weights are in a bucket, or a function overrides it.
 
     Args:
         model: vLLM's ModelConfig.
+        load: vLLM's LoadConfig.
     """
     hf_config = getattr(model, "hf_config", None)
-    commit = getattr(hf_config, "_commit_hash", None)
-    files = [found for path in _places(model) if (found := files_digest(path))]
-    url = getattr(model, "model_weights", None)
+    name, revision = str(getattr(model, "model", None) or ""), getattr(model, "revision", None)
+    url = str(getattr(model, "model_weights", None) or "")
+    # Weights in a bucket: beside them is a folder with the configs only, on the host that pulled them and no other.
+    in_bucket = "://" in url
+    config_path = getattr(model, "hf_config_path", None)
+    commit = config_commit = getattr(hf_config, "_commit_hash", None)
+    is_local = in_bucket or not name or os.path.exists(name)
+    if not is_local and (config_path or not commit):
+        # The config's commit is that of another repository, or there is none: that of the weights is looked up.
+        commit = hub_commit(name, revision, getattr(load, "download_dir", None))
+        if not (commit or revision):
+            logger.warning(
+                "which commit of %s is loaded is not known: weights that follow are taken for the same", name
+            )
+    places = (config_path,) if in_bucket else (name, url, config_path)
+    files = [found for path in places if path and (found := files_digest(path))]
     if url and not os.path.exists(url):
-        files.append(f"weights:{_digest(url)}")  # in a bucket, beside a folder that has the configs only
+        files.append(f"weights:{_digest(url)}")
     overrides = getattr(model, "hf_overrides", None)
-    parts = [commit or getattr(model, "revision", None), getattr(model, "quantization", None), *files]
-    if callable(overrides) or not (commit or files):
+    parts = [commit or revision, getattr(model, "quantization", None), *files]
+    if config_commit != commit and config_commit:
+        parts.append(f"config:{config_commit}")
+    if callable(overrides) or in_bucket or not (commit or config_commit or files):
         parts.append(config_digest(hf_config))
     if overrides and not callable(overrides):
         parts.append(f"overrides:{_digest(overrides)}")
+    parts += _loaded_from(load)
     return "+".join(str(part) for part in parts if part) or None
+
+
+def hub_commit(name: str, revision: str | None, download_dir: str | None = None) -> str | None:
+    """The commit of a hub's model that the local cache has for a revision; None where it has none.
+
+    Args:
+        name: ``org/model``, or a file in it as ``org/model:file`` or ``org/model/file``.
+        download_dir: a cache that is looked at before the default one.
+    """
+    if re.fullmatch(r"[0-9a-f]{40}", revision or ""):
+        return revision
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    folder = "--".join(["models", *name.partition(":")[0].split("/")[:2]])
+    for cache in filter(None, (download_dir, HF_HUB_CACHE)):
+        try:
+            return Path(cache, folder, "refs", revision or "main").read_text().strip() or None
+        except (OSError, ValueError):
+            continue
+    return None
+
+
+def _by_length(model: Any) -> list[str]:
+    """What vLLM's models decide by ``max_model_len``, and with it the KV of every prompt, short ones too."""
+    config = getattr(model, "hf_text_config", None) or getattr(model, "hf_config", None)
+    length = getattr(model, "max_model_len", None)
+
+    def exceeds(limit: int | None) -> str:
+        # With -1 vLLM decides by one length, and then fits another one to the memory.
+        if getattr(model, "original_max_model_len", None) == -1:
+            return "auto"
+        return str(length if limit is None or length is None else length > limit)
+
+    parts = set()
+    for ropes in (getattr(config, "rope_parameters", None), getattr(config, "rope_scaling", None)):
+        for rope in (ropes, *ropes.values()) if isinstance(ropes, Mapping) else ():  # or one for each type of layers
+            if isinstance(rope, Mapping) and "longrope" in (rope.get("rope_type"), rope.get("type")):
+                name = "original_max_position_embeddings"
+                parts.add(f"long:{exceeds(rope.get(name) or getattr(config, name, None))}")
+    if str(getattr(config, "model_type", "")).startswith("llama4"):
+        generation = {**model.try_get_generation_config(), **model.override_generation_config}
+        parts.add(f"tuned:{generation.get('attn_temperature_tuning', exceeds(_LLAMA4_TUNED_ABOVE_TOKENS))}")
+    return sorted(parts)
+
+
+def _loaded_from(load: Any) -> list[str]:
+    """Where the weights are if not in the model's files: random ones, tensorizer's, a plugin's."""
+    load_format = str(getattr(load, "load_format", "auto")).lower()
+    parts = [] if load_format in _OWN_FILES else [f"load:{load_format}"]
+    found = dict(_locations(getattr(load, "model_loader_extra_config", None)))
+    return [*parts, f"from:{_digest(found)}"] if found else parts
+
+
+def _locations(extra: Any, within: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in extra.items() if isinstance(extra, Mapping) else ():
+        if isinstance(value, Mapping):
+            yield from _locations(value, f"{within}{name}.")
+        elif isinstance(value, str) and _LOCATION.fullmatch(name):
+            yield f"{within}{name}", value
 
 
 def files_digest(path: str) -> str | None:
     """Digest of a local model: its configs, and its weights' names, sizes and samples; None for what is not local.
 
     Weights of one shape have the same header and size whatever they were trained to, so bytes are read from all over
-    each file: 64 times 4 KiB. Times are left out: a folder's copies are the same model.
+    each file: 64 times 4 KiB. Times are left out: a folder's copies are the same model. In one process files are read
+    again when something about them has changed.
     """
     try:
         folder = Path(path)
-        entries = sorted(folder.iterdir()) if folder.is_dir() else [folder] if folder.is_file() else []
-        digest = hashlib.sha256()
-        seen = False
+        is_folder = folder.is_dir()
+        entries = sorted(folder.iterdir()) if is_folder else [folder]
+        files = []
         for file in entries:
-            is_weights = file.suffix in _WEIGHTS or folder.is_file()
-            if not (is_weights or _CONFIGS.fullmatch(file.name)) or not file.is_file():
-                continue
-            seen = True
-            for part in _contents(file, samples=SAMPLES_PER_FILE if is_weights else 0):
-                digest.update(len(part).to_bytes(8, "little") + part)
+            is_weights = file.suffix in _WEIGHTS or not is_folder
+            if (is_weights or _CONFIGS.fullmatch(file.name)) and file.is_file():
+                status = file.stat()
+                files.append(
+                    (file, is_weights, (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
+                )
+        return _digest_of_files(tuple(files)) if files else None
     except OSError as e:
         logger.warning("the weights in %s cannot be told from others: %s", path, e)
         return None
-    return f"files:{digest.hexdigest()[:_DIGEST_HEX_DIGITS]}" if seen else None
+
+
+@lru_cache(maxsize=64)
+def _digest_of_files(files: tuple[tuple[Path, bool, tuple[int, ...]], ...]) -> str:
+    digest = hashlib.sha256()
+    for file, is_weights, _ in files:
+        for part in _contents(file, samples=SAMPLES_PER_FILE if is_weights else 0):
+            digest.update(len(part).to_bytes(8, "little") + part)
+    return f"files:{digest.hexdigest()[:_DIGEST_HEX_DIGITS]}"
 
 
 def config_digest(hf_config: Any) -> str | None:
@@ -81,14 +227,6 @@ def config_digest(hf_config: Any) -> str | None:
         return None
     fields = {name: value for name, value in hf_config.to_dict().items() if name != "transformers_version"}
     return f"config:{_digest(fields)}"
-
-
-def _places(model: Any) -> Iterator[str]:
-    """Where the weights are, and the config if it is elsewhere."""
-    for name in ("model", "model_weights", "hf_config_path"):
-        path = getattr(model, name, None)
-        if isinstance(path, str) and path:
-            yield path
 
 
 def _contents(file: Path, *, samples: int) -> Iterator[bytes]:

@@ -15,7 +15,7 @@ import vllm
 from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.kv_offload.base import Locality, LookupResult, Medium
 
-from connector.vllm import translate
+from connector.vllm import translate, weights
 from tests.vllm.engines import keys, offloading_config, request
 from tiers.base import JobResult, OffloadingEvent
 from tiers.errors import ConfigError
@@ -275,3 +275,179 @@ def test_without_commit_and_files_and_with_a_function_the_final_config_counts(mo
     assert of_folder(model_folder, hf_config=final(1.0), **function) != of_folder(
         model_folder, hf_config=final(2.0), **function
     )
+
+
+def revision(**changes: Any) -> str | None:
+    """Of a model from a hub; ``load``, ``cache`` and ``speculative`` are vLLM's other configs."""
+    others = {f"{name}_config": SimpleNamespace(**changes.pop(name, {})) for name in ("load", "cache", "speculative")}
+    hub = {"model": "org/model", "revision": None, "hf_config": SimpleNamespace(_commit_hash="c0ffee")}
+    model = some_vllm_config(**hub | changes).model_config
+    return weights.kv_revision(SimpleNamespace(model_config=model, **others))
+
+
+def longrope(*, nested: bool = False, **model: Any) -> str | None:
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
+    parameters = {"full_attention": rope, "other": {"rope_type": "default"}} if nested else rope
+    return revision(hf_text_config=SimpleNamespace(rope_parameters=parameters), **model)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_the_lengths_that_choose_other_rope_factors_share_nothing(nested: bool) -> None:
+    short, long, longer = (longrope(nested=nested, max_model_len=length) for length in (4096, 4097, 131072))
+    assert short != long
+    assert long == longer
+    fitted = longrope(
+        nested=nested, max_model_len=4096, original_max_model_len=-1
+    )  # it was longer when that was chosen
+    assert fitted not in (short, long)
+
+
+def test_a_length_that_decides_nothing_is_not_part_of_it() -> None:
+    plain = SimpleNamespace(rope_parameters={"rope_type": "default", "rope_theta": 1e4}, model_type="llama")
+    assert revision(hf_text_config=plain, max_model_len=512) == revision(max_model_len=131072) == "c0ffee"
+
+
+def test_llama4_tunes_its_attention_by_length_or_as_it_is_told() -> None:
+    def tuned(length: int, file: dict[str, Any], override: dict[str, Any]) -> str | None:
+        return revision(
+            hf_text_config=SimpleNamespace(model_type="llama4_text"),
+            max_model_len=length,
+            try_get_generation_config=lambda: file,
+            override_generation_config=override,
+        )
+
+    assert tuned(32_768, {}, {}) != tuned(32_769, {}, {})
+    on = {"attn_temperature_tuning": True}
+    off = {"attn_temperature_tuning": False}
+    assert tuned(32_768, on, {}) == tuned(32_769, {}, {}) == tuned(1, off, on)
+    assert tuned(32_769, off, {}) == tuned(32_768, {}, {})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"cache": {"kv_cache_dtype_skip_layers": ["0", "3"]}},
+        {"cache": {"mamba_cache_dtype": "float16"}},
+        {"cache": {"mamba_ssm_cache_dtype": "float16"}},
+        {"quantization_config": {"ignore": ["lm_head"]}},
+        {"multimodal_config": SimpleNamespace(mm_processor_kwargs={"do_rescale": False})},
+        {"speculative": {"draft_model_config": SimpleNamespace(model="org/draft", revision="v1")}},
+        {"load": {"load_format": "dummy"}},
+        {"load": {"load_format": "tensorizer", "model_loader_extra_config": {"tensorizer_uri": "s3://a/b"}}},
+        {"load": {"load_format": "plugins", "model_loader_extra_config": {"weights_path": "/a"}}},
+        {"load": {"load_format": "sharded_state", "model_loader_extra_config": {"pattern": "new-{rank}"}}},
+    ],
+    ids=str,
+)
+def test_settings_with_which_the_same_model_gives_other_kv_share_nothing_with_the_defaults(
+    settings: dict[str, Any],
+) -> None:
+    default = revision(
+        cache={"kv_cache_dtype_skip_layers": [], "mamba_cache_dtype": "auto", "mamba_ssm_cache_dtype": "auto"},
+        quantization_config=None,
+        multimodal_config=SimpleNamespace(mm_processor_kwargs=None, video_pruning_rate=None),
+        speculative={"draft_model_config": SimpleNamespace(model="org/model", revision=None)},
+        load={"load_format": "auto", "model_loader_extra_config": {}},
+    )
+    assert default == "c0ffee"
+    assert revision(**settings) not in (default, None)
+
+
+def test_where_tensorizer_loads_from_counts_and_how_it_gets_there_does_not() -> None:
+    def tensorizer(**extra: Any) -> str | None:
+        config = {"tensorizer_config": {"tensorizer_dir": "org/model", **extra}}
+        return revision(load={"load_format": "tensorizer", "model_loader_extra_config": config})
+
+    assert tensorizer(tensorizer_uri="s3://a/1") != tensorizer(tensorizer_uri="s3://a/2")
+    assert tensorizer(num_readers=2, s3_secret_access_key="one") == tensorizer(s3_secret_access_key="two")
+    reading = [{"load_format": name} for name in ("hf", "safetensors", "runai_streamer", "fastsafetensors")]
+    assert {revision(load=load) for load in reading} == {"c0ffee"}
+
+
+def test_scales_that_only_one_process_knows_are_refused() -> None:
+    with pytest.raises(ConfigError, match="calculate_kv_scales"):
+        revision(cache={"calculate_kv_scales": True, "cache_dtype": "fp8"})
+    assert revision(cache={"calculate_kv_scales": True, "cache_dtype": "auto"}) == "c0ffee"
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
+def loaded(cache: Path, commit: str, ref: str = "main", repository: str = "org/model") -> None:
+    """What a hub's cache has after a download."""
+    file = cache / f"models--{repository.replace('/', '--')}" / "refs" / ref
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(commit)
+
+
+MISTRAL = SimpleNamespace(_commit_hash=None, to_dict=lambda: {"dim": 256})
+
+
+@pytest.mark.parametrize("name", ["org/model", "org/model:Q4_K_M", "org/model/file.gguf"])
+@pytest.mark.parametrize("ref", ["main", "refs/pr/1"])
+def test_a_config_without_a_commit_leaves_it_to_the_hubs_cache(hub_cache: Path, name: str, ref: str) -> None:
+    asked = {"model": name, "hf_config": MISTRAL, "revision": None if ref == "main" else ref}
+    found = []
+    for commit in ("c0ffee", "dec0de"):
+        loaded(hub_cache, commit, ref)
+        found.append(revision(**asked))
+    assert found == ["c0ffee", "dec0de"]
+    loaded(hub_cache / "own", "beef", ref)
+    assert revision(**asked, load={"download_dir": str(hub_cache / "own")}) == "beef"
+
+
+def test_a_config_of_another_repository_does_not_hide_which_weights_there_are(hub_cache: Path) -> None:
+    elsewhere = {"hf_config_path": "org/base"}
+    found = {revision(**elsewhere)}
+    for commit in ("dec0de", "beef"):
+        loaded(hub_cache, commit)
+        found.add(revision(**elsewhere))
+    found.add(revision(**elsewhere, revision="v1"))
+    found.add(revision(**elsewhere, revision="a" * 40))
+    found.add(revision(**elsewhere, hf_config=SimpleNamespace(_commit_hash="other")))
+    assert len(found) == 6
+    assert revision(**elsewhere, revision="a" * 40) == f"{'a' * 40}+config:c0ffee"
+
+
+def test_weights_that_cannot_be_told_from_later_ones_are_named(
+    hub_cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert not hub_cache.exists()
+    assert revision(hf_config=MISTRAL) is not None
+    assert "which commit of org/model is loaded is not known" in caplog.text
+
+
+def test_a_model_in_a_bucket_is_the_same_on_hosts_without_the_pulled_folder(
+    model_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (model_folder / "model.safetensors").unlink()  # configs alone are pulled
+
+    def of(url: str, folder: Path, theta: float = 1.0) -> str | None:
+        final = SimpleNamespace(_commit_hash=None, to_dict=lambda: {"theta": theta})
+        return revision(model=str(folder), model_weights=url, hf_config=final)
+
+    here = of("s3://bucket/one", model_folder)
+    assert here == of("s3://bucket/one", tmp_path / "absent")
+    assert len({here, of("s3://bucket/two", model_folder), of("s3://bucket/one", model_folder, 2.0)}) == 3
+    assert "is not known" not in caplog.text
+
+
+def test_files_are_read_once_in_a_process_until_something_about_them_changes(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = []
+    contents = weights._contents
+
+    def counting(file: Path, *, samples: int) -> Any:
+        read.append(file.name)
+        return contents(file, samples=samples)
+
+    monkeypatch.setattr(weights, "_contents", counting)
+    assert of_folder(model_folder) == of_folder(model_folder)
+    assert read == ["config.json", "model.safetensors"]
+    rewrite(model_folder / "model.safetensors", 0)
+    of_folder(model_folder)
+    assert len(read) == 4
