@@ -32,6 +32,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from connector.prefix_store import CHUNK_BLOCKS_MAX, FORMAT, PrefixStore
 from connector.vllm import translate
@@ -120,8 +121,8 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
     Threads: vLLM calls it from one thread in each process; jobs on ``_pool`` see a Transfer and hand back a result.
 
     Raises:
-        ConfigError: the path is missing or cannot be used, the model has several KV cache groups, or a block's tokens
-            are on several ranks.
+        ConfigError: the path is missing or cannot be used, the model has several KV cache groups or one that is not
+            of full attention, or a block's tokens are on several ranks.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -135,12 +136,22 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
                 "takes 1; use KVTiersSpec or KVTiersTier",
                 field="kv_connector",
             )
+        kv_cache_spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        for each in getattr(kv_cache_spec, "kv_cache_specs", {"": kv_cache_spec}).values():
+            # MLA is full attention to vLLM, too. What others no longer need lies in vLLM's null block, which all
+            # requests have: nothing can be stored from it, loaded into it, or reported as its failure.
+            if not isinstance(each, FullAttentionSpec):
+                raise ConfigError(
+                    f"the model's KV cache is {type(each).__name__}, SharedStorageConnector takes full attention and "
+                    "MLA; use KVTiersSpec or KVTiersTier",
+                    field="kv_connector",
+                )
         if getattr(transfer, "kv_load_failure_policy", "recompute") == "fail":
             logger.warning(
                 "kv_load_failure_policy is 'fail': a request that meets a damaged chunk will fail; write 'recompute'"
             )
         self._num_blocks = int(kv_cache_config.num_blocks)
-        self._block_size = int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
+        self._block_size = int(kv_cache_spec.block_size)
         self._lookup_deadline_s = float(extra.get("lookup_deadline_s", LOOKUP_DEADLINE_S))
         self._load_deadline_s = float(extra.get("load_deadline_s", LOAD_DEADLINE_S))
         spec = translate.engine_spec(build_offloading_config(vllm_config, kv_cache_config))

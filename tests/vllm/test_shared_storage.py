@@ -16,6 +16,14 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 import connector.vllm.shared_storage as module
 from connector.vllm.paged_buffer import extract_slots, inject_slots, token_pages
@@ -63,17 +71,20 @@ def test_kv_of_another_shape_or_type_is_not_injected() -> None:
             inject_slots(pages, torch.tensor([0, 1]), values)
 
 
+ATTENTION = {"block_size": SIZE, "num_kv_heads": 3, "head_size": 5, "dtype": torch.float32}
+
+
 class Rig:
     """A scheduler's and a worker's connector on one folder, and paged buffers."""
 
-    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch, **parallel: Any) -> None:
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch, kv_cache_spec: Any = None, **parallel: Any) -> None:
         config = offloading_config(**parallel)
         monkeypatch.setattr(module, "build_offloading_config", lambda *_: config)
         monkeypatch.setattr(KVConnectorBase_V1, "__init__", lambda *_, **__: None)
         transfer = SimpleNamespace(
             kv_connector_extra_config={"shared_storage_path": str(root)}, kv_load_failure_policy="recompute"
         )
-        group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=SIZE))
+        group = SimpleNamespace(kv_cache_spec=kv_cache_spec or FullAttentionSpec(**ATTENTION))
         cache = SimpleNamespace(kv_cache_groups=[group], num_blocks=BLOCKS)
         vllm_config = SimpleNamespace(kv_transfer_config=transfer)
         self.scheduler, self.worker = (
@@ -294,6 +305,37 @@ def test_another_tp_size_reads_nothing_of_it(rigs: Any) -> None:
 def test_blocks_whose_tokens_are_on_several_ranks_are_refused(rigs: Any, sizes: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="context_parallel_size"):
         rigs(**sizes)
+
+
+WINDOW = SlidingWindowSpec(**ATTENTION, sliding_window=64)
+STATE = MambaSpec(block_size=SIZE, shapes=((2, 3),), dtypes=(torch.float32,))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        WINDOW,
+        ChunkedLocalAttentionSpec(**ATTENTION, attention_chunk_size=64),
+        STATE,
+        UniformTypeKVCacheSpecs(block_size=SIZE, kv_cache_specs={"a": FullAttentionSpec(**ATTENTION), "b": WINDOW}),
+    ],
+    ids=lambda spec: type(spec).__name__,
+)
+def test_models_whose_prompts_lose_blocks_are_refused(rigs: Any, spec: Any) -> None:
+    with pytest.raises(ConfigError, match="takes full attention and MLA; use KVTiersSpec"):
+        rigs(kv_cache_spec=spec)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        MLAAttentionSpec(**ATTENTION | {"num_kv_heads": 1}),
+        UniformTypeKVCacheSpecs(block_size=SIZE, kv_cache_specs={"a": FullAttentionSpec(**ATTENTION)}),
+    ],
+    ids=lambda spec: type(spec).__name__,
+)
+def test_models_that_keep_all_of_a_prompt_are_taken(rigs: Any, spec: Any) -> None:
+    assert rigs(kv_cache_spec=spec).matched(prompt(TOKENS)) == (0, False)
 
 
 def test_every_rank_must_have_it(rigs: Any) -> None:
