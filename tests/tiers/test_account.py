@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
+from tests.waiting import wait_for
 from tiers.capacity.account import (
     GRANT_SHARE,
     MEASURED,
@@ -26,7 +27,13 @@ from tiers.capacity.account import (
     used_bytes,
 )
 from tiers.capacity.records import OWN_PREFIX
-from tiers.errors import StoreFullError, StorePermissionError, StoreUnavailableError
+from tiers.errors import (
+    StoreError,
+    StoreFullError,
+    StorePermissionError,
+    StoreTimeoutError,
+    StoreUnavailableError,
+)
 from tiers.layers.bound import BoundedStore
 from tiers.store import KeyInfo, Store
 from tiers.stores.memory import MemoryStore
@@ -435,3 +442,49 @@ def test_threads_share_one_account() -> None:
         thread.join()
     assert len(refused) == 200
     assert stored_bytes(store) == 100_000
+
+
+class WatchedLock:
+    """Counts who wanted it."""
+
+    def __init__(self) -> None:
+        self.wanted = 0
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        self.wanted += 1
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def test_who_waits_while_the_storage_does_not_answer_fails_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = FaultyStore(MemoryStore())
+    measure(store, 0.0)
+    account = Account(store, 100_000)
+    answer = threading.Event()
+    store.plan = [Fault("put", hang=answer, error=lambda: StoreTimeoutError("no answer"), count=None)]
+    asked = store.calls["put"]
+    errors: list[StoreError] = []
+
+    def take() -> None:
+        try:
+            account.take(1000, "b")
+        except StoreError as e:
+            errors.append(e)
+
+    lock = WatchedLock()
+    monkeypatch.setattr(account, "_lock", lock)
+    threads = [threading.Thread(target=take) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: lock.wanted == 4)
+    answer.set()
+    for thread in threads:
+        thread.join()
+    assert store.calls["put"] == asked + 1
+    assert sorted(type(error).__name__ for error in errors) == ["StoreTimeoutError"] + 3 * ["StoreUnavailableError"]
+    assert all("no answer" in str(error) for error in errors)
+    store.plan = []
+    account.take(1000, "b")

@@ -192,6 +192,7 @@ def _count(record: Mapping[str, Any], name: str) -> int | None:
 
 class Account:
     """One writer's part. Any thread may call; ``_lock`` owns the fields and is held while records are read and written.
+    Who has waited for it while that failed gets the same error.
 
     Args:
         store: the shared one.
@@ -222,6 +223,8 @@ class Account:
         self._lock = threading.Lock()
         self._denied_until = float("-inf")
         self._refusal = ""
+        self._failures = 0
+        self._failure = ""
         self._begin()
 
     def take(self, size: int, key: str) -> str:
@@ -231,16 +234,25 @@ class Account:
             StoreFullError: there is none, or nobody knows yet.
             StoreError: the records cannot be read or written.
         """
+        failures = self._failures
         with self._lock:
             now = self._clock()
             if now - self._renewed_at > self._name_s:
                 self._begin()
-            elif self._named_at is not None and now - self._renewed_at > self._renew_s:
-                self._publish()
-            if self._available < size:
-                if now < self._denied_until:
-                    raise StoreFullError(f"{size} bytes are refused: {self._refusal}", key=key)
-                self._reserve(size, key)
+            late = self._named_at is not None and now - self._renewed_at > self._renew_s
+            if late or self._available < size:
+                if failures != self._failures:  # or those who wait for a hung storage would time out one after another
+                    raise StoreUnavailableError(f"the account cannot be asked: {self._failure}", key=key)
+                try:
+                    if late:
+                        self._publish()
+                    if self._available < size:
+                        if now < self._denied_until:
+                            raise StoreFullError(f"{size} bytes are refused: {self._refusal}", key=key)
+                        self._reserve(size, key)
+                except StoreError as e:
+                    self._note_failure(e)
+                    raise
             self._available -= size
             return self._writer
 
@@ -272,7 +284,13 @@ class Account:
         try:
             self._publish()
         except StoreError as e:
+            self._note_failure(e)
             logger.debug("what others may read is more than is reserved: %s", e)  # it errs to the safe side
+
+    def _note_failure(self, error: StoreError) -> None:
+        if error.retryable:
+            self._failures += 1
+            self._failure = str(error)  # the error itself would keep its frames
 
     def _begin(self) -> None:
         """As a new writer: others may have taken the old one for dead. What is under way was counted as its."""
