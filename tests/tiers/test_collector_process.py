@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -23,7 +24,7 @@ from tiers.capacity.records import OWN_PREFIX
 from tiers.config import parse_config, parse_tier
 from tiers.errors import ConfigError
 from tiers.file_mapper import FileMapper
-from tiers.layers.worker_process import StoreRecipe
+from tiers.layers.worker_process import StoreRecipe, python_command
 from tiers.registry import SecondaryTierFactory
 from tiers.store import SupportsTouch
 from tiers.store_tier import StoreTierManager
@@ -141,25 +142,57 @@ def test_close_leaves_no_process_and_no_lease(root: Path, monkeypatch: pytest.Mo
     assert not [key for key in list_keys(LocalStore(root)) if key.startswith(f"{OWN_PREFIX}lease/")]
 
 
-def test_it_ends_when_its_parent_dies(root: Path) -> None:
+@pytest.mark.parametrize("forks", [False, True])
+def test_it_ends_when_its_parent_dies(root: Path, forks: bool) -> None:
+    """Also where another process of the parent's has the other end of its input open."""
     code = (
-        "import sys, time\n"
+        "import os, sys, time\n"
         "from pathlib import Path\n"
         "from tests.tiers.test_collector_process import make_link\n"
         "link = make_link(Path(sys.argv[1]), ttl_s=1000.0)\n"
         "while not link.take_reports():\n"
         "    time.sleep(0.01)\n"
-        "print(link._process.pid, flush=True)\n"
+        "helper = os.fork() if int(sys.argv[2]) else 0\n"
+        "if helper or not int(sys.argv[2]):\n"
+        "    print(link._process.pid, helper, flush=True)\n"
         "time.sleep(60)\n"
     )
     parent = subprocess.Popen(
-        [sys.executable, "-c", code, str(root)], cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", code, str(root), str(int(forks))],
+        cwd=Path(__file__).parents[2],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert parent.stdout is not None
-    pid = int(parent.stdout.readline())
+    pid, helper = map(int, parent.stdout.readline().split())
     parent.send_signal(signal.SIGKILL)
-    parent.communicate()
-    wait_for(lambda: not Path(f"/proc/{pid}").exists() or "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text())
+    parent.wait()
+    parent.stdout.close()
+    try:
+        wait_for(lambda: has_ended(pid))
+    finally:
+        if helper:
+            os.kill(helper, signal.SIGKILL)
+
+
+def has_ended(pid: int) -> bool:
+    return not Path(f"/proc/{pid}").exists() or "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
+
+
+def test_it_ends_when_its_input_ends_within_a_line(root: Path) -> None:
+    process = subprocess.Popen(
+        python_command("tiers.capacity.process", str(os.getpid())),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
+    config = {**StoreRecipe.of(LocalStore, root_dir=root).encode(), "policy": {"ttl_s": 1000.0}, "prefix": "m_"}
+    try:
+        process.communicate(f'{json.dumps(config)}\n["a block that was us', timeout=60)
+        assert process.returncode == 0
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_an_error_is_told_and_it_goes_on(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import subprocess
 import threading
 import time
@@ -127,7 +128,7 @@ class CollectorLink:
     def _serve(self) -> None:
         """One process, from its start to its end."""
         process = subprocess.Popen(
-            python_command("tiers.capacity.process"),
+            python_command("tiers.capacity.process", str(os.getpid())),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

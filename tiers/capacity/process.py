@@ -2,7 +2,7 @@
 
 It reads JSON lines from its standard input: first its configuration, then lists of names of blocks that were used. It
 writes JSON lines: ``{"removed": [names]}``, ``{"report": {…}, "used": bytes}`` after a run, ``{"error": "…"}``. At
-SIGTERM, and at the end of its input, when its parent is gone, it ends whatever it is doing: a run that is cut short
+SIGTERM, at the end of its input, and when its parent is gone, it ends whatever it is doing: a run that is cut short
 leaves nothing to repair.
 """
 
@@ -24,7 +24,7 @@ from tiers.capacity.account import read_measured, used_bytes
 from tiers.capacity.collector import Collector
 from tiers.capacity.policy import CapacityPolicy
 from tiers.errors import StoreError
-from tiers.layers.isolate_worker import decode_option, find_object
+from tiers.layers.isolate_worker import decode_option, die_with_parent, find_object
 from tiers.store import Store, SupportsTouch
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,8 @@ EXIT_S = 0.3
 
 
 def main() -> None:
-    """Serve standard input and output until the input ends."""
+    """Serve standard input and output until the input ends. The argument is the parent's pid."""
+    die_with_parent(int(sys.argv[1]))
     os.nice(NICENESS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to handle
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # by an exception, so that the lease is released
@@ -111,8 +112,11 @@ def _note_uses(store: Store, touches: deque[str], limit_s: float) -> None:
 
 
 def _read_touches(touches: deque[str]) -> None:
-    for line in sys.stdin:
-        touches.extend(json.loads(line))
+    try:
+        for line in sys.stdin:
+            touches.extend(json.loads(line))
+    except ValueError:
+        pass  # a part of a line: its parent died while it wrote
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(EXIT_S)
     os._exit(0)  # the main thread is inside a call that hangs

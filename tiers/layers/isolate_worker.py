@@ -117,10 +117,7 @@ def find_object(module: str, name: str) -> Any:
 def main() -> None:
     """Serve the socket whose descriptor is the first argument, until its other end is closed."""
     fd, parent_pid = int(sys.argv[1]), int(sys.argv[2])
-    # A worker in a hung call does not see the socket close; SIGKILL reaches it there. Then, as it may be too late:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        return
+    die_with_parent(parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to handle
     with socket.socket(fileno=fd) as sock:
         try:
@@ -136,6 +133,17 @@ def main() -> None:
                 worker.serve(sock, *receive_frame(sock))
         except (EOFError, ConnectionError):
             return
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """End when the parent's thread that started this process ends.
+
+    In a hung call nobody sees a pipe or socket close, and a process that the parent forked may hold its other end:
+    SIGKILL reaches it all the same.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it was too late
+        sys.exit()
 
 
 class _Worker:
