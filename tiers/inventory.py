@@ -6,13 +6,13 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from tiers.file_mapper import block_name
+from tiers.file_mapper import DIGEST_HEX_DIGITS, block_name
 from tiers.keys import OffloadKey, make_offload_key
 from tiers.store import KeyInfo, Store
 
-_NAME = re.compile(r"(.+)_r([0-9]+)/([0-9a-f]{3})/([0-9a-f]{2})_g([0-9]+)/([0-9a-f]{5,128})\.bin")
-
-_FOLDER = re.compile(r"(.+_[0-9a-f]{12})_r[0-9]+")
+_NAMESPACE = rf"([^/]+_[0-9a-f]{{{DIGEST_HEX_DIGITS}}})"  # one folder: what lies deeper is another root's
+_NAME = re.compile(_NAMESPACE + r"_r([0-9]+)/([0-9a-f]{3})/([0-9a-f]{2})_g([0-9]+)/([0-9a-f]{5,128})\.bin")
+_FOLDER = re.compile(_NAMESPACE + r"_r[0-9]+")
 
 #: Upper bounds of the ages that are told apart, in seconds.
 AGES_S = {"1h": 3600.0, "1d": 86_400.0, "7d": 7 * 86_400.0, "30d": 30 * 86_400.0, "older": float("inf")}

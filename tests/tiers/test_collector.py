@@ -135,6 +135,10 @@ def test_only_blocks_are_removed(store: LocalStore, tmp_path: Path) -> None:
         (name(1), True),
         ("model_0123456789ab_r12/abc/de_g0/abcde0.bin", True),
         ("model_0123456789ab/config.json", False),
+        ("team-b/model_0123456789ab_r12/abc/de_g0/abcde0.bin", False),  # a root within this one
+        ("notes_r1/abc/de_g0/abcdef.bin", False),
+        ("0123456789ab_r0/abc/de_g0/abcde0.bin", False),
+        ("model_0123456789ab_r0/abc/de_g0/123450.bin", False),
         ("_kvtiers/x_r0/abc/de_g0/abcde0.bin", False),
         ("model_r0/abc/de_g0/abcde0.tmp", False),
         ("model_r0/abc/abcde0.bin", False),

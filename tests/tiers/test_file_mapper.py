@@ -11,6 +11,7 @@ import pytest
 from tests.identity import FakeSpec, block_key
 from tiers.errors import ConfigError
 from tiers.file_mapper import FileMapper, strict_fields
+from tiers.inventory import parse_block_name
 from tiers.keys import make_offload_key
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "file_mapper.json"
@@ -41,6 +42,14 @@ def test_golden_paths() -> None:
         made = FileMapper(**case["args"])
         assert made.get_file_name(key) == case["file"]
         assert made.get_config_file_path() == case["config"]
+
+
+def test_golden_names_are_read_back() -> None:
+    for case in json.loads(GOLDEN.read_text()):
+        found = parse_block_name(case["file"].removeprefix(f"{case['args']['root_dir']}/"))
+        assert found is not None
+        assert found.offload_key == make_offload_key(bytes.fromhex(case["hash"]), case["group"])
+        assert f"{case['args']['root_dir']}/{found.path}" == case["file"]
 
 
 def test_digest_is_exactly_that_of_the_ten_fields() -> None:
