@@ -13,6 +13,7 @@ import json
 import os
 import queue
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -79,6 +80,7 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> int:
     check_extra()
     model = find_model(options.model)
     document = _read_document(options.prompt_file)
+    _check_question(options.question)
     _check_json_file(options.json_file)
     with contextlib.ExitStack() as cleanup:
         deployment = _deployment(options, cleanup)
@@ -97,14 +99,28 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> int:
     report = DemoReport(model.name, cold, warm, _public(deployment) | {"block_size": options.block_size})
     report.print(console)
     if options.json_file is not None:
-        report.write_json(options.json_file)
+        try:
+            report.write_json(options.json_file)
+        except OSError as e:
+            raise ConfigError(f"{options.json_file} cannot be written: {e.strerror}", field="--json") from e
     return 1 if report.problem else 0
 
 
 def _check_json_file(path: Path | None) -> None:
     """Now rather than after a minute's work."""
-    if path is not None and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
-        raise ConfigError(f"{path} is a folder, or its folder is not there or not writable", field="--json")
+    if path is None:
+        return
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder", field="--json")
+    if not os.access(path if os.path.exists(path) else path.absolute().parent, os.W_OK):
+        raise ConfigError(f"{path} is not writable, or its folder is not there or not writable", field="--json")
+
+
+def _check_question(question: str | None) -> None:
+    try:
+        (question or "").encode()
+    except UnicodeEncodeError as e:
+        raise ConfigError(f"{question!r} is no UTF-8 text", field="--question") from e
 
 
 class _Bars:
@@ -258,12 +274,12 @@ def _public(deployment: dict[str, Any]) -> dict[str, Any]:
 
 def _elsewhere(deployment: dict[str, Any], cleanup: contextlib.ExitStack) -> dict[str, Any]:
     """The deployment on another machine: what is local is empty there."""
-    near, *far = deployment["tiers"]
-    if "root_dir" not in near or not far:
+    tiers = deployment["tiers"]
+    if len(tiers) < 2 or "root_dir" not in tiers[0]:
         raise ConfigError("accepted with two tiers or more, the first with a root_dir", field="--another-replica")
     root = tempfile.mkdtemp(prefix="kvtiers-demo-")
     cleanup.callback(shutil.rmtree, root, ignore_errors=True)
-    return deployment | {"tiers": [near | {"root_dir": root}, *far]}
+    return deployment | {"tiers": [tiers[0] | {"root_dir": root}, *tiers[1:]]}
 
 
 def _read_document(path: Path | None) -> str:
@@ -275,7 +291,10 @@ def _read_document(path: Path | None) -> str:
     if path is None:
         return _license()
     try:
-        if path.stat().st_size > PROMPT_BYTES_MAX:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) and not path.is_dir():  # a device may have no end, and a pipe no writer
+            raise ConfigError(f"{path} is a pipe or a device; write a file", field="--prompt")
+        if status.st_size > PROMPT_BYTES_MAX:
             raise ConfigError(f"{path} is larger than {PROMPT_BYTES_MAX} bytes", field="--prompt")
         return path.read_text(encoding="utf-8")
     except OSError as e:

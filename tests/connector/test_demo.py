@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -125,7 +126,16 @@ def test_a_short_prompt_is_refused(options: DemoOptions, tmp_path: Path) -> None
 
 def test_bad_input_is_refused_before_anything_runs(options: DemoOptions, tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "no-tiers.yaml").write_text("region: {size: 4MiB}\ntiers: []\n")
+    os.mkfifo(tmp_path / "pipe")
     cases = [
+        (replace(options, prompt_file=tmp_path / "pipe"), "--prompt: .*pipe is a pipe or a device; write a file"),
+        (replace(options, prompt_file=Path("/dev/zero")), "--prompt: /dev/zero is a pipe or a device"),
+        (replace(options, question="\udcff?"), r"--question: '\\udcff\?' is no UTF-8 text"),
+        (
+            replace(options, root_dir=None, config_file=tmp_path / "no-tiers.yaml", another_replica=True),
+            "--another-replica: accepted with two tiers",
+        ),
         (replace(options, prompt_file=tmp_path / "absent"), "--prompt: .*absent cannot be read: No such file"),
         (replace(options, prompt_file=tmp_path), "--prompt: .* cannot be read: Is a directory"),
         (replace(options, prompt_file=tmp_path / "binary"), "--prompt: .*binary is no UTF-8 text"),
@@ -140,6 +150,24 @@ def test_bad_input_is_refused_before_anything_runs(options: DemoOptions, tmp_pat
     for bad, message in cases:
         with pytest.raises(ConfigError, match=message):
             run_demo(bad, quiet())
+
+
+def test_a_report_that_cannot_be_written_is_told_before_the_runs_where_that_can_be_known(
+    options: DemoOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert options.json_file is not None
+    options.json_file.touch()
+    with monkeypatch.context() as patch:  # root may write everything
+        patch.setattr(os, "access", lambda path, mode: path != options.json_file)
+        with pytest.raises(ConfigError, match=r"--json: .*figures\.json is not writable"):
+            run_demo(options, quiet())
+
+
+def test_a_report_that_finds_no_room_is_an_error_of_its_option(options: DemoOptions) -> None:
+    console = Console(record=True, width=120)
+    with pytest.raises(ConfigError, match="--json: /dev/full cannot be written: No space left"):
+        run_demo(replace(options, json_file=Path("/dev/full")), console)
+    assert "The same 8 tokens" in console.export_text()
 
 
 def test_the_default_text_is_long_and_everywhere() -> None:
