@@ -5,8 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -168,6 +173,35 @@ def test_a_report_that_finds_no_room_is_an_error_of_its_option(options: DemoOpti
     with pytest.raises(ConfigError, match="--json: /dev/full cannot be written: No space left"):
         run_demo(replace(options, json_file=Path("/dev/full")), console)
     assert "The same 8 tokens" in console.export_text()
+
+
+def test_sigterm_ends_the_worker_and_leaves_no_folder(options: DemoOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders: list[str] = []
+    workers: list[subprocess.Popen[bytes]] = []
+    make_folder = tempfile.mkdtemp
+
+    def watch_folder(*args: Any, **kwargs: Any) -> str:
+        folders.append(make_folder(*args, **kwargs))
+        return folders[-1]
+
+    def terminate(process: subprocess.Popen[bytes]) -> Iterator[dict[str, Any]]:
+        workers.append(process)
+        os.kill(os.getpid(), signal.SIGTERM)
+        yield {}
+
+    monkeypatch.setattr(tempfile, "mkdtemp", watch_folder)
+    monkeypatch.setattr("connector.demo.run._events", terminate)
+    # Where it is not handled it must not end the tests.
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        with pytest.raises(SystemExit, match="143"):
+            run_demo(replace(options, root_dir=None), quiet())
+        assert signal.getsignal(signal.SIGTERM) not in (signal.SIG_IGN, signal.SIG_DFL)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert [process.poll() for process in workers] == [-signal.SIGKILL]
+    assert len(folders) == 1
+    assert not os.path.exists(folders[0])
 
 
 def test_the_default_text_is_long_and_everywhere() -> None:
