@@ -21,6 +21,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -179,6 +180,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         self._requests: dict[str, _Request] = {}
         # worker
         self._kv_caches: dict[str, torch.Tensor] = {}
+        self._cuda: torch.device | None = None
         self._loading: dict[str, Load] = {}
         self._failed_blocks: set[int] = set()
         self._saving: dict[Future[None], int] = {}
@@ -309,6 +311,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """The paged buffers, by layer."""
         self._kv_caches = kv_caches
+        self._cuda = next((tensor.device for tensor in kv_caches.values() if tensor.is_cuda), None)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Start this step's loads."""
@@ -316,7 +319,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
             if not transfer.is_store:
                 blocks = (transfer.slot_mapping[:: self._block_size] // self._block_size).tolist()
                 load = Load(blocks, time.monotonic() + self._load_deadline_s)
-                load.future = self._pool.submit(self._load, transfer, load)
+                load.future = self._pool.submit(self._load_on_device, transfer, load)
                 self._loading[transfer.req_id] = load
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -348,9 +351,18 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
 
     def _give_up(self, load: Load) -> str:
         load.give_up()
-        if any(tensor.is_cuda for tensor in self._kv_caches.values()):
-            torch.cuda.synchronize()  # what was written before may still be on its way
+        if self._cuda is not None:
+            torch.cuda.synchronize(self._cuda)  # what was written before may still be on its way
         return f"storage took longer than load_deadline_s, {self._load_deadline_s:g} s"
+
+    def _load_on_device(self, transfer: Transfer, load: Load) -> None:
+        # Each thread begins on device 0, where a worker of another device has neither its buffers nor memory to spare.
+        with nullcontext() if self._cuda is None else torch.cuda.device(self._cuda):
+            try:
+                self._load(transfer, load)
+            finally:  # of a load that failed, too: nothing may land in blocks that are computed again
+                if self._cuda is not None:
+                    torch.cuda.current_stream(self._cuda).synchronize()
 
     def _load(self, transfer: Transfer, load: Load) -> None:
         store, size = self._stores[0], self._block_size
@@ -373,8 +385,6 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
                 raise KVTiersError(f"{chunk.path} lacks the layers {sorted(missing)}")
         if position < last:
             raise KVTiersError(f"{last - position} blocks that were there are gone")
-        if any(tensor.is_cuda for tensor in self._kv_caches.values()):
-            torch.cuda.current_stream().synchronize()
 
     # -- worker: saves -----------------------------------------------------------------------------------------------
 

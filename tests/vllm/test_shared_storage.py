@@ -199,6 +199,40 @@ def test_another_engine_loads_what_was_stored(rigs: Any) -> None:
         assert not torch.equal(reader.kv[layer][10], writer.kv[layer][5])
 
 
+def test_a_worker_of_another_cuda_device_loads_on_that_device(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer, reader = rigs(), rigs()
+    store_whole(writer, TOKENS, [3, 7, 1, 9, 5])
+    second = torch.device("cuda", 1)
+    reader.worker.register_kv_caches({"layer": SimpleNamespace(is_cuda=True, device=second)})
+    assert reader.worker._cuda == second
+    reader.worker._kv_caches = reader.kv
+    current: list[torch.device] = []
+    written_on: list[list[torch.device]] = []
+    synchronized: list[torch.device] = []
+
+    @contextmanager
+    def device(chosen: torch.device) -> Iterator[None]:
+        current.append(chosen)
+        yield
+        current.pop()
+
+    def inject(*arguments: Any) -> None:
+        written_on.append(list(current))
+        inject_slots(*arguments)
+
+    def stream(of: torch.device) -> Any:
+        return SimpleNamespace(synchronize=lambda: synchronized.append(of))
+
+    monkeypatch.setattr(module, "inject_slots", inject)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "current_stream", stream)
+    request = prompt(TOKENS)
+    reader.matched(request)
+    assert load(reader, request, [2, 4, 6, 8, 10], 16) == ({"r"}, set())
+    assert written_on == [[second]] * len(LAYERS)
+    assert synchronized == [second]
+
+
 @pytest.mark.parametrize(("length", "expected"), [(3, 0), (4, 0), (5, 4), (8, 4), (9, 8), (16, 12), (17, 16)])
 def test_whole_blocks_and_never_the_last_token(rigs: Any, length: int, expected: int) -> None:
     rig = rigs()
