@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import nullcontext
@@ -58,6 +59,7 @@ THREADS_END_S = 0.5  # of it, for threads that are at a lookup or at what is too
 SAVE_BYTES_MAX = 4 << 30
 _THREADS = 2
 _REQUESTS_MAX = 65_536
+_STORED_MAX = 131_072  # blocks; some 20 MB
 
 
 @dataclass(slots=True)
@@ -97,9 +99,13 @@ class _Request:
     """The scheduler's knowledge of a request.
 
     Attributes:
-        matched: the running lookup.
+        matched: the lookup.
         asked_at: when it was asked.
+        found: its answer, leading blocks; None before there is one.
         stored_blocks: leading blocks that are on storage, or on their way.
+        load: not handed to the workers yet.
+        loading: ids of the blocks that workers fill.
+        load_first: index in the prompt of the first of them.
     """
 
     hashes: list[bytes]
@@ -107,10 +113,43 @@ class _Request:
     block_ids: list[int] = field(default_factory=list)
     matched: Future[int] | None = None
     asked_at: float = 0.0
+    found: int | None = None
     num_computed: int = 0
     stored_blocks: int = 0
     loads: int = 0
     load: Transfer | None = None
+    loading: frozenset[int] = frozenset()
+    load_first: int = 0
+
+
+class _Stored:
+    """Hashes of blocks that are on storage or on their way, those used last.
+
+    Nobody asks storage about a prompt that is on the GPU still, and it need not be copied again. What is believed here
+    and is not true, because a store failed or files were removed, is found out by the next lookup or load.
+    """
+
+    def __init__(self) -> None:
+        self._hashes: OrderedDict[bytes, None] = OrderedDict()
+
+    def add(self, hashes: Sequence[bytes]) -> None:
+        for block in reversed(hashes):  # a prefix is of no use without its beginning, so that is forgotten last
+            self._hashes[block] = None
+            self._hashes.move_to_end(block)
+        while len(self._hashes) > _STORED_MAX:
+            self._hashes.popitem(last=False)
+
+    def discard(self, hashes: Sequence[bytes]) -> None:
+        for block in hashes:
+            self._hashes.pop(block, None)
+
+    def end_of(self, hashes: Sequence[bytes], first: int, last: int) -> int:
+        """Index behind the blocks from ``first`` to ``last`` that are there without a gap."""
+        end = first
+        while end < last and hashes[end] in self._hashes:
+            end += 1
+        self.add(hashes[first:end])
+        return end
 
 
 class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
@@ -178,6 +217,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         self._pool = DaemonPool(_THREADS, "kvtiers-prefix")
         # scheduler
         self._requests: dict[str, _Request] = {}
+        self._stored = _Stored()
         # worker
         self._kv_caches: dict[str, torch.Tensor] = {}
         self._cuda: torch.device | None = None
@@ -219,9 +259,12 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
             return None, False
         if not state.matched.done():
             return (None if time.monotonic() - state.asked_at < self._lookup_deadline_s else 0), False
-        blocks = state.matched.result() if state.matched.exception() is None else 0
-        state.stored_blocks = max(state.stored_blocks, blocks)
-        tokens = blocks * self._block_size - num_computed_tokens
+        if state.found is None:
+            state.found = state.matched.result() if state.matched.exception() is None else 0
+            state.stored_blocks = state.found
+            self._stored.add(state.hashes[: state.found])
+            self._stored.discard(state.hashes[state.found : limit_blocks])
+        tokens = state.found * self._block_size - num_computed_tokens
         return (tokens, True) if tokens > 0 else (0, False)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -233,8 +276,20 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         last = (state.num_computed + num_external_tokens) // self._block_size
         block_ids = list(blocks.get_block_ids()[0])
         state.load = self._transfer(request.request_id, state, block_ids, first, last, is_store=False)
+        state.loading, state.load_first = frozenset(block_ids[first:last]), first
         state.loads += 1
-        state.matched = None  # should it come again, what is there has to be asked again
+        state.matched = state.found = None  # should it come again, what is there has to be asked again
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Store what could not be loaded again, when it was computed."""
+        failed = connector_output.invalid_block_ids or ()
+        for state in self._requests.values() if failed else ():
+            if not state.loading.isdisjoint(failed):
+                state.stored_blocks = state.load_first
+                self._stored.discard(state.hashes[state.load_first :])
+        for req_id in connector_output.finished_recving or ():
+            if (loaded := self._requests.get(req_id)) is not None:
+                loaded.loading = frozenset()
 
     def build_connector_meta(self, scheduler_output: Any) -> SharedStorageMetadata:
         """This step's loads and stores; ``scheduler_output`` is only read."""
@@ -290,8 +345,10 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
 
     def _add_store(self, meta: SharedStorageMetadata, req_id: str, state: _Request, computed_tokens: int) -> None:
         last = min(computed_tokens // self._block_size, len(state.hashes), len(state.block_ids))
+        state.stored_blocks = self._stored.end_of(state.hashes, state.stored_blocks, last)
         while state.stored_blocks < last:
             end = min(last, state.stored_blocks + CHUNK_BLOCKS_MAX)
+            self._stored.add(state.hashes[state.stored_blocks : end])
             meta.requests.append(
                 self._transfer(req_id, state, state.block_ids, state.stored_blocks, end, is_store=True)
             )

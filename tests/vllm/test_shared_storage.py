@@ -119,6 +119,16 @@ class Rig:
         assert finished is not None
         return finished, self.worker.get_block_ids_with_load_errors()
 
+    def report(self, req_id: str, failed: set[int]) -> None:
+        """What vLLM tells the scheduler's connector when a load has ended."""
+        self.scheduler.update_connector_output(SimpleNamespace(finished_recving={req_id}, invalid_block_ids=failed))
+
+    def stores(self, output: Any) -> list[tuple[int, int]]:
+        """First and last block, exclusive, of each store of a step, which a worker does."""
+        meta = self.scheduler.build_connector_meta(output)
+        self.work(meta)
+        return [(each.first_block, len(each.hashes)) for each in meta.requests if each.is_store]
+
     def saved(self) -> None:
         def idle() -> bool:
             self.worker.get_finished(set())
@@ -312,6 +322,83 @@ def test_a_damaged_prefix_is_reported_as_failed_blocks_and_not_offered_again(rig
     assert reader.matched(request) == (16, True)
     assert load(reader, request, [2, 4, 6, 8, 10], 16) == ({"r"}, {2, 4, 6, 8})
     assert reader.matched(request) == (0, False)
+
+
+def damage(root: Path) -> None:
+    for path in root.rglob("*.safetensors"):
+        data = bytearray(path.read_bytes())
+        data[-5] ^= 1
+        path.write_bytes(data)
+
+
+@pytest.mark.parametrize("computed", [0, 4], ids=["asked again", "its beginning is on the GPU and it is not"])
+def test_what_was_damaged_is_stored_again_by_the_request_that_computes_it(
+    rigs: Any, tmp_path: Path, computed: int
+) -> None:
+    writer, rig = rigs(), rigs()
+    store_whole(writer, TOKENS, [3, 7, 1, 9, 5])
+    damage(tmp_path)
+    request, blocks = prompt(TOKENS), [2, 4, 6, 8, 10]
+    assert rig.matched(request, computed) == (16 - computed, True)
+    loaded, failed = load(rig, request, blocks, 16 - computed)
+    rig.report(*loaded, failed)
+    if not computed:
+        assert rig.matched(request) == (0, False)
+    assert rig.stores(step(new={"r": (blocks, computed, 18 - computed)})) == [(computed // SIZE, 4)]
+    rig.saved()
+    if not computed:
+        assert rigs().matched(prompt(TOKENS)) == (16, True)
+
+
+def test_a_load_that_failed_says_nothing_about_other_requests(rigs: Any, tmp_path: Path) -> None:
+    other = list(range(50, 68))
+    writer, rig = rigs(), rigs()
+    store_whole(writer, other, [3, 7, 1, 9, 5])
+    sound = prompt(other, "sound")
+    assert rig.matched(sound) == (16, True)
+    load(rig, sound, [0, 1, 3, 5, 7], 16)
+    rig.report("sound", {2, 4, 6, 8})  # another one's
+    assert rig.stores(step(new={"sound": ([0, 1, 3, 5, 7], 16, 2)})) == []
+    rig.report("sound", {1, 3})  # those of a later owner
+    assert rig.stores(step(cached={"sound": ([], 18, 1)})) == []
+
+
+def test_what_is_on_the_gpu_and_was_stored_is_not_copied_again(rigs: Any) -> None:
+    rig = rigs()
+    aligned = TOKENS[:16]  # storage is asked for less than all of it: never the last token
+    store_whole(rig, aligned, [3, 7, 1, 9])
+    for req_id in ("again", "and again"):
+        request = prompt(aligned, req_id)
+        assert rig.matched(request, computed=12) == (0, False)
+        assert rig.stores(step(new={req_id: ([3, 7, 1, 9], 12, 4)})) == []
+        rig.scheduler.request_finished(request, [])
+    longer = prompt([*aligned, 1, 2, 3, 4, 5], "longer")
+    assert rig.matched(longer, computed=16) == (0, False)
+    assert rig.stores(step(new={"longer": ([3, 7, 1, 9, 2, 4], 16, 5)})) == [(4, 5)]
+
+
+def test_what_storage_lost_is_stored_again_when_a_lookup_has_missed_it(rigs: Any, tmp_path: Path) -> None:
+    rig = rigs()
+    store_whole(rig, TOKENS, [3, 7, 1, 9, 5])
+    for manifest in tmp_path.rglob("*.json"):
+        manifest.unlink()
+    assert rig.matched(prompt(TOKENS)) == (0, False)
+    assert rig.stores(step(new={"r": ([3, 7, 1, 9, 5], 0, 18)})) == [(0, 4)]
+
+
+def test_of_what_was_stored_the_ends_of_prefixes_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_STORED_MAX", 5)
+    stored = module._Stored()
+    first, second = [b"a", b"b", b"c"], [b"x", b"y", b"z"]
+    stored.add(first)
+    stored.add(second)
+    assert stored.end_of(first, 0, 3) == 2
+    assert stored.end_of(second, 0, 3) == 3
+    stored.add([b"new"])
+    assert stored.end_of(second, 0, 3) == 3  # used last
+    assert stored.end_of(first, 0, 3) == 1
+    stored.discard(second[1:])
+    assert stored.end_of(second, 0, 3) == 1
 
 
 @pytest.mark.parametrize(
