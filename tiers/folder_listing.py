@@ -5,6 +5,7 @@ System calls go through the module's name ``os``, as in ``tiers.posix``; functio
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -19,8 +20,8 @@ def walk(root: RootFolder, prefix: str, on_refused: Callable[[str, OSError], Non
 
     Dot names, symbolic links and names that are no keys are passed over, and so is what this user may not look into:
     a root that is a mount point has a ``lost+found``, and a command that was run by root leaves folders of root's. One
-    such folder must not hide all others. Holds one listing (two descriptors) per level of folders and nothing else,
-    however many files there are.
+    such folder must not hide all others; nor must one that is removed meanwhile, here or by another host. Holds one
+    listing (two descriptors) per level of folders and nothing else, however many files there are.
 
     Args:
         on_refused: told the name below the root of each that was refused, and the error. The root itself, and the
@@ -41,7 +42,13 @@ def walk(root: RootFolder, prefix: str, on_refused: Callable[[str, OSError], Non
     try:
         while stack:
             listing = stack[-1]
-            entry = next(listing.entries, None)
+            try:
+                entry = next(listing.entries, None)
+            except OSError as e:
+                if len(stack) == 1:
+                    raise
+                _check_is_gone(e, root)
+                entry = None
             if entry is None:
                 stack.pop().close()
             elif entry.name.startswith(".") or (len(stack) == 1 and not entry.name.startswith(name_prefix)):
@@ -52,6 +59,9 @@ def walk(root: RootFolder, prefix: str, on_refused: Callable[[str, OSError], Non
                 except PermissionError as e:
                     on_refused(listing.prefix + entry.name, e)
                     continue
+                except OSError as e:
+                    _check_is_gone(e, root)
+                    continue
                 if isinstance(found, KeyInfo):
                     yield found
                 elif found is not None:
@@ -59,6 +69,13 @@ def walk(root: RootFolder, prefix: str, on_refused: Callable[[str, OSError], Non
     finally:
         for listing in stack:
             listing.close()
+
+
+def _check_is_gone(e: OSError, root: RootFolder) -> None:
+    """Raise, unless NFS says by the error that another host removed what was looked at, and the root is still there."""
+    if e.errno != errno.ESTALE:
+        raise e
+    os.fstat(root.fd)  # where all is gone, a listing that ends without an error would say that nothing is stored
 
 
 class _Listing:

@@ -161,6 +161,37 @@ def test_estale_while_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert not errors
 
 
+@pytest.mark.parametrize("call", ["open", "stat", "scandir"])
+def test_what_another_host_removes_while_it_is_listed_is_missing_and_nothing_else(tmp_path: Path, call: str) -> None:
+    place = tmp_path / "root"
+    keys = [f"{folder}/{n}" for folder in "abc" for n in range(3)]
+    store = NfsStore(place)
+    for key in keys:
+        store.put(key, as_parts(b"1"))
+    with SyscallFaults() as dry:
+        assert list_keys(store) == keys
+    root_is_open = dry.calls.index("scandir") + 1
+    for number, name in enumerate(dry.calls[root_is_open:], root_is_open):
+        if name != call:
+            continue
+        with SyscallFaults(at=number, error=errno.ESTALE) as faults:
+            found = list_keys(store)
+        assert faults.failed == [call]
+        gone = set(keys) - set(found)
+        assert len(gone) == (1 if call == "stat" else 3)
+        assert len({key[0] for key in gone}) == 1
+
+
+def test_a_listing_of_a_root_that_is_gone_does_not_end_as_if_nothing_were_there(tmp_path: Path) -> None:
+    store = NfsStore(tmp_path / "root")
+    for key in ("a/0", "b/0"):
+        store.put(key, as_parts(b"1"))
+    listing = store.keys()
+    assert next(listing).key in ("a/0", "b/0")
+    with SyscallFaults(at=0, error=errno.ESTALE, forever=True), pytest.raises(StoreUnavailableError):
+        list(listing)
+
+
 # ---- D2: litter ------------------------------------------------------------------------------------------------------
 
 
