@@ -60,7 +60,7 @@ _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0,
 
 METRICS: Mapping[str, MetricDef] = {
     "kvtiers_blocks_total": _counter(
-        "Blocks by outcome: moved, already_stored, failed, cancelled.", "tier", "op", "outcome"
+        "Blocks by outcome: moved, already_stored, failed, dropped.", "tier", "op", "outcome"
     ),
     "kvtiers_bytes_total": _counter("Payload bytes moved.", "tier", "op"),
     "kvtiers_circuit_closed": _gauge("1 while the tier is used, 0 while it is cut off.", "tier"),

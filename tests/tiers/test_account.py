@@ -26,7 +26,7 @@ from tiers.capacity.account import (
     read_measured,
     used_bytes,
 )
-from tiers.capacity.records import OWN_PREFIX
+from tiers.capacity.records import OWN_PREFIX, put_record
 from tiers.errors import (
     StoreError,
     StoreFullError,
@@ -383,6 +383,33 @@ def test_an_unreadable_measurement_is_none(garbage: bytes) -> None:
     store.put(MEASURED, as_parts(garbage))
     assert read_measured(store) is None
     assert used_bytes(store) is None
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"id": 1},
+        {"bytes": "1"},
+        {"blobs": None},
+        {"base": []},
+        {"base": {"w": "1"}},
+        {"at": "x"},
+        {"at": float("nan")},
+        {"at": 10**400},
+    ],
+)
+def test_a_measurement_of_wrong_types_is_none_and_the_next_one_counts(wrong: dict[str, object]) -> None:
+    store, bounded, clock = make()
+    good = {"id": "a", "bytes": 1, "blobs": 1, "base": {"w": 1, "dead": None}, "at": 0}
+    put_record(store, MEASURED, good)
+    assert read_measured(store) == Measured(**good)  # type: ignore[arg-type]
+    put_record(store, MEASURED, {**good, **wrong})
+    assert read_measured(store) is None
+    with pytest.raises(StoreFullError, match="not measured yet"):
+        bounded.put("a", as_parts(b"1"))
+    measure(store, clock())
+    clock.now += 1
+    bounded.put("a", as_parts(b"1"))
 
 
 def test_a_newcomer_on_a_storage_with_cached_names_waits() -> None:

@@ -50,6 +50,7 @@ USAGE_PREFIX = f"{OWN_PREFIX}usage/"
 WRITERS_PREFIX = f"{OWN_PREFIX}writers/"
 GRANT_SHARE = 256
 GRANT_BYTES_MAX = 256 << 20
+AT_S_MAX = 1e15  # no NaN, and nothing that a float cannot be subtracted from
 DENIED_S = 0.02  # after a refusal, so that a full root is not asked for every block; times 100 on a network
 
 
@@ -89,11 +90,11 @@ class Baseline:
 
 def read_measured(store: Store) -> Measured | None:
     """The last measurement; None where there is none that can be understood."""
-    found = get_record(store, MEASURED)
-    try:
-        return Measured(**found) if found else None
-    except TypeError:
-        return None
+    match get_record(store, MEASURED):
+        case {"id": str(id_), "bytes": int(size), "blobs": int(blobs), "base": dict(base), "at": int(at) | float(at)}:
+            if abs(at) < AT_S_MAX and all(count is None or isinstance(count, int) for count in base.values()):
+                return Measured(id_, size, blobs, base, at)
+    return None
 
 
 def publish_measured(store: Store, measured: Measured, before: str | None) -> bool:
