@@ -41,6 +41,7 @@ from connector.vllm import translate
 from connector.vllm.paged_buffer import extract_slots, inject_slots, token_pages
 from connector.vllm.prefix_metrics import PrefixPromMetrics, PrefixReporter, PrefixStats
 from connector.vllm.prefix_threads import DaemonPool, Load
+from connector.vllm.weights import Adapters
 from connector.vllm_config import shared_place
 from tiers.errors import ConfigError, KVTiersError
 from tiers.file_mapper import FileMapper, strict_fields
@@ -99,6 +100,9 @@ class _Request:
     """The scheduler's knowledge of a request.
 
     Attributes:
+        hashes: of the prompt's blocks; with an adapter empty until a lookup has read its files, and for good where they
+            do not say which it is: such a prompt is neither loaded nor stored.
+        salt: see ``_salt``.
         matched: the lookup.
         asked_at: when it was asked.
         found: its answer, leading blocks; None before there is one.
@@ -110,6 +114,8 @@ class _Request:
 
     hashes: list[bytes]
     token_ids: list[int]
+    salt: bytes | None
+    lora: Any = None
     block_ids: list[int] = field(default_factory=list)
     matched: Future[int] | None = None
     asked_at: float = 0.0
@@ -218,6 +224,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         # scheduler
         self._requests: dict[str, _Request] = {}
         self._stored = _Stored()
+        self._adapters = Adapters()
         # worker
         self._kv_caches: dict[str, torch.Tensor] = {}
         self._cuda: torch.device | None = None
@@ -254,7 +261,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         if limit_blocks * self._block_size <= num_computed_tokens:
             return 0, False
         if state.matched is None:
-            state.matched = self._pool.submit(self._match, state.hashes[:limit_blocks])
+            state.matched = self._pool.submit(self._match, state, limit_blocks)
             state.asked_at = time.monotonic()
             return None, False
         if not state.matched.done():
@@ -332,12 +339,25 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
                 return None
             if len(self._requests) >= _REQUESTS_MAX:
                 self._requests.pop(next(iter(self._requests)))
-            hashes = list(hash_blocks(tokens, self._block_size, salt=_salt(request)))
-            state = self._requests[request.request_id] = _Request(hashes, list(tokens))
+            state = _Request([], list(tokens), _salt(request), getattr(request, "lora_request", None))
+            if state.lora is None:
+                state.hashes = self._hashes(state)
+            self._requests[request.request_id] = state
         return state
 
-    def _match(self, hashes: list[bytes]) -> int:
+    def _hashes(self, state: _Request, adapter: str = "") -> list[bytes]:
+        salt = state.salt + f"\nadapter:{adapter}".encode() if state.salt and adapter else state.salt
+        return list(hash_blocks(state.token_ids, self._block_size, salt=salt))
+
+    def _match(self, state: _Request, limit_blocks: int) -> int:
         """Leading blocks that every rank has stored."""
+        if state.lora is not None and not state.hashes:
+            adapter = self._adapters.revision(state.lora)
+            if adapter is None:
+                logger.debug("which adapter is in %s is not known", state.lora.lora_path)
+                return 0
+            state.hashes = self._hashes(state, adapter)
+        hashes = state.hashes[:limit_blocks]
         found = len(hashes)
         for store in self._stores:
             found = min(found, sum(chunk.blocks for chunk in store.match(hashes[:found])))
@@ -495,7 +515,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
 
 
 def _salt(request: Any) -> bytes | None:
-    """What else the KV of a prompt depends on: adapter, pictures, and the tenant's salt."""
+    """What else the KV of a prompt depends on, as the request tells: adapter, pictures, and the tenant's salt."""
     lora: Any = getattr(request, "lora_request", None)
     parts = [f"lora:{lora.lora_name}:{getattr(lora, 'lora_path', '')}"] if lora is not None else []
     parts += [

@@ -85,6 +85,7 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
     """
 
     def __init__(self, config: Any) -> None:
+        translate.warn_of_adapters()
         self.deployment = deployment(config.extra_config)
         # vLLM's single-copy region for MLA is not ours: here every worker has a cell.
         config = dataclasses.replace(config, replicated_layout=False)

@@ -76,6 +76,7 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
         detector = () if backpressure_detector is None else (backpressure_detector,)  # before 0.31 there is none
         super().__init__(offloading_spec, primary_kv_view, own_type, *detector)
         self.locality = translate.locality(str(options["type"]), locality)
+        translate.warn_of_adapters()
         spec = translate.engine_spec(offloading_spec)
         if options.get("format") == FORMAT_VLLM_RAW:
             spec = replace(spec, vllm_layout=translate.vllm_layout(offloading_spec))

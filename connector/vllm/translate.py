@@ -18,6 +18,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -101,6 +102,16 @@ def warn_of_seeded_hashes(version: str = vllm.__version__, environ: Mapping[str,
         logger.warning(
             "vLLM 0.28 seeds its block hashes at random in each process: set the same PYTHONHASHSEED for all of them, "
             "or none finds what another stored"
+        )
+
+
+@cache
+def warn_of_adapters() -> None:
+    """Say, once in a process, that vLLM's block hashes know adapters by name and path."""
+    if getattr(find_vllm_config(), "lora_config", None) is not None:
+        logger.warning(
+            "LoRA adapters are known by name and path, as in vLLM's own prefix cache: give an adapter that was trained "
+            "again another name or path, or KV of the one before is loaded for it"
         )
 
 

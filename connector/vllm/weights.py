@@ -187,12 +187,43 @@ def _locations(extra: Any, within: str = "") -> Iterator[tuple[str, str]]:
             yield f"{within}{name}", value
 
 
-def files_digest(path: str) -> str | None:
+class Adapters:
+    """LoRA adapters by what is in their files; requests name them by name and path only. Any thread."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[int, str], str] = {}
+
+    def revision(self, lora: Any) -> str | None:
+        """Digest of an adapter's files, or its commit where it is a hub's.
+
+        None where neither is known, and from the time on that the files were seen to change under a running engine:
+        whether it computes with those before or after depends on what it has cached.
+
+        Args:
+            lora: vLLM's LoRARequest.
+        """
+        path = os.path.expanduser(lora.lora_path)
+        found = files_digest(path, also="adapter_config.json") if os.path.exists(path) else hub_commit(path, None)
+        if found is None:
+            return None
+        adapter = (lora.lora_int_id, path)
+        if self._seen.setdefault(adapter, found) == found:
+            return found
+        if self._seen[adapter]:
+            self._seen[adapter] = ""  # for good, whatever is there from now on
+            logger.warning("the files of the adapter in %s were changed: its KV is neither stored nor loaded", path)
+        return None
+
+
+def files_digest(path: str, also: str = "") -> str | None:
     """Digest of a local model: its configs, and its weights' names, sizes and samples; None for what is not local.
 
     Weights of one shape have the same header and size whatever they were trained to, so bytes are read from all over
     each file: 64 times 4 KiB. Times are left out: a folder's copies are the same model. In one process files are read
     again when something about them has changed.
+
+    Args:
+        also: name of one more file that counts.
     """
     try:
         folder = Path(path)
@@ -201,7 +232,7 @@ def files_digest(path: str) -> str | None:
         files = []
         for file in entries:
             is_weights = file.suffix in _WEIGHTS or not is_folder
-            if (is_weights or _CONFIGS.fullmatch(file.name)) and file.is_file():
+            if (is_weights or file.name == also or _CONFIGS.fullmatch(file.name)) and file.is_file():
                 status = file.stat()
                 files.append(
                     (file, is_weights, (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
@@ -212,7 +243,7 @@ def files_digest(path: str) -> str | None:
         return None
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def _digest_of_files(files: tuple[tuple[Path, bool, tuple[int, ...]], ...]) -> str:
     digest = hashlib.sha256()
     for file, is_weights, _ in files:

@@ -405,16 +405,94 @@ def test_of_what_was_stored_the_ends_of_prefixes_are_forgotten_first(monkeypatch
     "more",
     [
         {"cache_salt": "tenant"},
-        {"lora_request": SimpleNamespace(lora_name="a", lora_path="/a")},
         {"mm_features": [SimpleNamespace(identifier="picture", mm_position="0")]},
     ],
-    ids=["salt", "adapter", "picture"],
+    ids=["salt", "picture"],
 )
 def test_what_else_the_kv_depends_on_is_part_of_the_hash(rigs: Any, more: dict[str, Any]) -> None:
     rig = rigs()
     store_whole(rig, TOKENS, [3, 7, 1, 9, 5], **more)
     assert rig.matched(prompt(TOKENS)) == (0, False)
     assert rig.matched(prompt(TOKENS, "same", **more)) == (16, True)
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Any:
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text('{"lora_alpha": 16}')
+    (folder / "adapter_model.safetensors").write_bytes(bytes(100_000))
+    return SimpleNamespace(lora_name="a", lora_int_id=1, lora_path=str(folder))
+
+
+def test_an_adapters_prompts_are_its_own(rigs: Any, adapter: Any) -> None:
+    rig = rigs()
+    store_whole(rig, TOKENS, [3, 7, 1, 9, 5], lora_request=adapter)
+    assert rig.matched(prompt(TOKENS)) == (0, False)
+    assert rig.matched(prompt(TOKENS, "same", lora_request=adapter)) == (16, True)
+
+
+@pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])
+def test_an_adapter_that_was_trained_again_in_its_place_is_another_one(rigs: Any, adapter: Any, file: str) -> None:
+    rig = rigs()
+    store_whole(rig, TOKENS, [3, 7, 1, 9, 5], lora_request=adapter)
+    path = Path(adapter.lora_path, file)
+    path.write_bytes(path.read_bytes().replace(b"6", b"4").replace(b"\0", b"x"))
+    assert rigs().matched(prompt(TOKENS, lora_request=adapter)) == (0, False)
+
+
+def test_an_adapter_that_changes_under_an_engine_is_neither_loaded_nor_stored(
+    rigs: Any, adapter: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = rigs()
+    store_whole(rig, TOKENS, [3, 7, 1, 9, 5], lora_request=adapter)
+    path = Path(adapter.lora_path, "adapter_model.safetensors")
+    before = path.read_bytes()
+    for data in (b"x" * len(before), before):  # what the engine has cached is not known from here on
+        path.write_bytes(data)
+        request = prompt(TOKENS, f"r{data[0]}", lora_request=adapter)
+        assert rig.matched(request) == (0, False)
+        assert rig.stores(step(new={request.request_id: ([3, 7, 1, 9, 5], 0, 18)})) == []
+    assert caplog.text.count("were changed") == 1
+
+
+def test_an_adapter_of_a_hub_is_known_by_its_commit_once_it_was_loaded(
+    rigs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    hub = SimpleNamespace(lora_name="a", lora_int_id=1, lora_path="org/adapter")
+    rig = rigs()
+    store_whole(rig, TOKENS, [3, 7, 1, 9, 5], req_id="first", lora_request=hub)
+    assert not list(tmp_path.rglob("*.safetensors"))
+    ref = tmp_path / "hub" / "models--org--adapter" / "refs" / "main"
+    ref.parent.mkdir(parents=True)
+    ref.write_text("c0ffee")
+    store_whole(rig, TOKENS, [3, 7, 1, 9, 5], req_id="second", lora_request=hub)
+    assert rigs().matched(prompt(TOKENS, lora_request=hub)) == (16, True)
+    ref.write_text("dec0de")
+    assert rigs().matched(prompt(TOKENS, lora_request=hub)) == (0, False)
+
+
+def test_the_files_of_an_adapter_keep_no_scheduler_waiting(
+    rigs: Any, adapter: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = rigs()
+    let_go = threading.Event()
+    revision = rig.scheduler._adapters.revision
+
+    def hangs(lora: Any) -> Any:
+        let_go.wait(60)
+        return revision(lora)
+
+    monkeypatch.setattr(rig.scheduler._adapters, "revision", hangs)
+    rig.scheduler._lookup_deadline_s = 0.0
+    request = prompt(TOKENS, lora_request=adapter)
+    assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (None, False)
+    assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert rig.stores(step(new={"r": ([3, 7, 1, 9, 5], 0, 18)})) == []
+    let_go.set()
+    wait_for(rig.scheduler._requests["r"].matched.done)
+    assert rig.stores(step(cached={"r": ([], 18, 1)})) == [(0, 4)]  # its blocks are still its own
 
 
 def test_another_tp_size_reads_nothing_of_it(rigs: Any) -> None:

@@ -49,6 +49,19 @@ def test_hashes_that_no_other_process_has_are_warned_of(
     assert ("PYTHONHASHSEED" in caplog.text) == warns
 
 
+@pytest.mark.parametrize("lora", [None, SimpleNamespace(max_loras=1)])
+def test_adapters_that_are_known_by_name_are_warned_of_once(lora: Any, caplog: pytest.LogCaptureFixture) -> None:
+    def start(vllm_config: Any) -> None:
+        assert vllm_config is not None
+        translate.warn_of_adapters()
+
+    translate.warn_of_adapters.cache_clear()
+    for _ in range(2):
+        start(VllmConfig(lora_config=lora))
+    translate.warn_of_adapters.cache_clear()
+    assert caplog.text.count("LoRA adapters are known by name and path") == (lora is not None)
+
+
 def test_answers() -> None:
     assert translate.lookup_result(True) is LookupResult.HIT
     assert translate.lookup_result(False) is LookupResult.MISS
