@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
+import pytest
+
 from tests.docs import make_benchmarks, make_reference
 from tests.docs.make_reference import DOCS
 
@@ -18,3 +23,9 @@ def test_the_tables_of_metrics() -> None:
 def test_the_benchmarks() -> None:
     shown = (DOCS / "benchmarks.md").read_text()
     assert shown == make_benchmarks.page(), "run python -m tests.docs.make_benchmarks"
+
+
+@pytest.mark.parametrize("page", sorted([*DOCS.glob("*.md"), *DOCS.parent.glob("*.md")]), ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8"))
+    assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
