@@ -600,6 +600,7 @@ class TestLiveness:
         assert len(result.successful_keys) == 2  # the two that were under way
         assert hung.entered == 2
         assert tier.metrics.value("kvtiers_blocks_total", "test", "store", "dropped") == ROWS - 2
+        assert "dropped" in tier.metrics.table["kvtiers_blocks_total"].help
 
     def test_draining_does_not_wait_for_what_is_stuck(self, bench: Bench) -> None:
         now = [1000.0]
