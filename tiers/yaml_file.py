@@ -32,7 +32,7 @@ def read_yaml(path: str | os.PathLike[str]) -> object:
     if len(raw) > FILE_BYTES_MAX:
         raise ConfigError(f"is larger than {FILE_BYTES_MAX} bytes", field=str(path))
     try:
-        return yaml.load(raw, _Loader)
+        return _Loader(raw).get_single_data()
     except yaml.YAMLError as e:
         problem = _problem(e)
     except ValueError as e:  # of what looks like a date or a number, and is none
