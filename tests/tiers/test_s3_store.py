@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -50,6 +52,23 @@ def store(options: S3Options, request: pytest.FixtureRequest) -> Iterator[S3Stor
     store = S3Store(replace(options, client=request.param))
     yield store
     store.close()
+
+
+def test_of_two_who_create_an_object_at_once_one_does(store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So it is on S3; moto looks and stores in two steps, between which ``moto_server`` lets nobody else look."""
+    looked = threading.Barrier(2)
+    look = type(backend()).get_object
+
+    def look_together(*arguments: Any, **options: Any) -> Any:
+        found = look(*arguments, **options)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            looked.wait(0.5)
+        return found
+
+    monkeypatch.setattr(type(backend()), "get_object", look_together)
+    with ThreadPoolExecutor(2) as threads:
+        published = list(threads.map(lambda data: store.put("a", as_parts(data)), [b"1", b"2"]))
+    assert sorted(published) == [False, True]
 
 
 class S3Contract(StoreContract):

@@ -73,12 +73,21 @@ class S3Server:
 def moto_server() -> Iterator[S3Server]:
     """moto's S3 in a thread of this process."""
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
+    from moto.s3.responses import S3Response
     from werkzeug.serving import make_server
 
     logging.getLogger("werkzeug").setLevel(logging.WARNING)  # a line for each request
     app = DomainDispatcherApplication(create_backend_app)
     # moto looks through the folder of its services for each request, a millisecond of a HEAD's three.
     app.get_backend_for_host = functools.cache(app.get_backend_for_host)  # type: ignore[method-assign]
+    put_object, lock = S3Response.put_object, threading.Lock()
+
+    def put_one(response: Any) -> Any:
+        # For If-None-Match moto looks and then stores; two that came in between would both have created the object.
+        with lock:
+            return put_object(response)
+
+    S3Response.put_object = put_one  # type: ignore[assignment]
     server = make_server("127.0.0.1", 0, app, threaded=True, request_handler=MotoRequestHandler)
     thread = threading.Thread(target=server.serve_forever, name="moto", daemon=True)
     thread.start()
@@ -88,6 +97,7 @@ def moto_server() -> Iterator[S3Server]:
         server.shutdown()
         thread.join()
         server.server_close()
+        S3Response.put_object = put_object  # type: ignore[method-assign]
 
 
 class SeaweedServer:
