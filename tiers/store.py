@@ -11,6 +11,8 @@ Rules for every store (the contract suite, ``tiers.testing.contract``, tests eac
 - Every operation is idempotent: doing it twice is doing it once.
 - Only ``StoreError`` and its subclasses come out.
 - The bytes of ``parts`` go from and to the caller's memory; they are never joined into one buffer first.
+- Parts are lent for a call: a put writes nothing into them, and none is held after a call, also not by one that failed.
+- Nothing that was once true of a key is remembered: what another handle changed is seen once the storage shows it.
 """
 
 from __future__ import annotations
@@ -33,7 +35,10 @@ _KEY = re.compile(r"(?!\.)[^\x00-\x1f\x7f/\\]+(?:/(?!\.)[^\x00-\x1f\x7f/\\]+)*")
 
 @dataclass(frozen=True, slots=True)
 class KeyInfo:
-    """One listed blob: its key, its size in bytes and its last change in Unix seconds."""
+    """One listed blob: its key, its size in bytes and its last change in Unix seconds, by the storage's clock.
+
+    Changed is what was put or touched; asking and reading change nothing.
+    """
 
     key: str
     size: int
@@ -74,7 +79,8 @@ class Store(ABC):
         # Behavior
         - ``overwrite=False``: publishes only if ``key`` is absent; already there is success and changes nothing. What
           is there may be anything, also no blob: who must know looks at it.
-        - ``overwrite=True``: replaces what is there in one step; readers see the old blob or the new one.
+        - ``overwrite=True``: replaces what is there in one step; readers see the old blob or the new one, and never
+          none (but where the file system itself moves an open file aside first, as NFS and libfuse do).
         - On error nothing is visible under ``key`` that was not there before.
         - The parts may change only after the call has returned.
 
@@ -103,29 +109,36 @@ class Store(ABC):
 
     @abstractmethod
     def size(self, key: str) -> int | None:
-        """The blob's size in bytes, or None when there is no blob under ``key``."""
+        """The blob's size in bytes, or None when there is no blob under ``key``; a folder of other keys is none."""
 
     @abstractmethod
     def delete(self, key: str) -> None:
-        """Remove the blob. An absent key is success."""
+        """Remove the blob and no other, whatever its key begins with. An absent key is success."""
 
     @abstractmethod
     def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
         """List blobs whose key starts with ``prefix`` (a string prefix, not a folder), in no particular order.
 
         # Behavior
+        - The prefix is taken as it is written: no pattern, nothing quoted, no case folded.
         - Streams: memory does not grow with the number of blobs.
         - A blob put or deleted meanwhile may or may not be listed. The store's own files never are.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Release what the store holds. Idempotent; calls after it raise StoreClosedError."""
+        """Release what the store holds. Idempotent; calls after it raise StoreClosedError.
+
+        A listing under way goes on, or raises that too.
+        """
 
 
 @runtime_checkable
 class SupportsSizeMany(Protocol):
-    """A store that answers many ``size`` questions for less than one by one."""
+    """A store that answers many ``size`` questions for less than one by one.
+
+    Here as in the next two, "many" has no limit: what the storage takes in one request is the store's affair.
+    """
 
     def size_many(self, keys: Sequence[str]) -> list[int | Exception | None]:
         """Sizes parallel to ``keys``; a key that could not be asked has its StoreError in its place."""
@@ -192,7 +205,10 @@ class SupportsQuarantine(Protocol):
     """A store that can move a bad blob aside, out of every key, where an operator can still look at it."""
 
     def quarantine(self, key: str) -> None:
-        """Move what is stored under ``key`` aside, so that the key is absent. An absent key is success."""
+        """Move what is stored under ``key`` aside, so that the key is absent. An absent key is success.
+
+        Keys that only begin alike stay.
+        """
         ...
 
 
@@ -201,7 +217,7 @@ class SupportsPrepare(Protocol):
     """A store whose first call does something that later ones need not, such as making a client."""
 
     def prepare(self) -> None:
-        """Do that now, without asking the storage. What fails is for the first call to report."""
+        """Do that now, without asking the storage. Raises nothing: what fails is for the first call to report."""
         ...
 
 
@@ -210,7 +226,7 @@ class SupportsTouch(Protocol):
     """A store that can note that a blob was used, in the ``mtime`` that ``keys`` lists."""
 
     def touch(self, key: str) -> None:
-        """Make the blob's ``mtime`` now. An absent key is success."""
+        """Make the blob's ``mtime`` now and change nothing else. An absent key is success, and stays absent."""
         ...
 
 
@@ -219,7 +235,7 @@ class SupportsSweep(Protocol):
     """A store that keeps things of its own beside the blobs: what writers left that died, and bad blobs."""
 
     def sweep(self, quarantine_s_max: float) -> int:
-        """Remove what dead writers left and what has been in quarantine for so long; 0: all of it.
+        """Remove what dead writers left and what has been in quarantine for so long; 0: all of it. No blob.
 
         Returns:
             Bytes of what is still there.

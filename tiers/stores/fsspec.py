@@ -231,7 +231,15 @@ class FsspecStore(Store):
             return getattr(fs, method)(*arguments, **options)
         from fsspec.asyn import sync
 
-        return sync(fs.loop, getattr(fs, f"_{method}"), *arguments, timeout=self._timeout_s, **options)
+        try:
+            return sync(fs.loop, getattr(fs, f"_{method}"), *arguments, timeout=self._timeout_s, **options)
+        except Exception as e:
+            # Frames of drivers refer to what they raise: such a ring would hold our callers' parts until a collection.
+            error: BaseException | None = e
+            while error is not None and error.__traceback__ is not None:
+                error.__traceback__ = None
+                error = error.__cause__ or error.__context__
+            raise
 
     def _info_many(self, paths: Sequence[str]) -> list[Any]:
         """What the driver says of each path, or raises."""

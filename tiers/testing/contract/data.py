@@ -1,0 +1,142 @@
+"""What the rules' tests put in, and what they look at it with."""
+
+from __future__ import annotations
+
+import mmap
+import random
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+
+from tiers.store import Store
+
+SIZES_BYTES = (0, 1, 4095, 4096, 4097, (1 << 20) + 4096)
+LARGE_BYTES = (9 << 20) + 4096  # beyond 8 MiB, where clients of object stores begin to cut blobs
+WAIT_S_MAX = 60.0  # a thread of a test that runs longer hangs
+PARTS_COUNT_LARGE = 1500  # more than IOV_MAX (1,024), where a vectored call must be split
+KEYS_COUNT_LARGE = 1100  # more than a page or a request of S3 (1,000)
+
+GOOD_KEYS = (
+    "a",
+    "a.bin",
+    "a b+c%2Fd?e#f&g=h:i*j'k\"l~m",
+    "folder/sub folder/name.bin",
+    "m_0123456789ab_r0/abc/de_g0/" + "f" * 64 + ".bin",
+    "ключ/é/鍵",
+    "n" * 255,
+    "/".join(["d" * 203] * 4) + "/" + "n" * 208,  # 1,024 bytes
+    "tail-dot./..x.".replace("..x", "x.."),
+)
+
+BAD_KEYS = (
+    "",
+    "/",
+    "/a",
+    "a/",
+    "a//b",
+    ".",
+    "..",
+    "../a",
+    "a/../b",
+    "a/./b",
+    "a/..",
+    ".hidden",
+    "a/.hidden/b",
+    "a\\b",
+    "a\x00b",
+    "a\nb",
+    "a\x7fb",
+    "n" * 256,
+    "é" * 128,  # 256 bytes
+    "d/" * 512 + "n",  # 1,025 bytes
+    "\ud800",  # a lone surrogate has no UTF-8
+)
+
+
+def make_data(size: int, seed: int = 0) -> bytes:
+    """``size`` reproducible random bytes."""
+    return random.Random(seed).randbytes(size)
+
+
+def as_parts(data: bytes, *cuts: int) -> list[memoryview]:
+    """``data`` cut at the given offsets, without a copy."""
+    edges = [0, *cuts, len(data)]
+    return [memoryview(data)[start:end] for start, end in pairwise(edges)]
+
+
+def fetch(store: Store, key: str, size: int) -> bytes:
+    """The blob of ``size`` bytes under ``key``, through ``get_into``."""
+    buffer = bytearray(size)
+    store.get_into(key, [memoryview(buffer)])
+    return bytes(buffer)
+
+
+def list_keys(store: Store, prefix: str = "") -> list[str]:
+    """The listed keys, sorted; a key that is listed twice is there twice."""
+    return sorted(info.key for info in store.keys(prefix))
+
+
+class GuardedParts:
+    """Writable parts inside one larger mapping, as slots lie in a region, with guard bytes around each."""
+
+    GUARD = b"\xa5" * 64
+
+    def __init__(self, *sizes: int, fill: bytes = b"") -> None:
+        self.mapping = mmap.mmap(-1, sum(sizes) + len(self.GUARD) * (len(sizes) + 1))
+        self.mapping.write(self.GUARD)
+        whole = memoryview(self.mapping)
+        self.parts: list[memoryview] = []
+        for size in sizes:
+            start = self.mapping.tell()
+            self.parts.append(whole[start : start + size])
+            self.mapping.seek(size, 1)
+            self.mapping.write(self.GUARD)
+        whole.release()
+        for part in self.parts if fill else ():
+            part[:] = fill[: len(part)]
+            fill = fill[len(part) :]
+
+    def lend(self) -> list[memoryview]:
+        """New views of the parts: if anybody keeps one, or the list, the memory is held."""
+        return [part[:] for part in self.parts]
+
+    def joined(self) -> bytes:
+        """The parts' bytes."""
+        return b"".join(self.parts)
+
+    def assert_only_parts_touched(self) -> None:
+        """Every guard byte is as it was."""
+        guard_size = len(self.GUARD)
+        self.mapping.seek(0)
+        for size in [*map(len, self.parts), 0]:
+            assert self.mapping.read(guard_size) == self.GUARD, "bytes outside the parts were written"
+            self.mapping.seek(size, 1)
+
+    def assert_not_held(self) -> None:
+        """Nobody holds the memory any more: a mapping with a live view of it refuses to close."""
+        for part in self.parts:
+            part.release()
+        self.mapping.close()
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    """Ask until the answer is yes; fail after ``WAIT_S_MAX``."""
+    deadline = time.monotonic() + WAIT_S_MAX
+    while not is_so():
+        assert time.monotonic() < deadline, f"not so after {WAIT_S_MAX:g} s"
+        time.sleep(0.001)
+
+
+def run_in_threads(*calls: Callable[[], object]) -> None:
+    """Run the calls at once, each in its own thread; raise what the first failing one raised."""
+    barrier = threading.Barrier(len(calls))
+
+    def run(call: Callable[[], object]) -> None:
+        barrier.wait(WAIT_S_MAX)
+        call()
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        for future in [pool.submit(run, call) for call in calls]:
+            future.result(WAIT_S_MAX)

@@ -1,0 +1,306 @@
+"""The rules of what a store may offer beyond the six methods; tested where it is there."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+
+import pytest
+
+from tiers.errors import BlobCorruptError, BlobNotFoundError, InvalidKeyError, StoreError
+from tiers.store import (
+    Store,
+    SupportsDeleteMany,
+    SupportsFreeBytes,
+    SupportsGetMany,
+    SupportsPieces,
+    SupportsPrepare,
+    SupportsQuarantine,
+    SupportsSizeMany,
+    SupportsSweep,
+    SupportsTail,
+    SupportsTouch,
+)
+from tiers.testing.contract.data import (
+    KEYS_COUNT_LARGE,
+    SIZES_BYTES,
+    GuardedParts,
+    as_parts,
+    fetch,
+    list_keys,
+    make_data,
+    wait_until,
+)
+from tiers.testing.contract.place import StorePlace
+
+
+class ExtraRules(StorePlace):
+    """See ``StoreContract``."""
+
+    # ---- one blob ------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("size", [*SIZES_BYTES, (4 << 20) + 1])
+    def test_pieces(self, store: Store, size: int) -> None:
+        if not isinstance(store, SupportsPieces):
+            pytest.skip("no SupportsPieces")
+        data = make_data(size)
+        cut = size // 3
+        blob = GuardedParts(cut, size - cut, 8, fill=data + bytes(8))
+        looked: list[tuple[int, int]] = []  # start, end
+        end = bytearray()
+
+        def fill_the_end(offset: int, piece: memoryview) -> None:
+            looked.append((offset, offset + piece.nbytes))
+            if offset < size:  # bytes that change before they are written are stored as they are then
+                piece[:] = bytes(byte ^ 1 for byte in piece[:1]) + piece[1:]
+            else:
+                blob.parts[2][:] = b"the end."
+
+        assert store.put_pieces("f/a", blob.parts, fill_the_end)
+        _assert_in_order(looked, (cut, size, size + 8))
+        blob.assert_only_parts_touched()
+        assert self.peek(store, "f/a") == blob.joined()
+        assert blob.joined().endswith(b"the end.")
+        assert not store.put_pieces("f/a", as_parts(b"other"), lambda *_: None)
+        assert self.peek(store, "f/a") == blob.joined()
+
+        back = GuardedParts(size - cut, cut, 8)
+        looked.clear()
+
+        def see(offset: int, piece: memoryview) -> None:
+            looked.append((offset, offset + piece.nbytes))
+            end.extend(piece)
+
+        store.get_pieces_into("f/a", back.parts, see)
+        _assert_in_order(looked, (size - cut, size, size + 8))
+        assert bytes(end) == back.joined() == blob.joined()
+        back.assert_only_parts_touched()
+
+        assert store.put_pieces("f/a", as_parts(b"other"), lambda *_: None, overwrite=True)
+        assert self.peek(store, "f/a") == b"other"
+        with pytest.raises(BlobCorruptError):
+            store.get_pieces_into("f/a", GuardedParts(4).parts, see)
+        with pytest.raises(BlobNotFoundError):
+            store.get_pieces_into("f/absent", GuardedParts(4).parts, see)
+
+    def test_pieces_are_let_go_of(self, store: Store) -> None:
+        if not isinstance(store, SupportsPieces):
+            pytest.skip("no SupportsPieces")
+        source, target = GuardedParts(4096, 4096, fill=make_data(8192)), GuardedParts(4096, 4096)
+        store.put_pieces("a", source.lend(), lambda *_: None)
+        store.get_pieces_into("a", target.lend(), lambda *_: None)
+        assert source.joined() == target.joined() == make_data(8192)
+        source.assert_not_held()
+        target.assert_not_held()
+
+    def test_what_a_look_raises_comes_out_and_nothing_is_published(self, store: Store) -> None:
+        if not isinstance(store, SupportsPieces):
+            pytest.skip("no SupportsPieces")
+
+        def refuse(_offset: int, _piece: memoryview) -> None:
+            raise ValueError("seen enough")
+
+        with pytest.raises(ValueError, match="seen enough"):
+            store.put_pieces("f/a", as_parts(b"data"), refuse)
+        assert self.peek(store, "f/a") is None
+        assert list_keys(store) == []
+        self.plant(store, "f/a", b"old")
+        with pytest.raises(ValueError, match="seen enough"):
+            store.put_pieces("f/a", as_parts(b"data"), refuse, overwrite=True)
+        assert self.peek(store, "f/a") == b"old"
+
+    @pytest.mark.parametrize("size", SIZES_BYTES)
+    def test_get_tail(self, store: Store, size: int) -> None:
+        if not isinstance(store, SupportsTail):
+            pytest.skip("no SupportsTail")
+        data = make_data(size)
+        self.plant(store, "f/a", data)
+        for length in (0, 1, 4096, size, size + 1):
+            assert store.get_tail("f/a", length) == (size, data[size - min(length, size) :])
+        assert store.get_tail("f/absent", 4096) is None
+        assert store.get_tail("g/absent", 0) is None
+
+    def test_quarantine(self, store: Store) -> None:
+        if not isinstance(store, SupportsQuarantine):
+            pytest.skip("no SupportsQuarantine")
+        others = ["f/ba", "f/bad2", "f/good"]
+        self.plant(store, "f/bad", b"bad")
+        for key in others:
+            store.put(key, as_parts(b"good"))
+        for _ in range(2):  # twice is once
+            store.quarantine("f/bad")
+            assert self.peek(store, "f/bad") is None
+            assert store.size("f/bad") is None
+        store.quarantine("g/absent")
+        assert list_keys(store) == others
+        # Healed by the next put, and bad again: the second one must not meet the first one's place.
+        store.put("f/bad", as_parts(b"healed"))
+        assert self.peek(store, "f/bad") == b"healed"
+        store.quarantine("f/bad")
+        assert self.peek(store, "f/bad") is None
+
+    def test_touch_makes_the_mtime_new_and_changes_nothing_else(self, store: Store) -> None:
+        if not isinstance(store, SupportsTouch):
+            pytest.skip("no SupportsTouch")
+        self.plant(store, "f/a", b"1234")
+        self.plant(store, "f/ab", b"5")
+
+        def mtimes() -> dict[str, float]:
+            return {info.key: info.mtime for info in store.keys()}  # noqa: SIM118 - a Store is no dict
+
+        def is_newer() -> bool:
+            store.touch("f/a")
+            return mtimes()["f/a"] != before["f/a"]
+
+        before = mtimes()
+        wait_until(is_newer)
+        after = mtimes()
+        assert after["f/a"] > before["f/a"]
+        assert after["f/ab"] == before["f/ab"]
+        for absent in ("f/absent", "g/absent", "f"):
+            store.touch(absent)
+            assert store.size(absent) is None
+        assert [self.peek(store, key) for key in ("f/a", "f/ab")] == [b"1234", b"5"]
+        assert list_keys(store) == ["f/a", "f/ab"]
+
+    # ---- the place -----------------------------------------------------------------------------------------
+
+    def test_sweep_takes_what_is_the_stores_own_and_no_blob(self, store: Store) -> None:
+        if not isinstance(store, SupportsSweep):
+            pytest.skip("no SupportsSweep")
+        store.put("f/put", as_parts(b"1234"))
+        self.plant(store, "f/planted", b"5")
+        self.plant(store, "f/bad", b"678")
+        assert store.sweep(0.0) == 0
+        if isinstance(store, SupportsQuarantine):
+            store.quarantine("f/bad")
+            assert 0 <= store.sweep(86_400.0) <= 3
+        else:
+            store.delete("f/bad")
+        for _ in range(2):
+            assert store.sweep(0.0) == 0
+        assert list_keys(store) == ["f/planted", "f/put"]
+        assert [self.peek(store, key) for key in ("f/planted", "f/put")] == [b"5", b"1234"]
+
+    def test_free_bytes(self, store: Store) -> None:
+        if not isinstance(store, SupportsFreeBytes):
+            pytest.skip("no SupportsFreeBytes")
+        free = store.free_bytes()
+        assert isinstance(free, int)
+        assert free > 0
+
+    def test_prepare(self, store: Store) -> None:
+        if not isinstance(store, SupportsPrepare):
+            pytest.skip("no SupportsPrepare")
+        for _ in range(2):
+            store.prepare()
+        assert list_keys(store) == []
+        store.put("a", as_parts(b"1"))
+        store.prepare()
+        assert fetch(store, "a", 1) == b"1"
+
+    # ---- many blobs ----------------------------------------------------------------------------------------
+
+    def test_size_many(self, store: Store) -> None:
+        if not isinstance(store, SupportsSizeMany):
+            pytest.skip("no SupportsSizeMany")
+        store.put("f/a", as_parts(b"123"))
+        self.plant(store, "b", b"")
+        *answers, bad = store.size_many(["absent", "f/a", "b", "f/absent", "f/a", "a//b"])
+        assert answers == [None, 3, 0, None, 3]
+        assert isinstance(bad, InvalidKeyError)
+        assert store.size_many([]) == []
+
+    def test_size_many_of_more_keys_than_a_request_takes(self, store: Store) -> None:
+        if not isinstance(store, SupportsSizeMany):
+            pytest.skip("no SupportsSizeMany")
+        sizes = {f"f/{i:04d}": 1 + i % 3 for i in range(0, KEYS_COUNT_LARGE, 7)}
+        for key, size in sizes.items():
+            self.plant(store, key, bytes(size))
+        asked = [f"f/{i:04d}" for i in reversed(range(KEYS_COUNT_LARGE))]
+        assert store.size_many(asked) == [sizes.get(key) for key in asked]
+
+    def test_delete_many(self, store: Store) -> None:
+        if not isinstance(store, SupportsDeleteMany):
+            pytest.skip("no SupportsDeleteMany")
+        for key in ("f/a", "b", "f/c"):
+            self.plant(store, key, b"1")
+        *answers, bad = store.delete_many(["absent", "f/a", "b", "f/absent", "f/a", "a//b"])
+        assert answers == [None] * 5
+        assert isinstance(bad, InvalidKeyError)
+        assert store.delete_many([]) == []
+        assert list_keys(store) == ["f/c"]
+
+    def test_delete_many_of_more_keys_than_a_request_takes(self, store: Store) -> None:
+        if not isinstance(store, SupportsDeleteMany):
+            pytest.skip("no SupportsDeleteMany")
+        keys = [f"f/{i:04d}" for i in range(KEYS_COUNT_LARGE)]
+        for key in (*keys[::50], keys[-1], "f/00", "f/00000"):
+            self.plant(store, key, b"1")
+        assert store.delete_many(keys) == [None] * KEYS_COUNT_LARGE
+        assert list_keys(store) == ["f/00", "f/00000"]
+
+    def test_get_many_into(self, store: Store) -> None:
+        if not isinstance(store, SupportsGetMany):
+            pytest.skip("no SupportsGetMany")
+        first, second = make_data(5000), make_data(4097, seed=1)
+        self.plant(store, "f/a", first)
+        self.plant(store, "b", second)
+        targets = [
+            GuardedParts(4096, 904),
+            GuardedParts(1),
+            GuardedParts(4097),
+            GuardedParts(8),
+            GuardedParts(1),
+        ]
+        keys = ["f/a", "absent", "b", "f/a", "a//b"]
+        requests: Sequence[tuple[str, Sequence[memoryview]]] = [
+            (key, target.parts) for key, target in zip(keys, targets, strict=True)
+        ]
+        answers = store.get_many_into(requests)
+        assert answers[0] is None
+        assert targets[0].joined() == first
+        assert isinstance(answers[1], BlobNotFoundError)
+        assert answers[2] is None
+        assert targets[2].joined() == second
+        assert isinstance(answers[3], BlobCorruptError)
+        assert isinstance(answers[4], InvalidKeyError)
+        for target in targets:
+            target.assert_only_parts_touched()
+        assert store.get_many_into([]) == []
+
+    def test_get_many_into_of_more_keys_than_a_request_takes(self, store: Store) -> None:
+        if not isinstance(store, SupportsGetMany):
+            pytest.skip("no SupportsGetMany")
+        blobs = {f"f/{i}": make_data(8, seed=i) for i in range(20)}
+        for key, data in blobs.items():
+            self.plant(store, key, data)
+        asked = [f"f/{i % 23}" for i in range(KEYS_COUNT_LARGE)]  # 20, 21 and 22 are absent
+        buffers = [bytearray(8) for _ in asked]
+        answers = store.get_many_into([(key, [memoryview(buffer)]) for key, buffer in zip(asked, buffers, strict=True)])
+        assert len(answers) == len(asked)
+        for key, buffer, answer in zip(asked, buffers, answers, strict=True):
+            if key in blobs:
+                assert answer is None
+                assert buffer == blobs[key]
+            else:
+                assert isinstance(answer, BlobNotFoundError)
+
+    def test_get_many_into_lets_go_of_the_parts(self, store: Store) -> None:
+        if not isinstance(store, SupportsGetMany):
+            pytest.skip("no SupportsGetMany")
+        self.plant(store, "f/a", make_data(8192))
+        target = GuardedParts(4096, 4096)
+        answers = store.get_many_into([("f/a", target.lend()), ("absent", target.lend()), ("f/a", target.lend()[:1])])
+        assert [isinstance(answer, StoreError) for answer in answers] == [False, True, True]
+        assert target.joined() == make_data(8192)
+        del answers
+        gc.collect()  # errors whose frames refer to them
+        target.assert_not_held()
+
+
+def _assert_in_order(pieces: Sequence[tuple[int, int]], part_ends: Sequence[int]) -> None:
+    """Pieces (start, end) cover the parts without a gap, and none spans two of these."""
+    edges = [0, *(end for _, end in pieces)]
+    assert [start for start, _ in pieces] == edges[:-1]
+    assert set(part_ends) <= set(edges)

@@ -1,0 +1,167 @@
+"""The rules of keys, and of their listing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from tiers.errors import BlobCorruptError, BlobNotFoundError, InvalidKeyError, StoreError
+from tiers.store import KeyInfo, Store, SupportsPieces, SupportsQuarantine, SupportsTail, SupportsTouch, check_key
+from tiers.testing.contract.data import BAD_KEYS, GOOD_KEYS, KEYS_COUNT_LARGE, as_parts, fetch, list_keys, wait_until
+from tiers.testing.contract.place import StorePlace
+
+CLOCKS_APART_S_MAX = 900.0  # of the storage and us: what S3 puts up with
+
+
+class ListingRules(StorePlace):
+    """See ``StoreContract``."""
+
+    # ---- keys of the map -----------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("key", GOOD_KEYS)
+    def test_good_keys(self, store: Store, key: str) -> None:
+        store.put(key, as_parts(b"1234"))
+        assert self.peek(store, key) == b"1234"
+        assert fetch(store, key, 4) == b"1234"
+        assert store.size(key) == 4
+        assert [(info.key, info.size) for info in store.keys()] == [(key, 4)]  # noqa: SIM118 - no dict
+        store.delete(key)
+        assert self.peek(store, key) is None
+
+    def test_alike_keys_are_different_keys(self, store: Store) -> None:
+        keys = ["a", "A", "a ", "aa", "a.", "%61", "b/a", "b/A", "é", "e\u0301"]
+        for key in keys:
+            store.put(key, as_parts(key.encode()))
+        assert [self.peek(store, key) for key in keys] == [key.encode() for key in keys]
+
+    @pytest.mark.parametrize("key", BAD_KEYS)
+    def test_bad_keys_are_refused_everywhere(self, store: Store, key: str) -> None:
+        calls: list[Callable[[], object]] = [
+            lambda: store.put(key, as_parts(b"1")),
+            lambda: store.put(key, as_parts(b"1"), overwrite=True),
+            lambda: fetch(store, key, 1),
+            lambda: store.size(key),
+            lambda: store.delete(key),
+        ]
+        if isinstance(store, SupportsTail):
+            calls.append(lambda: store.get_tail(key, 1))
+        if isinstance(store, SupportsQuarantine):
+            calls.append(lambda: store.quarantine(key))
+        if isinstance(store, SupportsTouch):
+            calls.append(lambda: store.touch(key))
+        if isinstance(store, SupportsPieces):
+            calls.append(lambda: store.put_pieces(key, as_parts(b"1"), lambda *_: None))
+            calls.append(lambda: store.get_pieces_into(key, [memoryview(bytearray(1))], lambda *_: None))
+        for call in calls:
+            with pytest.raises(InvalidKeyError):
+                call()
+        assert list(store.keys()) == []
+
+    def test_blob_under_a_blob(self, store: Store) -> None:
+        """Whether "a" and "a/b" can be stored together is the store's affair; it never mixes them up."""
+        store.put("a", as_parts(b"1234"))
+        try:
+            store.put("a/b", as_parts(b"56"))
+        except StoreError:
+            assert store.size("a/b") is None
+            with pytest.raises((BlobNotFoundError, BlobCorruptError)):
+                fetch(store, "a/b", 2)
+        else:
+            assert fetch(store, "a/b", 2) == b"56"
+        assert fetch(store, "a", 4) == b"1234"
+
+    # ---- keys() --------------------------------------------------------------------------------------------
+
+    def test_keys_lists_every_blob_once(self, store: Store) -> None:
+        sizes = {"a": 1, "ab": 0, "b/a": 5000, "b/c/d": 3, "b/cd": 4}
+        for key, size in sizes.items():
+            (self.plant(store, key, bytes(size)) if size % 2 else store.put(key, as_parts(bytes(size))))
+        listed = list(store.keys())
+        assert all(isinstance(info, KeyInfo) for info in listed)
+        assert sorted((info.key, info.size) for info in listed) == sorted(sizes.items())
+        # The storage's clock need not be ours, but a time in another zone is none.
+        assert all(abs(info.mtime - time.time()) < CLOCKS_APART_S_MAX for info in listed)
+        assert all(check_key(info.key) for info in listed)
+
+    @pytest.mark.parametrize(
+        ("prefix", "expected"),
+        [
+            ("", {"a", "ab", "b/a", "b/c/d", "b/cd"}),
+            ("a", {"a", "ab"}),
+            ("ab", {"ab"}),
+            ("abc", set()),
+            ("b", {"b/a", "b/c/d", "b/cd"}),
+            ("b/", {"b/a", "b/c/d", "b/cd"}),
+            ("b/c", {"b/c/d", "b/cd"}),
+            ("b/c/", {"b/c/d"}),
+            ("b/c/d", {"b/c/d"}),
+            ("b/c/d/", set()),
+            ("c", set()),
+            ("/", set()),
+            ("../", set()),
+            ("b//", set()),
+            (".", set()),
+        ],
+    )
+    def test_keys_prefix_is_a_string_prefix(self, store: Store, prefix: str, expected: set[str]) -> None:
+        for key in ("a", "ab", "b/a", "b/c/d", "b/cd"):
+            store.put(key, as_parts(b"1"))
+        assert list_keys(store, prefix) == sorted(expected)
+
+    def test_keys_lists_more_than_one_page(self, store: Store) -> None:
+        expected = {f"f{i % 7}/{i:04d}" for i in range(KEYS_COUNT_LARGE)}
+        for key in expected:
+            self.plant(store, key, b"")
+        assert list_keys(store) == sorted(expected)
+        assert list_keys(store, "f") == sorted(expected)
+
+    def test_keys_prefix_is_taken_as_it_is_written(self, store: Store) -> None:
+        """No pattern, nothing quoted, no case folded, no accents composed."""
+        keys = ("b/a", "b/A", "B/a", "b/a+c", "b/a c", "b/%61", "b/[a]", "b/*", "b/?", "b/a_", "b/é", "b/e\u0301")
+        for key in keys:
+            self.plant(store, key, b"1")
+        for prefix in (*keys, "b/[", "b/%", "b/a%20", "b%2F", "b/e", "%62/", "B", "?", "*"):
+            assert list_keys(store, prefix) == sorted(key for key in keys if key.startswith(prefix)), prefix
+
+    def test_mtime_changes_when_the_blob_does(self, store: Store) -> None:
+        def mtime() -> float:
+            (info,) = store.keys()
+            return info.mtime
+
+        def is_newer() -> bool:
+            store.put("f/a", as_parts(b"newer"), overwrite=True)
+            return mtime() != first
+
+        store.put("f/a", as_parts(b"first"))
+        first = mtime()
+        store.put("f/a", as_parts(b"other"))
+        fetch(store, "f/a", 5)
+        assert mtime() == first
+        wait_until(is_newer)  # clocks of storages have steps, up to S3's second
+        assert mtime() > first
+
+    def test_keys_streams_and_may_be_left_early(self, store: Store) -> None:
+        for i in range(20):
+            store.put(f"f{i % 3}/{i}", as_parts(b"1"))
+        listing = store.keys()
+        assert iter(listing) is listing
+        assert next(listing).size == 1
+        del listing
+        assert len(list(store.keys())) == 20
+
+    def test_keys_while_blobs_come_and_go(self, store: Store) -> None:
+        stays = {f"f{i % 5}/{i}" for i in range(0, 40, 2)}
+        goes = {f"f{i % 5}/{i}" for i in range(1, 40, 2)}
+        for key in stays | goes:
+            store.put(key, as_parts(b"1"))
+        listed = set()
+        for info in store.keys():  # noqa: SIM118 - a Store is no dict
+            listed.add(info.key)
+            while goes:
+                store.delete(goes.pop())
+            store.put(f"new/{info.key}", as_parts(b"1"))
+            if len(listed) > 200:
+                pytest.fail("a listing must end although blobs are put meanwhile")
+        assert stays <= listed

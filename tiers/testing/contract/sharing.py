@@ -1,0 +1,230 @@
+"""The rules of several at once: handles, threads, and a store that is closed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from tiers.errors import BlobNotFoundError, StoreClosedError
+from tiers.store import (
+    Store,
+    SupportsDeleteMany,
+    SupportsFreeBytes,
+    SupportsGetMany,
+    SupportsPieces,
+    SupportsQuarantine,
+    SupportsSizeMany,
+    SupportsSweep,
+    SupportsTail,
+    SupportsTouch,
+)
+from tiers.testing.contract.data import as_parts, fetch, list_keys, make_data, run_in_threads
+from tiers.testing.contract.place import StorePlace
+
+
+class SharingRules(StorePlace):
+    """See ``StoreContract``."""
+
+    # ---- another handle ------------------------------------------------------------------------------------
+
+    def test_second_store_sees_what_the_first_put(self, store: Store) -> None:
+        if not store.capabilities.shared:
+            pytest.skip("the store says that nobody else sees what it stores")
+        store.put("f/a", as_parts(b"from the first"))
+        second = self.reopen(store)
+        try:
+            assert fetch(second, "f/a", 14) == b"from the first"
+            second.put("f/a", as_parts(b"from the other"), overwrite=True)
+            second.put("f/b", as_parts(b"b"))
+        finally:
+            second.close()
+        assert fetch(store, "f/a", 14) == b"from the other"
+        assert list_keys(store) == ["f/a", "f/b"]
+
+    def test_blobs_outlive_the_store(self, store: Store) -> None:
+        if not store.capabilities.shared:
+            pytest.skip("the store says that nobody else sees what it stores")
+        store.put("f/a", as_parts(b"1234"))
+        store.close()
+        second = self.reopen(store)
+        try:
+            assert fetch(second, "f/a", 4) == b"1234"
+        finally:
+            second.close()
+
+    def test_what_another_handle_changed_is_seen_at_once(self, store: Store) -> None:
+        """Nothing that was once true of a key is remembered of it: no size, no end, no absence."""
+
+        def look(key: str, size: int) -> tuple[object, object, object]:
+            try:
+                blob = fetch(store, key, size)
+            except BlobNotFoundError:
+                blob = None
+            return store.size(key), blob, store.get_tail(key, 4) if isinstance(store, SupportsTail) else None
+
+        def seen(data: bytes) -> tuple[object, object, object]:
+            return len(data), data, (len(data), data[-4:]) if isinstance(store, SupportsTail) else None
+
+        absent = (None, None, None)
+        with self._handles(store) as (_, other):
+            assert look("f/a", 5) == absent
+            other.put("f/a", as_parts(b"first"))
+            assert look("f/a", 5) == seen(b"first")
+            other.put("f/a", as_parts(b"replaced"), overwrite=True)
+            assert look("f/a", 8) == seen(b"replaced")
+            other.delete("f/a")
+            assert look("f/a", 8) == absent
+            assert store.put("f/a", as_parts(b"again")) is True
+            assert look("f/a", 5) == seen(b"again")
+
+    # ---- close ---------------------------------------------------------------------------------------------
+
+    def test_close_twice_then_every_call_is_refused(self, store: Store) -> None:
+        store.put("a", as_parts(b"1"))
+        store.close()
+        store.close()
+        calls: list[Callable[[], object]] = [
+            lambda: store.put("a", as_parts(b"1")),
+            lambda: store.put("b", as_parts(b"1"), overwrite=True),
+            lambda: fetch(store, "a", 1),
+            lambda: store.size("a"),
+            lambda: store.delete("a"),
+            lambda: list(store.keys()),
+        ]
+        if isinstance(store, SupportsTail):
+            calls.append(lambda: store.get_tail("a", 1))
+        if isinstance(store, SupportsQuarantine):
+            calls.append(lambda: store.quarantine("a"))
+        if isinstance(store, SupportsSizeMany):
+            calls.append(lambda: store.size_many(["a"]))
+        if isinstance(store, SupportsDeleteMany):
+            calls.append(lambda: store.delete_many(["a"]))
+        if isinstance(store, SupportsGetMany):
+            calls.append(lambda: store.get_many_into([("a", [memoryview(bytearray(1))])]))
+        if isinstance(store, SupportsPieces):
+            calls.append(lambda: store.put_pieces("b", as_parts(b"1"), lambda *_: None))
+            calls.append(lambda: store.get_pieces_into("a", [memoryview(bytearray(1))], lambda *_: None))
+        if isinstance(store, SupportsTouch):
+            calls.append(lambda: store.touch("a"))
+        if isinstance(store, SupportsSweep):
+            calls.append(lambda: store.sweep(0.0))
+        if isinstance(store, SupportsFreeBytes):
+            calls.append(store.free_bytes)
+        for call in calls:
+            with pytest.raises(StoreClosedError):
+                call()
+
+    def test_close_during_a_listing(self, store: Store) -> None:
+        keys = {f"f{i % 3}/{i}" for i in range(20)}
+        for key in keys:
+            store.put(key, as_parts(b"1"))
+        listing = store.keys()
+        listed = [next(listing).key]
+        store.close()
+        try:
+            listed += [info.key for info in listing]
+        except StoreClosedError:
+            pass
+        assert set(listed) <= keys
+
+    # ---- many threads --------------------------------------------------------------------------------------
+
+    def test_writers_of_one_key_leave_one_whole_blob(self, store: Store) -> None:
+        versions = [make_data(70_000, seed) for seed in range(8)]
+        with self._handles(store) as handles:
+            for round_ in range(5):
+                key = f"f{round_}/a"
+                seen: list[bytes] = []
+                published: list[bool] = []
+
+                def write(
+                    number: int, key: str = key, seen: list[bytes] = seen, published: list[bool] = published
+                ) -> None:
+                    by = handles[number % 2]
+                    published.append(by.put(key, as_parts(versions[number], 65_536)))
+                    seen.append(fetch(by, key, 70_000))
+
+                run_in_threads(*[lambda number=number: write(number) for number in range(8)])
+                assert set(seen) <= set(versions)
+                if store.capabilities.exclusive_create:
+                    # Whoever returned from put saw the winner; nobody replaced it later.
+                    assert len(set(seen)) == 1
+                    assert self.peek(store, key) == seen[0]
+                    assert published.count(True) == 1, published
+                else:
+                    assert self.peek(store, key) in versions
+
+    def test_writers_of_many_keys(self, store: Store) -> None:
+        whole = {(f"f{i % 4}/{writer}/{i}", 5000) for writer in range(8) for i in range(20)}
+        ended: list[int] = []
+
+        def write(writer: int) -> None:
+            try:
+                for i in range(20):
+                    store.put(f"f{i % 4}/{writer}/{i}", as_parts(make_data(5000, seed=writer * 100 + i), 4096))
+            finally:
+                ended.append(writer)
+
+        def look() -> None:
+            while len(ended) < 8:
+                assert _listed(store) <= whole
+                assert {store.size(key) for key in ("f0/0/16", "f3/1/19", "f1/2/17")} <= {None, 5000}
+
+        run_in_threads(look, *[lambda writer=writer: write(writer) for writer in range(8)])
+        for writer in range(8):
+            for i in range(20):
+                assert self.peek(store, f"f{i % 4}/{writer}/{i}") == make_data(5000, seed=writer * 100 + i)
+
+    def test_blob_that_is_replaced_is_always_there(self, store: Store) -> None:
+        versions = [make_data(70_000, seed) for seed in range(2)]
+        store.put("f/a", as_parts(versions[0]))
+        ended = threading.Event()
+
+        def overwrite() -> None:
+            try:
+                for i in range(30):
+                    store.put("f/a", as_parts(versions[i % 2], 65_536), overwrite=True)
+            finally:
+                ended.set()
+
+        def read() -> None:
+            while not ended.is_set():
+                assert fetch(store, "f/a", 70_000) in versions
+
+        def ask() -> None:
+            while not ended.is_set():
+                assert store.size("f/a") == 70_000
+                assert _listed(store) <= {("f/a", 70_000)}
+
+        run_in_threads(overwrite, read, ask)
+
+    def test_readers_during_overwrite_and_delete_see_whole_blobs(self, store: Store) -> None:
+        versions = [make_data(70_000, seed) for seed in range(4)]
+        ended = threading.Event()
+
+        def overwrite() -> None:
+            for i in range(60):
+                store.put("f/a", as_parts(versions[i % 4], 65_536), overwrite=True)
+            ended.set()
+
+        def delete() -> None:
+            while not ended.is_set():
+                store.delete("f/a")
+
+        def read() -> None:
+            while not ended.is_set():
+                try:
+                    data = fetch(store, "f/a", 70_000)
+                except BlobNotFoundError:
+                    continue
+                assert data in versions
+
+        run_in_threads(overwrite, delete, read, read, read)
+        store.put("f/a", as_parts(versions[0]), overwrite=True)
+        assert self.peek(store, "f/a") == versions[0]
+
+
+def _listed(store: Store) -> set[tuple[str, int]]:
+    return {(info.key, info.size) for info in store.keys()}  # noqa: SIM118 - a Store is no dict
