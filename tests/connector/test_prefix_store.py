@@ -272,7 +272,10 @@ def test_a_bad_chunk_leaves_no_files_behind(tmp_path: Path) -> None:
         assert not [each for each in tmp_path.rglob("*") if each.is_file()]
 
 
-def test_a_chunk_that_another_healed_meanwhile_stays(tmp_path: Path) -> None:
+def find_damage_late(
+    tmp_path: Path,
+) -> tuple[PrefixStore, Chunk, list[bytes], Iterator[tuple[str, torch.Tensor]]]:
+    """A load that is behind its first layer; the second is damaged, and another reader has removed the manifest."""
     store, hashes = store_at(str(tmp_path)), hashes_of(1, 2)
     store.publish(hashes, layers_of(2))
     (chunk,) = store.match(hashes)
@@ -281,6 +284,11 @@ def test_a_chunk_that_another_healed_meanwhile_stays(tmp_path: Path) -> None:
     loading = store.load(chunk, hashes)
     next(loading)
     (tmp_path / chunk.path).unlink()
+    return store, chunk, hashes, loading
+
+
+def test_a_chunk_that_another_healed_meanwhile_stays(tmp_path: Path) -> None:
+    store, chunk, hashes, loading = find_damage_late(tmp_path)
     store_at(str(tmp_path)).publish(hashes, layers_of(2, 7.0))
     with pytest.raises(SealError):
         list(loading)
@@ -324,14 +332,7 @@ def test_a_chunk_that_is_gone_is_a_miss_and_nothing_is_removed(url: str, monkeyp
 
 
 def test_the_layers_of_a_damaged_chunk_go_though_another_has_removed_its_manifest(tmp_path: Path) -> None:
-    store, hashes = store_at(str(tmp_path)), hashes_of(1, 2)
-    store.publish(hashes, layers_of(2))
-    (chunk,) = store.match(hashes)
-    path = next(tmp_path.rglob(f"*{LAYERS[1]}.safetensors"))
-    path.write_bytes(b"x" * path.stat().st_size)
-    loading = store.load(chunk, hashes)
-    next(loading)
-    (tmp_path / chunk.path).unlink()
+    *_, loading = find_damage_late(tmp_path)
     with pytest.raises(SealError):
         list(loading)
     assert every_file(tmp_path) == []

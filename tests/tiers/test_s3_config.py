@@ -39,7 +39,8 @@ from tiers.errors import (
     StoreUnavailableError,
 )
 from tiers.stores.chatty_loggers import cap_chatty_loggers
-from tiers.stores.s3 import RENEW_EVERY_S, S3Store
+from tiers.stores.s3 import S3Store
+from tiers.stores.s3_clients import RENEW_EVERY_S
 from tiers.stores.s3_direct import DirectReader
 from tiers.stores.s3_errors import CredentialsExpiredError
 from tiers.stores.s3_options import S3Options, check_endpoint
@@ -281,7 +282,7 @@ def test_failed_credential_chain_is_asked_once_for_all_and_seldom_again(options:
 def test_credential_chain_that_hangs_is_named_and_used_when_it_ends(
     options: S3Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tiers.stores.s3.CLIENTS_S_MIN", 0.1)
+    monkeypatch.setattr("tiers.stores.s3_clients.CLIENTS_S_MIN", 0.1)
     monkeypatch.setattr("tiers.stores.s3.CHECK_S_MAX", 0.1)
     os.mkfifo(tmp_path / "answer")
     (tmp_path / "config").write_text(f"[profile p]\ncredential_process = cat {tmp_path / 'answer'}\n")
@@ -294,7 +295,7 @@ def test_credential_chain_that_hangs_is_named_and_used_when_it_ends(
     for call in calls:
         with pytest.raises(StoreTimeoutError, match=r"^secret: boto3's credential chain did not end within 0\.1 s"):
             call()
-    monkeypatch.setattr("tiers.stores.s3.CLIENTS_S_MIN", 20.0)
+    monkeypatch.setattr("tiers.stores.s3_clients.CLIENTS_S_MIN", 20.0)
     (tmp_path / "answer").write_text('{"Version": 1, "AccessKeyId": "AKIAPROCESS", "SecretAccessKey": "s"}')
     store.prepare()
     monkeypatch.setattr("tiers.stores.s3.CHECK_S_MAX", 20.0)
@@ -796,7 +797,7 @@ def test_path_that_the_clients_would_send_in_different_forms_is_refused(path: st
 
 
 def test_zone_of_an_ipv6_address_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^endpoint_url: .* without a zone"):
+    with pytest.raises(ConfigError, match=r"^endpoint_url: .* without its zone"):
         S3Options(bucket="bucket", endpoint_url="https://[fe80::1%25eth0]:9000")
 
 

@@ -31,7 +31,8 @@ from tiers.errors import (
 from tiers.file_mapper import FileMapper, strict_fields
 from tiers.seal import TRAILER_BYTES, Seal
 from tiers.store_tier import StoreTierManager
-from tiers.stores.s3 import RENEW_EVERY_S, S3Store
+from tiers.stores.s3 import S3Store
+from tiers.stores.s3_clients import RENEW_EVERY_S
 from tiers.stores.s3_delete import DELETERS_MAX
 from tiers.stores.s3_errors import CredentialsExpiredError, RequestRefusedError
 from tiers.stores.s3_options import S3Options

@@ -14,12 +14,9 @@ import contextlib
 import logging
 import os
 import random
-import threading
 import time
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 from tiers.errors import (
     BlobCorruptError,
@@ -31,7 +28,7 @@ from tiers.errors import (
 )
 from tiers.posix import look_at
 from tiers.store import KEY_LENGTH_MAX, KEY_PART_LENGTH_MAX, Capabilities, KeyInfo, Look, Store, check_key, parts_size
-from tiers.stores.s3_boto3 import Boto3Client
+from tiers.stores.s3_clients import RENEW_EVERY_S, Clients, ProcessClients, begin
 from tiers.stores.s3_delete import delete_each
 from tiers.stores.s3_errors import (
     BareRefusalError,
@@ -41,9 +38,8 @@ from tiers.stores.s3_errors import (
     deadline_error,
 )
 from tiers.stores.s3_lookup import Answers, Lookups
-from tiers.stores.s3_obstore import ObstoreClient, usable
 from tiers.stores.s3_options import S3Options
-from tiers.stores.s3_session import DELETE_KEYS_MAX, S3Session
+from tiers.stores.s3_session import DELETE_KEYS_MAX
 
 __all__ = ["S3Options", "S3Store"]
 
@@ -51,64 +47,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Waited for clients at least, whatever request_timeout_s: boto3 reads its models, half a second on a busy machine.
-CLIENTS_S_MIN: Final = 3.0
 CHECK_S_MAX: Final = 3.0  # of the 5 s in which `kvtiers check` answers, imports included
 BACKOFF_S_FIRST: Final = 0.05
 BACKOFF_S_MAX: Final = 2.0
-RENEW_EVERY_S: Final = 2.0  # at most: it reads the credential chain again, which may start programs or ask servers
-
-
-class DataPlane(Protocol):
-    """One attempt at one operation on one object. Keys are the objects' whole names; StoreErrors come out."""
-
-    def put(self, key: str, parts: Sequence[memoryview], *, create: bool, checked: bool) -> bool:
-        """Put an object; with ``create`` only if there is none. False: there is one."""
-
-    def get_into(self, key: str, parts: Sequence[memoryview], size: int, look: Look | None = None) -> None:
-        """Fill the parts, ``size`` bytes together. No byte is written before the server has announced that size.
-
-        Args:
-            look: see ``tiers.store.SupportsPieces``; raises nothing.
-        """
-
-    def get_tail(self, key: str, length: int) -> tuple[int, bytes] | None:
-        """The object's size and its last ``length`` bytes (at least 1); None if absent."""
-
-    def size(self, key: str) -> int | None:
-        """The object's size; None if absent."""
-
-    def delete(self, key: str) -> None:
-        """Delete an object; absent is success."""
-
-    def list_sizes(self, folder: str, after: str) -> tuple[list[tuple[str, int]], bool]:
-        """About 1,000 names after ``after`` below ``folder``, with their sizes, and whether there are more.
-
-        For lookups, which know what they look for: how names that are no keys are shown is the client's affair.
-        """
-
-    def close(self) -> None:
-        """Release what the constructor made."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Clients:
-    session: S3Session
-    data: DataPlane
-
-
-@dataclass(slots=True)
-class _Process:
-    """What must not cross a fork: clients, and locks that another thread may have held.
-
-    ``lock`` owns ``clients`` and ``make_again_at``, before which an error that no retry cures is the answer to all.
-    """
-
-    slots: threading.BoundedSemaphore
-    pid: int = field(default_factory=os.getpid)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    clients: Future[_Clients] | None = None
-    make_again_at: float = 0.0
 
 
 class S3Store(Store):
@@ -146,7 +87,7 @@ class S3Store(Store):
         self._lookups = Lookups(
             askers_max=options.max_connections, silence_s_max=options.request_timeout_s, clock=clock
         )
-        self._process = self._new_process()
+        self._process = ProcessClients(self.options, self._clock)
 
     def __repr__(self) -> str:
         return f"S3Store({self.options.bucket!r}, prefix={self.options.prefix!r}, client={self.options.client!r})"
@@ -245,7 +186,8 @@ class S3Store(Store):
     def prepare(self) -> None:
         """See ``SupportsPrepare``."""
         with contextlib.suppress(StoreError):
-            self._clients(self._current())
+            self._raise_if_closed("")  # nobody would close what is made
+            self._current().get()
 
     # -- optional protocols ----------------------------------------------------------------------------------------
 
@@ -310,8 +252,8 @@ class S3Store(Store):
         process = self._current()
         deadline = self._clock() + CHECK_S_MAX
         try:
-            session = self._clients(process, deadline).session
-            asked = _begin("kvtiers-s3-check", session.check)
+            session = process.get(deadline).session
+            asked = begin("kvtiers-s3-check", session.check)
             asked.result(max(0.0, deadline - self._clock()))
         except TimeoutError:
             options = self.options
@@ -395,7 +337,7 @@ class S3Store(Store):
         """When an operation that begins now may start its last attempt."""
         return self._clock() + self.options.request_timeout_s / 2
 
-    def _run(self, key: str, action: Callable[[_Clients], T], latest_start: float | None = None) -> T:
+    def _run(self, key: str, action: Callable[[Clients], T], latest_start: float | None = None) -> T:
         """Attempt ``action`` until it succeeds, fails for good or its time is up.
 
         Args:
@@ -421,11 +363,11 @@ class S3Store(Store):
             attempt += 1
             self._sleep(pause_s)
 
-    def _attempt(self, action: Callable[[_Clients], T], process: _Process, latest_start: float) -> T:
+    def _attempt(self, action: Callable[[Clients], T], process: ProcessClients, latest_start: float) -> T:
         if not process.slots.acquire(timeout=max(0.0, latest_start - self._clock())):
             raise StoreTimeoutError(f"no connection of {self.options.max_connections} came free in time")
         try:
-            return action(self._clients(process, latest_start))
+            return action(process.get(latest_start))
         except BaseException as e:
             if type(e).__name__ != "PanicException":  # of Rust under obstore: no Exception, and nowhere to import
                 raise
@@ -433,100 +375,27 @@ class S3Store(Store):
         finally:
             process.slots.release()
 
-    def _current(self) -> _Process:
+    def _current(self) -> ProcessClients:
         process = self._process
         if process.pid != os.getpid():
-            process = self._process = self._new_process()
+            process = self._process = ProcessClients(self.options, self._clock)
         return process
 
-    def _new_process(self) -> _Process:
-        return _Process(threading.BoundedSemaphore(self.options.max_connections))
-
-    def _renew(self, process: _Process) -> None:
+    def _renew(self, process: ProcessClients) -> None:
         """Have clients made anew from what the credential chain says now: somebody may have renewed its secrets."""
         now = self._clock()
         if process is self._process and now - self._renewed_at >= RENEW_EVERY_S:
             self._renewed_at = now
             self._replace(process)
 
-    def _replace(self, process: _Process) -> None:
+    def _replace(self, process: ProcessClients) -> None:
         if self._process is process:
-            self._process = self._new_process()
-        clients = process.clients
-        if clients is not None and process.pid == os.getpid():
-            clients.add_done_callback(_close)
-
-    def _clients(self, process: _Process, until: float = 0.0) -> _Clients:
-        """The clients, made by a thread of its own: the credential chain may start programs and ask servers.
-
-        Args:
-            until: when to give up waiting, by the clock; after ``CLIENTS_S_MIN`` at the earliest.
-
-        Raises:
-            StoreError: they cannot be made, or are not made in time. What a retry may not change is remembered for
-                ``RENEW_EVERY_S``.
-        """
-        now = self._clock()
-        with process.lock:
-            clients = process.clients
-            error = clients and _error(clients)
-            again = error is not None and (getattr(error, "retryable", False) or now >= process.make_again_at)
-            if clients is None or again:
-                clients = process.clients = _begin("kvtiers-s3-clients", self._make_clients)
-                process.make_again_at = now + RENEW_EVERY_S
-        wait_s = max(CLIENTS_S_MIN, until - now)
-        try:
-            error = clients.exception(wait_s)
-        except TimeoutError:
-            raise StoreTimeoutError(
-                f"secret: boto3's credential chain did not end within {wait_s:.3g} s (credential_process, SSO, STS or "
-                "metadata)"
-            ) from None
-        if error is None:
-            return clients.result()
-        if isinstance(error, StoreError):
-            error = type(error)(str(error))  # its own for each caller, who may raise it and add to its traceback
-        raise error
-
-    def _make_clients(self) -> _Clients:
-        session = S3Session(self.options)
-        data: DataPlane
-        if self.options.client == "boto3":
-            data = Boto3Client(session, clock=self._clock)
-        elif usable():
-            data = ObstoreClient(session, clock=self._clock)
-        else:
-            logger.warning("%r: obstore cannot be used in a forked process; boto3 takes its place", self)
-            data = Boto3Client(session, clock=self._clock)
-        return _Clients(session, data)
+            self._process = ProcessClients(self.options, self._clock)
+        process.close()
 
     def _raise_if_closed(self, key: str) -> None:
         if self._closed:
             raise StoreClosedError(f"{self!r} is closed", key=key)
-
-
-def _begin(name: str, call: Callable[[], T]) -> Future[T]:
-    """Call it in a thread of its own, which nobody has to wait for."""
-    future: Future[T] = Future()
-
-    def work() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as e:  # noqa: BLE001 - a thread's edge: whoever waits gets it
-            future.set_exception(e)
-
-    threading.Thread(target=work, name=name, daemon=True).start()
-    return future
-
-
-def _error(clients: Future[_Clients]) -> BaseException | None:
-    return clients.exception() if clients.done() else None
-
-
-def _close(clients: Future[_Clients]) -> None:
-    if _error(clients) is None:
-        clients.result().data.close()
-        clients.result().session.close()
 
 
 def _as_bytes(parts: Sequence[memoryview]) -> list[memoryview]:

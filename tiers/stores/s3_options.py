@@ -182,7 +182,7 @@ def check_endpoint(url: str, *, allow_insecure: bool, virtual: bool) -> None:
         shown = url.partition("?")[0]  # a query may be a signature
         raise ConfigError(f"{shown!r} is not accepted: write https://host or https://host:port", field=field)
     if "%" in host:
-        raise ConfigError(f"{url!r} is not accepted: an IPv6 address without a zone (%), please", field=field)
+        raise ConfigError(f"{url!r} is not accepted: write the IPv6 address without its zone (%)", field=field)
     if virtual and (":" in host or _NUMBER.fullmatch(host.rstrip(".").rpartition(".")[2])):
         raise ConfigError(
             f"'virtual' puts the bucket before the host's name, and {host} is an address; write path",

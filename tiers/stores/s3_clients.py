@@ -1,0 +1,161 @@
+"""The clients of an S3 store: made once for a process, by a thread that nobody has to wait for."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Final, Protocol, TypeVar
+
+from tiers.errors import StoreError, StoreTimeoutError
+from tiers.store import Look
+from tiers.stores.s3_boto3 import Boto3Client
+from tiers.stores.s3_obstore import ObstoreClient, usable
+from tiers.stores.s3_options import S3Options
+from tiers.stores.s3_session import S3Session
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# Waited for clients at least, whatever request_timeout_s: boto3 reads its models, half a second on a busy machine.
+CLIENTS_S_MIN: Final = 3.0
+RENEW_EVERY_S: Final = 2.0  # at most: it reads the credential chain again, which may start programs or ask servers
+
+
+class DataPlane(Protocol):
+    """One attempt at one operation on one object. Keys are the objects' whole names; StoreErrors come out."""
+
+    def put(self, key: str, parts: Sequence[memoryview], *, create: bool, checked: bool) -> bool:
+        """Put an object; with ``create`` only if there is none. False: there is one."""
+
+    def get_into(self, key: str, parts: Sequence[memoryview], size: int, look: Look | None = None) -> None:
+        """Fill the parts, ``size`` bytes together. No byte is written before the server has announced that size.
+
+        Args:
+            look: see ``tiers.store.SupportsPieces``; raises nothing.
+        """
+
+    def get_tail(self, key: str, length: int) -> tuple[int, bytes] | None:
+        """The object's size and its last ``length`` bytes (at least 1); None if absent."""
+
+    def size(self, key: str) -> int | None:
+        """The object's size; None if absent."""
+
+    def delete(self, key: str) -> None:
+        """Delete an object; absent is success."""
+
+    def list_sizes(self, folder: str, after: str) -> tuple[list[tuple[str, int]], bool]:
+        """About 1,000 names after ``after`` below ``folder``, with their sizes, and whether there are more.
+
+        For lookups, which know what they look for: how names that are no keys are shown is the client's affair.
+        """
+
+    def close(self) -> None:
+        """Release what the constructor made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clients:
+    """Both planes: boto3's for all that is rare, and one for objects."""
+
+    session: S3Session
+    data: DataPlane
+
+
+class ProcessClients:
+    """What must not cross a fork: clients, and locks that another thread may have held.
+
+    Any thread may call. ``_lock`` owns ``_made`` and ``_make_again_at``, before which an error that no retry cures is
+    the answer to all.
+
+    Attributes:
+        slots: for requests under way.
+        pid: of the process that these are for.
+    """
+
+    def __init__(self, options: S3Options, clock: Callable[[], float]) -> None:
+        self.slots = threading.BoundedSemaphore(options.max_connections)
+        self.pid = os.getpid()
+        self._options = options
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._made: Future[Clients] | None = None
+        self._make_again_at = 0.0
+
+    def get(self, until: float = 0.0) -> Clients:
+        """The clients, made by a thread of its own: the credential chain may start programs and ask servers.
+
+        Args:
+            until: when to give up waiting, by the clock; after ``CLIENTS_S_MIN`` at the earliest.
+
+        Raises:
+            StoreError: they cannot be made, or are not made in time. What a retry may not change is remembered for
+                ``RENEW_EVERY_S``.
+        """
+        now = self._clock()
+        with self._lock:
+            made = self._made
+            error = made and _error(made)
+            again = error is not None and (getattr(error, "retryable", False) or now >= self._make_again_at)
+            if made is None or again:
+                made = self._made = begin("kvtiers-s3-clients", self._make)
+                self._make_again_at = now + RENEW_EVERY_S
+        wait_s = max(CLIENTS_S_MIN, until - now)
+        try:
+            error = made.exception(wait_s)
+        except TimeoutError:
+            raise StoreTimeoutError(
+                f"secret: boto3's credential chain did not end within {wait_s:.3g} s (credential_process, SSO, STS or "
+                "metadata)"
+            ) from None
+        if error is None:
+            return made.result()
+        if isinstance(error, StoreError):
+            error = type(error)(str(error))  # its own for each caller, who may raise it and add to its traceback
+        raise error
+
+    def close(self) -> None:
+        """Close the clients, once they are made; in a forked child they are the parent's."""
+        if self._made is not None and self.pid == os.getpid():
+            self._made.add_done_callback(_close)
+
+    def _make(self) -> Clients:
+        session = S3Session(self._options)
+        data: DataPlane
+        if self._options.client == "obstore" and usable():
+            data = ObstoreClient(session, clock=self._clock)
+        else:
+            if self._options.client == "obstore":
+                logger.warning(
+                    "bucket %s: obstore cannot be used in a forked process; boto3 takes its place", self._options.bucket
+                )
+            data = Boto3Client(session, clock=self._clock)
+        return Clients(session, data)
+
+
+def begin(name: str, call: Callable[[], T]) -> Future[T]:
+    """Call it in a thread of its own, which nobody has to wait for."""
+    future: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as e:  # noqa: BLE001 - a thread's edge: whoever waits gets it
+            future.set_exception(e)
+
+    threading.Thread(target=work, name=name, daemon=True).start()
+    return future
+
+
+def _error(made: Future[Clients]) -> BaseException | None:
+    return made.exception() if made.done() else None
+
+
+def _close(made: Future[Clients]) -> None:
+    if _error(made) is None:
+        made.result().data.close()
+        made.result().session.close()
