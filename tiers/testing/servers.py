@@ -32,6 +32,7 @@ START_S_MAX = 60.0
 STUB_BUCKET = "kvtiers"
 GRPC_PORT_OFFSET = 10_000  # weed's own
 POLL_S = 0.05
+LOG_LINES_MAX = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,13 +160,18 @@ class SeaweedServer:
                 # Its log files go to TMPDIR.
                 env={**os.environ, "WEED_MASTER_VOLUME_GROWTH_COPY_1": "2", "TMPDIR": str(self._folder)},
             )
-        _wait_for_answer(self.s3.endpoint_url, self._process)
-        _wait_for_volume_server(self._ports["master"], self._process)
+        try:
+            _wait_for_answer(self.s3.endpoint_url, self._process)
+            _wait_for_volume_server(self._ports["master"], self._process)
+        except (RuntimeError, TimeoutError) as error:
+            last_lines = (self._folder / "log").read_text(errors="replace").splitlines()[-LOG_LINES_MAX:]
+            raise RuntimeError("\n".join([f"{error}; its log ends with:", *last_lines])) from error
 
     def stop(self) -> None:
         """Kill it: a throw-away server has nothing to save."""
         if self._process is not None:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            if self._process.poll() is None:
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
             self._process = None
             for name, port in self._ports.items():
@@ -266,9 +272,13 @@ def _scratch_folder() -> Iterator[Path]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on, whose neighbours 10,000 above are free as well: ``weed`` takes those for gRPC."""
+    """Ports that nobody listens on, whose neighbours 10,000 above are free as well: ``weed`` takes those for gRPC.
+
+    All are below 32,768, where Linux begins to give ports to connections: a server that is stopped for a moment would
+    find its port taken by a client's.
+    """
     ports: list[int] = []
-    for port in random.SystemRandom().sample(range(20_000, 32_000), 1000):
+    for port in random.SystemRandom().sample(range(10_000, 32_768 - GRPC_PORT_OFFSET), 1000):
         if all(map(_is_free, (port, port + GRPC_PORT_OFFSET))):
             ports.append(port)
         if len(ports) == count:
