@@ -164,8 +164,10 @@ class SeaweedServer:
             _wait_for_answer(self.s3.endpoint_url, self._process)
             _wait_for_volume_server(self._ports["master"], self._process)
         except (RuntimeError, TimeoutError) as error:
-            last_lines = (self._folder / "log").read_text(errors="replace").splitlines()[-LOG_LINES_MAX:]
-            raise RuntimeError("\n".join([f"{error}; its log ends with:", *last_lines])) from error
+            lines = (self._folder / "log").read_text(errors="replace").splitlines()
+            # Its errors and its end (glog's E and F); what follows the end are hundreds of lines of goroutines.
+            said = [line for line in lines if line.startswith(("E", "F"))][-LOG_LINES_MAX:]
+            raise RuntimeError("\n".join([f"{error}; its log says:", *said])) from error
 
     def stop(self) -> None:
         """Kill it: a throw-away server has nothing to save."""
