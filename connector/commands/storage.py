@@ -122,6 +122,8 @@ def gc(
             _show_gc(results[-1])
     if as_json:
         print(json.dumps({"tiers": results}))
+    if any(result.get("kept_by_error") for result in results):
+        raise typer.Exit(EXIT_FAILED)
 
 
 def _run(collector: Collector, dry_run: bool, lease_s: float) -> CollectReport | None:

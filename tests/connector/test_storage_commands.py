@@ -14,6 +14,7 @@ from connector.cli import app
 from connector.commands.places import human_age, human_bytes
 from tests.identity import FakeSpec, block_key
 from tiers.capacity.lease import Lease
+from tiers.errors import StorePermissionError
 from tiers.file_mapper import FileMapper
 from tiers.inventory import parse_block_name
 from tiers.namespace import open_namespace
@@ -95,6 +96,14 @@ def test_gc(root: Path) -> None:
     (tier,) = json.loads(ok("gc", config, "--json"))["tiers"]
     assert tier["removed_blobs"] == {"ttl": 0, "capacity": 0}
     assert "accounted" in ok("du", write_config(root, "max_bytes: 1MiB"))
+
+
+def test_gc_that_could_not_remove_fails(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = StorePermissionError("Permission denied (EACCES)")
+    monkeypatch.setattr(LocalStore, "delete_many", lambda self, keys: [refused for _ in keys])
+    code, out = run("gc", write_config(root, "ttl: 5.5h"))
+    assert code == 1
+    assert "could not be removed: 4 blocks" in out
 
 
 def test_gc_without_limits_says_so(root: Path) -> None:

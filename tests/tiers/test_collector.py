@@ -10,6 +10,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -211,6 +212,56 @@ def test_free_space_of_the_file_system(store: LocalStore, monkeypatch: pytest.Mo
     assert blocks(store) == set()  # 17 blocks' room is missing: all that there is
 
 
+@pytest.mark.parametrize(("size", "high"), [(1, 1.0), (3, 0.95), (8, 0.9)])
+def test_writers_of_any_block_get_room_below_any_mark(store: LocalStore, size: int, high: float) -> None:
+    """20 blocks' room and the records'; where less is left above the mark than a block needs, none would ever go."""
+    policy = CapacityPolicy(max_bytes=21 * SIZE, high=high, grace_s=0.0, poll_s=0.0)
+    collector = Collector(store, policy)
+    collector.run()
+    bounded = BoundedStore(store, Account(store, 21 * SIZE, clock=count(step=10).__next__))
+    for number in range(60):
+        block = name(number), as_parts(bytes(size * SIZE))
+        try:
+            bounded.put(*block)
+        except StoreFullError:
+            assert collector.is_due()
+            collector.run()
+            bounded.put(*block)
+    assert blocks(store) >= {name(59)}
+    assert not collector.is_due()
+    collector.run()
+    assert blocks(store) >= {name(59)}
+
+
+def test_what_a_writer_was_refused_is_wanted_until_it_gets_it(store: LocalStore) -> None:
+    fill(store, [3600.0 * (n + 1) for n in range(90)])
+    collector = Collector(store, CapacityPolicy(max_bytes=100 * SIZE, poll_s=0.0))
+    collector.run()
+    account = Account(store, 100 * SIZE, clock=count(step=10).__next__)
+    for size in (1000, 15):  # the first can never be had
+        with pytest.raises(StoreFullError):
+            account.take(size * SIZE, "a")
+        assert collector.is_due() is (size == 15)
+    report = collector.run()
+    assert report is not None
+    assert 5 <= report.removed_blobs["capacity"] <= 6  # down to low: 85
+    account.give_back(account.take(15 * SIZE, "a"), 15 * SIZE)
+    assert not collector.is_due()
+
+
+def test_free_space_for_a_large_block(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(store, [3600.0 * (n + 1) for n in range(50)])
+    monkeypatch.setattr(LocalStore, "free_bytes", lambda self: 100 * SIZE)
+    assert (
+        collect(store, ttl_s=1e9, min_free_bytes=95 * SIZE).removed_blobs["capacity"] == 20
+    )  # 1.25 x 95, and one block
+    store.put(name(50), as_parts(bytes(10 * SIZE)))
+    monkeypatch.setattr(LocalStore, "free_bytes", lambda self: 104 * SIZE)
+    assert (
+        collect(store, ttl_s=1e9, min_free_bytes=95 * SIZE).removed_blobs["capacity"] == 25
+    )  # another such would be refused
+
+
 def test_room_is_made_for_what_writers_hold_and_no_more(store: LocalStore) -> None:
     fill(store, [3600.0 * (n + 1) for n in range(90)])
     policy = CapacityPolicy(max_bytes=100 * SIZE)
@@ -388,6 +439,32 @@ def test_blocks_that_cannot_be_removed_are_counted_and_stay_measured(store: Loca
         (error,) = store.delete_many([name(0)])
     assert isinstance(error, StorePermissionError)
     assert len(blocks(store)) == 4
+
+
+def test_blocks_that_cannot_be_removed_keep_no_others(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest are another user's, or their namespace was made read-only: all that a run chooses."""
+    fill(store, [1000.0 * (n + 1) for n in range(20)])
+    delete_many = LocalStore.delete_many
+    stay = {name(number) for number in range(10, 20)}
+
+    def refuse(self: LocalStore, keys: Sequence[str]) -> list[Exception | None]:
+        gone = iter(delete_many(self, [key for key in keys if key not in stay]))
+        return [StorePermissionError("no") if key in stay else next(gone) for key in keys]
+
+    monkeypatch.setattr(LocalStore, "delete_many", refuse)
+    collector = Collector(store, CapacityPolicy(max_bytes=20 * SIZE, low=0.8))
+    reports = [report for _ in range(4) if (report := collector.run()) is not None]
+    assert [report.removed_blobs["capacity"] > 0 for report in reports] == [False, True, False, False]
+    assert 4 <= reports[1].removed_blobs["capacity"] <= 5
+    assert blocks(store) == stay | {name(n) for n in range(10 - reports[1].removed_blobs["capacity"])}
+
+
+def test_a_block_that_stays_past_its_ttl_is_counted_once(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(store, [1000.0] * 6)
+    monkeypatch.setattr(
+        LocalStore, "delete_many", lambda self, keys: [StorePermissionError("no") for _ in keys], raising=True
+    )
+    assert collect(store, ttl_s=10, max_bytes=2 * SIZE).kept_by_error == 6
 
 
 def test_a_folder_that_stays_hides_no_block_that_stays(

@@ -3,7 +3,8 @@
 Records (``tiers.capacity.records``), each written by one process at a time::
 
     measured          {id, bytes, base}     by the collector: the sizes it listed, less what it removed since
-    usage/<writer>    {reserved, settled}   by that writer: bytes it may have put so far, and bytes whose put has ended
+    usage/<writer>    {reserved, settled,   by that writer: bytes it may have put so far, bytes whose put has ended,
+                       wanted}              and the size it was refused last, or 0
     writers/<writer>  {}                    by that writer, once: that there is such a record
 
     what is stored  <=  measured.bytes + sum over the writers of (reserved - base[writer])
@@ -24,6 +25,9 @@ measurement after it has read the records than before begins again. A writer ren
 thirds of the time after which it is taken for dead it begins as a new one, and also where its name is gone: a step of
 the clock that stamps blobs, or a machine that slept, makes a collector take the living for dead. What such a writer
 has published meanwhile is seen, and its record stays.
+
+A collector makes room also where less than its high mark is used but a writer was refused what it ``wanted``: blobs
+larger than what is left above that mark would be refused for ever otherwise.
 
 Writers are found by listing ``writers/``, where nothing is ever replaced: a listing need not show a name that is
 replaced meanwhile (tmpfs gives it a new place in the folder).
@@ -150,11 +154,18 @@ def used_bytes(store: Store, *, own: tuple[str, int] | None = None) -> int | Non
     Args:
         own: writer and its ``reserved``, which need not be read.
     """
+    usage = read_usage(store, own=own)
+    return None if usage is None else usage[0]
+
+
+def read_usage(store: Store, *, own: tuple[str, int] | None = None) -> tuple[int, int] | None:
+    """As ``used_bytes``, and the largest size that a writer was refused last."""
     for _ in range(READ_ATTEMPTS_MAX):
         measured = read_measured(store)
         if measured is None:
             return None
         used = measured.bytes
+        wanted = 0
         reserved: dict[str, int | None] = {} if own is None else {own[0]: own[1]}
         for info in store.keys(WRITERS_PREFIX):
             writer = info.key.removeprefix(WRITERS_PREFIX)
@@ -162,6 +173,7 @@ def used_bytes(store: Store, *, own: tuple[str, int] | None = None) -> int | Non
                 record = get_record(store, USAGE_PREFIX + writer)
                 if record is not None:
                     reserved[writer] = _count(record, "reserved")
+                    wanted = max(wanted, _count(record, "wanted") or 0)
         for writer, count in reserved.items():
             base = measured.base.get(writer, 0)
             if base is None:
@@ -171,19 +183,24 @@ def used_bytes(store: Store, *, own: tuple[str, int] | None = None) -> int | Non
             used += max(0, count - base)
         again = read_measured(store)
         if again is not None and again.id == measured.id:
-            return used - measured.bytes + again.bytes
+            return used - measured.bytes + again.bytes, wanted
     raise StoreUnavailableError("it is measured faster than it can be read", key=MEASURED)
 
 
-def held_bytes(store: Store, *, dead: Container[str] = ()) -> int:
-    """What living writers keep from each other: reserved and, by their records, neither stored nor given back."""
-    held = 0
+def held_bytes(store: Store, *, dead: Container[str] = ()) -> tuple[int, int]:
+    """What living writers keep from each other: reserved and, by their records, neither stored nor given back.
+
+    Returns:
+        That, and the largest size that one of them was refused last.
+    """
+    held = wanted = 0
     for info in store.keys(WRITERS_PREFIX):
         writer = info.key.removeprefix(WRITERS_PREFIX)
         record = None if writer in dead else get_record(store, USAGE_PREFIX + writer)
         if record is not None:
             held += max(0, (_count(record, "reserved") or 0) - (_count(record, "settled") or 0))
-    return held
+            wanted = max(wanted, _count(record, "wanted") or 0)
+    return held, wanted
 
 
 def _count(record: Mapping[str, Any], name: str) -> int | None:
@@ -224,6 +241,7 @@ class Account:
         self._lock = threading.Lock()
         self._denied_until = float("-inf")
         self._refusal = ""
+        self._wanted = 0
         self._failures = 0
         self._failure = ""
         self._begin()
@@ -305,8 +323,8 @@ class Account:
             self._store.delete(USAGE_PREFIX + self._writer)  # if renewed since, nobody else would
             self._begin()
         before = self._reserved
-        wanted = sorted({max(size, self._grant_bytes), size}, reverse=True)
-        for more in wanted:
+        self._wanted = 0
+        for more in sorted({max(size, self._grant_bytes), size}, reverse=True):
             self._reserved = before + more - self._available
             try:
                 named_at = self._publish()
@@ -320,6 +338,8 @@ class Account:
                 return
         self._reserved = before
         self._denied_until = self._clock() + self._denied_s
+        if used is not None and used > self._max_bytes >= size:
+            self._wanted = size
         self._publish()
         if used is None:
             self._refusal = f"what is stored is not measured yet, and max_bytes = {self._max_bytes} binds it"
@@ -336,6 +356,7 @@ class Account:
         if named_at is None:
             put_record(self._store, WRITERS_PREFIX + self._writer, {}, overwrite=False)
             named_at = self._named_at = renewed_at
-        put_record(self._store, f"{USAGE_PREFIX}{self._writer}", {"reserved": self._reserved, "settled": self._settled})
+        content = {"reserved": self._reserved, "settled": self._settled, "wanted": self._wanted}
+        put_record(self._store, f"{USAGE_PREFIX}{self._writer}", content)
         self._renewed_at = renewed_at
         return named_at

@@ -4,10 +4,11 @@ A run lists everything twice at most:
 
 1. Measure: sum the sizes, remove what is past its ``ttl``, count the bytes of each age in a histogram. Publish the sum
    for the writers' accounts.
-2. Only if that, and what writers hold of the bound without having stored it, is more than ``high`` x ``max_bytes``, or
-   the file system is nearly full: find the age beyond which there is as much as is to go, list again and remove what is
-   older. What was used, stored or removed between the two listings does no harm: a block that was just used is too
-   young by then (if ``on_progress`` notes uses), one that is gone is gone.
+2. Only if that, and what writers hold of the bound without having stored it, is more than ``high`` x ``max_bytes`` or
+   leaves too little for what one was refused, or if the file system is nearly full: find the age beyond which there is
+   as much as is to go, list again and remove what is older. What was used, stored or removed between the two listings
+   does no harm: a block that was just used is too young by then (if ``on_progress`` notes uses), one that is gone is
+   gone.
 
 Only names that FileMapper makes are removed: ``config.json``, records and other people's files are counted and left.
 A reader that meets a removed block has a miss. Two collectors at once would remove the same blocks.
@@ -29,7 +30,7 @@ from tiers.capacity.account import (
     publish_measured,
     read_baseline,
     read_measured,
-    used_bytes,
+    read_usage,
 )
 from tiers.capacity.histogram import AgeHistogram, bucket_of
 from tiers.capacity.lease import Lease
@@ -43,7 +44,8 @@ logger = logging.getLogger(__name__)
 
 DELETE_BATCH_KEYS = 512
 RENEW_EVERY_KEYS = 1024
-# The collector begins when less than 1.05 x min_free is free, because at 1 x writers are refused already.
+# The collector begins when less than 1.05 x min_free and one block is free, because a put that would leave less than
+# min_free is refused already.
 FREE_HIGH, FREE_LOW = 1.05, 1.25
 HELD_SHARE_MAX = 0.5  # of max_bytes: whatever writers' records say, a root is not emptied for what they hold
 NO_TIMES = (
@@ -102,6 +104,8 @@ class Collector:
         self._monotonic = monotonic
         self._ran_at = 0.0
         self._rest_s = 0.0  # after a run that removed nothing
+        self._largest_bytes = 0  # of the blocks listed last
+        self._stuck_bytes = 0  # what the last run was to remove and could not
         self.lease = Lease(store, secrets.token_hex(8), lease_s=policy.lease_s, clock=monotonic)
 
     def is_due(self) -> bool:
@@ -165,7 +169,8 @@ class Collector:
             measured = replace(measured, bytes=measured.bytes - (report.own_bytes - left))
             report.own_bytes = left
         if excess > 0:
-            self._shrink(report, now, histogram.cut(excess), measured)
+            # What cannot be removed is beyond the cut again, and would be all of it if it is the oldest.
+            self._shrink(report, now, histogram.cut(excess + self._stuck_bytes), excess, measured)
         removed = any(report.removed_blobs.values())
         self._rest_s = 0.0 if removed else min(self._policy.every_s, max(self._policy.poll_s, 2 * self._rest_s))
         self._ran_at = self._monotonic()
@@ -176,6 +181,7 @@ class Collector:
         """List everything; remove what is past its ttl."""
         histogram = AgeHistogram()
         tells_times = False
+        self._largest_bytes = 0
         ttl_s, grace_s = self._policy.ttl_s, self._policy.grace_s
         removal = _Removal(self, report, "ttl")
         for info in self._listing():
@@ -183,7 +189,10 @@ class Collector:
             report.bytes += info.size
             tells_times = tells_times or info.mtime != 0.0
             age_s = now - info.mtime
-            if age_s < grace_s or not is_block(info.key):
+            if not is_block(info.key):
+                continue
+            self._largest_bytes = max(self._largest_bytes, info.size)
+            if age_s < grace_s:
                 continue
             if ttl_s is not None and age_s >= ttl_s:
                 removal.add(info)
@@ -194,12 +203,12 @@ class Collector:
             raise StoreConfigError(NO_TIMES)  # a run sees it by its lease
         return histogram
 
-    def _shrink(self, report: CollectReport, now: float, cut: tuple[int, int], measured: Measured) -> None:
-        """List again; remove what is beyond the cut."""
+    def _shrink(self, report: CollectReport, now: float, cut: tuple[int, int], excess: int, measured: Measured) -> None:
+        """List again; remove what is beyond the cut, and no more than ``excess`` of it."""
         bucket, bytes_left = cut
         grace_s = self._policy.grace_s
-        # Not counted twice: after a dry run's first listing they are still there.
-        counted_s = self._policy.ttl_s if report.dry_run and self._policy.ttl_s is not None else float("inf")
+        # What is past its ttl was counted, and where it is still there it could not be removed, or it is a dry run.
+        counted_s = self._policy.ttl_s if self._policy.ttl_s is not None else float("inf")
 
         def publish(removed_bytes: int) -> None:
             left = replace(measured, bytes=measured.bytes - removed_bytes)
@@ -216,15 +225,25 @@ class Collector:
                     continue
                 bytes_left -= info.size
             removal.add(info)
+            if report.removed_bytes["capacity"] >= excess:
+                break
+        else:
+            self._stuck_bytes = 0  # each was met
         removal.flush()
+        # Where all were stuck there may be many more: twice as many are tried each time, until others are among them.
+        stuck = removal.kept_bytes if report.removed_bytes["capacity"] else 2 * removal.kept_bytes
+        self._stuck_bytes = max(stuck, self._stuck_bytes)
 
     def _wants_room(self) -> bool:
         if self._missing_free_bytes(FREE_HIGH) > 0:
             return True
         if self._policy.max_bytes is None:
             return False
-        used = used_bytes(self._store)
-        return used is None or used > self._policy.high * self._policy.max_bytes
+        usage = read_usage(self._store)
+        if usage is None:
+            return True
+        used, wanted = usage
+        return used > self._policy.high * self._policy.max_bytes or used + wanted > self._policy.max_bytes
 
     def _excess(self, measured: Measured, baseline: Baseline) -> int:
         """How many bytes are to go."""
@@ -232,16 +251,18 @@ class Collector:
         limit = self._policy.max_bytes
         if limit is not None:
             # Not used_bytes(): what was stored since the listing began may be listed as well, and would go twice.
-            held = min(held_bytes(self._store, dead=baseline.dead), int(HELD_SHARE_MAX * limit))
-            if measured.bytes + held > self._policy.high * limit:
-                excess = measured.bytes + held - int(self._policy.low * limit)
+            held, wanted = held_bytes(self._store, dead=baseline.dead)
+            used = measured.bytes + min(held, int(HELD_SHARE_MAX * limit))
+            if used > self._policy.high * limit or used + wanted > limit:
+                excess = max(used - int(self._policy.low * limit), used + min(wanted, limit) - limit)
         if self._missing_free_bytes(FREE_HIGH) > 0:
             excess = max(excess, self._missing_free_bytes(FREE_LOW))
         return excess
 
     def _missing_free_bytes(self, share: float) -> int:
-        wanted = int(self._policy.min_free_bytes * share)
-        return wanted - self._store.free_bytes() if wanted and isinstance(self._store, SupportsFreeBytes) else 0
+        if not self._policy.min_free_bytes or not isinstance(self._store, SupportsFreeBytes):
+            return 0
+        return int(self._policy.min_free_bytes * share) + self._largest_bytes - self._store.free_bytes()
 
     def _publish(self, measured: Measured, baseline: Baseline) -> bool:
         """False: another collector's measurement counts now."""
@@ -294,6 +315,7 @@ class _Removal:
         self._reason = reason
         self._publish = publish
         self._batch: list[KeyInfo] = []
+        self.kept_bytes = 0  # of those that could not be removed
 
     def add(self, info: KeyInfo) -> None:
         self._batch.append(info)
@@ -306,9 +328,11 @@ class _Removal:
             return
         report = self._report
         gone = batch if report.dry_run else self._collector.remove(batch)
+        gone_bytes = sum(info.size for info in gone)
+        self.kept_bytes += sum(info.size for info in batch) - gone_bytes
         report.kept_by_error += len(batch) - len(gone)
         report.removed_blobs[self._reason] += len(gone)
-        report.removed_bytes[self._reason] += sum(info.size for info in gone)
+        report.removed_bytes[self._reason] += gone_bytes
         if not report.dry_run:
             self._publish(report.removed_bytes[self._reason])
 
