@@ -36,6 +36,7 @@ from tiers.tier_config import (
     S3TierConfig,
     Size,
     TierConfig,
+    public_url,
 )
 from tiers.yaml_file import read_yaml
 
@@ -188,6 +189,9 @@ def _place(tier: AnyTierConfig) -> tuple[str, object, str] | None:
         storage = ("s3", tier.embedded, (tier.endpoint_url or "").rstrip("/"))
         return "prefix" if tier.prefix else "bucket", storage, "/".join(filter(None, (tier.bucket, tier.prefix)))
     if isinstance(tier, FsspecTierConfig):
+        scheme, _, path = tier.url.partition("://")
+        if scheme in ("file", "local"):
+            return "url", "files", os.path.abspath(path).rstrip("/")
         return "url", ("fsspec", tier.storage_options), tier.url.rstrip("/")
     return None
 
@@ -322,11 +326,14 @@ def _show(value: object) -> str:
     """A value that may be repeated: plain and short, or by its kind."""
     if value and not isinstance(value, (bool, int, float, str, date)):
         return _kind(value)
-    text = repr(value)
+    try:
+        text = repr(public_url(value) if isinstance(value, str) else value)
+    except ValueError:  # a number of more digits than Python writes
+        return _kind(value)
     return text if len(text) <= 80 else text[:77] + "…'"
 
 
 def _kind(value: object) -> str:
     """What a value is, without what it says."""
-    kinds = {dict: "a mapping", list: "a list", str: "a text", int: "a number", type(None): "nothing"}
+    kinds = {dict: "a mapping", list: "a list", str: "a text", int: "a number", bytes: "binary", type(None): "nothing"}
     return kinds.get(type(value), f"a {type(value).__name__}")

@@ -72,7 +72,7 @@ def touch_blob(root: RootFolder, key: str) -> None:
 
 
 def sweep_quarantine(root: RootFolder, now: float, age_s_max: float) -> None:
-    """Remove bad blobs that have been in quarantine for so long. ``now``: Unix seconds."""
+    """Remove bad blobs that have been in quarantine for so long; with 0 s all, whatever ``now`` (Unix seconds) is."""
     fd = _open_listing(root, QUARANTINE_FOLDER)
     if fd is None:
         return
@@ -81,7 +81,10 @@ def sweep_quarantine(root: RootFolder, now: float, age_s_max: float) -> None:
             for entry in entries:
                 try:
                     # A rename changes ctime and nothing else: it is when the blob was moved here.
-                    if now - os.stat(entry.name, dir_fd=fd, follow_symlinks=False).st_ctime >= age_s_max:
+                    if (
+                        age_s_max <= 0
+                        or now - os.stat(entry.name, dir_fd=fd, follow_symlinks=False).st_ctime >= age_s_max
+                    ):
                         os.unlink(entry.name, dir_fd=fd)
                 except (FileNotFoundError, IsADirectoryError, PermissionError):
                     pass

@@ -136,7 +136,9 @@ class Model(BaseModel):
 
     @field_validator("*", mode="wrap")
     @classmethod
-    def _refuse_booleans_for_numbers(cls, value: object, validate: ValidatorFunctionWrapHandler) -> object:
+    def _refuse_what_is_of_another_kind(cls, value: object, validate: ValidatorFunctionWrapHandler) -> object:
+        if isinstance(value, bytes):
+            raise ValueError("is no text")  # YAML's !!binary
         accepted: object = validate(value)
         if isinstance(value, bool) and not isinstance(accepted, bool):
             raise ValueError("is no number")  # YAML's yes, on and true, which pydantic takes for 1

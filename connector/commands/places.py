@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -13,11 +14,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from tiers.config import load_config
-from tiers.errors import ConfigError
+from tiers.errors import ConfigError, StoreConfigError
 from tiers.open_store import tool_recipe
 from tiers.registry import SecondaryTierFactory
 from tiers.store import Store
-from tiers.tier_config import MemoryTierConfig, TierConfig
+from tiers.tier_config import FsTierConfig, MemoryTierConfig, NfsTierConfig, TierConfig
 
 QUIET_S = 2.0  # what takes less shows no progress
 TICK_S = 0.2
@@ -38,7 +39,14 @@ class Place:
 
     @contextmanager
     def open(self) -> Iterator[Store]:
-        """Its store, closed at the end."""
+        """Its store, closed at the end.
+
+        Raises:
+            StoreError: it cannot be opened, or its folder is not there: a command makes none, which would be its user's
+                and no engine's, and may be a mistake in the configuration.
+        """
+        if isinstance(self.config, FsTierConfig | NfsTierConfig) and not os.path.lexists(self.config.root_dir):
+            raise StoreConfigError(f"root_dir {self.config.root_dir!r} is not there; an engine makes it when it starts")
         store_class, options = tool_recipe(self.config)
         with closing(store_class(**options)) as store:
             yield store

@@ -98,6 +98,21 @@ def test_gc(root: Path) -> None:
     assert "accounted" in ok("du", write_config(root, "max_bytes: 1MiB"))
 
 
+@pytest.mark.parametrize("command", [("ls",), ("du",), ("gc",), ("gc", "--dry-run"), ("verify",), ("warm",)])
+def test_a_folder_that_is_not_there_is_told_and_not_made(command: tuple[str, ...], tmp_path: Path) -> None:
+    here, mistyped = tmp_path / "here", tmp_path / "mistyped"
+    config = tmp_path / "c.yaml"
+    config.write_text(
+        f"region: {{size: 1MiB}}\ntiers:\n- {{type: fs, root_dir: {here}}}\n"
+        f"- {{type: nfs, root_dir: {mistyped}, ttl: 1h}}\n"
+    )
+    LocalStore(here).close()
+    code, out = run(*command, str(config))
+    assert code == 1
+    assert f"'{mistyped}' is not there" in out
+    assert not mistyped.exists()
+
+
 def test_gc_that_could_not_remove_fails(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refused = StorePermissionError("Permission denied (EACCES)")
     monkeypatch.setattr(LocalStore, "delete_many", lambda self, keys: [refused for _ in keys])

@@ -86,6 +86,19 @@ def test_close_is_checked_before_the_name_is_given(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "root" / ".tmp") == []
 
 
+def test_bad_blobs_make_room_on_a_full_quota(tmp_path: Path) -> None:
+    """The server's clock cannot be asked there: that takes a file."""
+    store = NfsStore(tmp_path / "root")
+    store.put("f/a", as_parts(b"bad"))
+    store.quarantine("f/a")
+    with SyscallFaults() as dry:
+        assert store.sweep(1e6) == 3
+    for age_s_max, left in ((1e6, 3), (0.0, 0)):
+        with SyscallFaults(at=dry.calls.index("fstat") - 1, error=errno.EDQUOT) as faults:
+            assert store.sweep(age_s_max) == left
+        assert faults.calls[dry.calls.index("fstat") - 1] == "open"
+
+
 OPERATIONS: dict[str, tuple[Callable[[NfsStore], object], object]] = {
     "get": (lambda store: fetch(store, "f/a", 5000), make_data(5000)),
     "size": (lambda store: store.size("f/a"), 5000),

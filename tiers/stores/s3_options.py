@@ -106,7 +106,8 @@ class S3Options:
                 )
         if not _BUCKET.fullmatch(self.bucket) or ".." in self.bucket:
             raise ConfigError(
-                f"{self.bucket!r} is no bucket name; accepted are 3..255 letters, digits, '.', '-' and '_'",
+                # Not what it is: a URL may have been written there, with a secret in it.
+                "is no bucket name; accepted are 3..255 letters, digits, '.', '-' and '_'",
                 field="bucket",
             )
         if self.bucket.endswith(DIRECTORY_BUCKET_SUFFIX) and self.client == "obstore":
