@@ -51,10 +51,12 @@ def kv_revision(vllm_config: Any) -> str | None:
         vllm_config: vLLM's VllmConfig, or what has some of its fields.
 
     Raises:
-        ConfigError: ``calculate_kv_scales``: what is stored could only be read by the process that stored it.
+        ConfigError: ``calculate_kv_scales``: what is stored could only be read by the process that stored it; or
+            pictures have names that mean others in the next process.
     """
     model = vllm_config.model_config
     cache = getattr(vllm_config, "cache_config", None)
+    _refuse_counted_pictures(model, cache)
     if getattr(cache, "calculate_kv_scales", False) and getattr(cache, "cache_dtype", "auto") != "auto":
         raise ConfigError(
             "each process takes its scales from the first prompt that it sees, so KV that is stored means something "
@@ -84,6 +86,24 @@ def kv_revision(vllm_config: Any) -> str | None:
         revision = weights_revision(draft, getattr(speculative, "draft_load_config", None) or load)
         parts.append(f"draft:{_digest([draft.model, revision])}")
     return "+".join(part for part in parts if part) or None
+
+
+def _refuse_counted_pictures(model: Any, cache: Any) -> None:
+    """vLLM names pictures by their content only where a cache of its own needs that.
+
+    Otherwise by a counter, which begins anew in each process, and block hashes have those names.
+    """
+    multimodal = getattr(model, "multimodal_config", None)
+    if (
+        getattr(multimodal, "mm_processor_cache_gb", None) == 0
+        and not getattr(cache, "enable_prefix_caching", True)
+        and not (multimodal.language_model_only and not multimodal.enable_mm_embeds)
+    ):
+        raise ConfigError(
+            "is 0 and prefix caching is off: vLLM then names pictures (audio, videos) by a counter, and KV of another "
+            "one would be loaded; turn on one of the two, or give --language-model-only",
+            field="mm_processor_cache_gb",
+        )
 
 
 def weights_revision(model: Any, load: Any = None) -> str | None:

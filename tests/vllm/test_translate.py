@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import vllm
+from vllm.renderers.base import BaseRenderer
 from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.kv_offload.base import Locality, LookupResult, Medium
 
@@ -381,6 +382,44 @@ def test_scales_that_only_one_process_knows_are_refused() -> None:
     with pytest.raises(ConfigError, match="calculate_kv_scales"):
         revision(cache={"calculate_kv_scales": True, "cache_dtype": "fp8"})
     assert revision(cache={"calculate_kv_scales": True, "cache_dtype": "auto"}) == "c0ffee"
+
+
+@pytest.mark.parametrize(
+    ("prefix_caching", "cache_gb", "media", "refused"),
+    [
+        (False, 0, {}, True),
+        (False, 0, {"language_model_only": True}, False),
+        (False, 0, {"language_model_only": True, "enable_mm_embeds": True}, True),
+        (True, 0, {}, False),
+        (False, 4, {}, False),
+    ],
+)
+def test_pictures_that_vllm_names_by_a_counter_are_refused(
+    prefix_caching: bool, cache_gb: int, media: dict[str, bool], refused: bool
+) -> None:
+    config = some_vllm_config(
+        multimodal_config=SimpleNamespace(
+            **{"mm_processor_cache_gb": cache_gb, "language_model_only": False, "enable_mm_embeds": False} | media
+        )
+    )
+    config.cache_config.enable_prefix_caching = prefix_caching
+    if refused:
+        with pytest.raises(ConfigError, match="mm_processor_cache_gb: .* by a counter"):
+            built_by(config)
+    else:
+        assert built_by(config).config.model.revision == "main"
+
+
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_vllm_names_pictures_by_a_counter_only_where_that_is_refused(prefix_caching: bool) -> None:
+    renderer = SimpleNamespace(
+        model_config=SimpleNamespace(multimodal_config=SimpleNamespace(mm_processor_cache_gb=0)),
+        config=SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching)),
+        _validate_mm_uuids=lambda *_: None,
+    )
+    items = SimpleNamespace(get_all_counts=lambda: {"image": 1})
+    names = BaseRenderer._process_mm_uuids(renderer, {}, items, {}, "renderer0-mm-1")
+    assert names == ({} if prefix_caching else {"image": ["renderer0-mm-1-image-0"]})
 
 
 @pytest.fixture
