@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import re
+import time
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -93,7 +94,7 @@ def _refuse_counted_pictures(model: Any, cache: Any) -> None:
 
     Otherwise by a counter, which begins anew in each process, and block hashes have those names.
     """
-    multimodal = getattr(model, "multimodal_config", None)
+    multimodal: Any = getattr(model, "multimodal_config", None)
     if (
         getattr(multimodal, "mm_processor_cache_gb", None) == 0
         and not getattr(cache, "enable_prefix_caching", True)
@@ -157,15 +158,18 @@ def hub_commit(name: str, revision: str | None, download_dir: str | None = None)
     """
     if re.fullmatch(r"[0-9a-f]{40}", revision or ""):
         return revision
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    folder = "--".join(["models", *name.partition(":")[0].split("/")[:2]])
-    for cache in filter(None, (download_dir, HF_HUB_CACHE)):
+    for folder in ([_hub_folder(name, download_dir)] if download_dir else []) + [_hub_folder(name)]:
         try:
-            return Path(cache, folder, "refs", revision or "main").read_text().strip() or None
+            return Path(folder, "refs", revision or "main").read_text().strip() or None
         except (OSError, ValueError):
             continue
     return None
+
+
+def _hub_folder(name: str, cache: str | None = None) -> Path:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return Path(cache or HF_HUB_CACHE, "--".join(["models", *name.partition(":")[0].split("/")[:2]]))
 
 
 def _by_length(model: Any) -> list[str]:
@@ -208,16 +212,24 @@ def _locations(extra: Any, within: str = "") -> Iterator[tuple[str, str]]:
 
 
 class Adapters:
-    """LoRA adapters by what is in their files; requests name them by name and path only. Any thread."""
+    """LoRA adapters by what is in their files; requests name them by name and path only. Any thread.
+
+    An engine loads an adapter at any time before its first request. So of files that changed after the engine's start
+    nobody knows whether it computes with those before or after.
+
+    Attributes:
+        started_ns: when the engine had loaded no adapter yet.
+    """
 
     def __init__(self) -> None:
+        self.started_ns = time.time_ns()
         self._seen: dict[tuple[int, str], str] = {}
 
     def revision(self, lora: Any) -> str | None:
         """Digest of an adapter's files, or its commit where it is a hub's.
 
-        None where neither is known, and from the time on that the files were seen to change under a running engine:
-        whether it computes with those before or after depends on what it has cached.
+        None where neither is known, and for good where the files changed under a running engine: between its start
+        and the adapter's first request, or later.
 
         Args:
             lora: vLLM's LoRARequest.
@@ -227,12 +239,33 @@ class Adapters:
         if found is None:
             return None
         adapter = (lora.lora_int_id, path)
-        if self._seen.setdefault(adapter, found) == found:
+        is_known = adapter in self._seen or _changed_ns(path) <= self.started_ns
+        if is_known and self._seen.setdefault(adapter, found) == found:
             return found
-        if self._seen[adapter]:
+        if self._seen.get(adapter) != "":
             self._seen[adapter] = ""  # for good, whatever is there from now on
-            logger.warning("the files of the adapter in %s were changed: its KV is neither stored nor loaded", path)
+            logger.warning(
+                "the files of the adapter in %s were changed after the engine's start: its KV is neither stored nor "
+                "loaded until the engine is started again",
+                path,
+            )
         return None
+
+
+def _changed_ns(path: str) -> int:
+    """When an adapter that is there changed last; 0 for a hub's of which the cache has no second commit."""
+    place = Path(path)
+    if not place.exists():
+        folder = _hub_folder(path)
+        ref, snapshots = folder / "refs" / "main", folder / "snapshots"
+        places = [ref] if snapshots.exists() and len(list(snapshots.iterdir())) > 1 else []
+    else:
+        # A folder that was moved here has old files in it, and a link may show another one.
+        places = [place, *place.iterdir()] if place.is_dir() else [place]
+    times = [each.lstat().st_ctime_ns for each in places] + [
+        each.stat().st_ctime_ns for each in places if each.exists()
+    ]
+    return max(times, default=0)
 
 
 def files_digest(path: str, also: str = "") -> str | None:

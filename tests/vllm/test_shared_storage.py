@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -454,6 +455,79 @@ def test_an_adapter_that_changes_under_an_engine_is_neither_loaded_nor_stored(
         assert rig.matched(request) == (0, False)
         assert rig.stores(step(new={request.request_id: ([3, 7, 1, 9, 5], 0, 18)})) == []
     assert caplog.text.count("were changed") == 1
+
+
+def after_the_start(rig: Rig, change: Callable[[], Path]) -> None:
+    """Change files until their time is later than the engine's start: file systems' clocks are coarse."""
+    wait_for(lambda: change().lstat().st_ctime_ns > rig.scheduler._adapters.started_ns)
+
+
+def weights_of(adapter: Any, fill: bytes) -> Path:
+    path = Path(adapter.lora_path, "adapter_model.safetensors")
+    path.write_bytes(fill * 100_000)
+    return path
+
+
+def moved(adapter: Any, trained: Path) -> Path:
+    """The two folders change places; the files in them are as old as before."""
+    place, aside = Path(adapter.lora_path), trained.with_name("aside")
+    for source, target in ((place, aside), (trained, place), (aside, trained)):
+        source.rename(target)
+    return place
+
+
+def linked(adapter: Any, trained: Path) -> Path:
+    place = Path(adapter.lora_path)
+    if place.is_symlink():
+        place.unlink()
+    else:
+        place.rename(place.with_name("first"))
+    place.symlink_to(trained)
+    return place
+
+
+@pytest.mark.parametrize(
+    "change", [lambda adapter, _: weights_of(adapter, b"x"), moved, linked], ids=["written", "moved", "linked"]
+)
+def test_an_adapter_that_changed_between_the_start_and_its_first_request_is_neither_loaded_nor_stored(
+    rigs: Any, adapter: Any, tmp_path: Path, change: Callable[[Any, Path], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    trained = tmp_path / "trained"
+    shutil.copytree(adapter.lora_path, trained)
+    weights_of(SimpleNamespace(lora_path=trained), b"x")
+    rig = rigs()  # may have loaded the first weights by now
+    after_the_start(rig, lambda: change(adapter, trained))
+    for req_id in ("first", "second"):
+        request = prompt(TOKENS, req_id, lora_request=adapter)
+        assert rig.matched(request) == (0, False)
+        assert rig.stores(step(new={req_id: ([3, 7, 1, 9, 5], 0, 18)})) == []
+        rig.scheduler.request_finished(request, [])
+    assert caplog.text.count("were changed after the engine's start") == 1
+    again = rigs()
+    store_whole(again, TOKENS, [3, 7, 1, 9, 5], lora_request=adapter)
+    assert again.matched(prompt(TOKENS, lora_request=adapter)) == (16, True)
+
+
+@pytest.mark.parametrize("commits", [1, 2])
+def test_an_adapter_of_a_hub_whose_commit_changed_before_its_first_request_is_not_known(
+    rigs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, commits: int
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    hub = SimpleNamespace(lora_name="a", lora_int_id=1, lora_path="org/adapter")
+    folder = tmp_path / "hub" / "models--org--adapter"
+    for commit in ("c0ffee", "dec0de")[:commits]:
+        (folder / "snapshots" / commit).mkdir(parents=True)
+    rig, ref = rigs(), folder / "refs" / "main"
+    ref.parent.mkdir()
+
+    def update() -> Path:
+        ref.write_text("c0ffee")
+        return ref
+
+    after_the_start(rig, update)
+    store_whole(rig, TOKENS, [3, 7, 1, 9, 5], lora_request=hub)
+    expected = (16, True) if commits == 1 else (0, False)  # one commit is what the engine itself has fetched
+    assert rigs().matched(prompt(TOKENS, lora_request=hub)) == expected
 
 
 def test_an_adapter_of_a_hub_is_known_by_its_commit_once_it_was_loaded(
