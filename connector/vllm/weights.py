@@ -29,7 +29,7 @@ _DIGEST_HEX_DIGITS = 24
 
 _WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
 #: What else decides what the weights mean. Not a tokenizer: blocks are named by token ids.
-_CONFIGS = re.compile(r"config\.json|params\.json|.*quant.*config\.json|.*\.py")
+_CONFIGS = re.compile(r"config\.json|params\.json|.*quant.*config\.json|(video_)?(pre)?processor_config\.json|.*\.py")
 
 
 #: Formats of ``--load-format`` that read the model's own files, which are known by commit or digest.

@@ -231,8 +231,11 @@ def rewrite(path: Path, offset: int) -> None:
         lambda folder: (folder / "model.safetensors").rename(folder / "other.safetensors"),
         lambda folder: (folder / "config.json").write_text('{"rope_theta": 5e5}'),
         lambda folder: (folder / "modeling.py").write_text("theta = 1"),
+        lambda folder: (folder / "processor_config.json").write_text('{"image_mean": 0.5}'),
+        lambda folder: (folder / "preprocessor_config.json").write_text('{"image_mean": 0.5}'),
+        lambda folder: (folder / "video_preprocessor_config.json").write_text('{"fps": 1}'),
     ],
-    ids=["weights", "more weights", "names", "config", "code"],
+    ids=["weights", "more weights", "names", "config", "code", "processor", "preprocessor", "video preprocessor"],
 )
 def test_other_files_in_a_local_folder_are_another_model(model_folder: Path, change: Callable[[Path], Any]) -> None:
     before = of_folder(model_folder)
