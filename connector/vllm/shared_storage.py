@@ -271,6 +271,8 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
             state.stored_blocks = state.found
             self._stored.add(state.hashes[: state.found])
             self._stored.discard(state.hashes[state.found : limit_blocks])
+        if getattr(request, "skip_reading_prefix_cache", False):  # from 0.31 on vLLM sees to it itself
+            return 0, False
         tokens = state.found * self._block_size - num_computed_tokens
         return (tokens, True) if tokens > 0 else (0, False)
 

@@ -569,6 +569,17 @@ def test_the_files_of_an_adapter_keep_no_scheduler_waiting(
     assert rig.stores(step(cached={"r": ([], 18, 1)})) == [(0, 4)]  # its blocks are still its own
 
 
+@pytest.mark.parametrize("has_adapter", [False, True])
+def test_a_request_that_reads_no_prefix_cache_loads_nothing_and_is_stored(
+    rigs: Any, adapter: Any, has_adapter: bool
+) -> None:
+    rig = rigs()
+    more = {"lora_request": adapter} if has_adapter else {}
+    store_whole(rig, TOKENS, [3, 7, 1, 9, 5], skip_reading_prefix_cache=True, **more)
+    assert rigs().matched(prompt(TOKENS, skip_reading_prefix_cache=True, **more)) == (0, False)  # prompt_logprobs, say
+    assert rigs().matched(prompt(TOKENS, skip_reading_prefix_cache=False, **more)) == (16, True)
+
+
 def test_another_tp_size_reads_nothing_of_it(rigs: Any) -> None:
     store_whole(rigs(), TOKENS, [3, 7, 1, 9, 5])
     assert rigs(tp_size=2).matched(prompt(TOKENS)) == (0, False)
