@@ -153,6 +153,8 @@ def _shared_place(tier: TierConfig | ExternalTierConfig) -> dict[str, Any]:
     for name, reason in _HINDRANCES.items():
         if getattr(tier, name, None) not in (None, "none"):
             raise ConfigError(reason, field=name)
+    if isinstance(tier, S3TierConfig) and tier.embedded:
+        raise ConfigError("only kvtiers demo has such a server; give an endpoint_url", field="embedded")
     if isinstance(tier, FsTierConfig):
         return {"shared_storage_path": os.path.join(os.path.abspath(tier.root_dir), "prefixes")}
     if isinstance(tier, FsspecTierConfig):

@@ -72,6 +72,7 @@ def test_memory_alone_has_no_place_to_share(tmp_path: Path) -> None:
         ("{type: s3, bucket: kvs, sse: 'aws:kms', sse_kms_key_id: k}", "sse"),
         ("{type: s3, bucket: kvs, role_arn: 'arn:aws:iam::123456789012:role/kv'}", "role_arn"),
         ("{type: s3, bucket: kvs, storage_class: EXPRESS_ONEZONE}", "storage_class"),
+        ("{type: s3, bucket: kvs, embedded: true}", "embedded"),
         ("{type: nfs, root_dir: /mnt/a}", "type"),
         ("{type: memory, max_bytes: 1MiB}", "type"),
         ("{type: Mine, module_path: mine, max_bytes: 1MiB}", "type"),
