@@ -53,6 +53,7 @@ else:
 
 _JOB_RESULT_FIELDS = frozenset(field.name for field in dataclasses.fields(VllmJobResult))
 _FRAMES_MAX = 32
+_URL_END = 150
 
 #: Where our tiers keep their blocks, as vLLM's events and hit sources call it.
 _LOCALITIES = {"fs": "LOCAL", "memory": "LOCAL", "nfs": "REMOTE", "s3": "REMOTE", "fsspec": "REMOTE"}
@@ -124,7 +125,9 @@ def engine_spec(spec: Any, *, blocks_per_chunk: int | None = None) -> EngineSpec
     canonical = bool(getattr(config, "canonical_layout", False))
     return EngineSpec(
         VllmOffloadingConfig(
-            model=ModelConfig(config.model.name, config.model.dtype, _model_revision(vllm_config)),
+            model=ModelConfig(
+                _model_name(vllm_config, config.model.name), config.model.dtype, _model_revision(vllm_config)
+            ),
             cache=CacheConfig(
                 tokens_per_hash=config.cache.tokens_per_hash,
                 blocks_per_chunk=blocks_per_chunk or config.cache.blocks_per_chunk,
@@ -183,6 +186,14 @@ def find_vllm_config() -> Any | None:
             return candidate
         frame = frame.f_back
     return found
+
+
+def _model_name(vllm_config: Any | None, name: str) -> str:
+    """A model's name; of one in a bucket its URL, as vLLM's name of it is a folder in one host's cache."""
+    url = str(getattr(getattr(vllm_config, "model_config", None), "model_weights", None) or "")
+    scheme, separator, place = url.partition("://")
+    # The end will do, and folders' names are bounded: the revision has a digest of the whole URL.
+    return f"{scheme}/{place.strip('/')[-_URL_END:]}" if separator else name
 
 
 def _model_revision(vllm_config: Any | None) -> str | None:

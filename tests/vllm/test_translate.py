@@ -15,6 +15,7 @@ import vllm
 from vllm.renderers.base import BaseRenderer
 from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.kv_offload.base import Locality, LookupResult, Medium
+from vllm.v1.kv_offload.config import OffloadingModelConfig
 
 from connector.vllm import translate, weights
 from tests.vllm.engines import keys, offloading_config, request
@@ -488,6 +489,19 @@ def test_a_model_in_a_bucket_is_the_same_on_hosts_without_the_pulled_folder(
     assert here == of("s3://bucket/one", tmp_path / "absent")
     assert len({here, of("s3://bucket/two", model_folder), of("s3://bucket/one", model_folder, 2.0)}) == 3
     assert "is not known" not in caplog.text
+
+
+def test_a_model_in_a_bucket_has_the_same_name_on_hosts_whose_caches_are_elsewhere() -> None:
+    def of(cache: str, url: str) -> str:
+        name = OffloadingModelConfig(name=f"{cache}/model_streamer/ab12cd34", dtype="float32")
+        return folder(built_by(some_vllm_config(model=name.name, model_weights=url), model=name))
+
+    assert of("/root/cache", "s3://bucket/one/") == of("/home/me", "s3://bucket/one/")
+    assert of("/root/cache", "s3://bucket/one/").startswith("s3_bucket_one_")
+    assert of("/root/cache", "s3://bucket/one") != of("/root/cache", "gs://bucket/one")
+    assert of("/root/cache", "") != of("/home/me", "")
+    assert of("/root/cache", f"s3://{'a' * 300}").startswith("s3_aaa")
+    assert of("/root/cache", f"s3://{'a' * 300}") != of("/root/cache", f"s3://{'b' + 'a' * 299}")
 
 
 def test_files_are_read_once_in_a_process_until_something_about_them_changes(
