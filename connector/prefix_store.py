@@ -206,9 +206,6 @@ class PrefixStore:
             raise
         self.counts.chunks_loaded += 1
 
-    def close(self) -> None:
-        """Release what the storage's client holds."""
-
     # -- privates ----------------------------------------------------------------------------------------------------
 
     def _longest(self, hashes: Sequence[bytes]) -> Chunk | None:

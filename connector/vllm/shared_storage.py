@@ -68,15 +68,14 @@ class Transfer:
     """What one request loads or stores in a step.
 
     Attributes:
-        token_ids: of the blocks.
-        hashes: of all the prompt's blocks up to the last one meant.
-        first_block: index in the prompt of the first block meant; the rest are those after it.
+        hashes: of the blocks meant; of a load, whose chunks may begin before them, of all the prompt's blocks up to the
+            last one meant.
+        first_block: index in the prompt of the first block meant.
         slot_mapping: (tokens,) slots in the paged buffer, block id * block size + offset.
         is_store: or a load.
     """
 
     req_id: str
-    token_ids: list[int]
     hashes: list[bytes]
     first_block: int
     slot_mapping: torch.Tensor
@@ -382,8 +381,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         size = self._block_size
         ids = torch.tensor(block_ids[first:last], dtype=torch.int64)
         slots = (ids[:, None] * size + torch.arange(size)).flatten()
-        tokens = state.token_ids[first * size : last * size]
-        return Transfer(req_id, tokens, state.hashes[:last], first, slots, is_store)
+        return Transfer(req_id, state.hashes[first if is_store else 0 : last], first, slots, is_store)
 
     # -- worker: loads -----------------------------------------------------------------------------------------------
 
@@ -486,9 +484,9 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
             layers = {layer: copies[index] for layer, copies in extracted.items()}
             size_bytes = sum(tensor.nbytes for tensor in layers.values())
             if sum(self._saving.values()) + size_bytes > SAVE_BYTES_MAX:
-                self._dropped_blocks += len(transfer.hashes) - transfer.first_block
+                self._dropped_blocks += len(transfer.hashes)
                 continue
-            job = self._pool.submit(self._publish, transfer.hashes[transfer.first_block :], layers)
+            job = self._pool.submit(self._publish, transfer.hashes, layers)
             self._saving[job] = size_bytes
 
     def _publish(self, hashes: Sequence[bytes], layers: dict[str, torch.Tensor]) -> None:

@@ -33,6 +33,7 @@ from connector.vllm.shared_storage import SharedStorageConnector, SharedStorageM
 from tests.vllm.engines import LAYERS, offloading_config
 from tests.waiting import wait_for
 from tiers.errors import ConfigError, KVTiersError
+from tiers.keys import hash_blocks
 
 BLOCKS, SIZE = 12, 4
 
@@ -128,7 +129,7 @@ class Rig:
         """First and last block, exclusive, of each store of a step, which a worker does."""
         meta = self.scheduler.build_connector_meta(output)
         self.work(meta)
-        return [(each.first_block, len(each.hashes)) for each in meta.requests if each.is_store]
+        return [(each.first_block, each.first_block + len(each.hashes)) for each in meta.requests if each.is_store]
 
     def saved(self) -> None:
         def idle() -> bool:
@@ -296,7 +297,7 @@ def test_a_request_resumed_after_preemption_brings_all_its_blocks(rigs: Any) -> 
     (transfer,) = meta.requests
     assert transfer.first_block == 2  # the first two are on storage already
     assert transfer.slot_mapping.tolist() == [8, 9, 10, 11, 24, 25, 26, 27]
-    assert transfer.token_ids == TOKENS[8:16]
+    assert transfer.hashes == list(hash_blocks(TOKENS, SIZE))[2:4]
 
 
 def test_several_requests_in_one_step(rigs: Any) -> None:
