@@ -23,7 +23,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -37,11 +37,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from connector.prefix_store import CHUNK_BLOCKS_MAX, FORMAT, PrefixStore
-from connector.vllm import translate
+from connector.vllm import translate, weights
 from connector.vllm.paged_buffer import extract_slots, inject_slots, token_pages
 from connector.vllm.prefix_metrics import PrefixPromMetrics, PrefixReporter, PrefixStats
 from connector.vllm.prefix_threads import DaemonPool, Load
-from connector.vllm.weights import Adapters
 from connector.vllm_config import shared_place
 from tiers.errors import ConfigError, KVTiersError
 from tiers.file_mapper import FileMapper, strict_fields
@@ -88,10 +87,12 @@ class SharedStorageMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM 
 
     Attributes:
         idle: no request is computed in this step.
+        revision: the scheduler's ``model.revision``; see ``_agree``.
     """
 
     requests: list[Transfer] = field(default_factory=list)
     idle: bool = False
+    revision: str | None = None
 
 
 @dataclass(slots=True)
@@ -199,31 +200,23 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         self._block_size = int(kv_cache_spec.block_size)
         self._lookup_deadline_s = float(extra.get("lookup_deadline_s", LOOKUP_DEADLINE_S))
         self._load_deadline_s = float(extra.get("load_deadline_s", LOAD_DEADLINE_S))
-        spec = translate.engine_spec(build_offloading_config(vllm_config, kv_cache_config))
-        mapper = FileMapper.from_offloading_spec("", spec, extra_fields=strict_fields(spec) | {"format": FORMAT})
-        parallel = spec.config.parallel
+        self._spec = translate.engine_spec(build_offloading_config(vllm_config, kv_cache_config))
+        self._revision = self._spec.config.model.revision
+        parallel = self._spec.config.parallel
         if parallel.dcp_size > 1 or parallel.pcp_size > 1:
             raise ConfigError(
                 "SharedStorageConnector takes 1: with more, a block's tokens are spread over ranks; use KVTiersSpec or "
                 "KVTiersTier",
                 field="decode_context_parallel_size" if parallel.dcp_size > 1 else "prefill_context_parallel_size",
             )
-        ranks = range(parallel.world_size) if role == KVConnectorRole.SCHEDULER else (parallel.rank,)
-        self._stores = [
-            PrefixStore(
-                place["shared_storage_path"],
-                mapper.base_path,
-                mapper.fingerprint,
-                rank=rank,
-                storage_options=place.get("storage_options"),
-            )
-            for rank in ranks
-        ]
+        self._ranks = range(parallel.world_size) if role == KVConnectorRole.SCHEDULER else (parallel.rank,)
+        self._place = place
+        self._stores = self._open(self._spec)
         self._pool = DaemonPool(_THREADS, "kvtiers-prefix")
         # scheduler
         self._requests: dict[str, _Request] = {}
         self._stored = _Stored()
-        self._adapters = Adapters()
+        self._adapters = weights.Adapters()
         # worker
         self._kv_caches: dict[str, torch.Tensor] = {}
         self._cuda: torch.device | None = None
@@ -233,6 +226,19 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         self._extracted: dict[str, dict[int, torch.Tensor]] = {}
         self._dropped_blocks = 0
         self._reporter = PrefixReporter()
+
+    def _open(self, spec: translate.EngineSpec) -> list[PrefixStore]:
+        mapper = FileMapper.from_offloading_spec("", spec, extra_fields=strict_fields(spec) | {"format": FORMAT})
+        return [
+            PrefixStore(
+                self._place["shared_storage_path"],
+                mapper.base_path,
+                mapper.fingerprint,
+                rank=rank,
+                storage_options=self._place.get("storage_options"),
+            )
+            for rank in self._ranks
+        ]
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PrefixStats:
@@ -301,7 +307,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
 
     def build_connector_meta(self, scheduler_output: Any) -> SharedStorageMetadata:
         """This step's loads and stores; ``scheduler_output`` is only read."""
-        meta = SharedStorageMetadata(idle=not scheduler_output.num_scheduled_tokens)
+        meta = SharedStorageMetadata(idle=not scheduler_output.num_scheduled_tokens, revision=self._revision)
         for state in self._requests.values():
             if state.load is not None:
                 meta.requests.append(state.load)
@@ -508,7 +514,23 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
     def _metadata(self) -> Iterator[Transfer]:
         meta = self._get_connector_metadata()
         assert isinstance(meta, SharedStorageMetadata)
+        if meta.revision != self._revision:
+            self._agree(meta.revision)
         return iter(meta.requests)
+
+    def _agree(self, revision: str | None) -> None:
+        """Take the scheduler's digest of the config: models change the one that they are loaded with, a worker's."""
+        if weights.without_config(revision) == weights.without_config(self._revision):
+            model = replace(self._spec.config.model, revision=revision)
+            self._stores = self._open(replace(self._spec, config=replace(self._spec.config, model=model)))
+        else:
+            logger.warning(
+                "this worker's weights or settings (%s) are not those that the scheduler sees (%s): nothing is found; "
+                "give all hosts the same files",
+                self._revision,
+                revision,
+            )
+        self._revision = revision  # this was said once
 
     def _pages(self, layer: torch.Tensor) -> torch.Tensor:
         return token_pages(layer, self._num_blocks, self._block_size)

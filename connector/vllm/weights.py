@@ -2,7 +2,7 @@
 
 Weights are known by their commit, else by what is in their folder. The answer must be the same in the scheduler, in
 every worker and on every host with the same files. So it does not come from vLLM's ``hf_config`` where there are files:
-models change that while they are loaded, which only workers do.
+models change that while they are loaded, which only workers do. Without files the scheduler's counts.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ SAMPLE_BYTES = 4096
 CONFIG_BYTES_MAX = 4 << 20
 _DIGEST_HEX_DIGITS = 24
 
+_CONFIG_DIGEST = re.compile(rf"config:[0-9a-f]{{{_DIGEST_HEX_DIGITS}}}(?=\+|$)")  # a commit has 40
 _WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
 #: What else decides what the weights mean. Not a tokenizer: blocks are named by token ids.
 _CONFIGS = re.compile(r"config\.json|params\.json|.*quant.*config\.json|(video_)?(pre)?processor_config\.json|.*\.py")
@@ -311,6 +312,11 @@ def config_digest(hf_config: Any) -> str | None:
         return None
     fields = {name: value for name, value in hf_config.to_dict().items() if name != "transformers_version"}
     return f"config:{_digest(fields)}"
+
+
+def without_config(revision: str | None) -> str:
+    """A ``kv_revision`` without its ``config_digest``."""
+    return _CONFIG_DIGEST.sub("", revision or "")
 
 
 def _contents(file: Path, *, samples: int) -> Iterator[bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import threading
@@ -27,6 +28,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 import connector.vllm.shared_storage as module
+from connector.vllm import translate
 from connector.vllm.paged_buffer import extract_slots, inject_slots, token_pages
 from connector.vllm.prefix_threads import Load
 from connector.vllm.shared_storage import SharedStorageConnector, SharedStorageMetadata
@@ -579,6 +581,33 @@ def test_a_request_that_reads_no_prefix_cache_loads_nothing_and_is_stored(
     store_whole(rig, TOKENS, [3, 7, 1, 9, 5], skip_reading_prefix_cache=True, **more)
     assert rigs().matched(prompt(TOKENS, skip_reading_prefix_cache=True, **more)) == (0, False)  # prompt_logprobs, say
     assert rigs().matched(prompt(TOKENS, skip_reading_prefix_cache=False, **more)) == (16, True)
+
+
+def test_a_config_that_models_change_in_workers_keeps_them_in_the_schedulers_namespace(
+    rigs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = itertools.count()  # a scheduler's connector, a worker's, and so on
+    hf_config = SimpleNamespace(_commit_hash=None, to_dict=lambda: {"max_model_len": next(made) % 2})
+    model = SimpleNamespace(model="cache/ab12cd34", model_weights="s3://bucket/model", hf_config=hf_config)
+    monkeypatch.setattr(translate, "find_vllm_config", lambda: SimpleNamespace(model_config=model))
+    writer, reader = rigs(), rigs()
+    store_whole(writer, TOKENS, [3, 7, 1, 9, 5])
+    request = prompt(TOKENS)
+    assert reader.matched(request) == (16, True)
+    assert load(reader, request, [2, 4, 6, 8, 10], 16) == ({"r"}, set())
+
+
+def test_a_worker_with_other_weights_than_the_scheduler_sees_says_so_and_keeps_to_its_own(
+    rigs: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    digest = f"config:{'a' * 24}"
+    revisions = itertools.cycle([f"files:one+{digest}", f"files:two+{digest}"])
+    monkeypatch.setattr(translate, "_model_revision", lambda _: next(revisions))
+    rig = rigs()
+    for tokens in (TOKENS, TOKENS[1:]):
+        store_whole(rig, tokens, [3, 7, 1, 9, 5])
+    assert rigs().matched(prompt(TOKENS)) == (0, False)
+    assert caplog.text.count("are not those that the scheduler sees") == 1
 
 
 def test_another_tp_size_reads_nothing_of_it(rigs: Any) -> None:
