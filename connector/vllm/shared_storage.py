@@ -19,20 +19,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    KVConnectorRole,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
@@ -40,6 +35,7 @@ from connector.prefix_store import CHUNK_BLOCKS_MAX, FORMAT, PrefixStore
 from connector.vllm import translate, weights
 from connector.vllm.paged_buffer import extract_slots, inject_slots, token_pages
 from connector.vllm.prefix_metrics import PrefixPromMetrics, PrefixReporter, PrefixStats
+from connector.vllm.prefix_requests import Request, SharedStorageMetadata, Stored, Transfer, salt_of
 from connector.vllm.prefix_threads import DaemonPool, Load
 from connector.vllm_config import shared_place
 from tiers.errors import ConfigError, KVTiersError
@@ -59,103 +55,6 @@ THREADS_END_S = 0.5  # of it, for threads that are at a lookup or at what is too
 SAVE_BYTES_MAX = 4 << 30
 _THREADS = 2
 _REQUESTS_MAX = 65_536
-_STORED_MAX = 131_072  # blocks; some 20 MB
-
-
-@dataclass(slots=True)
-class Transfer:
-    """What one request loads or stores in a step.
-
-    Attributes:
-        hashes: of the blocks meant; of a load, whose chunks may begin before them, of all the prompt's blocks up to the
-            last one meant.
-        first_block: index in the prompt of the first block meant.
-        slot_mapping: (tokens,) slots in the paged buffer, block id * block size + offset.
-        is_store: or a load.
-    """
-
-    req_id: str
-    hashes: list[bytes]
-    first_block: int
-    slot_mapping: torch.Tensor
-    is_store: bool
-
-
-@dataclass
-class SharedStorageMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not installed where mypy runs
-    """From the scheduler to the workers, once a step.
-
-    Attributes:
-        idle: no request is computed in this step.
-        revision: the scheduler's ``model.revision``; see ``_agree``.
-    """
-
-    requests: list[Transfer] = field(default_factory=list)
-    idle: bool = False
-    revision: str | None = None
-
-
-@dataclass(slots=True)
-class _Request:
-    """The scheduler's knowledge of a request.
-
-    Attributes:
-        hashes: of the prompt's blocks; with an adapter empty until a lookup has read its files, and for good where they
-            do not say which it is: such a prompt is neither loaded nor stored.
-        salt: see ``_salt``.
-        matched: the lookup.
-        asked_at: when it was asked.
-        found: its answer, leading blocks; None before there is one.
-        stored_blocks: leading blocks that are on storage, or on their way.
-        load: not handed to the workers yet.
-        loading: ids of the blocks that workers fill.
-        load_first: index in the prompt of the first of them.
-    """
-
-    hashes: list[bytes]
-    token_ids: list[int]
-    salt: bytes | None
-    lora: Any = None
-    block_ids: list[int] = field(default_factory=list)
-    matched: Future[int] | None = None
-    asked_at: float = 0.0
-    found: int | None = None
-    num_computed: int = 0
-    stored_blocks: int = 0
-    loads: int = 0
-    load: Transfer | None = None
-    loading: frozenset[int] = frozenset()
-    load_first: int = 0
-
-
-class _Stored:
-    """Hashes of blocks that are on storage or on their way, those used last.
-
-    Nobody asks storage about a prompt that is on the GPU still, and it need not be copied again. What is believed here
-    and is not true, because a store failed or files were removed, is found out by the next lookup or load.
-    """
-
-    def __init__(self) -> None:
-        self._hashes: OrderedDict[bytes, None] = OrderedDict()
-
-    def add(self, hashes: Sequence[bytes]) -> None:
-        for block in reversed(hashes):  # a prefix is of no use without its beginning, so that is forgotten last
-            self._hashes[block] = None
-            self._hashes.move_to_end(block)
-        while len(self._hashes) > _STORED_MAX:
-            self._hashes.popitem(last=False)
-
-    def discard(self, hashes: Sequence[bytes]) -> None:
-        for block in hashes:
-            self._hashes.pop(block, None)
-
-    def end_of(self, hashes: Sequence[bytes], first: int, last: int) -> int:
-        """Index behind the blocks from ``first`` to ``last`` that are there without a gap."""
-        end = first
-        while end < last and hashes[end] in self._hashes:
-            end += 1
-        self.add(hashes[first:end])
-        return end
 
 
 class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
@@ -214,8 +113,8 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         self._stores = self._open(self._spec)
         self._pool = DaemonPool(_THREADS, "kvtiers-prefix")
         # scheduler
-        self._requests: dict[str, _Request] = {}
-        self._stored = _Stored()
+        self._requests: dict[str, Request] = {}
+        self._stored = Stored()
         self._adapters = weights.Adapters()
         # worker
         self._kv_caches: dict[str, torch.Tensor] = {}
@@ -338,7 +237,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
             state.matched.cancel()
         return False, None
 
-    def _remember(self, request: Any) -> _Request | None:
+    def _remember(self, request: Any) -> Request | None:
         state = self._requests.get(request.request_id)
         if state is None:
             tokens = request.prompt_token_ids
@@ -346,17 +245,17 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
                 return None
             if len(self._requests) >= _REQUESTS_MAX:
                 self._requests.pop(next(iter(self._requests)))
-            state = _Request([], list(tokens), _salt(request), getattr(request, "lora_request", None))
+            state = Request([], list(tokens), salt_of(request), getattr(request, "lora_request", None))
             if state.lora is None:
                 state.hashes = self._hashes(state)
             self._requests[request.request_id] = state
         return state
 
-    def _hashes(self, state: _Request, adapter: str = "") -> list[bytes]:
+    def _hashes(self, state: Request, adapter: str = "") -> list[bytes]:
         salt = state.salt + f"\nadapter:{adapter}".encode() if state.salt and adapter else state.salt
         return list(hash_blocks(state.token_ids, self._block_size, salt=salt))
 
-    def _match(self, state: _Request, limit_blocks: int) -> int:
+    def _match(self, state: Request, limit_blocks: int) -> int:
         """Leading blocks that every rank has stored."""
         if state.lora is not None and not state.hashes:
             adapter = self._adapters.revision(state.lora)
@@ -370,7 +269,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
             found = min(found, sum(chunk.blocks for chunk in store.match(hashes[:found])))
         return found
 
-    def _add_store(self, meta: SharedStorageMetadata, req_id: str, state: _Request, computed_tokens: int) -> None:
+    def _add_store(self, meta: SharedStorageMetadata, req_id: str, state: Request, computed_tokens: int) -> None:
         last = min(computed_tokens // self._block_size, len(state.hashes), len(state.block_ids))
         state.stored_blocks = self._stored.end_of(state.hashes, state.stored_blocks, last)
         while state.stored_blocks < last:
@@ -382,7 +281,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
             state.stored_blocks = end
 
     def _transfer(
-        self, req_id: str, state: _Request, block_ids: Sequence[int], first: int, last: int, *, is_store: bool
+        self, req_id: str, state: Request, block_ids: Sequence[int], first: int, last: int, *, is_store: bool
     ) -> Transfer:
         size = self._block_size
         ids = torch.tensor(block_ids[first:last], dtype=torch.int64)
@@ -534,16 +433,3 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
 
     def _pages(self, layer: torch.Tensor) -> torch.Tensor:
         return token_pages(layer, self._num_blocks, self._block_size)
-
-
-def _salt(request: Any) -> bytes | None:
-    """What else the KV of a prompt depends on, as the request tells: adapter, pictures, and the tenant's salt."""
-    lora: Any = getattr(request, "lora_request", None)
-    parts = [f"lora:{lora.lora_name}:{getattr(lora, 'lora_path', '')}"] if lora is not None else []
-    parts += [
-        f"mm:{each.identifier}:{getattr(each, 'mm_position', '')}" for each in getattr(request, "mm_features", ()) or ()
-    ]
-    if getattr(request, "cache_salt", None):
-        parts.append(f"salt:{request.cache_salt}")
-    text = "\n".join(parts)
-    return text.encode() if text else None

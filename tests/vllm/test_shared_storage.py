@@ -28,10 +28,11 @@ from vllm.v1.kv_cache_interface import (
 )
 
 import connector.vllm.shared_storage as module
-from connector.vllm import translate
+from connector.vllm import prefix_requests, translate
 from connector.vllm.paged_buffer import extract_slots, inject_slots, token_pages
+from connector.vllm.prefix_requests import SharedStorageMetadata
 from connector.vllm.prefix_threads import Load
-from connector.vllm.shared_storage import SharedStorageConnector, SharedStorageMetadata
+from connector.vllm.shared_storage import SharedStorageConnector
 from tests.vllm.engines import LAYERS, offloading_config
 from tests.waiting import wait_for
 from tiers.errors import ConfigError, KVTiersError
@@ -391,8 +392,8 @@ def test_what_storage_lost_is_stored_again_when_a_lookup_has_missed_it(rigs: Any
 
 
 def test_of_what_was_stored_the_ends_of_prefixes_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_STORED_MAX", 5)
-    stored = module._Stored()
+    monkeypatch.setattr(prefix_requests, "STORED_MAX", 5)
+    stored = prefix_requests.Stored()
     first, second = [b"a", b"b", b"c"], [b"x", b"y", b"z"]
     stored.add(first)
     stored.add(second)

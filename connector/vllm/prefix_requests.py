@@ -1,0 +1,125 @@
+"""What SharedStorageConnector's scheduler side knows of requests and of storage, and what it tells the workers."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+STORED_MAX = 131_072  # blocks; some 20 MB
+
+
+@dataclass(slots=True)
+class Transfer:
+    """What one request loads or stores in a step.
+
+    Attributes:
+        hashes: of the blocks meant; of a load, whose chunks may begin before them, of all the prompt's blocks up to the
+            last one meant.
+        first_block: index in the prompt of the first block meant.
+        slot_mapping: (tokens,) slots in the paged buffer, block id * block size + offset.
+        is_store: or a load.
+    """
+
+    req_id: str
+    hashes: list[bytes]
+    first_block: int
+    slot_mapping: torch.Tensor
+    is_store: bool
+
+
+@dataclass
+class SharedStorageMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not installed where mypy runs
+    """From the scheduler to the workers, once a step.
+
+    Attributes:
+        idle: no request is computed in this step.
+        revision: the scheduler's ``model.revision``; workers go by its digest of the config.
+    """
+
+    requests: list[Transfer] = field(default_factory=list)
+    idle: bool = False
+    revision: str | None = None
+
+
+@dataclass(slots=True)
+class Request:
+    """What the scheduler knows of a request.
+
+    Attributes:
+        hashes: of the prompt's blocks; with an adapter empty until a lookup has read its files, and for good where they
+            do not say which it is: such a prompt is neither loaded nor stored.
+        salt: see ``salt_of``.
+        matched: the lookup.
+        asked_at: when it was asked.
+        found: its answer, leading blocks; None before there is one.
+        stored_blocks: leading blocks that are on storage, or on their way.
+        load: not handed to the workers yet.
+        loading: ids of the blocks that workers fill.
+        load_first: index in the prompt of the first of them.
+    """
+
+    hashes: list[bytes]
+    token_ids: list[int]
+    salt: bytes | None
+    lora: Any = None
+    block_ids: list[int] = field(default_factory=list)
+    matched: Future[int] | None = None
+    asked_at: float = 0.0
+    found: int | None = None
+    num_computed: int = 0
+    stored_blocks: int = 0
+    loads: int = 0
+    load: Transfer | None = None
+    loading: frozenset[int] = frozenset()
+    load_first: int = 0
+
+
+class Stored:
+    """Hashes of blocks that are on storage or on their way, those used last.
+
+    Nobody asks storage about a prompt that is on the GPU still, and it need not be copied again. What is believed here
+    and is not true, because a store failed or files were removed, is found out by the next lookup or load.
+    """
+
+    def __init__(self) -> None:
+        self._hashes: OrderedDict[bytes, None] = OrderedDict()
+
+    def add(self, hashes: Sequence[bytes]) -> None:
+        """These are."""
+        for block in reversed(hashes):  # a prefix is of no use without its beginning, so that is forgotten last
+            self._hashes[block] = None
+            self._hashes.move_to_end(block)
+        while len(self._hashes) > STORED_MAX:
+            self._hashes.popitem(last=False)
+
+    def discard(self, hashes: Sequence[bytes]) -> None:
+        """These may not be."""
+        for block in hashes:
+            self._hashes.pop(block, None)
+
+    def end_of(self, hashes: Sequence[bytes], first: int, last: int) -> int:
+        """Index behind the blocks from ``first`` to ``last`` that are there without a gap."""
+        end = first
+        while end < last and hashes[end] in self._hashes:
+            end += 1
+        self.add(hashes[first:end])
+        return end
+
+
+def salt_of(request: Any) -> bytes | None:
+    """What else the KV of a prompt depends on, as the request tells: adapter, pictures, and the tenant's salt."""
+    lora: Any = getattr(request, "lora_request", None)
+    parts = [f"lora:{lora.lora_name}:{getattr(lora, 'lora_path', '')}"] if lora is not None else []
+    parts += [
+        f"mm:{each.identifier}:{getattr(each, 'mm_position', '')}" for each in getattr(request, "mm_features", ()) or ()
+    ]
+    if getattr(request, "cache_salt", None):
+        parts.append(f"salt:{request.cache_salt}")
+    text = "\n".join(parts)
+    return text.encode() if text else None
