@@ -89,10 +89,11 @@ class Converter:
 
     def _find_folder(self, fields: dict[str, Any], fingerprint: bytes) -> str:
         model = fields["model_name"].replace("/", "_")
-        for info in self._target.keys(f"{model}_"):
-            namespace, _, _ = info.key.partition("/")
-            if info.key == identity_file_name(namespace, fingerprint):
-                return namespace
+        for prefix in (f"{model}_", ""):  # a model in a bucket has a name of vLLM's in its folder's
+            for info in self._target.keys(prefix):
+                namespace, _, _ = info.key.partition("/")
+                if info.key == identity_file_name(namespace, fingerprint):
+                    return namespace
         raise StoreConfigError(
             f"the target has no folder for {fields['model_name']} as the source's engine ran it; vLLM names it: start "
             f"that engine once with format: {FORMAT_VLLM_RAW} on this root"

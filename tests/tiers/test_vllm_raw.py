@@ -7,7 +7,8 @@ import errno
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -392,7 +393,12 @@ def started(root: Path, **options: Any) -> Tier:
     return made
 
 
-def test_migrate_to_sealed_blocks_and_back(root: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("namespace", [LAYOUT.namespace, "_root_cache_ab12cd34_0123456789ab"], ids=["hub", "bucket"])
+def test_migrate_to_sealed_blocks_and_back(
+    root: Path, tmp_path: Path, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = replace(LAYOUT, namespace=namespace)
+    monkeypatch.setattr(f"{__name__}.VllmSpec", partial(VllmSpec, vllm_layout=layout))
     tier = Tier(root, isolation="thread")
     original = tier.fill(8)
     tier.run("store")
