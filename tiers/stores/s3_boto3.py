@@ -26,9 +26,10 @@ from urllib3.exceptions import HTTPError
 from tiers.errors import BlobCorruptError, BlobNotFoundError, StoreConfigError
 from tiers.posix import look_at
 from tiers.store import Look, parts_size
+from tiers.stores.s3_boto_errors import BOTO_ERRORS
 from tiers.stores.s3_errors import connection_error, deadline_error
 from tiers.stores.s3_options import S3Options
-from tiers.stores.s3_session import BOTO_ERRORS, S3Session
+from tiers.stores.s3_session import S3Session
 from tiers.stores.watchdog import Watchdog
 
 # What a socket raises while a body is read, below botocore.

@@ -11,8 +11,7 @@ import hashlib
 import re
 import ssl
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from http import HTTPStatus
 from pathlib import Path
@@ -24,7 +23,6 @@ import botocore.session
 from botocore import exceptions as boto_errors
 from botocore.config import Config
 from botocore.credentials import DeferredRefreshableCredentials, create_assume_role_refresher
-from botocore.parsers import ResponseParserError
 
 if TYPE_CHECKING:
     from obstore.store import S3Credential
@@ -32,14 +30,8 @@ if TYPE_CHECKING:
 from tiers.errors import ConfigError, StoreConfigError, StoreError, StorePermissionError
 from tiers.store import KeyInfo
 from tiers.stores.chatty_loggers import cap_chatty_loggers
-from tiers.stores.s3_errors import (
-    CODES,
-    CredentialsExpiredError,
-    Place,
-    connection_error,
-    deadline_error,
-    server_error,
-)
+from tiers.stores.s3_boto_errors import BOTO_ERRORS, NO_S3, translate
+from tiers.stores.s3_errors import Place, server_error
 from tiers.stores.s3_options import S3Options, check_endpoint
 
 DEFAULT_REGION = "us-east-1"
@@ -49,18 +41,6 @@ DELETE_KEYS_MAX = 1000  # S3's limit for one batch delete
 CREDENTIALS_TTL = timedelta(minutes=6)
 LIFECYCLE_ID = "kvtiers"
 RULE_DIGITS = 12  # of a rule's own in its ID, of which S3 takes 255 characters
-
-#: Everything that a call of boto3 raises when something outside of this process is wrong. The last three are from its
-#: credential chain: a token file or a helper that is not there, what was refreshed and is expired all the same, what
-#: cannot be parsed.
-BOTO_ERRORS = (
-    boto_errors.BotoCoreError,
-    boto_errors.ClientError,
-    ResponseParserError,
-    OSError,
-    RuntimeError,
-    ValueError,
-)
 
 
 class S3Session:
@@ -247,53 +227,13 @@ class S3Session:
 
     def translate(self, error: Exception) -> StoreError:
         """Our exception for one of botocore's."""
-        if isinstance(error, boto_errors.ClientError):
-            code = error.response.get("Error", {}).get("Code", "")
-            answer = error.response.get("ResponseMetadata", {})
-            if error.operation_name.startswith("AssumeRole"):
-                return _sts_error(answer.get("HTTPStatusCode", 403), code, error.response, self.place)
-            headers = answer.get("HTTPHeaders", {})
-            if code.isdigit():
-                code = "PermanentRedirect" if "x-amz-bucket-region" in headers else ""
-            location = headers.get("location", "")
-            return server_error(answer.get("HTTPStatusCode", 500), code, place=self.place, location=location)
-        place = self._place_of(error)
-        if isinstance(error, boto_errors.SSLError):
-            hint = next((hint for part, hint in _TLS_ERRORS if part in str(error)), _UNTRUSTED)
-            return StoreConfigError(hint.format(place.endpoint_url))
-        if isinstance(error, (boto_errors.ConnectTimeoutError, boto_errors.ReadTimeoutError)):
-            return deadline_error(self.options.attempt_timeout_s, place)
-        for kinds, ours, hint in _BOTO_ERRORS:
-            if isinstance(error, kinds):
-                return ours(hint.format(place.endpoint_url))
-        if isinstance(error, boto_errors.BotoCoreError):
-            return connection_error(place)
-        if isinstance(error, RuntimeError):
-            return CredentialsExpiredError(
-                "secret: what boto3's credential chain found anew has expired, too; renew it"
-            )
-        if isinstance(error, OSError):
-            return StorePermissionError(
-                "secret: boto3's credential chain misses a file: the web identity's token or credential_process"
-            )
-        return StorePermissionError(
-            "secret: boto3's credential chain found what it cannot read; what does credential_process print?"
-        )
+        return translate(error, self.place, self.options.attempt_timeout_s)
 
     def close(self) -> None:
         """Close idle connections."""
         self.client.close()
 
     # -- private ---------------------------------------------------------------------------------------------------
-
-    def _place_of(self, error: Exception) -> Place:
-        """Where a request failed: the credential chain asks STS and others."""
-        asked = urlsplit(getattr(error, "kwargs", {}).get("endpoint_url") or "")
-        own = urlsplit(self.place.endpoint_url).netloc
-        host = asked.netloc.rpartition("@")[2]
-        if not host or (own and host.endswith(own)):  # the bucket's name may stand before it
-            return self.place
-        return replace(self.place, endpoint_url=f"{asked.scheme}://{host}")
 
     def _make_botocore_session(self) -> botocore.session.Session:
         options = self.options
@@ -331,31 +271,18 @@ class S3Session:
             # S3 says what is wrong in a document. Without one botocore repeats the number; a page of HTML has no code.
             says_nothing = (not code or code.isdigit()) and status in (400, 401, 403)
             if says_nothing or (status == HTTPStatus.NOT_FOUND and code != "NoSuchBucket"):
-                raise StoreConfigError(f"{_NO_S3.format(self.endpoint_url)} (HTTP {status})") from None
+                raise StoreConfigError(f"{NO_S3.format(self.endpoint_url)} (HTTP {status})") from None
             raise self.translate(e) from None
         except BOTO_ERRORS as e:
             raise self.translate(e) from None
         if "Name" not in answer:  # a page of HTML is XML enough for botocore
-            raise StoreConfigError(_NO_S3.format(self.endpoint_url))
+            raise StoreConfigError(NO_S3.format(self.endpoint_url))
         return answer
 
     @property
     def _is_aws(self) -> bool:
         host = urlsplit(self.endpoint_url).hostname or ""
         return host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
-
-
-def _sts_error(status: int, code: str, response: Mapping[str, Any], place: Place) -> StoreError:
-    """Our exception for STS's. What it has no name for in S3 is a role that may not be assumed."""
-    if code.startswith("ExpiredToken"):
-        code = "ExpiredToken"
-    elif code.isdigit():  # a proxy's
-        code = ""
-    elif str(response.get("Error", {}).get("Message")).startswith(("Signature expired", "Signature not yet current")):
-        code = "RequestTimeTooSkewed"
-    if code == "AccessDenied" or (status < 500 and code not in CODES):
-        return StorePermissionError("secret: STS does not let these credentials assume role_arn")
-    return server_error(status, code, place=replace(place, endpoint_url="STS"))
 
 
 def lifecycle_rule(rule_id: str, prefix: str, days: int) -> dict[str, Any]:
@@ -404,58 +331,3 @@ def _follow_no_redirect(context: dict[str, Any], **_: Any) -> None:
 
 
 _ONE_ATTEMPT = {"total_max_attempts": 1, "mode": "standard"}
-
-_NO_S3 = "endpoint: {} answers, but not as S3 does; is it the right address, or a proxy's page?"
-
-_UNTRUSTED = "endpoint: the certificate of {} is not trusted; set ca_bundle"
-_OTHER_NAME = "endpoint: the certificate of {} is for another name; correct endpoint_url"
-_NO_TLS = "endpoint: {} does not speak TLS; is it http there?"
-#: Part of the text -> what is wrong. OpenSSL's but for one.
-_TLS_ERRORS = (
-    ("WRONG_VERSION_NUMBER", _NO_TLS),
-    ("RECORD_LAYER_FAILURE", _NO_TLS),
-    ("doesn't match", _OTHER_NAME),  # urllib3's
-    ("certificate is not valid for", _OTHER_NAME),
-    ("certificate has expired", "endpoint: the certificate of {} has expired, or this machine's clock is wrong"),
-)
-
-#: botocore's exceptions without an answer from the server, most special first -> ours.
-_BOTO_ERRORS: tuple[tuple[tuple[type[Exception], ...], type[StoreError], str], ...] = (
-    (
-        (boto_errors.NoCredentialsError, boto_errors.PartialCredentialsError),
-        StorePermissionError,
-        "secret: no complete credentials found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile",
-    ),
-    (
-        (
-            boto_errors.SSOError,
-            boto_errors.TokenRetrievalError,
-            boto_errors.NoAuthTokenError,
-            boto_errors.LoginError,
-        ),
-        CredentialsExpiredError,
-        "secret: the SSO session is not there or has expired; run aws sso login",
-    ),
-    (
-        (boto_errors.CredentialRetrievalError, boto_errors.MetadataRetrievalError, boto_errors.UnknownCredentialError),
-        StorePermissionError,
-        "secret: boto3's credential chain failed (credential_process or metadata); try `aws sts get-caller-identity`",
-    ),
-    ((boto_errors.ProfileNotFound,), StoreConfigError, "profile: ~/.aws/config has no such profile"),
-    (
-        (
-            boto_errors.ParamValidationError,
-            boto_errors.ValidationError,
-            boto_errors.ConfigParseError,
-            boto_errors.EndpointProviderError,
-            boto_errors.UnsupportedS3ConfigurationError,
-        ),
-        StoreConfigError,
-        "boto3 does not accept the configuration of this bucket or of ~/.aws/config",
-    ),
-    (
-        (ResponseParserError,),
-        StoreConfigError,
-        _NO_S3,
-    ),
-)

@@ -1,0 +1,151 @@
+"""botocore's exceptions as ours: what S3 and STS said, and what the credential chain and the connection made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+from urllib.parse import urlsplit
+
+from botocore import exceptions as boto_errors
+from botocore.parsers import ResponseParserError
+
+from tiers.errors import StoreConfigError, StoreError, StorePermissionError
+from tiers.stores.s3_errors import (
+    CODES,
+    CredentialsExpiredError,
+    Place,
+    connection_error,
+    deadline_error,
+    server_error,
+)
+
+#: Everything that a call of boto3 raises when something outside of this process is wrong. The last three are from its
+#: credential chain: a token file or a helper that is not there, what was refreshed and is expired all the same, what
+#: cannot be parsed.
+BOTO_ERRORS = (
+    boto_errors.BotoCoreError,
+    boto_errors.ClientError,
+    ResponseParserError,
+    OSError,
+    RuntimeError,
+    ValueError,
+)
+
+NO_S3 = "endpoint: {} answers, but not as S3 does; is it the right address, or a proxy's page?"
+
+
+def translate(error: Exception, place: Place, timeout_s: float) -> StoreError:
+    """Our exception for one of botocore's.
+
+    Args:
+        place: what the request was about.
+        timeout_s: of an attempt.
+    """
+    if isinstance(error, boto_errors.ClientError):
+        code = error.response.get("Error", {}).get("Code", "")
+        answer = error.response.get("ResponseMetadata", {})
+        if error.operation_name.startswith("AssumeRole"):
+            return _sts_error(answer.get("HTTPStatusCode", 403), code, error.response, place)
+        headers = answer.get("HTTPHeaders", {})
+        if code.isdigit():
+            code = "PermanentRedirect" if "x-amz-bucket-region" in headers else ""
+        location = headers.get("location", "")
+        return server_error(answer.get("HTTPStatusCode", 500), code, place=place, location=location)
+    place = _place_of(error, place)
+    if isinstance(error, boto_errors.SSLError):
+        hint = next((hint for part, hint in _TLS_ERRORS if part in str(error)), _UNTRUSTED)
+        return StoreConfigError(hint.format(place.endpoint_url))
+    if isinstance(error, (boto_errors.ConnectTimeoutError, boto_errors.ReadTimeoutError)):
+        return deadline_error(timeout_s, place)
+    for kinds, ours, hint in _UNANSWERED:
+        if isinstance(error, kinds):
+            return ours(hint.format(place.endpoint_url))
+    if isinstance(error, boto_errors.BotoCoreError):
+        return connection_error(place)
+    if isinstance(error, RuntimeError):
+        return CredentialsExpiredError("secret: what boto3's credential chain found anew has expired, too; renew it")
+    if isinstance(error, OSError):
+        return StorePermissionError(
+            "secret: boto3's credential chain misses a file: the web identity's token or credential_process"
+        )
+    return StorePermissionError(
+        "secret: boto3's credential chain found what it cannot read; what does credential_process print?"
+    )
+
+
+def _place_of(error: Exception, place: Place) -> Place:
+    """Where a request failed: the credential chain asks STS and others."""
+    asked = urlsplit(getattr(error, "kwargs", {}).get("endpoint_url") or "")
+    own = urlsplit(place.endpoint_url).netloc
+    host = asked.netloc.rpartition("@")[2]
+    if not host or (own and host.endswith(own)):  # the bucket's name may stand before it
+        return place
+    return replace(place, endpoint_url=f"{asked.scheme}://{host}")
+
+
+def _sts_error(status: int, code: str, response: Mapping[str, Any], place: Place) -> StoreError:
+    """Our exception for STS's. What it has no name for in S3 is a role that may not be assumed."""
+    if code.startswith("ExpiredToken"):
+        code = "ExpiredToken"
+    elif code.isdigit():  # a proxy's
+        code = ""
+    elif str(response.get("Error", {}).get("Message")).startswith(("Signature expired", "Signature not yet current")):
+        code = "RequestTimeTooSkewed"
+    if code == "AccessDenied" or (status < 500 and code not in CODES):
+        return StorePermissionError("secret: STS does not let these credentials assume role_arn")
+    return server_error(status, code, place=replace(place, endpoint_url="STS"))
+
+
+_UNTRUSTED = "endpoint: the certificate of {} is not trusted; set ca_bundle"
+_OTHER_NAME = "endpoint: the certificate of {} is for another name; correct endpoint_url"
+_NO_TLS = "endpoint: {} does not speak TLS; is it http there?"
+#: Part of the text -> what is wrong. OpenSSL's but for one.
+_TLS_ERRORS = (
+    ("WRONG_VERSION_NUMBER", _NO_TLS),
+    ("RECORD_LAYER_FAILURE", _NO_TLS),
+    ("doesn't match", _OTHER_NAME),  # urllib3's
+    ("certificate is not valid for", _OTHER_NAME),
+    ("certificate has expired", "endpoint: the certificate of {} has expired, or this machine's clock is wrong"),
+)
+
+#: botocore's exceptions without an answer from the server, most special first -> ours.
+_UNANSWERED: tuple[tuple[tuple[type[Exception], ...], type[StoreError], str], ...] = (
+    (
+        (boto_errors.NoCredentialsError, boto_errors.PartialCredentialsError),
+        StorePermissionError,
+        "secret: no complete credentials found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile",
+    ),
+    (
+        (
+            boto_errors.SSOError,
+            boto_errors.TokenRetrievalError,
+            boto_errors.NoAuthTokenError,
+            boto_errors.LoginError,
+        ),
+        CredentialsExpiredError,
+        "secret: the SSO session is not there or has expired; run aws sso login",
+    ),
+    (
+        (boto_errors.CredentialRetrievalError, boto_errors.MetadataRetrievalError, boto_errors.UnknownCredentialError),
+        StorePermissionError,
+        "secret: boto3's credential chain failed (credential_process or metadata); try `aws sts get-caller-identity`",
+    ),
+    ((boto_errors.ProfileNotFound,), StoreConfigError, "profile: ~/.aws/config has no such profile"),
+    (
+        (
+            boto_errors.ParamValidationError,
+            boto_errors.ValidationError,
+            boto_errors.ConfigParseError,
+            boto_errors.EndpointProviderError,
+            boto_errors.UnsupportedS3ConfigurationError,
+        ),
+        StoreConfigError,
+        "boto3 does not accept the configuration of this bucket or of ~/.aws/config",
+    ),
+    (
+        (ResponseParserError,),
+        StoreConfigError,
+        NO_S3,
+    ),
+)
