@@ -301,6 +301,28 @@ def test_head_that_does_not_say_how_large(stored: S3Store, monkeypatch: pytest.M
         stored.size("f/a")
 
 
+def test_region_beside_an_error_is_no_redirect(
+    stored: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MinIO with a region of its own names it in every answer."""
+    send_head = http_faults._Handler._send_head
+
+    def send(handler: http_faults._Handler, answer: Answer, framing: Mapping[str, str]) -> None:
+        send_head(handler, answer, {**framing, "x-amz-bucket-region": "eu-west-1"})
+
+    monkeypatch.setattr(http_faults._Handler, "_send_head", send)
+    assert stored.size("f/a") == len(DATA)
+    assert stored.size("f/absent") is None
+    assert stored.size_many([f"f/{i}" for i in range(20)]) == [None] * 20
+    server.inject(Fault.SLOW_DOWN, methods=("HEAD",))
+    with pytest.raises(StoreThrottledError):
+        stored.size("f/a")
+    server.heal()
+    server.inject(Fault.ACCESS_DENIED)
+    with pytest.raises(StorePermissionError):
+        stored.size("f/a")
+
+
 # -- puts that somebody else, or we ourselves, did already ----------------------------------------------------------
 
 

@@ -47,11 +47,13 @@ def translate(error: Exception, place: Place, timeout_s: float) -> StoreError:
         answer = error.response.get("ResponseMetadata", {})
         if error.operation_name.startswith("AssumeRole"):
             return _sts_error(answer.get("HTTPStatusCode", 403), code, error.response, place)
+        status = answer.get("HTTPStatusCode", 500)
         headers = answer.get("HTTPHeaders", {})
         if code.isdigit():
-            code = "PermanentRedirect" if "x-amz-bucket-region" in headers else ""
-        location = headers.get("location", "")
-        return server_error(answer.get("HTTPStatusCode", 500), code, place=place, location=location)
+            # MinIO with a region of its own sends the header with every answer.
+            redirected = 300 <= status < 400 and "x-amz-bucket-region" in headers
+            code = "PermanentRedirect" if redirected else ""
+        return server_error(status, code, place=place, location=headers.get("location", ""))
     place = _place_of(error, place)
     if isinstance(error, boto_errors.SSLError):
         hint = next((hint for part, hint in _TLS_ERRORS if part in str(error)), _UNTRUSTED)
