@@ -35,6 +35,7 @@ from tiers.stores.s3 import S3Store
 from tiers.stores.s3_clients import RENEW_EVERY_S
 from tiers.stores.s3_delete import DELETERS_MAX
 from tiers.stores.s3_errors import CredentialsExpiredError, RequestRefusedError
+from tiers.stores.s3_lookup import LIST_KEYS_MIN
 from tiers.stores.s3_options import S3Options
 from tiers.stores.s3_session import S3Session
 from tiers.testing import http_faults
@@ -226,6 +227,33 @@ def test_other_calls_to_a_server_that_hangs(stored: S3Store, server: HttpFaultSe
             call()
     server.heal()
     assert store.size("f/a") == len(DATA)
+    store.close()
+
+
+def test_control_plane_of_a_server_that_trickles(stored: S3Store, server: HttpFaultServer) -> None:
+    """Within boto3's own time-outs: each byte of an answer ends the wait for one. The last one never comes."""
+    store = hurried(stored)
+    server.inject(Fault.SLOW_LORIS)
+    calls: list[Callable[[], object]] = [lambda: list(store.keys()), store.folders, store.check]
+    for call in calls:
+        with pytest.raises(StoreTimeoutError, match=r"^endpoint: http://127\.0\.0\.1:\d+ did not answer within 0\.3 s"):
+            call()
+    (outcome,) = store.delete_many(["f/b"])
+    assert isinstance(outcome, StoreTimeoutError)
+    store.close()
+    patient = S3Store(replace(stored.options, request_timeout_s=2.0))
+    assert patient.size_many([f"f/{i}" for i in range(LIST_KEYS_MIN)]) == [None] * LIST_KEYS_MIN  # by HEADs
+    patient.close()
+
+
+def test_threads_that_a_trickling_server_holds_are_bounded(stored: S3Store, server: HttpFaultServer) -> None:
+    store = S3Store(replace(stored.options, request_timeout_s=0.6, max_connections=2))
+    server.inject(Fault.SLOW_LORIS)
+    for _ in range(4):
+        with pytest.raises(StoreTimeoutError, match=r"did not answer within 0\.3 s"):
+            store.folders()
+    assert len(server.requests("GET")) == 2
+    assert store.size("f/a") == len(DATA)  # the data plane's connections are its own
     store.close()
 
 

@@ -28,7 +28,7 @@ from tiers.errors import (
 )
 from tiers.posix import look_at
 from tiers.store import KEY_LENGTH_MAX, KEY_PART_LENGTH_MAX, Capabilities, KeyInfo, Look, Store, check_key, parts_size
-from tiers.stores.s3_clients import RENEW_EVERY_S, Clients, ProcessClients, begin
+from tiers.stores.s3_clients import RENEW_EVERY_S, Clients, ProcessClients
 from tiers.stores.s3_delete import delete_each
 from tiers.stores.s3_errors import (
     BareRefusalError,
@@ -40,6 +40,7 @@ from tiers.stores.s3_errors import (
 from tiers.stores.s3_lookup import Answers, Lookups
 from tiers.stores.s3_options import S3Options
 from tiers.stores.s3_session import DELETE_KEYS_MAX
+from tiers.stores.watchdog import begin
 
 __all__ = ["S3Options", "S3Store"]
 

@@ -6,7 +6,8 @@ The same promises as ObstoreClient at two to six times the CPU. What it takes to
 - A get receives from the socket straight into the slot. botocore's own ``readinto`` reads into a new bytes object and
   copies it, at half the speed, so the body is read from http.client's response underneath.
 - Its timeouts are per socket call: a server that trickles bytes never trips them. A watchdog shuts the socket of a
-  body that is not complete in time. (Trickled *headers* stay possible: before the body nobody shows us the socket.)
+  body that is not complete in time. (Trickled *headers* and error documents stay possible: before an object's body
+  nobody shows us the socket.)
 - The checksums but SHA-256 are awscrt's (``botocore[crt]``), as they are in botocore itself.
 """
 

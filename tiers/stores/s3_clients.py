@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Final, Protocol, TypeVar
+from typing import Final, Protocol
 
 from tiers.errors import StoreError, StoreTimeoutError
 from tiers.store import Look
@@ -16,10 +16,9 @@ from tiers.stores.s3_boto3 import Boto3Client
 from tiers.stores.s3_obstore import ObstoreClient, usable
 from tiers.stores.s3_options import S3Options
 from tiers.stores.s3_session import S3Session
+from tiers.stores.watchdog import begin
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 # Waited for clients at least, whatever request_timeout_s: boto3 reads its models, half a second on a busy machine.
 CLIENTS_S_MIN: Final = 3.0
@@ -135,20 +134,6 @@ class ProcessClients:
                 )
             data = Boto3Client(session, clock=self._clock)
         return Clients(session, data)
-
-
-def begin(name: str, call: Callable[[], T]) -> Future[T]:
-    """Call it in a thread of its own, which nobody has to wait for."""
-    future: Future[T] = Future()
-
-    def work() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as e:  # noqa: BLE001 - a thread's edge: whoever waits gets it
-            future.set_exception(e)
-
-    threading.Thread(target=work, name=name, daemon=True).start()
-    return future
 
 
 def _error(made: Future[Clients]) -> BaseException | None:

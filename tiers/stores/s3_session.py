@@ -2,7 +2,7 @@
 
 boto3's credential chain covers what operators use (environment, profiles, SSO, assume-role, web identity, container and
 instance metadata, ``credential_process``) and refreshes it. The data plane asks it for credentials; listing, batch
-delete, checks and lifecycle rules are rare and done by it.
+delete, checks and lifecycle rules are rare and done by it, each request in a thread of its own.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ from __future__ import annotations
 import hashlib
 import re
 import ssl
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,12 +30,13 @@ from botocore.credentials import DeferredRefreshableCredentials, create_assume_r
 if TYPE_CHECKING:
     from obstore.store import S3Credential
 
-from tiers.errors import ConfigError, StoreConfigError, StoreError, StorePermissionError
+from tiers.errors import ConfigError, StoreConfigError, StoreError, StorePermissionError, StoreUnavailableError
 from tiers.store import KeyInfo
 from tiers.stores.chatty_loggers import cap_chatty_loggers
 from tiers.stores.s3_boto_errors import BOTO_ERRORS, NO_S3, translate
-from tiers.stores.s3_errors import Place, server_error
+from tiers.stores.s3_errors import Place, deadline_error, server_error
 from tiers.stores.s3_options import S3Options, check_endpoint
+from tiers.stores.watchdog import begin
 
 DEFAULT_REGION = "us-east-1"
 DELETE_KEYS_MAX = 1000  # S3's limit for one batch delete
@@ -81,6 +85,7 @@ class S3Session:
             check_endpoint(self.endpoint_url, allow_insecure=options.allow_insecure, virtual=self.virtual_host)
         except ConfigError as e:  # S3Options saw the option; the environment or the profile may name another one
             raise StoreConfigError(f"endpoint: {e}") from None
+        self._asking = threading.BoundedSemaphore(options.max_connections)
         #: Why the data plane got no credentials: it sees the exception of its provider as text only.
         self.credentials_error: StoreError | None = None
 
@@ -123,7 +128,9 @@ class S3Session:
         """Delete up to ``DELETE_KEYS_MAX`` objects by their whole names; the errors of those that are still there."""
         objects = [{"Key": key} for key in keys]
         try:
-            answer = self.client.delete_objects(Bucket=self.options.bucket, Delete={"Objects": objects, "Quiet": True})
+            answer = self._ask(
+                self.client.delete_objects, Bucket=self.options.bucket, Delete={"Objects": objects, "Quiet": True}
+            )
         except BOTO_ERRORS as e:
             raise self.translate(e) from None
         failed: dict[str, StoreError] = {}
@@ -179,7 +186,7 @@ class S3Session:
                 digits = hashlib.sha256(beginning.encode()).hexdigest()[:RULE_DIGITS]
                 new.append(lifecycle_rule(f"{rule_id}:{digits}", own + beginning, days))
         try:
-            found = self.client.get_bucket_lifecycle_configuration(Bucket=bucket)
+            found = self._ask(self.client.get_bucket_lifecycle_configuration, Bucket=bucket)
         except boto_errors.ClientError as e:
             if e.response["Error"]["Code"] != "NoSuchLifecycleConfiguration":
                 raise self.translate(e) from None
@@ -192,11 +199,10 @@ class S3Session:
         rules = [rule for rule in before if not ours.fullmatch(rule.get("ID", ""))] + new
         try:
             if rules:
-                self.client.put_bucket_lifecycle_configuration(
-                    Bucket=bucket, LifecycleConfiguration={"Rules": rules}, **also
-                )
+                change = self.client.put_bucket_lifecycle_configuration
+                self._ask(change, Bucket=bucket, LifecycleConfiguration={"Rules": rules}, **also)
             elif before:
-                self.client.delete_bucket_lifecycle(Bucket=bucket)
+                self._ask(self.client.delete_bucket_lifecycle, Bucket=bucket)
         except BOTO_ERRORS as e:
             raise self.translate(e) from None
 
@@ -262,9 +268,26 @@ class S3Session:
         except Exception as e:  # noqa: BLE001 - the chain stumbles over what helpers print and files hold
             raise self.translate(e) from None
 
+    def _ask(self, call: Callable[..., dict[str, Any]], **arguments: Any) -> dict[str, Any]:
+        """Make a request of the control plane in an attempt's time: boto3 itself waits for as long as bytes come."""
+        timeout_s = self.options.attempt_timeout_s
+        deadline = time.monotonic() + timeout_s
+        # Of requests that were given up, too: the threads that a server can hold are as few as those that may ask.
+        if not self._asking.acquire(timeout=timeout_s):
+            raise deadline_error(timeout_s, self.place)
+        try:
+            asked = begin("kvtiers-s3-control", partial(call, **arguments))
+        except RuntimeError:
+            self._asking.release()
+            raise StoreUnavailableError("this process cannot start another thread") from None
+        asked.add_done_callback(lambda _: self._asking.release())
+        if not wait([asked], deadline - time.monotonic()).done:
+            raise deadline_error(timeout_s, self.place)
+        return asked.result()
+
     def _list(self, **arguments: Any) -> dict[str, Any]:
         try:
-            answer: dict[str, Any] = self.client.list_objects_v2(Bucket=self.options.bucket, **arguments)
+            answer = self._ask(self.client.list_objects_v2, Bucket=self.options.bucket, **arguments)
         except boto_errors.ClientError as e:
             code = e.response.get("Error", {}).get("Code", "")
             status = e.response.get("ResponseMetadata", {}).get("HTTPStatusCode")

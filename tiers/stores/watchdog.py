@@ -1,11 +1,18 @@
-"""Watchdog: ends what is not complete in time, for clients whose own timeouts are per socket call."""
+"""For clients whose own timeouts are per socket call: Watchdog ends what is not complete in time, ``begin`` leaves it.
+
+To end a request takes its socket. Where a client hides that, the request is made by a thread that nobody waits for.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class Watchdog:
@@ -65,3 +72,17 @@ class Watchdog:
                 self._wakes_at = min([now + self._interval_s, *(deadline for deadline, _ in self._guarded.values())])
                 self._changed.wait(self._wakes_at - now)
             self._thread = None
+
+
+def begin(name: str, call: Callable[[], T]) -> Future[T]:
+    """Call it in a thread of its own, which nobody has to wait for."""
+    future: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as e:  # noqa: BLE001 - a thread's edge: whoever waits gets it
+            future.set_exception(e)
+
+    threading.Thread(target=work, name=name, daemon=True).start()
+    return future

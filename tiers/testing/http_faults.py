@@ -57,14 +57,14 @@ class Fault(StrEnum):
     LOST_ACK = "lost_ack"  # the work is done, the answer never comes
     REFUSE_CHECKSUM = "refuse_checksum"  # only requests that carry a checksum header
     IGNORE_RANGE = "ignore_range"  # a 200 with the whole object, as RFC 9110 allows
-    # What follows spoils the body of an object; other answers are as they should be.
+    # What follows spoils the body of an object; other answers are as they should be, but for those of the last.
     RESET_INSIDE = "reset_inside"
     TRUNCATED = "truncated"
     LONGER = "longer"
     FLIPPED = "flipped"
     FLIPPED_WITH_CHECKSUM = "flipped_with_checksum"
     NO_LENGTH = "no_length"
-    SLOW_LORIS = "slow_loris"
+    SLOW_LORIS = "slow_loris"  # and any other body
 
 
 _INSTEAD: Mapping[Fault, Answer] = {
@@ -294,7 +294,7 @@ class _Handler(BaseHTTPRequestHandler):
         answer = self.server.owner.s3.answer(request)
         if fault is Fault.LOST_ACK:
             self._reset()
-        elif fault is None or not answer.is_object or self.command == "HEAD":
+        elif fault is None or self.command == "HEAD" or not (answer.is_object or fault is Fault.SLOW_LORIS):
             self._send(answer)
         else:
             self._send_spoiled(answer, fault)
