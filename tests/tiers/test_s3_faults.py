@@ -230,6 +230,29 @@ def test_other_calls_to_a_server_that_hangs(stored: S3Store, server: HttpFaultSe
     store.close()
 
 
+def test_put_to_a_server_that_reads_slowly(
+    store: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Faster than any time-out of a socket."""
+    taken = 0
+
+    def read_slowly(handler: http_faults._Handler) -> Request:
+        nonlocal taken
+        handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
+        while some := handler.rfile.read1(32 << 10):
+            taken += len(some)
+            server.stopping.wait(0.02)
+        raise ConnectionResetError
+
+    monkeypatch.setattr(http_faults._Handler, "_read_request", read_slowly)
+    store = hurried(store)
+    data = bytes(16 << 20)
+    with pytest.raises(StoreTimeoutError, match=r"did not answer within 0\.3 s"):
+        store.put("f/b", as_parts(data))
+    assert taken < len(data) / 2
+    store.close()
+
+
 def test_control_plane_of_a_server_that_trickles(stored: S3Store, server: HttpFaultServer) -> None:
     """Within boto3's own time-outs: each byte of an answer ends the wait for one. The last one never comes."""
     store = hurried(stored)

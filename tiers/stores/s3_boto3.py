@@ -2,7 +2,8 @@
 
 The same promises as ObstoreClient at two to six times the CPU. What it takes to get there:
 
-- A put reads the parts through a file object that hands out views of them; botocore never sees the bytes joined.
+- A put reads the parts through a file object that hands out views of them; botocore never sees the bytes joined. It
+  also ends a put to a server that takes them too slowly, by handing out no more.
 - A get receives from the socket straight into the slot. botocore's own ``readinto`` reads into a new bytes object and
   copies it, at half the speed, so the body is read from http.client's response underneath.
 - Its timeouts are per socket call: a server that trickles bytes never trips them. A watchdog shuts the socket of a
@@ -76,13 +77,16 @@ class Boto3Client:
             client = self._client
             name, compute = self._checksum
             arguments[name] = base64.b64encode(compute(parts)).decode()
+        body = _Body(parts, self._clock, self._clock() + self._options.attempt_timeout_s)
         try:
-            answer = client.put_object(Bucket=self._options.bucket, Key=key, Body=_Body(parts), **arguments)
+            answer = client.put_object(Bucket=self._options.bucket, Key=key, Body=body, **arguments)
         except boto_errors.ClientError as e:
             if not (create and e.response["ResponseMetadata"]["HTTPStatusCode"] in _CREATED_BY_OTHERS):
                 raise self._session.translate(e) from None
             return False
         except BOTO_ERRORS as e:
+            if body.is_late:
+                raise deadline_error(self._options.attempt_timeout_s, self._session.place) from None
             raise self._session.translate(e) from None
         if "ETag" not in answer:  # a 200 from something that is not S3
             raise connection_error(self._session.place)
@@ -170,12 +174,19 @@ class Boto3Client:
 
 
 class _Body:
-    """The joined parts as the seekable file that botocore wants. Every read is a view of one part."""
+    """The joined parts as the seekable file that botocore wants. Every read is a view of one part.
 
-    def __init__(self, parts: Sequence[memoryview]) -> None:
+    Attributes:
+        is_late: a read came after the deadline, and failed.
+    """
+
+    def __init__(self, parts: Sequence[memoryview], clock: Callable[[], float], deadline: float) -> None:
         self._parts = parts
+        self._clock = clock
+        self._deadline = deadline
         self._size = parts_size(parts)
         self._position = 0
+        self.is_late = False
 
     def __len__(self) -> int:
         return self._size
@@ -188,6 +199,9 @@ class _Body:
         return self._position
 
     def read(self, amount: int | None = None) -> memoryview | bytes:
+        if self._clock() >= self._deadline:
+            self.is_late = True
+            raise TimeoutError
         start = self._position
         for part in self._parts:
             if start < len(part):
