@@ -42,7 +42,7 @@ from tiers.stores.chatty_loggers import cap_chatty_loggers
 from tiers.stores.s3 import S3Store
 from tiers.stores.s3_clients import RENEW_EVERY_S
 from tiers.stores.s3_direct import DirectReader
-from tiers.stores.s3_errors import CredentialsExpiredError
+from tiers.stores.s3_errors import CredentialsExpiredError, CredentialsRefusedError
 from tiers.stores.s3_options import S3Options, check_endpoint
 from tiers.stores.s3_session import S3Session
 from tiers.testing.contract import as_parts, fetch
@@ -352,8 +352,8 @@ def test_role_that_may_not_be_assumed(options: S3Options, monkeypatch: pytest.Mo
         (400, "IDPCommunicationError", "", StoreUnavailableError, "STS cannot reach"),
         (403, "RequestExpired", "", StorePermissionError, "clock: "),
         (403, "SignatureDoesNotMatch", "Signature expired: 1 is now earlier than 2", StorePermissionError, "clock: "),
-        (403, "SignatureDoesNotMatch", "", StorePermissionError, "secret: the key id is known, its secret is not"),
-        (403, "InvalidClientTokenId", "", StorePermissionError, "secret: nobody has this access key id at STS"),
+        (403, "SignatureDoesNotMatch", "", CredentialsRefusedError, "secret: the key id is known, its secret is not"),
+        (403, "InvalidClientTokenId", "", CredentialsRefusedError, "secret: nobody has this access key id at STS"),
         (400, "ValidationError", "", StorePermissionError, "secret: STS does not let"),
     ],
 )

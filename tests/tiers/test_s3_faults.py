@@ -38,7 +38,7 @@ from tiers.stores.s3_errors import CredentialsExpiredError, RequestRefusedError
 from tiers.stores.s3_lookup import LIST_KEYS_MIN
 from tiers.stores.s3_options import S3Options
 from tiers.stores.s3_session import S3Session
-from tiers.testing import http_faults
+from tiers.testing import http_faults, tiny_s3
 from tiers.testing.contract import GuardedParts, as_parts, fetch, make_data
 from tiers.testing.http_faults import Fault, HttpFaultServer
 from tiers.testing.servers import S3Server
@@ -419,6 +419,19 @@ def test_renewed_credentials_are_found(
     assert fetch(stored, "f/a", len(DATA)) == DATA
     used = [request.headers["authorization"].partition("Credential=")[2] for request in server.requests("GET")]
     assert [credential.partition("/")[0] for credential in used] == ["first", "second"]
+
+
+@pytest.mark.parametrize("code", ["InvalidAccessKeyId", "InvalidClientTokenId", "SignatureDoesNotMatch"])
+def test_rotated_keys_are_found(
+    stored: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch, code: str
+) -> None:
+    monkeypatch.setitem(http_faults._INSTEAD, Fault.SIGNATURE, tiny_s3.error(403, code))
+    server.inject(Fault.SIGNATURE, times=1)
+    with pytest.raises(StorePermissionError, match=rf"^secret: .*\({code}, HTTP 403\)"):
+        fetch(stored, "f/a", len(DATA))
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "second")
+    assert fetch(stored, "f/a", len(DATA)) == DATA
+    assert "Credential=second/" in server.requests("GET")[-1].headers["authorization"]
 
 
 @pytest.mark.parametrize("fault", [Fault.EXPIRED_TOKEN, Fault.ACCESS_DENIED])

@@ -32,7 +32,7 @@ from tiers.stores.s3_clients import RENEW_EVERY_S, Clients, ProcessClients
 from tiers.stores.s3_delete import delete_each
 from tiers.stores.s3_errors import (
     BareRefusalError,
-    CredentialsExpiredError,
+    CredentialsRefusedError,
     Place,
     RequestRefusedError,
     deadline_error,
@@ -57,7 +57,7 @@ class S3Store(Store):
     """Blobs in an S3 bucket.
 
     Any thread may call. Clients are made by the first call, so constructing a store does no I/O. ``_process`` is
-    replaced after a fork and when credentials have expired, at ``_renewed_at`` the last time; ``_checksum_refused`` and
+    replaced after a fork and when credentials are refused, at ``_renewed_at`` the last time; ``_checksum_refused`` and
     ``_batches_refused`` go from False to True once.
 
     Args:
@@ -264,7 +264,7 @@ class S3Store(Store):
             error = type(e)(str(e))  # without the client's exception, as in _run
         else:
             return
-        if isinstance(error, CredentialsExpiredError):
+        if isinstance(error, CredentialsRefusedError):
             self._replace(process)
         raise error
 
@@ -355,7 +355,7 @@ class S3Store(Store):
                 # Made anew and raised outside of this handler: it names the caller's key, not the object, and it drops
                 # the client's exception, which quotes the server and whose frames hold the caller's memory.
                 error = type(e)(str(e), key=key)
-            if isinstance(error, CredentialsExpiredError):
+            if isinstance(error, CredentialsRefusedError):
                 self._renew(process)
             pause_s = self._rng() * min(BACKOFF_S_MAX, BACKOFF_S_FIRST * 2**attempt)
             out_of_time = isinstance(error, StoreTimeoutError) or self._clock() + pause_s > latest_start

@@ -24,8 +24,12 @@ from tiers.errors import (
 )
 
 
-class CredentialsExpiredError(StorePermissionError):
-    """The credentials were good once: reading the chain again may find newer ones."""
+class CredentialsRefusedError(StorePermissionError):
+    """The server does not know these credentials: reading the chain again may find those that took their place."""
+
+
+class CredentialsExpiredError(CredentialsRefusedError):
+    """The credentials were good once."""
 
 
 class BareRefusalError(StorePermissionError):
@@ -75,9 +79,9 @@ CODES: Mapping[str, tuple[type[StoreError], str]] = {
     "IllegalLocationConstraintException": (StoreConfigError, _REGION),
     "IncompleteBody": (StoreUnavailableError, "the connection broke inside the body"),
     "InternalError": (StoreUnavailableError, "the server has a fault of its own"),
-    "InvalidAccessKeyId": (StorePermissionError, _KEY_ID),
+    "InvalidAccessKeyId": (CredentialsRefusedError, _KEY_ID),
     "InvalidBucketName": (StoreConfigError, "bucket: {bucket} is no name that {endpoint_url} takes"),
-    "InvalidClientTokenId": (StorePermissionError, _KEY_ID),
+    "InvalidClientTokenId": (CredentialsRefusedError, _KEY_ID),
     "InvalidObjectState": (BlobCorruptError, "archived: its storage class cannot be read at once"),
     "InvalidRange": (BlobCorruptError, "the blob is shorter than what was asked for"),
     "InvalidStorageClass": (StoreConfigError, "storage_class: the server has no such class"),
@@ -96,7 +100,7 @@ CODES: Mapping[str, tuple[type[StoreError], str]] = {
     "RequestTimeTooSkewed": (StorePermissionError, _CLOCK),
     "RequestTimeout": (StoreUnavailableError, "the server waited too long for the body"),
     "ServiceUnavailable": (StoreUnavailableError, "the server is out of service"),
-    "SignatureDoesNotMatch": (StorePermissionError, _SECRET),
+    "SignatureDoesNotMatch": (CredentialsRefusedError, _SECRET),
     "SlowDown": (StoreThrottledError, "the server asks to slow down"),
     "SlowDownRead": (StoreThrottledError, "the server asks to slow down"),
     "SlowDownWrite": (StoreThrottledError, "the server asks to slow down"),
