@@ -3,7 +3,8 @@
 closed -> open, when ``failures_max`` operations of a kind failed in a row, or at once when one overran its deadline;
 open -> half-open, every ``probe_every_s``: one harmless question is put to the storage;
 half-open -> closed when it is answered, -> open when it is not. (A circuit that never closed again left other people's
-pods without their cache for 45 hours: LMCache#4368.)
+pods without their cache for 45 hours: LMCache#4368.) If the answer comes after all, the next question follows at once:
+what held it up is over, such as a credential chain that was asked anew.
 
 Loads are counted apart from all else: where small packets pass and large ones do not, lookups are answered and each
 load waits for its deadline. Nor does the probe, a lookup, forgive them: the next load tells whether they work again.
@@ -54,6 +55,7 @@ class Circuit:
         self._clock = clock
         self._failures: Counter[Kind] = Counter()
         self._probe_at = 0.0
+        self._probe_failed = False  # since it is open
         self.state = CircuitState.CLOSED
         self.openings = 0
 
@@ -86,6 +88,11 @@ class Circuit:
         elif self.state is CircuitState.HALF_OPEN:
             self._open(None)
 
+    def answer_late(self) -> None:
+        """A lookup was answered after its deadline."""
+        if self._probe_failed:  # else it was no probe: a tier that is slow under load is let rest
+            self._probe_at = self._clock()
+
     def take_probe(self) -> bool:
         """True once every ``probe_every_s`` while open: the caller must now put one question to the storage."""
         if self.state is not CircuitState.OPEN or self._clock() < self._probe_at:
@@ -95,6 +102,7 @@ class Circuit:
 
     def _open(self, why: str | None) -> None:
         self._probe_at = self._clock() + self._probe_every_s
+        self._probe_failed = why is None
         if why is None:
             self.state = CircuitState.OPEN
         else:

@@ -52,12 +52,16 @@ class LookupOptions:
 
 @dataclass(slots=True)
 class LookupCounts:
-    """Definite answers since the last ``take_counts``; hits and misses count probed answers, not cache reads."""
+    """Definite answers since the last ``take_counts``; hits and misses count probed answers, not cache reads.
+
+    Late ones are to questions that expired or were overruled meanwhile.
+    """
 
     hits: int = 0
     misses: int = 0
     errors: int = 0
     expired: int = 0
+    late: int = 0
 
 
 class AsyncLookup:
@@ -187,6 +191,7 @@ class AsyncLookup:
             for key, present in zip(keys, found, strict=True):
                 # Only the question that this reply answers: an expired or overruled one was forgotten.
                 if self._asked.get(key) != asked_at:
+                    counts.late += present is not None
                     continue
                 del self._asked[key]
                 self._record(key, bool(present), now, ttl_s_min=self._options.deadline_s)

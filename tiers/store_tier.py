@@ -246,6 +246,8 @@ class StoreTierManager(SecondaryTierManager):
             circuit.succeed("lookup")  # some keys may be out of reach: that is no reason to miss all others
         elif counts.errors or counts.expired:
             circuit.fail("lookup", "lookups are not answered" if counts.expired else "lookups fail")
+        elif counts.late:
+            circuit.answer_late()
         self._mover.cut = not circuit.closed
         self.metrics.set("kvtiers_circuit_closed", self.name, value=float(circuit.closed))
         if circuit.openings > self._openings_counted:

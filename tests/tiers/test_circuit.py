@@ -82,6 +82,20 @@ def test_a_stuck_probe_opens_it_again(circuit: Circuit, now: list[float]) -> Non
     assert circuit.state == "open"
 
 
+def test_late_answer_to_a_probe_hastens_the_next(circuit: Circuit, now: list[float]) -> None:
+    circuit.trip("stuck")
+    circuit.answer_late()  # to what was asked before
+    assert not circuit.take_probe()
+    now[0] += 5
+    assert circuit.take_probe()
+    circuit.fail("lookup", "not answered")
+    assert not circuit.take_probe()
+    circuit.answer_late()
+    assert circuit.take_probe()
+    circuit.succeed("lookup")
+    assert circuit.closed
+
+
 def test_one_line_a_change(circuit: Circuit, now: list[float], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     for _ in range(10):

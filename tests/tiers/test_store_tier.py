@@ -735,6 +735,25 @@ class TestLiveness:
         hung.gate.set()
         bench.wait_until_closed(tier)
 
+    def test_a_late_answer_to_a_probe_is_followed_by_another_probe_at_once(self, bench: Bench) -> None:
+        """Where the first answer takes long: a store whose credentials were renewed makes its clients anew."""
+        now = [1000.0]
+        bench.clock = lambda: now[0]
+        slow = GatedStore()
+        tier = bench.tier(store=slow, circuit_failures=1, circuit_probe_s=5, lookup=LookupOptions(deadline_s=1))
+        slow.error = StorePermissionError("expired")
+        assert not bench.present(tier, KEYS[0])
+        tier.on_schedule_end()
+        slow.error = None
+        slow.gate.clear()
+        now[0] += 5
+        tier.on_schedule_end()
+        now[0] += 1
+        tier.on_schedule_end()
+        assert tier.circuit_state == "open"
+        slow.gate.set()
+        bench.wait_until_closed(tier)  # the clock stands still
+
     @pytest.mark.parametrize("what", ["load", "store", "lookup"])
     def test_what_an_operator_must_mend_is_said_once_a_minute(
         self, bench: Bench, what: str, caplog: pytest.LogCaptureFixture
