@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import base64
+import gc
 import hashlib
 import importlib
 import json
 import logging
+import mmap
 import os
 import socket
 import ssl
@@ -300,6 +302,37 @@ def test_credential_chain_that_hangs_is_named_and_used_when_it_ends(
     store.prepare()
     monkeypatch.setattr("tiers.stores.s3.CHECK_S_MAX", 20.0)
     store.check()
+    store.close()
+
+
+def make_credential_process(folder: Path) -> Path:
+    """The program of profile p; what it prints expires so soon that each request asks it again."""
+    soon = (datetime.now(UTC) + timedelta(minutes=5)).strftime("%Y-%m-%dT%H:%M:%SZ")
+    answer = {"Version": 1, "AccessKeyId": "a", "SecretAccessKey": "s", "SessionToken": "t", "Expiration": soon}
+    script = folder / "get-credentials"
+    script.write_text(f"#!{sys.executable}\nprint('{json.dumps(answer)}')\n")
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    (folder / "config").write_text(f"[profile p]\ncredential_process = {script}\n")
+    return script
+
+
+@pytest.mark.parametrize("options", READERS, indirect=True)
+def test_failed_refresh_of_credentials_keeps_no_memory_of_its_callers(options: S3Options, tmp_path: Path) -> None:
+    """The region's slots, whose memory an engine must be able to release."""
+    script = make_credential_process(tmp_path)
+    store = S3Store(replace(options, profile="p"))
+    store.prepare()
+    script.write_text("#!/bin/sh\nexit 1\n")
+    calls: list[Callable[[list[memoryview]], object]] = [
+        lambda parts: store.put("a", parts),
+        lambda parts: store.get_into("a", parts),
+    ]
+    for call in calls:
+        memory = mmap.mmap(-1, mmap.PAGESIZE)
+        with pytest.raises(StorePermissionError, match=r"^secret: boto3's credential chain failed [^:]*$"):
+            call([memoryview(memory)])
+        gc.collect()
+        memory.close()
     store.close()
 
 
@@ -899,12 +932,7 @@ def test_what_a_credential_process_prints_is_not_logged(
     options: S3Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """At a refresh: botocore warns with the exception, whose text is the process' own."""
-    soon = (datetime.now(UTC) + timedelta(minutes=5)).strftime("%Y-%m-%dT%H:%M:%SZ")
-    answer = {"Version": 1, "AccessKeyId": "a", "SecretAccessKey": "s", "SessionToken": "t", "Expiration": soon}
-    script = tmp_path / "get-credentials"
-    script.write_text(f"#!{sys.executable}\nprint('{json.dumps(answer)}')\n")
-    script.chmod(script.stat().st_mode | stat.S_IXUSR)
-    (tmp_path / "config").write_text(f"[profile p]\ncredential_process = {script}\n")
+    script = make_credential_process(tmp_path)
     session = S3Session(replace(options, profile="p"))
     script.write_text(f"#!{sys.executable}\nimport sys\nsys.exit('{SECRET}')\n")
     with pytest.raises(StorePermissionError, match=r"^secret: .*credential chain failed"):

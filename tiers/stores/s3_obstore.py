@@ -233,7 +233,8 @@ class ObstoreClient:
     def _translate(self, error: Exception, started: float) -> StoreError:
         place = self._session.place
         if isinstance(error, UnauthenticatedError) and self._session.credentials_error is not None:
-            return self._session.credentials_error
+            known = self._session.credentials_error
+            return type(known)(str(known))
         if isinstance(error, ValueError):
             return InvalidKeyError("obstore does not take it")
         text = str(error).partition("\n\nDebug source")[0]

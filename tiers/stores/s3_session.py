@@ -100,8 +100,9 @@ class S3Session:
         try:
             frozen = self._credentials.get_frozen_credentials()
         except Exception as e:  # noqa: BLE001 - the chain stumbles over what helpers print and files hold
-            self.credentials_error = self.translate(e)
-            raise self.credentials_error from None
+            error = self.translate(e)
+            self.credentials_error = type(error)(str(error))  # never raised: a traceback holds its callers' memory
+            raise error from None
         self.credentials_error = None
         return {
             "access_key_id": frozen.access_key,
