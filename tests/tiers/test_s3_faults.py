@@ -6,6 +6,7 @@ nothing takes longer than ``request_timeout_s``: the tests of hanging servers en
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -611,6 +612,30 @@ def test_check_of_an_address_where_something_else_answers(
         StoreError, match=r"^endpoint: http://127\.0\.0\.1:\d+ (answers, but not as S3|.* something else)"
     ):
         store.check()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_is_about_no_object_is_never_told_that_one_is_absent(
+    store: S3Store, server: HttpFaultServer, page: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: store.put("f/a", as_parts(DATA)),
+        lambda: store.put("f/a", as_parts(DATA), overwrite=True),
+        lambda: store.expire_after(1, ["m_r"]),
+    ]
+    monkeypatch.setitem(http_faults._INSTEAD, Fault.HTML_WITH_200, Answer(404, PAGES[page]))
+    for fault, says in (
+        (Fault.HTML_WITH_200, r"^endpoint: http://127\.0\.0\.1:\d+ answers, but not as S3 does.*\(HTTP 404\)"),
+        (Fault.BUCKET_GONE, r"^bucket: bucket does not exist at .*\(NoSuchBucket, HTTP 404\)"),
+    ):
+        server.heal()
+        server.inject(fault)
+        for call in calls:
+            with pytest.raises(StoreConfigError, match=says):
+                call()
+        (outcome,) = store.delete_many(["f/a"])
+        assert isinstance(outcome, StoreConfigError)
+        assert re.match(says, str(outcome))
 
 
 def test_check_does_not_wait_for_a_hung_server(

@@ -29,7 +29,7 @@ from tiers.errors import BlobCorruptError, BlobNotFoundError, StoreConfigError
 from tiers.posix import look_at
 from tiers.store import Look, parts_size
 from tiers.stores.s3_boto_errors import BOTO_ERRORS
-from tiers.stores.s3_errors import connection_error, deadline_error
+from tiers.stores.s3_errors import connection_error, deadline_error, without_absence
 from tiers.stores.s3_options import S3Options
 from tiers.stores.s3_session import S3Session
 from tiers.stores.watchdog import Watchdog
@@ -82,7 +82,7 @@ class Boto3Client:
             answer = client.put_object(Bucket=self._options.bucket, Key=key, Body=body, **arguments)
         except boto_errors.ClientError as e:
             if not (create and e.response["ResponseMetadata"]["HTTPStatusCode"] in _CREATED_BY_OTHERS):
-                raise self._session.translate(e) from None
+                raise without_absence(self._session.translate(e), self._session.place) from None
             return False
         except BOTO_ERRORS as e:
             if body.is_late:

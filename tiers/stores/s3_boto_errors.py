@@ -13,6 +13,7 @@ from botocore.parsers import ResponseParserError
 from tiers.errors import StoreConfigError, StoreError, StorePermissionError
 from tiers.stores.s3_errors import (
     CODES,
+    NO_S3,
     CredentialsExpiredError,
     Place,
     connection_error,
@@ -31,8 +32,6 @@ BOTO_ERRORS = (
     RuntimeError,
     ValueError,
 )
-
-NO_S3 = "endpoint: {} answers, but not as S3 does; is it the right address, or a proxy's page?"
 
 
 def translate(error: Exception, place: Place, timeout_s: float) -> StoreError:

@@ -61,6 +61,8 @@ _BUCKET = "bucket: {bucket} does not exist at {endpoint_url}; create it or corre
 _KMS = "secret: the KMS key cannot be used; check sse_kms_key_id and grant kms:GenerateDataKey and kms:Decrypt"
 _FORM = "the server does not take this request"
 
+NO_S3 = "endpoint: {} answers, but not as S3 does; is it the right address, or a proxy's page?"
+
 # Scheme and host and nothing else of what the server wrote.
 _TARGET = re.compile(r"https?://[A-Za-z0-9.:\[\]-]{1,255}(?=[/?#]|\Z)")
 
@@ -154,6 +156,13 @@ def server_error(status: int, code: str, *, place: Place, location: str = "") ->
         target=target[0] if target else "another page",
     )
     return error(f"{filled} ({said})")
+
+
+def without_absence(error: StoreError, place: Place) -> StoreError:
+    """The exception for a request that is about no stored object: S3 would have said that the bucket is not there."""
+    if isinstance(error, BlobNotFoundError):
+        return StoreConfigError(f"{NO_S3.format(place.endpoint_url)} (HTTP 404)")
+    return error
 
 
 def connection_error(place: Place) -> StoreError:

@@ -38,7 +38,7 @@ from tiers.errors import BlobCorruptError, BlobNotFoundError, InvalidKeyError, S
 from tiers.posix import look_at
 from tiers.store import Look
 from tiers.stores.s3_direct import DirectReader
-from tiers.stores.s3_errors import connection_error, deadline_error, server_error
+from tiers.stores.s3_errors import connection_error, deadline_error, server_error, without_absence
 from tiers.stores.s3_session import S3Session
 
 CHUNK_BYTES: Final = 256 << 10
@@ -105,7 +105,7 @@ class ObstoreClient:
                 raise self._translate(e, started) from None
             return False
         except (BaseError, OSError, ValueError) as e:
-            raise self._translate(e, started) from None
+            raise without_absence(self._translate(e, started), self._session.place) from None
         return True
 
     def get_into(self, key: str, parts: Sequence[memoryview], size: int, look: Look | None = None) -> None:

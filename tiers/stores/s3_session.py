@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 from tiers.errors import ConfigError, StoreConfigError, StoreError, StorePermissionError, StoreUnavailableError
 from tiers.store import KeyInfo
 from tiers.stores.chatty_loggers import cap_chatty_loggers
-from tiers.stores.s3_boto_errors import BOTO_ERRORS, NO_S3, translate
-from tiers.stores.s3_errors import Place, deadline_error, server_error
+from tiers.stores.s3_boto_errors import BOTO_ERRORS, translate
+from tiers.stores.s3_errors import NO_S3, Place, deadline_error, server_error, without_absence
 from tiers.stores.s3_options import S3Options, check_endpoint
 from tiers.stores.watchdog import begin
 
@@ -133,7 +133,7 @@ class S3Session:
                 self.client.delete_objects, Bucket=self.options.bucket, Delete={"Objects": objects, "Quiet": True}
             )
         except BOTO_ERRORS as e:
-            raise self.translate(e) from None
+            raise without_absence(self.translate(e), self.place) from None
         failed: dict[str, StoreError] = {}
         for error in answer.get("Errors", ()):
             if error.get("Code") != "NoSuchKey":
@@ -190,7 +190,7 @@ class S3Session:
             found = self._ask(self.client.get_bucket_lifecycle_configuration, Bucket=bucket)
         except boto_errors.ClientError as e:
             if e.response["Error"]["Code"] != "NoSuchLifecycleConfiguration":
-                raise self.translate(e) from None
+                raise without_absence(self.translate(e), self.place) from None
             found = {}
         except BOTO_ERRORS as e:
             raise self.translate(e) from None
