@@ -16,6 +16,7 @@ import pytest
 
 from tests.identity import FakeSpec, block_key
 from tests.s3_clients import CLIENTS, READERS, choose
+from tests.waiting import wait_for
 from tiers.base import JobMetadata
 from tiers.errors import (
     BlobCorruptError,
@@ -33,7 +34,7 @@ from tiers.file_mapper import FileMapper, strict_fields
 from tiers.seal import TRAILER_BYTES, Seal
 from tiers.store_tier import StoreTierManager
 from tiers.stores.s3 import S3Store
-from tiers.stores.s3_clients import RENEW_EVERY_S
+from tiers.stores.s3_clients import RENEW_EVERY_S, ProcessClients
 from tiers.stores.s3_delete import DELETERS_MAX
 from tiers.stores.s3_errors import CredentialsExpiredError, RequestRefusedError
 from tiers.stores.s3_lookup import LIST_KEYS_MIN
@@ -494,6 +495,27 @@ def test_renewed_credentials_are_found_by_questions_alone(
     assert store.size("f/a") == len(DATA)
     assert "Credential=second/" in server.requests("HEAD")[-1].headers["authorization"]
     store.close()
+
+
+@pytest.mark.parametrize("renewed", [False, True])
+def test_what_a_call_makes_while_the_store_is_closed_is_closed_too(
+    stored: S3Store, monkeypatch: pytest.MonkeyPatch, renewed: bool
+) -> None:
+    store = S3Store(stored.options)
+    current = store._current
+
+    def close_first() -> ProcessClients:
+        process = current()
+        store.close()
+        if renewed:  # by another call
+            store._renew(process)
+        return current()
+
+    monkeypatch.setattr(store, "_current", close_first)
+    closed: list[S3Session] = []
+    monkeypatch.setattr(S3Session, "close", lambda session: closed.append(session))
+    assert store.size("f/a") == len(DATA)
+    wait_for(lambda: len(closed) == 1)
 
 
 # -- many questions -------------------------------------------------------------------------------------------------

@@ -182,7 +182,7 @@ class S3Store(Store):
 
     def close(self) -> None:
         self._closed = True
-        self._replace(self._process)
+        self._process.close()
 
     def prepare(self) -> None:
         """See ``SupportsPrepare``."""
@@ -392,6 +392,8 @@ class S3Store(Store):
     def _replace(self, process: ProcessClients) -> None:
         if self._process is process:
             self._process = ProcessClients(self.options, self._clock)
+            if self._closed:  # meanwhile; it may have seen the one before
+                self._process.close()
         process.close()
 
     def _raise_if_closed(self, key: str) -> None:

@@ -68,8 +68,8 @@ class Clients:
 class ProcessClients:
     """What must not cross a fork: clients, and locks that another thread may have held.
 
-    Any thread may call. ``_lock`` owns ``_made`` and ``_make_again_at``, before which an error that no retry cures is
-    the answer to all.
+    Any thread may call. ``_lock`` owns ``_made``, ``_closed`` and ``_make_again_at``, before which an error that no
+    retry cures is the answer to all.
 
     Attributes:
         slots: for requests under way.
@@ -84,6 +84,7 @@ class ProcessClients:
         self._lock = threading.Lock()
         self._made: Future[Clients] | None = None
         self._make_again_at = 0.0
+        self._closed = False
 
     def get(self, until: float = 0.0) -> Clients:
         """The clients, made by a thread of its own: the credential chain may start programs and ask servers.
@@ -103,6 +104,8 @@ class ProcessClients:
             if made is None or again:
                 made = self._made = begin("kvtiers-s3-clients", self._make)
                 self._make_again_at = now + RENEW_EVERY_S
+                if self._closed:  # for a call that has begun before
+                    made.add_done_callback(_close)
         wait_s = max(CLIENTS_S_MIN, until - now)
         try:
             error = made.exception(wait_s)
@@ -119,8 +122,13 @@ class ProcessClients:
 
     def close(self) -> None:
         """Close the clients, once they are made; in a forked child they are the parent's."""
-        if self._made is not None and self.pid == os.getpid():
-            self._made.add_done_callback(_close)
+        if self.pid != os.getpid():
+            return
+        with self._lock:
+            self._closed = True
+            made = self._made
+        if made is not None:
+            made.add_done_callback(_close)
 
     def _make(self) -> Clients:
         session = S3Session(self._options)
