@@ -343,6 +343,30 @@ def test_tail_of_a_server_that_ignores_ranges(stored: S3Store, server: HttpFault
     assert stored.get_tail("f/a", 4096) == (len(DATA), DATA[-4096:])
 
 
+@pytest.mark.parametrize(("took", "methods"), [(0.6, ["GET"]), (0.3, ["GET", "HEAD"]), (0.1, ["GET", "HEAD", "GET"])])
+def test_tail_without_ranges_is_one_operation(
+    stored: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch, took: float, methods: list[str]
+) -> None:
+    """None of its requests begins in the second half of its time."""
+    now = [0.0]
+    store = S3Store(stored.options, clock=lambda: now[0])
+    begin = server.begin
+
+    def begin_late(request: Request) -> Fault | None:
+        now[0] += store.options.request_timeout_s * took
+        return begin(request)
+
+    monkeypatch.setattr(server, "begin", begin_late)
+    server.inject(Fault.IGNORE_RANGE)
+    if len(methods) < 3:
+        with pytest.raises(StoreTimeoutError, match="no time is left"):
+            store.get_tail("f/a", 4096)
+    else:
+        assert store.get_tail("f/a", 4096) == (len(DATA), DATA[-4096:])
+    assert [request.method for request in server.requests()] == methods
+    store.close()
+
+
 def test_head_that_does_not_say_how_large(stored: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
     send_head = http_faults._Handler._send_head
 

@@ -145,18 +145,7 @@ class S3Store(Store):
             raise raised[0]
 
     def size(self, key: str) -> int | None:
-        name = self._name(key)
-        latest_start = self._latest_start()
-        try:
-            return self._run(key, lambda clients: clients.data.size(name), latest_start)
-        except (RequestRefusedError, BareRefusalError) as e:
-            refused = e.with_traceback(None)
-        # A HEAD's answer has no body: that the session token has expired is a bare 400 there. A GET's says why.
-        if self._clock() <= latest_start:
-            with contextlib.suppress(BlobCorruptError):  # an empty object, or a server without ranges
-                tail = self._run(key, lambda clients: clients.data.get_tail(name, 1), latest_start)
-                return tail and tail[0]
-        raise refused
+        return self._size(key, self._latest_start())
 
     def delete(self, key: str) -> None:
         name = self._name(key)
@@ -195,16 +184,17 @@ class S3Store(Store):
     def get_tail(self, key: str, length: int) -> tuple[int, bytes] | None:
         """See ``SupportsTail``."""
         name = self._name(key)
+        latest_start = self._latest_start()
         if length > 0:
             try:
-                return self._run(key, lambda clients: clients.data.get_tail(name, length))
+                return self._run(key, lambda clients: clients.data.get_tail(name, length), latest_start)
             except BlobCorruptError:
                 pass  # an empty object, which has no range, or a server that ignores ranges
-        size = self.size(key)
+        size = self._size(key, latest_start)
         if size is None or min(size, length) == 0:
             return None if size is None else (size, b"")
         whole = bytearray(size)
-        self.get_into(key, [memoryview(whole)])
+        self._get_into(key, [memoryview(whole)], None, latest_start)
         return size, bytes(whole[-length:])
 
     def size_many(self, keys: Sequence[str]) -> list[int | Exception | None]:
@@ -328,11 +318,26 @@ class S3Store(Store):
     def _delete_each(self, names: Sequence[str]) -> dict[str, StoreError]:
         return delete_each(names, lambda name: self._run("", lambda clients: clients.data.delete(name)))
 
-    def _get_into(self, key: str, parts: Sequence[memoryview], look: Look | None) -> None:
+    def _get_into(
+        self, key: str, parts: Sequence[memoryview], look: Look | None, latest_start: float | None = None
+    ) -> None:
         name = self._name(key)
         plain = _as_bytes(parts)
         size = parts_size(plain)
-        self._run(key, lambda clients: clients.data.get_into(name, plain, size, look))
+        self._run(key, lambda clients: clients.data.get_into(name, plain, size, look), latest_start)
+
+    def _size(self, key: str, latest_start: float) -> int | None:
+        name = self._name(key)
+        try:
+            return self._run(key, lambda clients: clients.data.size(name), latest_start)
+        except (RequestRefusedError, BareRefusalError) as e:
+            refused = e.with_traceback(None)
+        # A HEAD's answer has no body: that the session token has expired is a bare 400 there. A GET's says why.
+        if self._clock() <= latest_start:
+            with contextlib.suppress(BlobCorruptError):  # an empty object, or a server without ranges
+                tail = self._run(key, lambda clients: clients.data.get_tail(name, 1), latest_start)
+                return tail and tail[0]
+        raise refused
 
     def _latest_start(self) -> float:
         """When an operation that begins now may start its last attempt."""
@@ -344,7 +349,10 @@ class S3Store(Store):
         Args:
             latest_start: of an operation that has begun before.
         """
-        latest_start = self._latest_start() if latest_start is None else latest_start
+        if latest_start is None:
+            latest_start = self._latest_start()
+        elif self._clock() > latest_start:
+            raise StoreTimeoutError("no time is left for another request", key=key)
         attempt = 0
         while True:
             self._raise_if_closed(key)
