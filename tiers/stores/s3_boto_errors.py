@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -89,11 +90,14 @@ def _sts_error(status: int, code: str, response: Mapping[str, Any], place: Place
     """Our exception for STS's. What it has no name for in S3 is a role that may not be assumed."""
     if code.startswith("ExpiredToken"):
         code = "ExpiredToken"
+    elif code.startswith(("Throttl", "TooManyRequests")):
+        code = "Throttling"
     elif code.isdigit():  # a proxy's
         code = ""
     elif str(response.get("Error", {}).get("Message")).startswith(("Signature expired", "Signature not yet current")):
         code = "RequestTimeTooSkewed"
-    if code == "AccessDenied" or (status < 500 and code not in CODES):
+    passes = status >= 500 or status in (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)
+    if code == "AccessDenied" or not (passes or code in CODES):
         return StorePermissionError("secret: STS does not let these credentials assume role_arn")
     return server_error(status, code, place=replace(place, endpoint_url="STS"))
 
