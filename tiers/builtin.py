@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from tiers.keyring import load_keys
 from tiers.lookup import LookupOptions
 from tiers.namespace import open_namespace
 from tiers.open_store import store_recipe, tool_recipe
-from tiers.seal import Checksum, Seal
+from tiers.seal import TRAILER_BYTES, Checksum, Seal
 from tiers.seal_kinds import seal_factory
 from tiers.store import Store, SupportsTouch
 from tiers.store_tier import CollectorEnd, StoreTierManager, TierOptions
@@ -160,7 +161,8 @@ def _start(
         logger.info(
             "tier %s: isolation: auto is threads of this process here: %s", config.name or tier_type, unmappable
         )
-    options = _tier_options(config, Rows(view).row_bytes, in_workers=mapped)
+    row_bytes = Rows(view).row_bytes
+    options = _tier_options(config, row_bytes, in_workers=mapped)
     store_class, store_options = store_recipe(config)
     policy = config.capacity_policy() if isinstance(config, BoundedTierConfig) else None
     if mapped or config.isolation == "process":
@@ -186,6 +188,7 @@ def _start(
         )
         if policy is not None:
             open_namespace(store, mapper)  # before there is a bound: a few bytes that must not be refused
+            policy = replace(policy, block_bytes=row_bytes + TRAILER_BYTES)
             collector = _start_collector(tier_type, config, policy, mapper)
             if policy.max_bytes is not None:
                 store = bound_store(store, config, policy.max_bytes)

@@ -20,13 +20,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.identity import FakeSpec, block_key
-from tiers.capacity.account import Account, read_measured
+from tiers.capacity.account import USAGE_PREFIX, Account, read_measured
 from tiers.capacity.collector import Collector, CollectReport, is_block
 from tiers.capacity.histogram import AGE_S_MIN, AgeHistogram, bucket_of
 from tiers.capacity.lease import LEASE_PREFIX, Lease
 from tiers.capacity.policy import CapacityPolicy
 from tiers.capacity.process import make_collector
-from tiers.capacity.records import OWN_PREFIX
+from tiers.capacity.records import OWN_PREFIX, put_record
 from tiers.errors import StoreConfigError, StoreFullError, StorePermissionError
 from tiers.file_mapper import FileMapper
 from tiers.layers.bound import BoundedStore
@@ -252,14 +252,15 @@ def test_what_a_writer_was_refused_is_wanted_until_it_gets_it(store: LocalStore)
 def test_free_space_for_a_large_block(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(store, [3600.0 * (n + 1) for n in range(50)])
     monkeypatch.setattr(LocalStore, "free_bytes", lambda self: 100 * SIZE)
-    assert (
-        collect(store, ttl_s=1e9, min_free_bytes=95 * SIZE).removed_blobs["capacity"] == 20
-    )  # 1.25 x 95, and one block
-    store.put(name(50), as_parts(bytes(10 * SIZE)))
+    # 1.25 x 95, and one block
+    assert collect(store, ttl_s=1e9, min_free_bytes=95 * SIZE).removed_blobs["capacity"] == 20
     monkeypatch.setattr(LocalStore, "free_bytes", lambda self: 104 * SIZE)
-    assert (
-        collect(store, ttl_s=1e9, min_free_bytes=95 * SIZE).removed_blobs["capacity"] == 25
-    )  # another such would be refused
+    for block_bytes in (SIZE, 10 * SIZE):  # a tier knows it before any is stored
+        policy = CapacityPolicy(ttl_s=1e9, min_free_bytes=95 * SIZE, block_bytes=block_bytes)
+        assert Collector(store, policy).is_due() is (block_bytes > SIZE)
+    store.put(name(50), as_parts(bytes(10 * SIZE)))
+    # another such would be refused
+    assert collect(store, ttl_s=1e9, min_free_bytes=95 * SIZE).removed_blobs["capacity"] == 25
 
 
 def test_room_is_made_for_what_writers_hold_and_no_more(store: LocalStore) -> None:
@@ -283,6 +284,10 @@ def test_a_record_that_says_absurdly_much_does_not_empty_the_root(store: LocalSt
     Account(store, 1 << 50).take(1 << 49, "its max_bytes is another one")
     collect(store, max_bytes=100 * SIZE)
     assert 34 <= len(blocks(store)) <= 35
+    for info in list(store.keys(USAGE_PREFIX)):
+        put_record(store, info.key, {"reserved": 0, "settled": 0, "wanted": 1 << 49})
+    collect(store, max_bytes=51 * SIZE)
+    assert 24 <= len(blocks(store)) <= 25  # half of the bound
 
 
 class StoreWrittenTo(LocalStore):

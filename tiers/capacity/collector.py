@@ -47,7 +47,7 @@ RENEW_EVERY_KEYS = 1024
 # The collector begins when less than 1.05 x min_free and one block is free, because a put that would leave less than
 # min_free is refused already.
 FREE_HIGH, FREE_LOW = 1.05, 1.25
-HELD_SHARE_MAX = 0.5  # of max_bytes: whatever writers' records say, a root is not emptied for what they hold
+HELD_SHARE_MAX = 0.5  # of max_bytes: whatever writers' records say, a root is not emptied for what they hold or want
 NO_TIMES = (
     "this storage (or its fsspec driver) does not say when a blob was written: ttl and max_bytes cannot work here"
 )
@@ -104,7 +104,7 @@ class Collector:
         self._monotonic = monotonic
         self._ran_at = 0.0
         self._rest_s = 0.0  # after a run that removed nothing
-        self._largest_bytes = 0  # of the blocks listed last
+        self._largest_bytes = policy.block_bytes  # of the blocks that it knows of
         self._stuck_bytes = 0  # what the last run was to remove and could not
         self.lease = Lease(store, secrets.token_hex(8), lease_s=policy.lease_s, clock=monotonic)
 
@@ -181,7 +181,6 @@ class Collector:
         """List everything; remove what is past its ttl."""
         histogram = AgeHistogram()
         tells_times = False
-        self._largest_bytes = 0
         ttl_s, grace_s = self._policy.ttl_s, self._policy.grace_s
         removal = _Removal(self, report, "ttl")
         for info in self._listing():
@@ -243,7 +242,8 @@ class Collector:
         if usage is None:
             return True
         used, wanted = usage
-        return used > self._policy.high * self._policy.max_bytes or used + wanted > self._policy.max_bytes
+        limit = self._policy.max_bytes
+        return used > self._policy.high * limit or used + min(wanted, int(HELD_SHARE_MAX * limit)) > limit
 
     def _excess(self, measured: Measured, baseline: Baseline) -> int:
         """How many bytes are to go."""
@@ -252,9 +252,11 @@ class Collector:
         if limit is not None:
             # Not used_bytes(): what was stored since the listing began may be listed as well, and would go twice.
             held, wanted = held_bytes(self._store, dead=baseline.dead)
-            used = measured.bytes + min(held, int(HELD_SHARE_MAX * limit))
-            if used > self._policy.high * limit or used + wanted > limit:
-                excess = max(used - int(self._policy.low * limit), used + min(wanted, limit) - limit)
+            most = int(HELD_SHARE_MAX * limit)
+            used = measured.bytes + min(held, most)
+            missing = used + min(wanted, most) - limit
+            if used > self._policy.high * limit or missing > 0:
+                excess = max(used - int(self._policy.low * limit), missing)
         if self._missing_free_bytes(FREE_HIGH) > 0:
             excess = max(excess, self._missing_free_bytes(FREE_LOW))
         return excess

@@ -15,6 +15,7 @@ class CapacityPolicy:
             (``SupportsTouch``), since they were written.
         high, low: fractions of ``max_bytes``: the collector begins above ``high`` and removes down to ``low``.
         min_free_bytes: free space on the file system; the collector begins when it is nearly reached.
+        block_bytes: of one block, so far as is known before any is stored: ``min_free_bytes`` and one are kept free.
         every_s: how often the collector looks at everything, whatever the account says.
         poll_s: how often it looks at the account.
         grace_s: younger blocks are never removed: their writer may be about to read them.
@@ -28,6 +29,7 @@ class CapacityPolicy:
     high: float = 0.95
     low: float = 0.85
     min_free_bytes: int = 0
+    block_bytes: int = 0
     every_s: float = 600.0
     poll_s: float = 0.25
     grace_s: float = 2.0
