@@ -24,7 +24,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, SerializeAsAny, ValidationError
 
-from tiers.errors import ConfigError
+from tiers.errors import ConfigError, quoted
 from tiers.tier_config import (
     TIER_MODELS,
     AnyTierConfig,
@@ -36,7 +36,6 @@ from tiers.tier_config import (
     S3TierConfig,
     Size,
     TierConfig,
-    public_url,
 )
 from tiers.yaml_file import read_yaml
 
@@ -327,7 +326,7 @@ def _show(value: object) -> str:
     if value and not isinstance(value, (bool, int, float, str, date)):
         return _kind(value)
     try:
-        text = repr(public_url(value) if isinstance(value, str) else value)
+        text = quoted(value) if isinstance(value, str) else repr(value)
     except ValueError:  # a number of more digits than Python writes
         return _kind(value)
     return text if len(text) <= 80 else text[:77] + "…'"

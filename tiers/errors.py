@@ -26,6 +26,7 @@ if it is made again shortly.
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 from typing import ClassVar
 
@@ -46,6 +47,11 @@ class ConfigError(KVTiersError, ValueError):
         self.field = field
         self.message = message
         super().__init__(f"{field}: {message}" if field else message)
+
+
+def quoted(text: str) -> str:
+    """A configuration's text as a message may repeat it: without what may be a login or a signature."""
+    return repr(re.sub(r"\?.*", "?***", re.sub(r".*@", "***@", text, flags=re.DOTALL), flags=re.DOTALL))
 
 
 class NamespaceMismatchError(ConfigError):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 from urllib.parse import urlsplit
 
-from tiers.errors import ConfigError
+from tiers.errors import ConfigError, quoted
 
 AddressingStyle = Literal["auto", "path", "virtual"]
 Checksum = Literal["crc64nvme", "crc32c", "sha256", "none"]
@@ -106,8 +106,7 @@ class S3Options:
                 )
         if not _BUCKET.fullmatch(self.bucket) or ".." in self.bucket:
             raise ConfigError(
-                # Not what it is: a URL may have been written there, with a secret in it.
-                "is no bucket name; accepted are 3..255 letters, digits, '.', '-' and '_'",
+                f"{quoted(self.bucket)} is no bucket name; accepted are 3..255 letters, digits, '.', '-' and '_'",
                 field="bucket",
             )
         if self.bucket.endswith(DIRECTORY_BUCKET_SUFFIX) and self.client == "obstore":
@@ -123,7 +122,7 @@ class S3Options:
         for name in ("region", "role_arn", "sse_kms_key_id", "storage_class"):
             value = getattr(self, name)
             if value is not None and not _HEADER_TOKEN.fullmatch(value):
-                raise ConfigError(f"{value!r} is not accepted: letters, digits and _:/.@+=,- only", field=name)
+                raise ConfigError(f"{quoted(value)} is not accepted: letters, digits and _:/.@+=,- only", field=name)
         if self.sse_kms_key_id is not None and self.sse != "aws:kms":
             raise ConfigError(f"needs sse: aws:kms, sse is {self.sse!r}", field="sse_kms_key_id")
         if self.checksum == "crc32c" and self.client == "obstore":
@@ -154,7 +153,7 @@ class S3Options:
         bad = any(part in ("", ".", "..") or re.search(r"[\x00-\x1f\x7f\\]", part) for part in parts)
         if bad or len(self.prefix.encode(errors="replace")) > PREFIX_LENGTH_MAX:
             raise ConfigError(
-                f"{self.prefix!r} is no prefix; accepted are folder names joined by single '/', at most "
+                f"{quoted(self.prefix)} is no prefix; accepted are folder names joined by single '/', at most "
                 f"{PREFIX_LENGTH_MAX} bytes, without a slash at either end",
                 field="prefix",
             )
