@@ -117,6 +117,7 @@ def test_a_process_that_dies_is_reported(options: DemoOptions, model_dir: Path, 
         run_demo(replace(options, model=str(broken)), quiet())
 
 
+@pytest.mark.full
 def test_a_place_that_cannot_be_used_is_an_error(options: DemoOptions, tmp_path: Path) -> None:
     (tmp_path / "blocks").touch()
     with pytest.raises(ConfigError, match="blocks"):
@@ -168,6 +169,7 @@ def test_a_report_that_cannot_be_written_is_told_before_the_runs_where_that_can_
             run_demo(options, quiet())
 
 
+@pytest.mark.full
 def test_a_report_that_finds_no_room_is_an_error_of_its_option(options: DemoOptions) -> None:
     console = Console(record=True, width=120)
     with pytest.raises(ConfigError, match="--json: /dev/full cannot be written: No space left"):
