@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from tiers.config_values import public_url
 from tiers.errors import (
     BlobNotFoundError,
     ConfigError,
@@ -18,7 +19,6 @@ from tiers.errors import (
     StoreUnavailableError,
 )
 from tiers.stores.fsspec_driver import ATOMIC_PUT, LOCAL, TEMPORARY_FOLDER, protocols_of, put_and_move
-from tiers.tier_config import public_url
 
 FILES_AT_ONCE = 16  # in memory, and requests under way on an object store
 

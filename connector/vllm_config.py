@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tiers.config import DeploymentConfig, load_config
+from tiers.config_values import public_url
 from tiers.errors import ConfigError
 from tiers.registry import SecondaryTierFactory
 from tiers.tier_config import (
@@ -15,7 +16,6 @@ from tiers.tier_config import (
     FsTierConfig,
     S3TierConfig,
     TierConfig,
-    public_url,
 )
 
 #: Options of tiers that would not hold for prefix files -> why.

@@ -24,6 +24,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, SerializeAsAny, ValidationError
 
+from tiers.config_values import Size
 from tiers.errors import ConfigError, quoted
 from tiers.tier_config import (
     TIER_MODELS,
@@ -34,7 +35,6 @@ from tiers.tier_config import (
     Model,
     NfsTierConfig,
     S3TierConfig,
-    Size,
     TierConfig,
 )
 from tiers.yaml_file import read_yaml

@@ -27,6 +27,7 @@ from connector.region_header import row_stride
 from connector.spec import TieringOffloadingSpec
 from tiers.base import JobMetadata
 from tiers.config import DeploymentConfig, load_config
+from tiers.config_values import parse_size
 from tiers.errors import ConfigError, KVTiersError, StoreError
 from tiers.keys import make_offload_key
 from tiers.open_store import store_recipe
@@ -34,7 +35,7 @@ from tiers.posix import transfer
 from tiers.registry import SecondaryTierFactory
 from tiers.seal import Seal
 from tiers.store_tier import StoreTierManager
-from tiers.tier_config import TierConfig, parse_size
+from tiers.tier_config import TierConfig
 
 ROUNDS = 3
 SETTLE_S = 0.5  # for worker processes to start and to map the region, as they do while an engine loads its model

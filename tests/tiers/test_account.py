@@ -20,7 +20,7 @@ from tiers.capacity.account import (
     Baseline,
     Measured,
     forget_writers,
-    held_bytes,
+    held_and_wanted,
     publish_measured,
     read_baseline,
     read_measured,
@@ -296,7 +296,7 @@ def test_what_comes_back_beyond_a_grant_is_for_all() -> None:
     account.give_back(batches[-1], 9000)
     grant = 100_000 // GRANT_SHARE
     assert used_bytes(store) == 1000 + grant
-    assert held_bytes(store) == (grant, 0)
+    assert held_and_wanted(store) == (grant, 0)
     account.take(grant, "it has that still")
     assert used_bytes(store) == 1000 + grant
 

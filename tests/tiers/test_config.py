@@ -11,9 +11,10 @@ import yaml
 from tests.identity import FakeSpec
 from tiers.builtin import FileSystemTierManager, MemoryTierManager, _tier_options
 from tiers.config import json_schema, load_config, parse_config, parse_tier
+from tiers.config_values import parse_size
 from tiers.errors import ConfigError, StoreFullError
 from tiers.seal import Checksum
-from tiers.tier_config import ExternalTierConfig, FsTierConfig, MemoryTierConfig, TierConfig, parse_size
+from tiers.tier_config import ExternalTierConfig, FsTierConfig, MemoryTierConfig, TierConfig
 from tiers.yaml_file import read_yaml
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))

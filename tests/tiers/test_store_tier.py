@@ -710,12 +710,14 @@ class TestLiveness:
             tier._lookup.forget(KEYS)
         assert tier.circuit_state == "closed"
 
-    def test_a_probe_without_an_answer_is_asked_again(self, bench: Bench) -> None:
-        now = [1000.0]
+    def probe_that_gets_no_answer(
+        self, bench: Bench, now: list[float], error: Exception
+    ) -> tuple[StoreTierManager, GatedStore]:
+        """A tier that was cut off by ``error``, and whose probe is stuck."""
         bench.clock = lambda: now[0]
         hung = GatedStore()
         tier = bench.tier(store=hung, circuit_failures=1, circuit_probe_s=5, lookup=LookupOptions(deadline_s=1))
-        hung.error = StoreUnavailableError("reset")
+        hung.error = error
         assert not bench.present(tier, KEYS[0])
         tier.on_schedule_end()
         assert tier.circuit_state == "open"
@@ -724,11 +726,16 @@ class TestLiveness:
         hung.entered = 0
         now[0] += 5
         tier.on_schedule_end()
-        wait_for(lambda: hung.entered == 1)  # the probe is stuck
+        wait_for(lambda: hung.entered == 1)
         assert tier.circuit_state == "half_open"
         now[0] += 1
         tier.on_schedule_end()
         assert tier.circuit_state == "open"
+        return tier, hung
+
+    def test_a_probe_without_an_answer_is_asked_again(self, bench: Bench) -> None:
+        now = [1000.0]
+        tier, hung = self.probe_that_gets_no_answer(bench, now, StoreUnavailableError("reset"))
         now[0] += 5
         tier.on_schedule_end()
         wait_for(lambda: hung.entered == 2)  # by the other thread: the first may never come back
@@ -737,20 +744,7 @@ class TestLiveness:
 
     def test_a_late_answer_to_a_probe_is_followed_by_another_probe_at_once(self, bench: Bench) -> None:
         """Where the first answer takes long: a store whose credentials were renewed makes its clients anew."""
-        now = [1000.0]
-        bench.clock = lambda: now[0]
-        slow = GatedStore()
-        tier = bench.tier(store=slow, circuit_failures=1, circuit_probe_s=5, lookup=LookupOptions(deadline_s=1))
-        slow.error = StorePermissionError("expired")
-        assert not bench.present(tier, KEYS[0])
-        tier.on_schedule_end()
-        slow.error = None
-        slow.gate.clear()
-        now[0] += 5
-        tier.on_schedule_end()
-        now[0] += 1
-        tier.on_schedule_end()
-        assert tier.circuit_state == "open"
+        tier, slow = self.probe_that_gets_no_answer(bench, [1000.0], StorePermissionError("expired"))
         slow.gate.set()
         bench.wait_until_closed(tier)  # the clock stands still
 

@@ -187,7 +187,7 @@ def read_usage(store: Store, *, own: tuple[str, int] | None = None) -> tuple[int
     raise StoreUnavailableError("it is measured faster than it can be read", key=MEASURED)
 
 
-def held_bytes(store: Store, *, dead: Container[str] = ()) -> tuple[int, int]:
+def held_and_wanted(store: Store, *, dead: Container[str] = ()) -> tuple[int, int]:
     """What living writers keep from each other: reserved and, by their records, neither stored nor given back.
 
     Returns:

@@ -26,7 +26,7 @@ from tiers.capacity.account import (
     Baseline,
     Measured,
     forget_writers,
-    held_bytes,
+    held_and_wanted,
     publish_measured,
     read_baseline,
     read_measured,
@@ -203,7 +203,7 @@ class Collector:
         return histogram
 
     def _shrink(self, report: CollectReport, now: float, cut: tuple[int, int], excess: int, measured: Measured) -> None:
-        """List again; remove what is beyond the cut, and no more than ``excess`` of it."""
+        """List again; remove what is beyond the cut, until ``excess`` is gone."""
         bucket, bytes_left = cut
         grace_s = self._policy.grace_s
         # What is past its ttl was counted, and where it is still there it could not be removed, or it is a dry run.
@@ -251,7 +251,7 @@ class Collector:
         limit = self._policy.max_bytes
         if limit is not None:
             # Not used_bytes(): what was stored since the listing began may be listed as well, and would go twice.
-            held, wanted = held_bytes(self._store, dead=baseline.dead)
+            held, wanted = held_and_wanted(self._store, dead=baseline.dead)
             most = int(HELD_SHARE_MAX * limit)
             used = measured.bytes + min(held, most)
             missing = used + min(wanted, most) - limit

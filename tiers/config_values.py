@@ -1,0 +1,86 @@
+"""The units that configs are written in: sizes, durations and paths; and what of a URL may be shown."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("KMGTP", 1)
+    for suffix, base in (("", 1024), ("iB", 1024), ("B", 1000))
+}
+# So few digits that no float overflows.
+_SIZE = re.compile(r"\s*(\d{1,40}(?:\.\d{1,40})?)\s*([A-Za-z]*)\s*")
+_SIZE_MAX = 1 << 60
+HIDDEN = "***"
+_VARIABLE = re.compile(r"\$(?:\w+|\{[^}]*\})", re.ASCII)  # as os.path.expandvars, which leaves those that are not set
+
+
+def parse_size(value: object) -> int:
+    """Bytes of "10GiB", "1.5 MiB", "4096" or 4096. KiB, MiB, … are powers of 1024, KB, MB, … of 1000.
+
+    Raises:
+        ValueError: says what would be accepted.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        size = value
+    else:
+        match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+        if match is None or match[2] not in _UNITS:
+            number = re.match(r"\s*(\d{1,12})(?!\d)", value) if isinstance(value, str) else None
+            raise ValueError(f"is not a size; write {number[1] if number else 10}GiB")
+        size = int(float(match[1]) * _UNITS[match[2]]) if "." in match[1] else int(match[1]) * _UNITS[match[2]]
+    if not 0 <= size <= _SIZE_MAX:
+        raise ValueError("is out of range; accepted is 0 up to 1024PiB")
+    return size
+
+
+_SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
+_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*")
+_DURATION_S_MAX = 100 * 365 * 86_400
+
+
+def parse_duration(value: object) -> float:
+    """Seconds of "7d", "12h", "90 min", "30s", "2w" or a number of seconds.
+
+    Raises:
+        ValueError: says what would be accepted.
+    """
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        seconds = value  # float() of a large int is an OverflowError
+    else:
+        match = _DURATION.fullmatch(value) if isinstance(value, str) else None
+        if match is None or match[2] not in _SECONDS:
+            raise ValueError("is not a duration; write 7d, 12h, 30min or a number of seconds")
+        seconds = float(match[1]) * _SECONDS[match[2]]
+    if not 1 <= seconds <= _DURATION_S_MAX:
+        raise ValueError("is out of range; accepted is 1s up to 100 years")
+    return float(seconds)
+
+
+def _expand_path(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    path = os.path.expanduser(os.path.expandvars(value))
+    if "\0" in path:
+        raise ValueError("holds a NUL character, which no path does")
+    unset = _VARIABLE.search(public_url(path))  # a password may have a dollar sign
+    if unset is not None:
+        raise ValueError(f"names the variable {unset[0]}, which is not set")
+    if path.startswith("~"):
+        raise ValueError("begins with the home of a user that is not known; for a folder of that name put ./ before it")
+    return path
+
+
+def public_url(url: str) -> str:
+    """A URL without what may be a secret in it: who logs in, and the query."""
+    return re.sub(r"(?<=//)[^/?#]*@", f"{HIDDEN}@", re.sub(r"\?.*", f"?{HIDDEN}", url))
+
+
+Size = Annotated[int, BeforeValidator(parse_size), Field(json_schema_extra={"type": ["integer", "string"]})]
+Duration = Annotated[float, BeforeValidator(parse_duration), Field(json_schema_extra={"type": ["number", "string"]})]
+ExpandedPath = Annotated[str, BeforeValidator(_expand_path), Field(min_length=1, max_length=3072)]
