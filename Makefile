@@ -96,8 +96,9 @@ e2e-older:
 e2e-reduced: e2e-env
 	$(E2E) --out build/e2e --reduced
 
+# And the copy kernel, because Triton comes with vLLM and not with the tests' environment.
 test-vllm:
-	HF_HUB_OFFLINE=1 $(E2E_ENV)/bin/python -m pytest tests/vllm
+	HF_HUB_OFFLINE=1 $(E2E_ENV)/bin/python -m pytest tests/vllm tests/connector/test_triton_copy.py
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -20,7 +20,7 @@ WORD_BYTES = 8
 # vLLM's, for a kernel much like this one: the fewest within 5% of the best on an H100 at 8-32 KiB a copy (vllm#42212).
 # With 16 KiB in flight each, it is over twice what a PCIe 5 link holds (55 GB/s x 1.5 µs).
 _PROGRAMS = 12
-_BLOCK_WORDS = 2048
+BLOCK_WORDS = 2048
 
 
 @triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
@@ -54,7 +54,7 @@ def copy_pages(dst: Int64s, src: Int64s, nbytes: Int64s, device: torch.device) -
     np.floor_divide(nbytes, WORD_BYTES, out=rows[2])
     wide = not ((dst | src | nbytes) % 16).any()
     on_device = table.to(device, non_blocking=True)
-    copy_kernel[(min(len(dst), _PROGRAMS),)](on_device, len(dst), BLOCK=_BLOCK_WORDS, WIDE=wide, num_warps=8)
+    copy_kernel[(min(len(dst), _PROGRAMS),)](on_device, len(dst), BLOCK=BLOCK_WORDS, WIDE=wide, num_warps=8)
     return table, on_device
 
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -394,37 +391,3 @@ def test_after_shutdown_nothing_keeps_the_region_mapped(
         region.cleanup()
     assert "views are still alive" not in caplog.text
     assert [result.success for result in handler.get_finished()] == [True]
-
-
-INTERPRETED = """
-import numpy as np, torch
-from connector import triton_copy
-rng = np.random.default_rng(3)
-device = torch.device("cpu")
-triton_copy.compile_for(device)
-src = torch.from_numpy(rng.integers(-128, 128, (40, 40_000), dtype=np.int8))
-for step in (8, 16):
-    dst = torch.zeros_like(src)
-    order = rng.permutation(40)
-    nbytes = rng.integers(1, 40_000 // step, 40) * step
-    triton_copy.copy_pages(
-        dst.data_ptr() + np.arange(40) * 40_000, src.data_ptr() + order * 40_000, nbytes, device
-    )
-    for row in range(40):
-        assert torch.equal(dst[row, : nbytes[row]], src[order[row], : nbytes[row]])
-        assert not dst[row, nbytes[row] :].any()
-print("copied")
-"""
-
-
-def test_the_kernel_in_tritons_interpreter() -> None:
-    pytest.importorskip("triton", reason="needs triton (extra: gpu)")
-    ran = subprocess.run(
-        [sys.executable, "-c", INTERPRETED],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-    )
-    assert ran.stdout.strip() == "copied", ran.stderr
