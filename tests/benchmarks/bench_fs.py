@@ -215,10 +215,10 @@ def placed(
             tier.shutdown()
 
 
-def free_pages(setup: Setup, where: Path) -> None:
-    """Have as many pages just freed as the next run takes: ours has a trailer to each block."""
+def free_pages(rows: np.ndarray, where: Path) -> None:
+    """Have as many pages just freed as the next run takes to store ``rows``: ours has a trailer to each block."""
     with tempfile.TemporaryFile(dir=where) as file:
-        for row in setup.region:
+        for row in rows:
             file.write(row)
             file.write(bytes(TRAILER_BYTES))
 
@@ -292,7 +292,7 @@ def measure(where: Path, label: str, block_bytes: int, total_bytes: int, rounds:
         pair = ((raw, raw_run), (ours, our_run))
         for name, run in pair if round_number % 2 else reversed(pair):
             if "load" not in name:
-                free_pages(setup, where)
+                free_pages(setup.region, where)
             value = speed(setup, run)
             if round_number:
                 results[name].append(value)
@@ -312,7 +312,7 @@ def measure(where: Path, label: str, block_bytes: int, total_bytes: int, rounds:
                 calls = call_times_us(setup, tier, 1.0)
                 busy_load = busy_speed(setup, tier, is_load=True)
     with placed(setup, where, folders_made=True) as (tier, _):
-        free_pages(setup, where)
+        free_pages(setup.region, where)
         busy_store = busy_speed(setup, tier, is_load=False)
     median = {name: statistics.median(values) for name, values in results.items()}
     return Row(
