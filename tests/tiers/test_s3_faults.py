@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import re
 import socket
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -280,6 +282,79 @@ def test_threads_that_a_trickling_server_holds_are_bounded(stored: S3Store, serv
     assert len(server.requests("GET")) == 2
     assert store.size("f/a") == len(DATA)  # the data plane's connections are its own
     store.close()
+
+
+# -- too few threads ------------------------------------------------------------------------------------------------
+
+
+def refuse_threads(monkeypatch: pytest.MonkeyPatch, names: str, started: int = 0) -> None:
+    """No more threads of names that begin so are to be had, after so many."""
+    start = threading.Thread.start
+    left = [None] * started
+
+    def start_or_refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith(names):
+            if not left:
+                raise RuntimeError("can't start new thread")
+            left.pop()
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_or_refuse)
+
+
+@pytest.mark.parametrize("store", ["boto3", "direct"], indirect=True)
+def test_get_has_its_deadline_after_the_watchdog_could_not_be_started(
+    stored: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = hurried(stored)
+    store.prepare()
+    with monkeypatch.context() as scarce:
+        refuse_threads(scarce, "kvtiers-s3-watchdog")
+        with pytest.raises(StoreUnavailableError, match="cannot start another thread"):
+            fetch(store, "f/a", len(DATA))
+    data: Any = store._current().get().data
+    watchdog = getattr(data, "_direct", data)._watchdog
+    assert not watchdog._guarded
+    assert fetch(store, "f/a", len(DATA)) == DATA
+    assert watchdog._thread.is_alive()
+    server.inject(Fault.SLOW_LORIS)
+    with pytest.raises(StoreTimeoutError, match=r"did not answer within 0\.3 s"):
+        fetch(store, "f/a", len(DATA))
+    store.close()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_what_needs_a_thread_that_is_not_to_be_had_is_unavailable(
+    stored: S3Store, monkeypatch: pytest.MonkeyPatch, first: bool
+) -> None:
+    """The clients', of a first call; or that of a request of the control plane."""
+    if not first:
+        stored.prepare()
+    calls: list[Callable[[], object]] = [stored.check, lambda: list(stored.keys()), lambda: stored.expire_after(1)]
+    with monkeypatch.context() as scarce:
+        refuse_threads(scarce, "kvtiers-s3-")
+        for call in calls:
+            with pytest.raises(StoreUnavailableError, match="cannot start another thread"):
+                call()
+        if first:
+            assert isinstance(stored.size_many(["f/a"])[0], StoreUnavailableError)
+    stored.check()
+
+
+@pytest.mark.parametrize("started", [0, 2])
+def test_many_keys_are_moved_by_as_many_threads_as_can_be_had(
+    store: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch, started: int
+) -> None:
+    keys = [f"{i}/a" for i in range(40)]
+    for key in keys:
+        server.put_object("bucket", key, b"1")
+    server.inject(Fault.NOT_IMPLEMENTED, methods=("POST",))
+    store.prepare()
+    for names in ("kvtiers-s3-head", "kvtiers-s3-delete"):
+        refuse_threads(monkeypatch, names, started)
+    assert store.size_many(keys) == [1] * 40
+    assert store.delete_many(keys) == [None] * 40
+    assert [key for key in keys if server.get_object("bucket", key) is not None] == []
 
 
 # -- bodies ---------------------------------------------------------------------------------------------------------

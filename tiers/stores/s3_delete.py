@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from tiers.errors import StoreError
+from tiers.stores.watchdog import run_in_threads
 
 DELETERS_MAX: Final = 8
 
@@ -21,6 +21,12 @@ def delete_each(names: Sequence[str], delete: Callable[[str], None]) -> dict[str
         delete: deletes one; retries, and raises StoreErrors only.
     """
     lasting: list[StoreError] = []
+    outcomes: dict[str, StoreError | None] = {}
+    waiting = iter(names)  # next() of a list's iterator is one step for all threads
+
+    def delete_waiting() -> None:
+        for name in waiting:
+            outcomes[name] = try_to(name)
 
     def try_to(name: str) -> StoreError | None:
         if lasting:
@@ -33,6 +39,5 @@ def delete_each(names: Sequence[str], delete: Callable[[str], None]) -> dict[str
             return e
         return None
 
-    with ThreadPoolExecutor(DELETERS_MAX, "kvtiers-s3-delete") as pool:
-        outcomes = zip(names, pool.map(try_to, names), strict=True)
-        return {name: error for name, error in outcomes if error is not None}
+    run_in_threads("kvtiers-s3-delete", min(DELETERS_MAX, len(names)), delete_waiting)
+    return {name: error for name in names if (error := outcomes[name]) is not None}

@@ -7,7 +7,6 @@ each name is in a folder of its own, moto 5 in the time of one. So both are trie
 
 from __future__ import annotations
 
-import threading
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from posixpath import commonpath, dirname
 from typing import Final
 
 from tiers.errors import StoreError, StoreTimeoutError
+from tiers.stores.watchdog import run_in_threads
 
 # AWS charges for a LIST as for 12.5 HEADs.
 LIST_KEYS_MIN: Final = 13
@@ -115,7 +115,7 @@ class Lookups:
         answered_at = started_at
         fastest_s = _ENDLESS
 
-        def ask(count: int) -> None:
+        def ask(count: int | None = None) -> None:
             nonlocal answered_at, fastest_s
             for key in islice(waiting, count):
                 try:
@@ -134,15 +134,7 @@ class Lookups:
         is_near = self._head_s * KEYS_PER_ASKER <= ASKER_S
         keys_each = KEYS_PER_ASKER if is_near else max(1, int(ASKER_S / self._head_s))
         askers = min(self._askers_max, -(-len(keys) // keys_each))
-        threads = [
-            threading.Thread(target=ask, args=(len(keys),), name=f"kvtiers-s3-head-{i}", daemon=True)
-            for i in range(1, askers)
-        ]
-        for thread in threads:
-            thread.start()
-        ask(len(keys))
-        for thread in threads:
-            thread.join()
+        run_in_threads("kvtiers-s3-head", askers, ask)
         self._head_s = fastest_s
         if len(keys) >= LIST_KEYS_MIN and not any(isinstance(answers[key], Exception) for key in keys):
             self._key_s = (self._clock() - started_at) / len(keys)

@@ -30,7 +30,7 @@ from botocore.credentials import DeferredRefreshableCredentials, create_assume_r
 if TYPE_CHECKING:
     from obstore.store import S3Credential
 
-from tiers.errors import ConfigError, StoreConfigError, StoreError, StorePermissionError, StoreUnavailableError
+from tiers.errors import ConfigError, StoreConfigError, StoreError, StorePermissionError
 from tiers.store import KeyInfo
 from tiers.stores.chatty_loggers import cap_chatty_loggers
 from tiers.stores.s3_boto_errors import BOTO_ERRORS, translate
@@ -278,9 +278,9 @@ class S3Session:
             raise deadline_error(timeout_s, self.place)
         try:
             asked = begin("kvtiers-s3-control", partial(call, **arguments))
-        except RuntimeError:
+        except StoreError:
             self._asking.release()
-            raise StoreUnavailableError("this process cannot start another thread") from None
+            raise
         asked.add_done_callback(lambda _: self._asking.release())
         if not wait([asked], deadline - time.monotonic()).done:
             raise deadline_error(timeout_s, self.place)

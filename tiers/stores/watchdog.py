@@ -9,8 +9,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TypeVar
+
+from tiers.errors import StoreUnavailableError
 
 T = TypeVar("T")
 
@@ -38,15 +40,19 @@ class Watchdog:
 
     @contextmanager
     def guard(self, end: Callable[[], None], deadline: float) -> Iterator[None]:
-        """Have ``end`` called once, if the block is still running at ``deadline``. It must not raise or wait."""
+        """Have ``end`` called once, if the block is still running at ``deadline``. It must not raise or wait.
+
+        Raises:
+            StoreUnavailableError: nobody would, as no thread can be started; the block is not run.
+        """
         guard = object()
         with self._changed:
-            self._guarded[guard] = deadline, end
             if self._thread is None:
-                self._thread = threading.Thread(target=self._watch, name="kvtiers-s3-watchdog", daemon=True)
-                self._thread.start()
+                # It waits for the lock before it looks. Remembered only once it runs: the next call tries again.
+                self._thread = start("kvtiers-s3-watchdog", self._watch)
             elif deadline < self._wakes_at:
                 self._changed.notify()
+            self._guarded[guard] = deadline, end
         try:
             yield
         finally:
@@ -74,8 +80,37 @@ class Watchdog:
             self._thread = None
 
 
+def start(name: str, work: Callable[[], None]) -> threading.Thread:
+    """Run it in a thread of its own.
+
+    Raises:
+        StoreUnavailableError: this process, its user or its container has as many threads as it may.
+    """
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:
+        raise StoreUnavailableError("this process cannot start another thread") from None
+    return thread
+
+
+def run_in_threads(name: str, count: int, work: Callable[[], None]) -> None:
+    """Run it in so many threads, of which the caller's is one, or in as many as can be started, until all are done."""
+    threads = []
+    with suppress(StoreUnavailableError):
+        for i in range(1, count):
+            threads.append(start(f"{name}-{i}", work))
+    work()
+    for thread in threads:
+        thread.join()
+
+
 def begin(name: str, call: Callable[[], T]) -> Future[T]:
-    """Call it in a thread of its own, which nobody has to wait for."""
+    """Call it in a thread of its own, which nobody has to wait for.
+
+    Raises:
+        StoreUnavailableError: as ``start``'s.
+    """
     future: Future[T] = Future()
 
     def work() -> None:
@@ -84,5 +119,5 @@ def begin(name: str, call: Callable[[], T]) -> Future[T]:
         except BaseException as e:  # noqa: BLE001 - a thread's edge: whoever waits gets it
             future.set_exception(e)
 
-    threading.Thread(target=work, name=name, daemon=True).start()
+    start(name, work)
     return future
