@@ -31,6 +31,7 @@ from botocore.utils import is_valid_endpoint_url, is_valid_ipv6_endpoint_url
 
 from tests.certificate import make_certificate
 from tests.s3_clients import CLIENTS, READERS, choose
+from tests.waiting import wait_for
 from tiers.errors import (
     ConfigError,
     StoreConfigError,
@@ -303,6 +304,40 @@ def test_credential_chain_that_hangs_is_named_and_used_when_it_ends(
     monkeypatch.setattr("tiers.stores.s3.CHECK_S_MAX", 20.0)
     store.check()
     store.close()
+
+
+@pytest.mark.parametrize("options", ["obstore"], indirect=True)
+def test_credential_chain_that_hangs_once_is_asked_again(
+    options: S3Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After twice the time for each that hangs; what hangs is bounded, and what it gets too late is closed."""
+    monkeypatch.setattr("tiers.stores.s3_clients.CLIENTS_S_MIN", 0.1)
+    monkeypatch.setattr("tiers.stores.s3_clients.MAKES_HUNG_MAX", 2)
+    answer = '{"Version": 1, "AccessKeyId": "AKIAPROCESS", "SecretAccessKey": "s"}'
+    script, asked = tmp_path / "get-credentials", tmp_path / "asked"
+    os.mkfifo(tmp_path / "answer")
+    to_helpers = os.open(tmp_path / "answer", os.O_RDWR)  # so that nobody waits for the other end
+    hangs = f"#!/bin/sh\necho >> {asked}\nread answer < {tmp_path / 'answer'}\necho '{answer}'\n"
+    script.write_text(hangs)
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    (tmp_path / "config").write_text(f"[profile p]\ncredential_process = {script}\n")
+    now = [0.0]
+    store = S3Store(replace(options, profile="p", request_timeout_s=0.2), clock=lambda: now[0])
+    for now[0], times in ((0.0, 1), (29.0, 1), (30.0, 2), (89.0, 2), (90.0, 3), (9000.0, 3)):
+        with pytest.raises(StoreTimeoutError, match=r"^secret: boto3's credential chain did not end"):
+            store.size("a")
+        wait_for(asked.exists)
+        wait_for(lambda: len(asked.read_text()) == times)  # noqa: B023 - called at once
+    closed: list[S3Session] = []
+    monkeypatch.setattr(S3Session, "close", lambda session: closed.append(session))
+    script.write_text(f"#!/bin/sh\necho '{answer}'\n")
+    os.write(to_helpers, b"go\n" * 3)
+    monkeypatch.setattr("tiers.stores.s3_clients.CLIENTS_S_MIN", 20.0)
+    assert store.size("a") is None
+    wait_for(lambda: len(closed) == 2)
+    store.close()
+    wait_for(lambda: len(closed) == 3)
+    os.close(to_helpers)
 
 
 def make_credential_process(folder: Path) -> Path:

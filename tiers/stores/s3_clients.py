@@ -22,6 +22,10 @@ logger = logging.getLogger(__name__)
 
 # Waited for clients at least, whatever request_timeout_s: boto3 reads its models, half a second on a busy machine.
 CLIENTS_S_MIN: Final = 3.0
+# A make that is this old is left behind and begun anew: credential_process may hang once, and has no time limit. Twice
+# as old for each that still hangs, of which there are no more than so many.
+MAKE_S_MAX: Final = 30.0
+MAKES_HUNG_MAX: Final = 8
 RENEW_EVERY_S: Final = 2.0  # at most: it reads the credential chain again, which may start programs or ask servers
 
 
@@ -68,8 +72,8 @@ class Clients:
 class ProcessClients:
     """What must not cross a fork: clients, and locks that another thread may have held.
 
-    Any thread may call. ``_lock`` owns ``_made``, ``_closed`` and ``_make_again_at``, before which an error that no
-    retry cures is the answer to all.
+    Any thread may call. ``_lock`` owns ``_made``, which was begun at ``_begun_at``, ``_hung``, which were left behind,
+    and ``_closed``.
 
     Attributes:
         slots: for requests under way.
@@ -83,7 +87,8 @@ class ProcessClients:
         self._clock = clock
         self._lock = threading.Lock()
         self._made: Future[Clients] | None = None
-        self._make_again_at = 0.0
+        self._begun_at = 0.0
+        self._hung: list[Future[Clients]] = []
         self._closed = False
 
     def get(self, until: float = 0.0) -> Clients:
@@ -94,16 +99,17 @@ class ProcessClients:
 
         Raises:
             StoreError: they cannot be made, or are not made in time. What a retry may not change is remembered for
-                ``RENEW_EVERY_S``.
+                ``RENEW_EVERY_S``; what does not end is begun anew after ``MAKE_S_MAX``.
         """
         now = self._clock()
         with self._lock:
             made = self._made
-            error = made and _error(made)
-            again = error is not None and (getattr(error, "retryable", False) or now >= self._make_again_at)
-            if made is None or again:
-                made = self._made = begin("kvtiers-s3-clients", self._make)
-                self._make_again_at = now + RENEW_EVERY_S
+            if made is None or self._is_due(made, now):
+                before, made = made, begin("kvtiers-s3-clients", self._make)
+                self._made, self._begun_at = made, now
+                if before is not None:
+                    self._hung.append(before)
+                    before.add_done_callback(_close)  # whoever waits for it may still use it
                 if self._closed:  # for a call that has begun before
                     made.add_done_callback(_close)
         wait_s = max(CLIENTS_S_MIN, until - now)
@@ -130,6 +136,15 @@ class ProcessClients:
         if made is not None:
             made.add_done_callback(_close)
 
+    def _is_due(self, made: Future[Clients], now: float) -> bool:
+        """Whether to make them again: there was an error, or there is neither an error nor a client for too long."""
+        age_s = now - self._begun_at
+        if made.done():
+            error = made.exception()
+            return error is not None and (getattr(error, "retryable", False) or age_s >= RENEW_EVERY_S)
+        self._hung = [hung for hung in self._hung if not hung.done()]
+        return len(self._hung) < MAKES_HUNG_MAX and age_s >= MAKE_S_MAX * 2 ** len(self._hung)
+
     def _make(self) -> Clients:
         session = S3Session(self._options)
         data: DataPlane
@@ -144,11 +159,7 @@ class ProcessClients:
         return Clients(session, data)
 
 
-def _error(made: Future[Clients]) -> BaseException | None:
-    return made.exception() if made.done() else None
-
-
 def _close(made: Future[Clients]) -> None:
-    if _error(made) is None:
+    if made.exception() is None:
         made.result().data.close()
         made.result().session.close()
