@@ -48,9 +48,10 @@ from tiers.stores.s3_direct import DirectReader
 from tiers.stores.s3_errors import CredentialsExpiredError, CredentialsRefusedError
 from tiers.stores.s3_options import S3Options, check_endpoint
 from tiers.stores.s3_session import S3Session
+from tiers.testing import http_faults
 from tiers.testing.contract import as_parts, fetch
 from tiers.testing.http_faults import Fault, HttpFaultServer
-from tiers.testing.tiny_s3 import Request
+from tiers.testing.tiny_s3 import Answer, Request
 
 SECRET = "CanarySecretWJalrXUtnFEMIK7MDENG"
 TOKEN = "CanaryTokenFwoGZXIvYXdzEBY"
@@ -439,6 +440,67 @@ def test_what_sts_says_is_told_apart(
     assert type(translated) is kind
     assert str(translated).startswith(says)
     session.close()
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind", "says"),
+    [
+        (
+            404,
+            "ResourceNotFoundException",
+            StorePermissionError,
+            "secret: GetRoleCredentials of boto3's credential chain",
+        ),
+        (404, "NoSuchKey", StorePermissionError, "secret: GetRoleCredentials of boto3's credential chain was refused"),
+        (400, "InvalidRequestException", StorePermissionError, "secret: GetRoleCredentials of boto3's"),
+        (412, "PreconditionFailed", StorePermissionError, "secret: GetRoleCredentials of boto3's"),  # or a put has lost
+        (403, "ForbiddenException", StorePermissionError, "secret: GetRoleCredentials of boto3's"),
+        (429, "TooManyRequestsException", StoreThrottledError, "the server asks to slow down"),
+        (500, "InternalServerException", StoreUnavailableError, "endpoint: GetRoleCredentials of boto3's"),
+        (501, "NotImplemented", StoreUnavailableError, "endpoint: GetRoleCredentials of boto3's"),
+    ],
+)
+def test_what_sso_says_is_about_credentials_and_no_object(
+    options: S3Options,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    status: int,
+    code: str,
+    kind: type[StoreError],
+    says: str,
+) -> None:
+    """A 404 was an absent blob, and its deletion a success."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name)
+    monkeypatch.setattr("botocore.credentials.SSOProvider._SSO_TOKEN_CACHE_DIR", str(tmp_path))
+    start = "https://example.awsapps.com/start"
+    (tmp_path / "config").write_text(
+        f"[default]\nsso_start_url = {start}\nsso_region = us-east-1\nsso_account_id = 1\nsso_role_name = kv\n"
+    )
+    cached = tmp_path / f"{hashlib.sha1(start.encode(), usedforsecurity=False).hexdigest()}.json"
+    cached.write_text(json.dumps({"startUrl": start, "accessToken": TOKEN, "expiresAt": "2999-01-01T00:00:00Z"}))
+    answer = Answer(status, json.dumps({"__type": code}).encode(), {"x-amzn-ErrorType": code})
+    monkeypatch.setitem(http_faults._INSTEAD, Fault.HTML_WITH_200, answer)
+    with HttpFaultServer() as sso:
+        sso.inject(Fault.HTML_WITH_200)
+        monkeypatch.setenv("AWS_ENDPOINT_URL_SSO", sso.endpoint_url)
+        store = S3Store(options)
+        calls: list[Callable[[], object]] = [
+            lambda: store.put("a", as_parts(DATA)),
+            lambda: fetch(store, "a", len(DATA)),
+            lambda: store.size("a"),
+            lambda: store.delete("a"),
+            lambda: list(store.keys()),
+            store.check,
+        ]
+        for call in calls:
+            with pytest.raises(kind) as caught:
+                call()
+            assert type(caught.value) is kind
+            assert str(caught.value).startswith(says)
+        for outcome in (*store.size_many(["a"]), *store.delete_many(["a"])):
+            assert type(outcome) is kind
+        store.close()
 
 
 def test_sts_that_cannot_be_reached_is_named(options: S3Options, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from urllib3.exceptions import HTTPError
 from tiers.errors import BlobCorruptError, BlobNotFoundError, StoreConfigError
 from tiers.posix import look_at
 from tiers.store import Look, parts_size
-from tiers.stores.s3_boto_errors import BOTO_ERRORS
+from tiers.stores.s3_boto_errors import BOTO_ERRORS, is_of_s3
 from tiers.stores.s3_errors import connection_error, deadline_error, without_absence
 from tiers.stores.s3_options import S3Options
 from tiers.stores.s3_session import S3Session
@@ -81,7 +81,8 @@ class Boto3Client:
         try:
             answer = client.put_object(Bucket=self._options.bucket, Key=key, Body=body, **arguments)
         except boto_errors.ClientError as e:
-            if not (create and e.response["ResponseMetadata"]["HTTPStatusCode"] in _CREATED_BY_OTHERS):
+            status = e.response["ResponseMetadata"]["HTTPStatusCode"]
+            if not (create and status in _CREATED_BY_OTHERS and is_of_s3(e)):
                 raise without_absence(self._session.translate(e), self._session.place) from None
             return False
         except BOTO_ERRORS as e:

@@ -1,17 +1,22 @@
-"""botocore's exceptions as ours: what S3 and STS said, and what the credential chain and the connection made of it."""
+"""botocore's exceptions as ours: what S3, STS and SSO said, what the credential chain and the connection made of it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
 from dataclasses import replace
 from http import HTTPStatus
-from typing import Any
 from urllib.parse import urlsplit
 
 from botocore import exceptions as boto_errors
 from botocore.parsers import ResponseParserError
 
-from tiers.errors import StoreConfigError, StoreError, StorePermissionError
+from tiers.errors import (
+    StoreConfigError,
+    StoreError,
+    StorePermissionError,
+    StoreThrottledError,
+    StoreUnavailableError,
+)
 from tiers.stores.s3_errors import (
     CODES,
     NO_S3,
@@ -45,8 +50,8 @@ def translate(error: Exception, place: Place, timeout_s: float) -> StoreError:
     if isinstance(error, boto_errors.ClientError):
         code = error.response.get("Error", {}).get("Code", "")
         answer = error.response.get("ResponseMetadata", {})
-        if error.operation_name.startswith("AssumeRole"):
-            return _sts_error(answer.get("HTTPStatusCode", 403), code, error.response, place)
+        if not is_of_s3(error):
+            return _chain_error(error, answer.get("HTTPStatusCode", 403), code, place)
         status = answer.get("HTTPStatusCode", 500)
         headers = answer.get("HTTPHeaders", {})
         if code.isdigit():
@@ -76,6 +81,11 @@ def translate(error: Exception, place: Place, timeout_s: float) -> StoreError:
     )
 
 
+def is_of_s3(error: boto_errors.ClientError) -> bool:
+    """Whether S3 said so, and not STS or SSO, which the credential chain asks in the midst of any request."""
+    return _OF_S3.search(error.operation_name) is not None
+
+
 def _place_of(error: Exception, place: Place) -> Place:
     """Where a request failed: the credential chain asks STS and others."""
     asked = urlsplit(getattr(error, "kwargs", {}).get("endpoint_url") or "")
@@ -86,21 +96,36 @@ def _place_of(error: Exception, place: Place) -> Place:
     return replace(place, endpoint_url=f"{asked.scheme}://{host}")
 
 
-def _sts_error(status: int, code: str, response: Mapping[str, Any], place: Place) -> StoreError:
-    """Our exception for STS's. What it has no name for in S3 is a role that may not be assumed."""
+def _chain_error(error: boto_errors.ClientError, status: int, code: str, place: Place) -> StoreError:
+    """Our exception for STS's or SSO's. What it has no name for in S3 is a role that may not be had."""
+    if error.operation_name.startswith("AssumeRole"):
+        source = "STS"
+        refused = "secret: STS does not let these credentials assume role_arn"
+    else:
+        source = f"{error.operation_name} of boto3's credential chain"
+        refused = f"secret: {source} was refused; correct the profile's account and role, or run aws sso login"
     if code.startswith("ExpiredToken"):
         code = "ExpiredToken"
     elif code.startswith(("Throttl", "TooManyRequests")):
         code = "Throttling"
     elif code.isdigit():  # a proxy's
         code = ""
-    elif str(response.get("Error", {}).get("Message")).startswith(("Signature expired", "Signature not yet current")):
+    elif str(error.response.get("Error", {}).get("Message")).startswith(_CLOCK_SAYS):
         code = "RequestTimeTooSkewed"
     passes = status >= 500 or status in (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)
     if code == "AccessDenied" or not (passes or code in CODES):
-        return StorePermissionError("secret: STS does not let these credentials assume role_arn")
-    return server_error(status, code, place=replace(place, endpoint_url="STS"))
+        return StorePermissionError(refused)
+    told = server_error(status, code, place=replace(place, endpoint_url=source))
+    if isinstance(told, (StorePermissionError, StoreUnavailableError, StoreThrottledError)):
+        return told
+    # What means something of an object or a bucket in S3, as NoSuchKey and HTTP 501 do, says nothing of one here.
+    return StoreUnavailableError(f"endpoint: {source} has a fault") if passes else StorePermissionError(refused)
 
+
+_CLOCK_SAYS = ("Signature expired", "Signature not yet current")
+
+# In the names of all operations that we and botocore ask S3 for, and of none that the credential chain asks for.
+_OF_S3 = re.compile("Object|Bucket|CreateSession")
 
 _UNTRUSTED = "endpoint: the certificate of {} is not trusted; set ca_bundle"
 _OTHER_NAME = "endpoint: the certificate of {} is for another name; correct endpoint_url"

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 from tiers.errors import ConfigError, StoreConfigError, StoreError, StorePermissionError
 from tiers.store import KeyInfo
 from tiers.stores.chatty_loggers import cap_chatty_loggers
-from tiers.stores.s3_boto_errors import BOTO_ERRORS, translate
+from tiers.stores.s3_boto_errors import BOTO_ERRORS, is_of_s3, translate
 from tiers.stores.s3_errors import NO_S3, Place, deadline_error, server_error, without_absence
 from tiers.stores.s3_options import S3Options, check_endpoint
 from tiers.stores.watchdog import begin
@@ -294,7 +294,8 @@ class S3Session:
             status = e.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
             # S3 says what is wrong in a document. Without one botocore repeats the number; a page of HTML has no code.
             says_nothing = (not code or code.isdigit()) and status in (400, 401, 403)
-            if says_nothing or (status == HTTPStatus.NOT_FOUND and code != "NoSuchBucket"):
+            is_no_s3 = says_nothing or (status == HTTPStatus.NOT_FOUND and code != "NoSuchBucket")
+            if is_no_s3 and is_of_s3(e):
                 raise StoreConfigError(f"{NO_S3.format(self.endpoint_url)} (HTTP {status})") from None
             raise self.translate(e) from None
         except BOTO_ERRORS as e:
