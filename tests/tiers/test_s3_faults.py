@@ -163,6 +163,25 @@ def test_lasting_fault_of_the_other_calls(
     assert stored.size("f/a") == len(DATA)
 
 
+@pytest.mark.parametrize("code", [f"Denied for {tiny_s3.SECRET_ECHO}", "Denied\nforged line", "A" * 65])
+def test_code_that_is_none_is_not_repeated(
+    stored: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch, code: str
+) -> None:
+    monkeypatch.setitem(http_faults._INSTEAD, Fault.ACCESS_DENIED, tiny_s3.error(403, code))
+    server.inject(Fault.ACCESS_DENIED)
+    calls: list[Callable[[], object]] = [lambda: fetch(stored, "f/a", 1), lambda: list(stored.keys()), stored.check]
+    for call in calls:
+        with pytest.raises(StorePermissionError, match=r"^secret: [ -~]* \(HTTP 403\)( \(key 'f/a'\))?\Z"):
+            call()
+    monkeypatch.setitem(
+        http_faults._INSTEAD,
+        Fault.ACCESS_DENIED,
+        Answer(200, f"<DeleteResult><Error><Key>f/a</Key><Code>{code}</Code></Error></DeleteResult>".encode()),
+    )
+    (outcome,) = stored.delete_many(["f/a"])
+    assert str(outcome).endswith("something else answers there (HTTP 500) (key 'f/a')")
+
+
 @by_all_readers
 @pytest.mark.parametrize(
     "fault",

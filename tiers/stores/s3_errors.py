@@ -66,6 +66,9 @@ NO_S3 = "endpoint: {} answers, but not as S3 does; is it the right address, or a
 # Scheme and host and nothing else of what the server wrote.
 _TARGET = re.compile(r"https?://[A-Za-z0-9.:\[\]-]{1,255}(?=[/?#]|\Z)")
 
+# All that a message repeats of an error document, which may hold line breaks, or the request's token.
+_PLAIN_CODE = re.compile(r"[A-Za-z0-9.]{1,64}")
+
 #: S3 error code -> exception and hint. Codes from AWS's list, MinIO's (XMinio...), Ceph's, and those of STS.
 CODES: Mapping[str, tuple[type[StoreError], str]] = {
     "AccessDenied": (StorePermissionError, f"secret: these credentials may not do this; {_RIGHTS}"),
@@ -138,9 +141,11 @@ def server_error(status: int, code: str, *, place: Place, location: str = "") ->
 
     Args:
         status: of HTTP.
-        code: of S3's error document; "" where there was none.
+        code: of S3's error document; "" where there was none, as is what does not look like one.
         location: where an answer redirects to, if that is known.
     """
+    if not _PLAIN_CODE.fullmatch(code):
+        code = ""
     fallback = (
         (StoreUnavailableError, "endpoint: {endpoint_url} has a fault, or something else answers there")
         if status >= 500
