@@ -28,6 +28,7 @@ from urllib.parse import urlsplit
 import pytest
 from botocore.exceptions import ClientError, EndpointConnectionError
 from botocore.utils import is_valid_endpoint_url, is_valid_ipv6_endpoint_url
+from obstore.exceptions import UnauthenticatedError
 
 from tests.certificate import make_certificate
 from tests.s3_clients import CLIENTS, READERS, choose
@@ -46,6 +47,7 @@ from tiers.stores.s3 import S3Store
 from tiers.stores.s3_clients import RENEW_EVERY_S
 from tiers.stores.s3_direct import DirectReader
 from tiers.stores.s3_errors import CredentialsExpiredError, CredentialsRefusedError
+from tiers.stores.s3_obstore import ObstoreClient
 from tiers.stores.s3_options import S3Options, check_endpoint
 from tiers.stores.s3_session import S3Session
 from tiers.testing import http_faults
@@ -370,6 +372,18 @@ def test_failed_refresh_of_credentials_keeps_no_memory_of_its_callers(options: S
         gc.collect()
         memory.close()
     store.close()
+
+
+def test_refresh_that_succeeds_while_anothers_failure_is_told(
+    options: S3Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = [StorePermissionError("why")]
+    session = S3Session(options)
+    client = ObstoreClient(session)
+    of_the_moment = property(lambda _: told.pop() if told else None)
+    monkeypatch.setattr(S3Session, "credentials_error", of_the_moment, raising=False)
+    assert str(client._translate(UnauthenticatedError("no"), 0.0)) == "why"
+    session.close()
 
 
 def test_web_identity_without_its_token(options: S3Options, monkeypatch: pytest.MonkeyPatch) -> None:

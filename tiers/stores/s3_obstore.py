@@ -232,8 +232,8 @@ class ObstoreClient:
 
     def _translate(self, error: Exception, started: float) -> StoreError:
         place = self._session.place
-        if isinstance(error, UnauthenticatedError) and self._session.credentials_error is not None:
-            known = self._session.credentials_error
+        known = self._session.credentials_error  # once: another thread's refresh may drop it
+        if isinstance(error, UnauthenticatedError) and known is not None:
             return type(known)(str(known))
         if isinstance(error, ValueError):
             return InvalidKeyError("obstore does not take it")
