@@ -615,6 +615,24 @@ def test_renewed_credentials_are_found_by_questions_alone(
     store.close()
 
 
+def test_lasting_refusal_makes_clients_anew_ever_more_seldom(
+    stored: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of one key that a proxy mangles, whose signature is never right."""
+    now = [0.0]
+    store = S3Store(stored.options, clock=lambda: now[0])
+    store.prepare()
+    server.inject(Fault.SIGNATURE, path_contains="f/bad")
+    made: list[float] = []
+    monkeypatch.setattr(S3Session, "close", lambda _: made.append(now[0]))
+    for now[0] in [*map(float, range(200)), 600.0, 601.0, 602.0]:
+        with pytest.raises(StorePermissionError):
+            fetch(store, "f/bad", 1)
+        assert store.size("f/a") == len(DATA)
+    assert made == [0, 2, 6, 14, 30, 62, 122, 182, 600, 602]
+    store.close()
+
+
 @pytest.mark.parametrize("renewed", [False, True])
 def test_what_a_call_makes_while_the_store_is_closed_is_closed_too(
     stored: S3Store, monkeypatch: pytest.MonkeyPatch, renewed: bool

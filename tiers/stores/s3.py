@@ -28,7 +28,7 @@ from tiers.errors import (
 )
 from tiers.posix import look_at
 from tiers.store import KEY_LENGTH_MAX, KEY_PART_LENGTH_MAX, Capabilities, KeyInfo, Look, Store, check_key, parts_size
-from tiers.stores.s3_clients import RENEW_EVERY_S, Clients, ProcessClients
+from tiers.stores.s3_clients import RENEW_EVERY_S, RENEW_S_MAX, Clients, ProcessClients
 from tiers.stores.s3_delete import delete_each
 from tiers.stores.s3_errors import (
     BareRefusalError,
@@ -57,7 +57,8 @@ class S3Store(Store):
     """Blobs in an S3 bucket.
 
     Any thread may call. Clients are made by the first call, so constructing a store does no I/O. ``_process`` is
-    replaced after a fork and when credentials are refused, at ``_renewed_at`` the last time; ``_checksum_refused`` and
+    replaced after a fork and when credentials are refused, at ``_renewed_at`` the last time and not again for
+    ``_renew_s``; ``_checksum_refused`` and
     ``_batches_refused`` go from False to True once.
 
     Args:
@@ -84,7 +85,8 @@ class S3Store(Store):
         self._closed = False
         self._checksum_refused = False
         self._batches_refused = False
-        self._renewed_at = -RENEW_EVERY_S
+        self._renewed_at = float("-inf")
+        self._renew_s = RENEW_EVERY_S
         self._lookups = Lookups(
             askers_max=options.max_connections, silence_s_max=options.request_timeout_s, clock=clock
         )
@@ -393,7 +395,11 @@ class S3Store(Store):
     def _renew(self, process: ProcessClients) -> None:
         """Have clients made anew from what the credential chain says now: somebody may have renewed its secrets."""
         now = self._clock()
-        if process is self._process and now - self._renewed_at >= RENEW_EVERY_S:
+        since_s = now - self._renewed_at
+        if process is self._process and since_s >= self._renew_s:
+            # Refused again: the chain may have nothing better, or it is about the key and not about the credentials.
+            helped = since_s >= 2 * RENEW_S_MAX
+            self._renew_s = RENEW_EVERY_S if helped else min(2 * self._renew_s, RENEW_S_MAX)
             self._renewed_at = now
             self._replace(process)
 

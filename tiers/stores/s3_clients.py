@@ -26,6 +26,7 @@ CLIENTS_S_MIN: Final = 3.0
 # as old for each that still hangs, of which there are no more than so many.
 MAKE_S_MAX: Final = 30.0
 MAKES_HUNG_MAX: Final = 8
+RENEW_S_MAX: Final = 60.0  # between two renewals, where they do not help: each one's models hold the GIL
 RENEW_EVERY_S: Final = 2.0  # at most: it reads the credential chain again, which may start programs or ask servers
 
 
