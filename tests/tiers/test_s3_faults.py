@@ -666,6 +666,30 @@ def test_size_many_gives_up_on_a_server_that_stopped_answering(store: S3Store, s
     assert len(server.requests("HEAD")) < 100
 
 
+@pytest.mark.parametrize("page_keys", [0, 1])
+def test_listing_whose_pages_have_no_end_is_given_up(
+    stored: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch, page_keys: int
+) -> None:
+    """Each with next to nothing and a token for the next one."""
+    contents = "<Contents><Key>f/0</Key><LastModified>2026-01-01T00:00:00.000Z</LastModified><Size>1</Size></Contents>"
+    page = tiny_s3._xml(
+        "ListBucketResult",
+        f"<Name>bucket</Name><IsTruncated>true</IsTruncated><NextContinuationToken>t</NextContinuationToken>"
+        f"{contents * page_keys}",
+    )
+    monkeypatch.setattr(tiny_s3.TinyS3, "_list", lambda *_: page)
+    store = hurried(stored)
+    store.prepare()
+    server.answer_after_s = 0.02
+    keys = [f"f/{i:02}" for i in range(LIST_KEYS_MIN)]
+    assert store.size_many([*keys, "f/a"]) == [None] * LIST_KEYS_MIN + [len(DATA)]
+    asked = len(server.requests("GET"))
+    assert asked < 100
+    assert store.size_many(keys) == [None] * LIST_KEYS_MIN
+    assert len(server.requests("GET")) == asked  # nobody asks for pages any more
+    store.close()
+
+
 def test_one_bad_answer_is_one_keys_affair(stored: S3Store, server: HttpFaultServer) -> None:
     server.inject(Fault.ACCESS_DENIED, path_contains="/f/b")
     absent, denied, present = stored.size_many(["f/c", "f/b", "f/a"])

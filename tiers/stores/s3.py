@@ -380,7 +380,8 @@ class S3Store(Store):
         try:
             return action(process.get(latest_start))
         except BaseException as e:
-            if type(e).__name__ != "PanicException":  # of Rust under obstore: no Exception, and nowhere to import
+            # Of Rust under obstore, in threads and in tasks: nowhere to import, and one of them is no Exception.
+            if type(e).__name__ not in ("PanicException", "RustPanic"):
                 raise
             raise StoreConfigError("obstore cannot make this request; set client: boto3") from None
         finally:

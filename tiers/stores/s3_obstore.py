@@ -14,6 +14,7 @@ What obstore 0.12 can and cannot do, as measured and read:
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import time
@@ -32,6 +33,7 @@ from obstore.exceptions import (
 from obstore.store import S3Store as ObstoreS3
 
 if TYPE_CHECKING:
+    from obstore import ObjectMeta
     from obstore.store import ClientConfig, S3Config
 
 from tiers.errors import BlobCorruptError, BlobNotFoundError, InvalidKeyError, StoreConfigError, StoreError
@@ -40,6 +42,7 @@ from tiers.store import Look
 from tiers.stores.s3_direct import DirectReader
 from tiers.stores.s3_errors import connection_error, deadline_error, server_error, without_absence
 from tiers.stores.s3_session import S3Session
+from tiers.stores.watchdog import begin
 
 CHUNK_BYTES: Final = 256 << 10
 DIRECT_BYTES_MIN: Final = 256 << 10
@@ -164,10 +167,21 @@ class ObstoreClient:
     def list_sizes(self, folder: str, after: str) -> tuple[list[tuple[str, int]], bool]:
         """See ``DataPlane``. A folder marker "a/" is shown as "a"."""
         started = self._clock()
+
+        async def first_names() -> Sequence[ObjectMeta]:
+            async with asyncio.timeout(self._options.attempt_timeout_s):
+                pages = obstore.list(self._plain, folder or None, offset=after or None, chunk_size=LIST_PAGE_KEYS)
+                async for page in pages:
+                    return page
+            return ()
+
         try:
-            pages = obstore.list(self._plain, folder or None, offset=after or None, chunk_size=LIST_PAGE_KEYS)
-            page = next(iter(pages), ())
+            # obstore asks for page after page until it has so many names: of a server with small or empty pages without
+            # end. Only a task can be told to stop, and its loop needs a thread in which no other one runs.
+            page = begin("kvtiers-s3-list", lambda: asyncio.run(first_names())).result()
             return [(found["path"], found["size"]) for found in page], len(page) == LIST_PAGE_KEYS
+        except TimeoutError:
+            raise deadline_error(self._options.attempt_timeout_s, self._session.place) from None
         except (BaseError, OSError, ValueError) as e:
             raise self._translate(e, started) from None
 
