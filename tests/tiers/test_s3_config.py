@@ -17,6 +17,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import fields, replace
 from datetime import UTC, datetime, timedelta
@@ -26,6 +27,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from botocore.credentials import ReadOnlyCredentials
 from botocore.exceptions import ClientError, EndpointConnectionError
 from botocore.utils import is_valid_endpoint_url, is_valid_ipv6_endpoint_url
 from obstore.exceptions import UnauthenticatedError
@@ -45,6 +47,7 @@ from tiers.errors import (
 from tiers.stores.chatty_loggers import cap_chatty_loggers
 from tiers.stores.s3 import S3Store
 from tiers.stores.s3_clients import RENEW_EVERY_S
+from tiers.stores.s3_credentials import ChainCredentials
 from tiers.stores.s3_direct import DirectReader
 from tiers.stores.s3_errors import CredentialsExpiredError, CredentialsRefusedError
 from tiers.stores.s3_obstore import ObstoreClient
@@ -336,7 +339,7 @@ def test_credential_chain_that_hangs_once_is_asked_again(
     script.write_text(f"#!/bin/sh\necho '{answer}'\n")
     os.write(to_helpers, b"go\n" * 3)
     monkeypatch.setattr("tiers.stores.s3_clients.CLIENTS_S_MIN", 20.0)
-    assert store.size("a") is None
+    store._current().get()
     wait_for(lambda: len(closed) == 2)
     store.close()
     wait_for(lambda: len(closed) == 3)
@@ -372,6 +375,85 @@ def test_failed_refresh_of_credentials_keeps_no_memory_of_its_callers(options: S
         gc.collect()
         memory.close()
     store.close()
+
+
+@pytest.mark.parametrize("options", READERS, indirect=True)
+def test_refresh_of_credentials_that_hangs_holds_nobody(
+    options: S3Options, server: HttpFaultServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What there is goes on while it is good; when it has expired, a chain made anew is asked."""
+    monkeypatch.setattr("tiers.stores.s3_session.CREDENTIALS_TTL", timedelta(0))  # obstore asks each time, too
+    server.put_object("bucket", "f/a", DATA)
+    script = make_credential_process(tmp_path)
+    answers = script.read_text()
+    store = S3Store(replace(options, profile="p", request_timeout_s=2.0))
+    store.size("f/a")
+    os.mkfifo(tmp_path / "never")
+    to_helpers = os.open(tmp_path / "never", os.O_RDWR)
+    script.write_text(f"#!/bin/sh\nread answer < {tmp_path / 'never'}\n")
+    calls: list[Callable[[], object]] = [
+        lambda: fetch(store, "f/a", len(DATA)),
+        lambda: store.get_tail("f/a", 1),
+        lambda: store.put("f/b", as_parts(DATA)),
+        lambda: list(store.keys()),
+    ]
+    with suppress(StoreTimeoutError):  # who waits first may have no time left
+        store.size("f/a")
+    for call in calls:
+        call()
+    with monkeypatch.context() as expired:
+        expired.setattr("tiers.stores.s3_credentials.ChainCredentials._ends_within", lambda *_: True)
+        with pytest.raises(StoreTimeoutError, match=r"^secret: boto3's credential chain did not end within 1 s"):
+            fetch(store, "f/a", len(DATA))
+    script.write_text(answers)
+    assert fetch(store, "f/a", len(DATA)) == DATA
+    store.close()
+    os.close(to_helpers)
+
+
+def test_chain_is_asked_once_for_all_who_wait() -> None:
+    now, left_s, asked = [0.0], [0.0], []
+    together, goes_on = threading.Barrier(9), threading.Event()
+
+    class Chain:
+        method = "custom"
+
+        def refresh_needed(self, seconds: float | None) -> bool:
+            return left_s[0] < (900 if seconds is None else seconds)
+
+        def get_frozen_credentials(self) -> ReadOnlyCredentials:
+            asked.append(now[0])
+            goes_on.wait(20)
+            left_s[0] = 901.0
+            return ReadOnlyCredentials(f"key{len(asked)}", "s", None)
+
+    credentials = ChainCredentials(Chain(), lambda _: StoreConfigError("translated"), 20.0, lambda: now[0])
+
+    def get(_: int) -> str:
+        together.wait(20)
+        return str(credentials.get_frozen_credentials().access_key)
+
+    with ThreadPoolExecutor(8) as pool:
+        found = pool.map(get, range(8))
+        together.wait(20)
+        wait_for(lambda: asked)
+        goes_on.set()
+        assert set(found) == {"key1"}
+    assert (credentials.get_frozen_credentials().access_key, len(asked)) == ("key1", 1)
+    goes_on.clear()
+    left_s[0] = 899.0  # it is asked, and nobody waits
+    assert credentials.get_frozen_credentials().access_key == "key1"
+    wait_for(lambda: len(asked) == 2)
+    left_s[0] = 599.0
+    now[0] = 21.0  # it should have answered by now
+    assert credentials.get_frozen_credentials().access_key == "key1"
+    left_s[0] = -1.0
+    with pytest.raises(StoreTimeoutError, match=r"did not end within 20 s"):
+        credentials.get_frozen_credentials()
+    goes_on.set()
+    wait_for(lambda: left_s[0] > 900)
+    wait_for(lambda: credentials.get_frozen_credentials().access_key == "key2")
+    assert len(asked) == 2
 
 
 def test_refresh_that_succeeds_while_anothers_failure_is_told(

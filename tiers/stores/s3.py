@@ -32,6 +32,7 @@ from tiers.stores.s3_clients import RENEW_EVERY_S, RENEW_S_MAX, Clients, Process
 from tiers.stores.s3_delete import delete_each
 from tiers.stores.s3_errors import (
     BareRefusalError,
+    CredentialsLateError,
     CredentialsRefusedError,
     Place,
     RequestRefusedError,
@@ -256,7 +257,7 @@ class S3Store(Store):
             error = type(e)(str(e))  # without the client's exception, as in _run
         else:
             return
-        if isinstance(error, CredentialsRefusedError):
+        if isinstance(error, (CredentialsRefusedError, CredentialsLateError)):
             self._replace(process)
         raise error
 
@@ -365,7 +366,7 @@ class S3Store(Store):
                 # Made anew and raised outside of this handler: it names the caller's key, not the object, and it drops
                 # the client's exception, which quotes the server and whose frames hold the caller's memory.
                 error = type(e)(str(e), key=key)
-            if isinstance(error, CredentialsRefusedError):
+            if isinstance(error, (CredentialsRefusedError, CredentialsLateError)):
                 self._renew(process)
             pause_s = self._rng() * min(BACKOFF_S_MAX, BACKOFF_S_FIRST * 2**attempt)
             out_of_time = isinstance(error, StoreTimeoutError) or self._clock() + pause_s > latest_start

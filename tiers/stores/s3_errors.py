@@ -32,6 +32,10 @@ class CredentialsExpiredError(CredentialsRefusedError):
     """The credentials were good once."""
 
 
+class CredentialsLateError(StoreTimeoutError):
+    """There are none, and the chain does not end: one that is made anew may."""
+
+
 class BareRefusalError(StorePermissionError):
     """A 403 that does not say why: a HEAD's answer has no body, and so no code."""
 

@@ -25,7 +25,7 @@ import boto3
 import botocore.session
 from botocore import exceptions as boto_errors
 from botocore.config import Config
-from botocore.credentials import DeferredRefreshableCredentials, create_assume_role_refresher
+from botocore.credentials import Credentials, DeferredRefreshableCredentials, create_assume_role_refresher
 
 if TYPE_CHECKING:
     from obstore.store import S3Credential
@@ -34,6 +34,7 @@ from tiers.errors import ConfigError, StoreConfigError, StoreError, StorePermiss
 from tiers.store import KeyInfo
 from tiers.stores.chatty_loggers import cap_chatty_loggers
 from tiers.stores.s3_boto_errors import BOTO_ERRORS, is_of_s3, translate
+from tiers.stores.s3_credentials import ChainCredentials
 from tiers.stores.s3_errors import NO_S3, Place, deadline_error, server_error, without_absence
 from tiers.stores.s3_options import S3Options, check_endpoint
 from tiers.stores.watchdog import begin
@@ -67,7 +68,10 @@ class S3Session:
             botocore_session = self._make_botocore_session()
             self._session = boto3.Session(botocore_session=botocore_session)
             self.region = options.region or self._session.region_name or DEFAULT_REGION
-            self._credentials = self._find_credentials(botocore_session)  # before the client does
+            chain = self._find_credentials(botocore_session)
+            if chain is not None:
+                self._credentials = ChainCredentials(chain, self.translate, options.attempt_timeout_s)
+                botocore_session.register_component("credential_provider", _Fixed(self._credentials))  # for clients
             self.client = self.make_client(sign_payload=options.checksum == "none")
         except boto_errors.BotoCoreError as e:
             raise self.translate(e) from None
@@ -75,7 +79,7 @@ class S3Session:
             raise StoreConfigError("endpoint: AWS_ENDPOINT_URL or the profile's endpoint_url is no URL") from None
         self.ca_path: str | None = options.ca_bundle or botocore_session.get_config_variable("ca_bundle")
         self.ca_pem = _read_ca_bundle(self.ca_path)
-        if self._credentials is None:
+        if chain is None:
             raise StorePermissionError(
                 "secret: no credentials found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile"
             )
@@ -99,10 +103,9 @@ class S3Session:
         """Credentials that are good for some minutes; obstore's ``credential_provider``."""
         try:
             frozen = self._credentials.get_frozen_credentials()
-        except Exception as e:  # noqa: BLE001 - the chain stumbles over what helpers print and files hold
-            error = self.translate(e)
-            self.credentials_error = type(error)(str(error))  # never raised: a traceback holds its callers' memory
-            raise error from None
+        except StoreError as e:
+            self.credentials_error = type(e)(str(e))  # never raised: a traceback holds its callers' memory
+            raise
         self.credentials_error = None
         return {
             "access_key_id": frozen.access_key,
@@ -252,7 +255,7 @@ class S3Session:
             )
         )
         if options.role_arn is not None:
-            self._find_credentials(session)
+            session.register_component("credential_provider", _Fixed(self._find_credentials(session)))
             region = options.region or session.get_config_variable("region") or DEFAULT_REGION
             sts = session.create_client("sts", region_name=region)
             refresh = create_assume_role_refresher(
@@ -265,7 +268,7 @@ class S3Session:
 
     def _find_credentials(self, session: botocore.session.Session) -> Any:
         try:
-            return session.get_credentials()
+            return session.get_component("credential_provider").load_credentials()
         except Exception as e:  # noqa: BLE001 - the chain stumbles over what helpers print and files hold
             raise self.translate(e) from None
 
@@ -343,10 +346,10 @@ def _read_ca_bundle(path: str | None) -> bytes | None:
 class _Fixed:
     """A credential chain of one link."""
 
-    def __init__(self, credentials: DeferredRefreshableCredentials) -> None:
+    def __init__(self, credentials: Credentials | None) -> None:
         self._credentials = credentials
 
-    def load_credentials(self) -> DeferredRefreshableCredentials:
+    def load_credentials(self) -> Credentials | None:
         return self._credentials
 
 

@@ -1,0 +1,91 @@
+"""ChainCredentials: what boto3's credential chain says, for threads that have little time.
+
+botocore refreshes in the thread of whoever signs a request, under a lock, without a time limit: a helper that hangs
+would hang them all, for the ten minutes before an expiry though what they have is good.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import Any, Final
+
+from botocore.credentials import Credentials, ReadOnlyCredentials
+
+from tiers.errors import StoreError
+from tiers.stores.s3_errors import CredentialsLateError
+from tiers.stores.watchdog import begin
+
+# As botocore has it: what is good for less is not used without having asked for better.
+GOOD_S_MIN: Final = 600.0
+
+
+class ChainCredentials(Credentials):  # type: ignore[misc] # botocore has no types
+    """Credentials as botocore's clients want them. Any thread may call; ``_lock`` owns ``_asked`` and ``_asked_at``.
+
+    One thread at a time asks the chain, for all; ``_frozen`` is its last answer.
+
+    Args:
+        chain: botocore's, which may refresh itself.
+        translate: our exception for one of the chain's.
+        timeout_s: how long an answer is waited for.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        chain: Any,
+        translate: Callable[[Exception], StoreError],
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__("", "", method=chain.method)
+        self._chain = chain
+        self._translate = translate
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._frozen: ReadOnlyCredentials | None = None if self._ends_within(None) else chain.get_frozen_credentials()
+        self._asked: Future[ReadOnlyCredentials] | None = None
+        self._asked_at = 0.0
+
+    def get_frozen_credentials(self) -> ReadOnlyCredentials:
+        """Credentials that are good now, and for ``GOOD_S_MIN`` unless the chain does not answer in time.
+
+        Raises:
+            StoreError: the chain failed, or is late and what it said before has expired.
+        """
+        with self._lock:
+            is_idle = self._asked is None or self._asked.done()
+            frozen = self._frozen  # after that look, so that an answer which has just come is not asked for again
+            if frozen is not None and not self._ends_within(None):
+                return frozen
+            if self._asked is None or is_idle:
+                self._asked = begin("kvtiers-s3-credentials", self._ask)
+                self._asked_at = self._clock()
+            asked = self._asked
+            wait_s = self._asked_at + self._timeout_s - self._clock()
+        if frozen is not None and not self._ends_within(GOOD_S_MIN):
+            return frozen
+        if wait([asked], max(0.0, wait_s)).done:
+            error = asked.exception()  # not raised: it would hold the memory of all who wait for it
+            if error is None:
+                return asked.result()
+            raise self._translate(error)  # type: ignore[arg-type] # what is no Exception does not come from the chain
+        if frozen is None or self._ends_within(0):
+            raise CredentialsLateError(
+                f"secret: boto3's credential chain did not end within {self._timeout_s:.3g} s (credential_process, "
+                "SSO, STS or metadata)"
+            )
+        return frozen
+
+    def _ask(self) -> ReadOnlyCredentials:
+        self._frozen = frozen = self._chain.get_frozen_credentials()
+        return frozen
+
+    def _ends_within(self, seconds: float | None) -> bool:
+        """Whether the chain's expire within so many seconds; None: within those in which it would ask for new ones."""
+        refresh_needed = getattr(self._chain, "refresh_needed", None)  # static ones have none
+        return refresh_needed is not None and bool(refresh_needed(seconds))
