@@ -20,6 +20,7 @@ import importlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from http.client import HTTPException
 from typing import Any
 
 from botocore import exceptions as boto_errors
@@ -29,13 +30,14 @@ from tiers.errors import BlobCorruptError, BlobNotFoundError, StoreConfigError
 from tiers.posix import look_at
 from tiers.store import Look, parts_size
 from tiers.stores.s3_boto_errors import BOTO_ERRORS, is_of_s3
+from tiers.stores.s3_direct import fill
 from tiers.stores.s3_errors import connection_error, deadline_error, without_absence
 from tiers.stores.s3_options import S3Options
 from tiers.stores.s3_session import S3Session
 from tiers.stores.watchdog import Watchdog
 
 # What a socket raises while a body is read, below botocore.
-_BODY_ERRORS = (OSError, HTTPError, ValueError)
+_BODY_ERRORS = (OSError, HTTPError, HTTPException, ValueError)
 
 _CREATED_BY_OTHERS = (409, 412)
 
@@ -155,8 +157,12 @@ class Boto3Client:
                 if announced is not None and announced != size:
                     raise BlobCorruptError(f"{announced} bytes are stored, {size} were asked for")
                 if announced is not None:
+                    # urllib3's private name for http.client's response; without it, slower and as right.
+                    source = getattr(raw, "_original_response", None) or raw
                     with self._watchdog.guard(partial(_shut, raw), started + self._options.attempt_timeout_s):
-                        complete = all(_fill(raw, part) for part in parts)
+                        for part in parts:
+                            fill(source, part)
+                    complete = True
                 if complete:
                     raw.release_conn()  # else the with statement closes it
         except _BODY_ERRORS:
@@ -212,18 +218,6 @@ class _Body:
                 return view
             start -= len(part)
         return b""
-
-
-def _fill(raw: Any, part: memoryview) -> bool:
-    """Receive a whole part. False: the body ended before."""
-    # urllib3's private name for http.client's response; without it, slower and as right.
-    source = getattr(raw, "_original_response", None) or raw
-    while part:
-        count = source.readinto(part)
-        if not count:
-            return False
-        part = part[count:]
-    return True
 
 
 def _shut(response: Any) -> None:

@@ -141,7 +141,7 @@ class DirectReader:
                 raise BlobCorruptError(f"{response.length} bytes are stored, {size} were asked for")
             for offset, run in pieces:
                 for piece in run:
-                    _fill(response, piece)
+                    fill(response, piece)
                 if look is not None:
                     look_at(look, offset, run)
             return True, not response.will_close
@@ -213,7 +213,12 @@ def _receive_all(sock: socket.socket, parts: Sequence[memoryview]) -> None:
         raise http.client.IncompleteRead(b"")
 
 
-def _fill(response: http.client.HTTPResponse, part: memoryview) -> None:
+def fill(response: http.client.HTTPResponse, part: memoryview) -> None:
+    """Receive a whole part of a body.
+
+    Raises:
+        http.client.IncompleteRead: the body ended before.
+    """
     while part:
         count = response.readinto(part)
         if not count:
