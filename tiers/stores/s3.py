@@ -59,8 +59,7 @@ class S3Store(Store):
 
     Any thread may call. Clients are made by the first call, so constructing a store does no I/O. ``_process`` is
     replaced after a fork and when credentials are refused, at ``_renewed_at`` the last time and not again for
-    ``_renew_s``; ``_checksum_refused`` and
-    ``_batches_refused`` go from False to True once.
+    ``_renew_s``; ``_checksum_refused`` and ``_batches_refused`` go from False to True once.
 
     Args:
         options: where and how.
