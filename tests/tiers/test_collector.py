@@ -27,7 +27,7 @@ from tiers.capacity.lease import LEASE_PREFIX, Lease
 from tiers.capacity.policy import CapacityPolicy
 from tiers.capacity.process import make_collector
 from tiers.capacity.records import OWN_PREFIX, put_record
-from tiers.errors import StoreConfigError, StoreFullError, StorePermissionError
+from tiers.errors import StoreConfigError, StoreFullError, StorePermissionError, StoreUnavailableError
 from tiers.file_mapper import FileMapper
 from tiers.layers.bound import BoundedStore
 from tiers.namespace import open_namespace
@@ -462,6 +462,26 @@ def test_blocks_that_cannot_be_removed_keep_no_others(store: LocalStore, monkeyp
     assert [report.removed_blobs["capacity"] > 0 for report in reports] == [False, True, False, False]
     assert 4 <= reports[1].removed_blobs["capacity"] <= 5
     assert blocks(store) == stay | {name(n) for n in range(10 - reports[1].removed_blobs["capacity"])}
+
+
+def test_after_a_while_without_deletions_no_more_goes_than_is_to_go(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(store, [10.0 * (n + 1) for n in range(60)])
+    collector = Collector(store, CapacityPolicy(max_bytes=62 * SIZE))
+    with monkeypatch.context() as failing:
+        failing.setattr(LocalStore, "delete_many", lambda self, keys: [StoreUnavailableError("no") for _ in keys])
+        for _ in range(5):  # then all are tried
+            collector.run()
+    assert len(blocks(store)) == 60
+    for wanted in ({7, 8}, {0}):
+        report = collector.run()
+        assert report is not None
+        assert report.removed_blobs["capacity"] in wanted
+    number_left = len(blocks(store))
+    fill(store, [1.0 + 10.0 * (n + 1) for n in range(60)])
+    collector.run()
+    assert blocks(store) == {name(n) for n in range(number_left)}  # the least recently used go again
 
 
 def test_a_block_that_stays_past_its_ttl_is_counted_once(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:

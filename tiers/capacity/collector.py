@@ -213,7 +213,7 @@ class Collector:
             left = replace(measured, bytes=measured.bytes - removed_bytes)
             self._publish(left, Baseline(measured_id=measured.id))
 
-        removal = _Removal(self, report, "capacity", publish)
+        removal = _Removal(self, report, "capacity", publish, enough_bytes=excess)
         for info in self._listing():
             age_s = now - info.mtime
             found = bucket_of(age_s)
@@ -226,12 +226,9 @@ class Collector:
             removal.add(info)
             if report.removed_bytes["capacity"] >= excess:
                 break
-        else:
-            self._stuck_bytes = 0  # each was met
         removal.flush()
         # Where all were stuck there may be many more: twice as many are tried each time, until others are among them.
-        stuck = removal.kept_bytes if report.removed_bytes["capacity"] else 2 * removal.kept_bytes
-        self._stuck_bytes = max(stuck, self._stuck_bytes)
+        self._stuck_bytes = removal.kept_bytes if report.removed_bytes["capacity"] else 2 * removal.kept_bytes
 
     def _wants_room(self) -> bool:
         if self._missing_free_bytes(FREE_HIGH) > 0:
@@ -303,7 +300,7 @@ class Collector:
 
 
 class _Removal:
-    """Blobs on their way out, in batches."""
+    """Blobs on their way out, in batches; no batch goes on once there is enough."""
 
     def __init__(
         self,
@@ -311,21 +308,27 @@ class _Removal:
         report: CollectReport,
         reason: str,
         publish: Callable[[int], None] = lambda _: None,
+        *,
+        enough_bytes: float = float("inf"),
     ) -> None:
         self._collector = collector
         self._report = report
         self._reason = reason
         self._publish = publish
+        self._enough_bytes = enough_bytes
         self._batch: list[KeyInfo] = []
+        self._batch_bytes = 0
         self.kept_bytes = 0  # of those that could not be removed
 
     def add(self, info: KeyInfo) -> None:
         self._batch.append(info)
-        if len(self._batch) >= DELETE_BATCH_KEYS:
+        self._batch_bytes += info.size
+        hoped_bytes = self._report.removed_bytes[self._reason] + self._batch_bytes
+        if len(self._batch) >= DELETE_BATCH_KEYS or hoped_bytes >= self._enough_bytes:
             self.flush()
 
     def flush(self) -> None:
-        batch, self._batch = self._batch, []
+        batch, self._batch, self._batch_bytes = self._batch, [], 0
         if not batch:
             return
         report = self._report
