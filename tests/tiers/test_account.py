@@ -173,7 +173,7 @@ class Writers(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.clock.now += seconds
 
-    @rule(step_s=st.sampled_from([0.0, 0.0, 1000.0]))
+    @rule(step_s=st.sampled_from([0.0, 0.0, 1000.0, -1000.0]))
     def begin_to_measure(self, step_s: float) -> None:
         """After a step of the storage's clock the living look dead."""
         self.baseline = read_baseline(self.store, now=self.clock() + step_s, writer_s=WRITER_S)
@@ -325,6 +325,18 @@ def test_a_dead_writers_room_comes_back() -> None:
     assert len(measure(store, clock()).dead) == 2  # this one too: it has not been heard of
     bounded.put("b", as_parts(bytes(200)))
     assert used_bytes(store) == 200
+
+
+def test_a_dead_writers_room_comes_back_where_its_clock_was_ahead() -> None:
+    store, bounded, clock = make()
+    clock.now += 30 * 86_400
+    measure(store, clock())
+    Account(store, 1000, clock=clock).take(900, "never put")
+    clock.now -= 30 * 86_400
+    living = Account(store, 1000, clock=clock)
+    living.take(50, "it is at work")
+    assert len(measure(store, clock()).dead) == 1
+    bounded.put("b", as_parts(bytes(200)))
 
 
 def test_a_living_writer_that_was_taken_for_dead_goes_on_and_is_seen() -> None:

@@ -107,6 +107,18 @@ def test_blocks_of_one_age_go_only_as_far_as_needed(store: LocalStore) -> None:
     assert 39 <= len(blocks(store)) <= 40
 
 
+def test_blocks_of_times_to_come_are_counted_and_go_last(store: LocalStore) -> None:
+    """The clock was ahead, and was set back."""
+    fill(store, [-30 * 86_400.0] * 6 + [3600.0] * 4)
+    collect(store, max_bytes=10 * SIZE, low=0.8)
+    assert {name(n) for n in range(6)} <= blocks(store) < {name(n) for n in range(10)}
+    collect(store, max_bytes=6 * SIZE, low=0.5)
+    assert 0 < len(blocks(store)) <= 3
+    assert collect(store, ttl_s=31 * 86_400).removed_blobs["ttl"] == 0
+    collect(store, ttl_s=7 * 86_400)
+    assert blocks(store) == set()
+
+
 def test_young_blocks_stay(store: LocalStore) -> None:
     fill(store, [0.0] * 10)
     report = collect(store, max_bytes=5 * SIZE, ttl_s=0.001, grace_s=60)

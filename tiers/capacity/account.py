@@ -130,7 +130,8 @@ def read_baseline(store: Store, *, now: float, writer_s: float) -> Baseline:
     for info in list(store.keys(WRITERS_PREFIX)):
         writer = info.key.removeprefix(WRITERS_PREFIX)
         record = get_record(store, USAGE_PREFIX + writer)
-        dead = now - max(info.mtime, renewed_at.get(writer, info.mtime)) > writer_s
+        # A name may be of a time to come, by a clock that was ahead.
+        dead = min(abs(now - at) for at in (info.mtime, renewed_at.get(writer, info.mtime))) > writer_s
         if dead:
             baseline.dead.append(writer)
         if record is not None:

@@ -191,9 +191,10 @@ class Collector:
             if not is_block(info.key):
                 continue
             self._largest_bytes = max(self._largest_bytes, info.size)
-            if age_s < grace_s:
+            # A clock that was ahead has left times to come: they are as far from the truth as they are away.
+            if abs(age_s) < grace_s:
                 continue
-            if ttl_s is not None and age_s >= ttl_s:
+            if ttl_s is not None and abs(age_s) >= ttl_s:
                 removal.add(info)
             else:
                 histogram.add(age_s, info.size)
@@ -217,7 +218,7 @@ class Collector:
         for info in self._listing():
             age_s = now - info.mtime
             found = bucket_of(age_s)
-            if found < bucket or not grace_s <= age_s < counted_s or not is_block(info.key):
+            if found < bucket or not grace_s <= abs(age_s) < counted_s or not is_block(info.key):
                 continue
             if found == bucket:
                 if bytes_left <= 0:
