@@ -9,7 +9,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tiers.config_values import public_url
 from tiers.errors import (
     BlobNotFoundError,
     ConfigError,
@@ -17,6 +16,7 @@ from tiers.errors import (
     StoreFullError,
     StorePermissionError,
     StoreUnavailableError,
+    public_url,
 )
 from tiers.stores.fsspec_driver import ATOMIC_PUT, LOCAL, TEMPORARY_FOLDER, protocols_of, put_and_move
 

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tiers.config import DeploymentConfig, load_config
-from tiers.config_values import public_url
-from tiers.errors import ConfigError
+from tiers.errors import ConfigError, public_url
 from tiers.registry import SecondaryTierFactory
 from tiers.tier_config import (
     ExternalTierConfig,

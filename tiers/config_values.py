@@ -1,4 +1,4 @@
-"""The units that configs are written in: sizes, durations and paths; and what of a URL may be shown."""
+"""The units that configs are written in: sizes, durations and paths."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
+from tiers.errors import public_url
+
 _UNITS = {"": 1, "B": 1} | {
     f"{letter}{suffix}": base**power
     for power, letter in enumerate("KMGTP", 1)
@@ -16,7 +18,6 @@ _UNITS = {"": 1, "B": 1} | {
 # So few digits that no float overflows.
 _SIZE = re.compile(r"\s*(\d{1,40}(?:\.\d{1,40})?)\s*([A-Za-z]*)\s*")
 _SIZE_MAX = 1 << 60
-HIDDEN = "***"
 _VARIABLE = re.compile(r"\$(?:\w+|\{[^}]*\})", re.ASCII)  # as os.path.expandvars, which leaves those that are not set
 
 
@@ -74,11 +75,6 @@ def _expand_path(value: object) -> object:
     if path.startswith("~"):
         raise ValueError("begins with the home of a user that is not known; for a folder of that name put ./ before it")
     return path
-
-
-def public_url(url: str) -> str:
-    """A URL without what may be a secret in it: who logs in, and the query."""
-    return re.sub(r"(?<=//)[^/?#]*@", f"{HIDDEN}@", re.sub(r"\?.*", f"?{HIDDEN}", url))
 
 
 Size = Annotated[int, BeforeValidator(parse_size), Field(json_schema_extra={"type": ["integer", "string"]})]

@@ -30,6 +30,8 @@ import re
 from enum import StrEnum
 from typing import ClassVar
 
+HIDDEN = "***"
+
 
 class KVTiersError(Exception):
     """Base of everything this package raises on purpose."""
@@ -51,7 +53,21 @@ class ConfigError(KVTiersError, ValueError):
 
 def quoted(text: str) -> str:
     """A configuration's text as a message may repeat it: without what may be a login or a signature."""
-    return repr(re.sub(r"\?.*", "?***", re.sub(r".*@", "***@", text, flags=re.DOTALL), flags=re.DOTALL))
+    return repr(re.sub(r"(?s).*@", f"{HIDDEN}@", _without_query(text)))
+
+
+def public_url(url: str) -> str:
+    """A URL without what may be a secret in it: who logs in, and the query.
+
+    Rather too much goes than too little: drivers take a login with any character, also those that end one elsewhere.
+    """
+    return re.sub(r"(?s)(?<=//).*@", f"{HIDDEN}@", _without_query(url))
+
+
+def _without_query(text: str) -> str:
+    """An "@" in it may be the end of a login with a question mark, so it stays."""
+    place, mark, query = text.partition("?")
+    return f"{place}{'@' if '@' in query else ''}?{HIDDEN}" if mark else text
 
 
 class NamespaceMismatchError(ConfigError):

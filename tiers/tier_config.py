@@ -19,8 +19,8 @@ from pydantic import (
 )
 
 from tiers.capacity.policy import CapacityPolicy
-from tiers.config_values import HIDDEN, Duration, ExpandedPath, Size, public_url
-from tiers.errors import ConfigError
+from tiers.config_values import Duration, ExpandedPath, Size
+from tiers.errors import HIDDEN, ConfigError, public_url
 from tiers.file_mapper import FORMAT_SEALED, FORMAT_VLLM_RAW
 from tiers.keyring import KEY_BYTES
 from tiers.stores.s3_options import TIMEOUT_S_MAX, S3Options

@@ -12,7 +12,7 @@ from tests.identity import FakeSpec
 from tiers.builtin import FileSystemTierManager, MemoryTierManager, _tier_options
 from tiers.config import json_schema, load_config, parse_config, parse_tier
 from tiers.config_values import parse_size
-from tiers.errors import ConfigError, StoreFullError
+from tiers.errors import ConfigError, StoreFullError, public_url
 from tiers.seal import Checksum
 from tiers.tier_config import ExternalTierConfig, FsTierConfig, MemoryTierConfig, TierConfig
 from tiers.yaml_file import read_yaml
@@ -306,6 +306,16 @@ def test_what_may_be_secret_is_in_no_dump_and_no_repr() -> None:
     shown = [config.model_dump_json(), str(config.model_dump()), repr(config), str(config), f"{config.tiers}"]
     assert not [text for text in shown if "CANARY" in text]
     assert "ftp://***@host/a?***" in shown[0]
+    urls = {
+        "ftp://me:pa/CANARY@host/x": "ftp://***@host/x",
+        "ftp://me:p#CANARY@host/x": "ftp://***@host/x",
+        "ftp://me:CAN@ARY@host/x": "ftp://***@host/x",
+        "ftp://me:CANARY?CANARY@host/x?CANARY": "ftp://***@?***",
+        "https://host/x?sig=a@CANARY": "https://***@?***",
+        "zip://a::https://me:CANARY@host/x": "zip://***@host/x",
+        "gs://bucket/kv": "gs://bucket/kv",
+    }
+    assert {url: public_url(url) for url in urls} == urls
     assert [dict(tier)["type"] for tier in config.tiers] == ["fsspec", "Mine"]
     assert str([dict(tier) for tier in config.tiers]).count("CANARY") == 4
 

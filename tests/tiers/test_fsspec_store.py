@@ -435,6 +435,7 @@ def test_secrets_are_shown_nowhere(caplog: pytest.LogCaptureFixture) -> None:
         assert SECRET not in shown
         assert TOKEN not in shown
         assert server.requests("PUT")[0].headers["x-amz-security-token"] == TOKEN
+    assert repr(FsspecStore(f"memory://user:p/{SECRET}@host/kv")) == "FsspecStore('memory://***@host/kv')"
     with pytest.raises(StoreConfigError) as refused:
         FsspecStore(f"nosuch://user:{SECRET}@host/kv")
     assert SECRET not in "".join(traceback.format_exception(refused.value))

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeVar
-from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -30,6 +29,7 @@ from tiers.errors import (
     StoreConfigError,
     StoreError,
     StoreUnavailableError,
+    public_url,
 )
 from tiers.posix import is_absent
 from tiers.store import Capabilities, KeyInfo, Store, check_key, parts_size
@@ -112,8 +112,7 @@ class FsspecStore(Store):
             self._sweep()
 
     def __repr__(self) -> str:
-        parts = urlsplit(self._url)
-        return f"FsspecStore('{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}')"
+        return f"FsspecStore({public_url(self._url)!r})"
 
     def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
         check_key(key)
