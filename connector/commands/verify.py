@@ -46,8 +46,7 @@ def verify(
     """Check the seals of all stored blocks: that each is the block its name says, whole and unchanged."""
     n_workers = workers or len(os.sched_getaffinity(0))
     places = open_places("verify", config, tier)
-    if state is not None:
-        _check_state(state)
+    ours = state is not None and _check_state(state)
     results = []
     for place in places:
         try:
@@ -56,17 +55,24 @@ def verify(
             raise failed("verify", place, e) from e
         if not as_json:
             _show(results[-1])
-    if state is not None:
-        state.unlink(missing_ok=True)  # all is done
+    if state is not None:  # all is done
+        state.unlink(missing_ok=True) if ours else os.truncate(state, 0)
     if as_json:
         print(json.dumps({"tiers": results}))
     if any(result["bad_count"] > result["quarantined"] or result["errors"] for result in results):
         raise typer.Exit(EXIT_FAILED)
 
 
-def _check_state(path: Path) -> None:
-    """Before hours of work that could not be remembered, and before the file of somebody else is removed at the end."""
+def _check_state(path: Path) -> bool:
+    """Before hours of work that could not be remembered, and before the file of somebody else is removed at the end.
+
+    Returns:
+        Whether it is verify's own. One that was there, and empty, is to be empty again.
+    """
     try:
+        was_there = path.exists()
+        if was_there and not path.is_file():
+            raise ValueError("it is no regular file")
         path.open("a").close()
         text = path.read_text()
     except (OSError, ValueError) as e:
@@ -75,6 +81,7 @@ def _check_state(path: Path) -> None:
     if not STATE_BEGINS.startswith(text[: len(STATE_BEGINS)]):
         complain("verify", f"--state {path} holds something else than what verify remembers; name another file")
         raise typer.Exit(EXIT_BAD_INPUT)
+    return not was_there or text.startswith(STATE_BEGINS)
 
 
 def _verify_place(place: Place, repair: bool, state: Path | None, n_workers: int) -> dict[str, Any]:

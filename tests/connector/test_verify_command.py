@@ -183,6 +183,20 @@ def test_a_state_that_cannot_be_used_is_refused(config: str, tmp_path: Path, nam
     assert Path(config).read_text() == before
 
 
+def test_a_file_that_verify_did_not_make_stays(config: str, tmp_path: Path) -> None:
+    notes, pipe = tmp_path / "notes.txt", tmp_path / "pipe"
+    notes.touch()
+    os.mkfifo(pipe)
+    for _ in range(2):
+        assert run_json(config, "--state", str(notes))["resumed_units"] == 0
+        assert notes.read_text() == ""
+    for path in (pipe, Path(os.devnull)):
+        code, out = run(config, "--state", str(path))
+        assert code == 2
+        assert f"kvtiers verify: --state {path} cannot be used: it is no regular file" in out
+    assert pipe.is_fifo()
+
+
 def test_an_interrupted_run_leaves_its_state(
     config: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
