@@ -16,7 +16,7 @@ from typing import Any
 from tiers.block_mover import Rows
 from tiers.capacity.policy import CapacityPolicy
 from tiers.config import parse_tier
-from tiers.errors import RegionError, StoreError
+from tiers.errors import ConfigError, RegionError, StoreError
 from tiers.file_mapper import FORMAT_VLLM_RAW, FileMapper, VllmFileMapper, strict_fields
 from tiers.keyring import load_keys
 from tiers.lookup import LookupOptions
@@ -165,6 +165,9 @@ def _start(
     options = _tier_options(config, row_bytes, in_workers=mapped)
     store_class, store_options = store_recipe(config)
     policy = config.capacity_policy() if isinstance(config, BoundedTierConfig) else None
+    if policy is not None:
+        policy = replace(policy, block_bytes=row_bytes + TRAILER_BYTES)
+        _check_room(config.name or tier_type, policy)
     if mapped or config.isolation == "process":
         from tiers.layers.isolate import ProcessIsolatedStore, StoreRecipe
 
@@ -188,7 +191,6 @@ def _start(
         )
         if policy is not None:
             open_namespace(store, mapper)  # before there is a bound: a few bytes that must not be refused
-            policy = replace(policy, block_bytes=row_bytes + TRAILER_BYTES)
             collector = _start_collector(tier_type, config, policy, mapper)
             if policy.max_bytes is not None:
                 store = bound_store(store, config, policy.max_bytes)
@@ -209,6 +211,31 @@ def _start(
         raise
     if policy is not None and policy.max_bytes is not None:
         tier.metrics.set("kvtiers_storage_max_bytes", tier.name, value=policy.max_bytes)
+
+
+def _check_room(name: str, policy: CapacityPolicy) -> None:
+    """Only an engine knows how large its blocks are.
+
+    Raises:
+        ConfigError: not one block has room.
+    """
+    from tiers.capacity.collector import HELD_SHARE_MAX
+
+    if policy.max_bytes is None:
+        return
+    if policy.max_bytes < policy.block_bytes:
+        raise ConfigError(
+            f"{policy.max_bytes} bytes do not hold a block, which has {policy.block_bytes}; write at least twice that",
+            field=f"tier {name}: max_bytes",
+        )
+    if policy.block_bytes > HELD_SHARE_MAX * policy.max_bytes:
+        logger.warning(
+            "tier %s: max_bytes = %d: a block has %d bytes here, more than the collector makes room for at once, so "
+            "blocks may be refused for ever; give twice as much",
+            name,
+            policy.max_bytes,
+            policy.block_bytes,
+        )
 
 
 def bound_store(store: Store, config: TierConfig, max_bytes: int) -> Store:

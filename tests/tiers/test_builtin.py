@@ -152,6 +152,19 @@ def test_local_files_in_processes(tmp_path: Path, region: np.ndarray[Any, Any]) 
         tier.shutdown()
 
 
+def test_a_bound_has_room_for_blocks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = {"type": "fs", "root_dir": str(tmp_path), "min_free": 0, "max_bytes": "1MiB", "isolation": "thread"}
+    for row_bytes, warned in ((400 << 10, False), (600 << 10, True)):
+        rows = np.zeros((2, row_bytes), np.int8)
+        SecondaryTierFactory.create_secondary_tier(config, rows.data, FakeSpec()).shutdown()
+        assert ("blocks may be refused for ever" in caplog.text) is warned
+    with pytest.raises(ConfigError) as caught:
+        SecondaryTierFactory.create_secondary_tier(config, np.zeros((2, 1 << 20), np.int8).data, FakeSpec())
+    assert str(caught.value) == (
+        "tier fs: max_bytes: 1048576 bytes do not hold a block, which has 1052672; write at least twice that"
+    )
+
+
 @pytest.mark.parametrize("client", ["obstore", "boto3"])
 def test_s3_tier(s3: dict[str, Any], region: np.ndarray[Any, Any], client: str) -> None:
     tier = S3TierManager(FakeSpec(), region.data, "s3", **s3, prefix=client, client=client)
