@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 from collections.abc import Collection
 from datetime import date
 from itertools import permutations
@@ -188,8 +189,8 @@ def _place(tier: AnyTierConfig) -> tuple[str, object, str] | None:
         storage = ("s3", tier.embedded, (tier.endpoint_url or "").rstrip("/"))
         return "prefix" if tier.prefix else "bucket", storage, "/".join(filter(None, (tier.bucket, tier.prefix)))
     if isinstance(tier, FsspecTierConfig):
-        scheme, _, path = tier.url.partition("://")
-        if scheme in ("file", "local"):
+        path = re.sub(r"^(file|local):(//)?", "", tier.url)  # as fsspec's driver of local files
+        if "://" not in path and "::" not in path:
             return "url", "files", os.path.abspath(path).rstrip("/")
         return "url", ("fsspec", tier.storage_options), tier.url.rstrip("/")
     return None
@@ -204,10 +205,12 @@ def _named(tiers: list[AnyTierConfig]) -> list[AnyTierConfig]:
             tier = tier.model_copy(update={"name": f"{tier.type}{index}"})
         named.append(tier)
     names = [tier.name or tier.type for tier in named if isinstance(tier, TierConfig)]
+    given = [tier.name for tier in tiers if isinstance(tier, TierConfig)]
     for name in names:
-        if names.count(name) > 1:
+        if (count := names.count(name)) > 1:
+            default = "" if given.count(name) == count else ", with one that has no other, which is called so"
             raise ConfigError(
-                f"{name!r} is the name of {names.count(name)} tiers; accepted are different names", field="tiers"
+                f"{name!r} is the name of {count} tiers{default}; accepted are different names", field="tiers"
             )
     return named
 

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from tiers.config import load_config
 from tiers.errors import ConfigError, StoreConfigError
 from tiers.open_store import tool_recipe
+from tiers.posix import store_error
 from tiers.registry import SecondaryTierFactory
 from tiers.store import Store
 from tiers.tier_config import FsTierConfig, MemoryTierConfig, NfsTierConfig, TierConfig
@@ -45,8 +46,15 @@ class Place:
             StoreError: it cannot be opened, or its folder is not there: a command makes none, which would be its user's
                 and no engine's, and may be a mistake in the configuration.
         """
-        if isinstance(self.config, FsTierConfig | NfsTierConfig) and not os.path.lexists(self.config.root_dir):
-            raise StoreConfigError(f"root_dir {self.config.root_dir!r} is not there; an engine makes it when it starts")
+        if isinstance(self.config, FsTierConfig | NfsTierConfig):
+            try:
+                os.lstat(self.config.root_dir)
+            except FileNotFoundError:
+                raise StoreConfigError(
+                    f"root_dir {self.config.root_dir!r} is not there; an engine makes it when it starts"
+                ) from None
+            except OSError as e:
+                raise store_error(e, "") from e
         store_class, options = tool_recipe(self.config)
         with closing(store_class(**options)) as store:
             yield store

@@ -164,6 +164,11 @@ def test_a_storage_that_fails(tmp_path: Path) -> None:
     code, out = run("du", write_config(tmp_path / "kv"))
     assert code == 1
     assert "must be a folder" in out
+    config = tmp_path / "c.yaml"
+    config.write_text(f"region: {{size: 1MiB}}\ntiers:\n- {{type: fs, root_dir: {tmp_path}/kv/below}}\n")
+    code, out = run("du", str(config))
+    assert code == 1
+    assert "Not a directory" in out  # rather than that it is not there: as where a folder above may not be read
 
 
 def test_on_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,7 +158,11 @@ S3 = {"type": "s3", "bucket": "bucket"}
         ),
         (
             {"region": REGION, "tiers": [FS | {"name": "a"}, {"type": "memory", "name": "a"}]},
-            "'a' is the name of 2 tiers",
+            "'a' is the name of 2 tiers; accepted",
+        ),
+        (
+            {"region": REGION, "tiers": [FS | {"name": "fs1"}, FS | {"root_dir": "/kv2"}]},
+            "'fs1' is the name of 2 tiers, with one that has no other, which is called so; accepted",
         ),
     ],
 )
@@ -249,6 +253,8 @@ FSSPEC = {"type": "fsspec", "url": "gs://b/kv"}
         ([S3 | {"prefix": "a/b"}, S3 | {"prefix": "a"}], ["tiers[0].prefix: is inside tiers[1].prefix"]),
         ([FS, FSSPEC | {"url": "file:///kv"}], ["tiers[1].url: is the place of tiers[0].root_dir, too"]),
         ([FSSPEC | {"url": "local:///kv/a"}, FS], ["tiers[0].url: is inside tiers[1].root_dir"]),
+        ([FSSPEC | {"url": "file:/kv"}, FS | {"root_dir": "/kv/a"}], ["tiers[1].root_dir: is inside tiers[0].url"]),
+        ([FS, FSSPEC | {"url": "/kv/"}], ["tiers[1].url: is the place of tiers[0].root_dir, too"]),
         ([FSSPEC, FSSPEC | {"url": "gs://b/kv/"}], ["tiers[1].url: is the place of tiers[0].url, too"]),
         ([FSSPEC, FSSPEC | {"url": "gs://b/kv/x"}], ["tiers[1].url: is inside tiers[0].url"]),
         (
@@ -272,6 +278,7 @@ def test_no_two_tiers_share_a_place(tiers: list[dict[str, Any]], expected: list[
         [{"type": "memory"}, {"type": "memory"}],
         [S3 | {"prefix": "a"}, S3 | {"prefix": "ab"}, S3 | {"endpoint_url": "https://minio:9000"}],
         [FSSPEC, FSSPEC | {"storage_options": {"project": "other"}}],
+        [FS | {"root_dir": "/"}, FSSPEC | {"url": "simplecache::/kv"}, FSSPEC],
     ],
 )
 def test_places_that_only_look_alike_are_accepted(tiers: list[dict[str, Any]]) -> None:
