@@ -63,7 +63,7 @@ class Publisher:
         # Without /proc an unnamed file cannot be given a name.
         self._unnamed_files = unnamed_files and os.path.isdir("/proc/self/fd")
         self._link_open_file = True
-        self._names = _PrivateNames()
+        self._names = PrivateNames()
 
     def publish(self, root: RootFolder, key: str, write: Callable[[int], None], *, overwrite: bool) -> bool:
         """Store a file under ``key``. False: something is there and stays.
@@ -259,7 +259,7 @@ def storage_time(root: RootFolder) -> float:
     """Unix seconds by the clock that stamps files below a root: on NFS the server's, which may not be this host's."""
     dir_fd = _make_own_folder(root, PRIVATE_FOLDER)
     try:
-        name = _PrivateNames().make()
+        name = PrivateNames().make()
         fd = os.open(name, OPEN_PRIVATE, FILE_MODE, dir_fd=dir_fd)
         try:
             return os.fstat(fd).st_mtime
@@ -270,8 +270,8 @@ def storage_time(root: RootFolder) -> float:
         close_reader(dir_fd)
 
 
-class _PrivateNames:
-    """Names no other writer uses."""
+class PrivateNames:
+    """Names no other writer uses, for files in ``PRIVATE_FOLDER``."""
 
     def __init__(self) -> None:
         self._store = secrets.token_hex(4)  # a process may have several stores

@@ -23,6 +23,7 @@ from rich.table import Column, Table
 from connector.base import CacheConfig, KVCacheGroup, ModelConfig, OffloadingConfig
 from connector.commands.places import Ticker, complain
 from connector.commands.storage import EXIT_BAD_INPUT, EXIT_FAILED, AsJson, Config, TierName
+from connector.orderly_end import orderly_end
 from connector.region_header import row_stride
 from connector.spec import TieringOffloadingSpec
 from tiers.base import JobMetadata
@@ -32,6 +33,7 @@ from tiers.errors import ConfigError, KVTiersError, StoreError
 from tiers.keys import make_offload_key
 from tiers.open_store import store_recipe
 from tiers.posix import transfer
+from tiers.publish import PRIVATE_FOLDER, PrivateNames
 from tiers.registry import SecondaryTierFactory
 from tiers.seal import Seal
 from tiers.store_tier import StoreTierManager
@@ -67,7 +69,8 @@ def bench(
     """Measure each hop of this deployment on this machine. What is stored for it is removed at the end."""
     try:
         deployment = load_config(config, SecondaryTierFactory.tier_types())
-        hops = _Bench(deployment, _size("--block-size", block_size), _size("--total", total)).run(tier)
+        with orderly_end():
+            hops = _Bench(deployment, _size("--block-size", block_size), _size("--total", total)).run(tier)
     except StoreError as e:
         complain("bench", str(e))
         raise typer.Exit(EXIT_FAILED) from e
@@ -141,8 +144,7 @@ class _Bench:
 
     def _tier(self, tier: StoreTierManager, root: str | None) -> list[Hop]:
         threads = ThreadPoolExecutor(2)
-        folder = Path(root).expanduser() / f".kvtiers-bench-{uuid.uuid4().hex}" if root is not None else None
-        ways = _FileCeiling(folder) if folder is not None else _StoreCeiling(tier)
+        ways = _FileCeiling(Path(root), len(self._rows)) if root is not None else _StoreCeiling(tier)
         speeds: dict[str, list[float]] = {}
         time.sleep(SETTLE_S)
         try:
@@ -156,8 +158,7 @@ class _Bench:
                 ways.clear(len(self._rows))
         finally:
             threads.shutdown()
-            if folder is not None:
-                shutil.rmtree(folder, ignore_errors=True)
+            ways.clear(len(self._rows))
             self._remove(tier)
             config_name = tier.mapper.relative_config_name
             tier.store.delete(config_name)
@@ -202,31 +203,36 @@ class _Bench:
 
 
 class _FileCeiling:
-    """The same blocks as plain files of the same folder: no seal, no check, no publishing."""
+    """The same blocks as plain files of the same root: no seal, no check, no publishing.
+
+    They are named as half-written blocks, so that the next store removes what a killed process leaves.
+    """
 
     name = "plain files"
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        folder.mkdir(mode=0o700, parents=True)
+    def __init__(self, root: Path, count: int) -> None:
+        folder = root / PRIVATE_FOLDER
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        names = PrivateNames()
+        self._paths = [folder / names.make() for _ in range(count)]
 
     def write(self, row: tuple[int, Any]) -> None:
-        fd = os.open(self._folder / str(row[0]), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fd = os.open(self._paths[row[0]], os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             transfer(os.pwritev, fd, [memoryview(row[1])])
         finally:
             os.close(fd)
 
     def read(self, row: tuple[int, Any]) -> None:
-        fd = os.open(self._folder / str(row[0]), os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(self._paths[row[0]], os.O_RDONLY | os.O_CLOEXEC)
         try:
             transfer(os.preadv, fd, [memoryview(row[1])])
         finally:
             os.close(fd)
 
     def clear(self, count: int) -> None:
-        for index in range(count):
-            (self._folder / str(index)).unlink()
+        for path in self._paths[:count]:
+            path.unlink(missing_ok=True)
 
 
 class _StoreCeiling:

@@ -13,7 +13,6 @@ import json
 import os
 import queue
 import shutil
-import signal
 import stat
 import subprocess
 import sys
@@ -30,6 +29,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from connector.demo.embedded_s3 import start_embedded_s3
 from connector.demo.model import check_extra, find_model
 from connector.demo.report import DemoReport, ProcessFigures
+from connector.orderly_end import orderly_end
 from tiers.config import load_config, parse_tier
 from tiers.errors import ConfigError, KVTiersError
 from tiers.registry import SecondaryTierFactory
@@ -85,7 +85,7 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> int:
     _check_question(options.question)
     _check_json_file(options.json_file)
     with contextlib.ExitStack() as cleanup:
-        cleanup.enter_context(_orderly_end())
+        cleanup.enter_context(orderly_end())
         deployment = _deployment(options, cleanup)
         elsewhere = _elsewhere(deployment, cleanup) if options.another_replica else deployment
         task: dict[str, Any] = {
@@ -107,24 +107,6 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> int:
         except OSError as e:
             raise ConfigError(f"{options.json_file} cannot be written: {e.strerror}", field="--json") from e
     return 1 if report.problem else 0
-
-
-@contextlib.contextmanager
-def _orderly_end() -> Iterator[None]:
-    """Make an exception of SIGTERM, so that the worker and the temporary folder go. Nothing outside the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def end(number: int, _: object) -> None:
-        signal.signal(number, signal.SIG_IGN)  # a second one would end the clean-up of the first
-        sys.exit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _check_json_file(path: Path | None) -> None:

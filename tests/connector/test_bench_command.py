@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from connector.cli import app
+from connector.commands.bench import _FileCeiling
+from tiers.publish import PRIVATE_FOLDER
+from tiers.stores.local import LocalStore
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -45,6 +53,34 @@ def test_every_hop_is_measured_and_nothing_is_left(config: str, tmp_path: Path) 
     left = [os.path.join(folder, name) for folder, _, names in os.walk(tmp_path) for name in names]
     assert left == [config]
     assert [path.name for path in (tmp_path / "kv").iterdir() if not path.name.startswith(".")] == []
+
+
+def test_what_a_killed_run_leaves_is_removed_by_the_next_store(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys\n"
+        "from pathlib import Path\n"
+        "from connector.commands.bench import _FileCeiling\n"
+        "_FileCeiling(Path(sys.argv[1]), 1).write((0, b'row'))\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code, tmp_path / "kv"], cwd=ROOT).returncode == -9
+    (left,) = (tmp_path / "kv" / PRIVATE_FOLDER).iterdir()
+    assert left.read_bytes() == b"row"
+    LocalStore(tmp_path / "kv").close()
+    assert not left.exists()
+
+
+def test_a_run_that_is_ended_leaves_nothing(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(self: _FileCeiling, row: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(_FileCeiling, "read", end)
+    before = signal.getsignal(signal.SIGTERM)
+    code, out = run(config, "--block-size", "128KiB")
+    assert code == 128 + signal.SIGTERM, out
+    assert signal.getsignal(signal.SIGTERM) is before
+    left = [os.path.join(folder, name) for folder, _, names in os.walk(tmp_path) for name in names]
+    assert left == [config]
 
 
 def test_one_tier_as_a_table(config: str) -> None:

@@ -1,0 +1,27 @@
+"""SIGTERM as an exception, for commands that have something to put away."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def orderly_end() -> Iterator[None]:
+    """Make SystemExit of SIGTERM, so that what is temporary goes. Nothing outside the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, _: object) -> None:
+        signal.signal(number, signal.SIG_IGN)  # a second one would end the clean-up of the first
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
