@@ -422,6 +422,28 @@ def test_bad_url_is_refused_or_empty(url: str) -> None:
         FsspecStore(url)
 
 
+@pytest.mark.parametrize(
+    ("raised", "expected"),
+    [
+        (ConnectionRefusedError(errno.ECONNREFUSED, SECRET), StoreUnavailableError),
+        (TimeoutError(SECRET), StoreTimeoutError),
+        (PermissionError(errno.EACCES, SECRET), StorePermissionError),
+        (FileNotFoundError(errno.ENOENT, SECRET), StoreConfigError),
+        (EOFError(SECRET), StoreUnavailableError),
+    ],
+)
+def test_a_driver_that_connects_at_once_and_cannot(
+    raised: Exception, expected: type[StoreError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def connect(*_: object, **__: object) -> None:
+        raise raised
+
+    monkeypatch.setattr("fsspec.implementations.ftp.FTPFileSystem._connect", connect)
+    with pytest.raises(expected, match=r"^FsspecStore\('ftp://host/kv'\): ") as caught:
+        FsspecStore("ftp://host/kv")
+    assert SECRET not in "".join(traceback.format_exception(caught.value))
+
+
 def test_secrets_are_shown_nowhere(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     with HttpFaultServer() as server:

@@ -82,6 +82,7 @@ class FsspecStore(Store):
 
     Raises:
         StoreConfigError: fsspec or the driver is not installed, or the URL or an option is not accepted.
+        StoreError: the driver connects at once (``ftp``), and could not.
     """
 
     def __init__(
@@ -208,10 +209,13 @@ class FsspecStore(Store):
             fs, root = url_to_fs(self._url, skip_instance_cache=True, **self._storage_options)
         except ImportError as e:
             raise StoreConfigError(f"{self!r}: the driver is not installed: pip install {missing_package(e)}") from None
-        except (ValueError, TypeError) as e:
+        except (ValueError, TypeError, FileNotFoundError) as e:
             raise StoreConfigError(
                 f"{self!r}: fsspec does not accept the URL or an option: {type(e).__name__}"
             ) from None
+        except Exception as e:  # noqa: BLE001 - any driver, any exception: some connect already here
+            error = translate(e, "")
+            raise type(error)(f"{self!r}: {error}") from None
         cap_chatty_loggers()  # those of the drivers of S3; they exist now
         fs.dircache.use_listings_cache = False
         return _Place(os.getpid(), fs, str(root).rstrip("/"))
