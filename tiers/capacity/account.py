@@ -39,7 +39,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -168,13 +168,9 @@ def read_usage(store: Store, *, own: tuple[str, int] | None = None) -> tuple[int
         used = measured.bytes
         wanted = 0
         reserved: dict[str, int | None] = {} if own is None else {own[0]: own[1]}
-        for info in store.keys(WRITERS_PREFIX):
-            writer = info.key.removeprefix(WRITERS_PREFIX)
-            if writer not in reserved:
-                record = get_record(store, USAGE_PREFIX + writer)
-                if record is not None:
-                    reserved[writer] = _count(record, "reserved")
-                    wanted = max(wanted, _count(record, "wanted") or 0)
+        for writer, record in _records(store, without=tuple(reserved)):
+            reserved[writer] = _count(record, "reserved")
+            wanted = max(wanted, _count(record, "wanted") or 0)
         for writer, count in reserved.items():
             base = measured.base.get(writer, 0)
             if base is None:
@@ -195,13 +191,19 @@ def held_and_wanted(store: Store, *, dead: Container[str] = ()) -> tuple[int, in
         That, and the largest size that one of them was refused last.
     """
     held = wanted = 0
+    for _, record in _records(store, without=dead):
+        held += max(0, (_count(record, "reserved") or 0) - (_count(record, "settled") or 0))
+        wanted = max(wanted, _count(record, "wanted") or 0)
+    return held, wanted
+
+
+def _records(store: Store, *, without: Container[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Writers that have a name, and what they published; the records of some are not read."""
     for info in store.keys(WRITERS_PREFIX):
         writer = info.key.removeprefix(WRITERS_PREFIX)
-        record = None if writer in dead else get_record(store, USAGE_PREFIX + writer)
+        record = None if writer in without else get_record(store, USAGE_PREFIX + writer)
         if record is not None:
-            held += max(0, (_count(record, "reserved") or 0) - (_count(record, "settled") or 0))
-            wanted = max(wanted, _count(record, "wanted") or 0)
-    return held, wanted
+            yield writer, record
 
 
 def _count(record: Mapping[str, Any], name: str) -> int | None:
