@@ -110,6 +110,9 @@ class _Bench:
         names = [tier.name or tier.type for tier in tiers]
         if tier_name not in (None, *names):
             raise ConfigError(f"no tier {tier_name!r}; accepted: {', '.join(names)}", field="--tier")
+        others = [tier.type for tier in self._deployment.tiers if not isinstance(tier, TierConfig)]
+        if others and tier_name is None:
+            complain("bench", f"not measured, because not kvtiers' own: {', '.join(others)}")
         for tier in tiers:
             store_recipe(tier)  # now rather than after minutes: there may be no such store for commands
         hops = []

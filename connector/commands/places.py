@@ -67,13 +67,17 @@ def find_places(config: Path, tier: str | None) -> list[Place]:
         ConfigError: the file is not accepted, there is no such tier, or its store cannot be made by a command.
     """
     found = []
+    others = []
     for one in load_config(config, SecondaryTierFactory.tier_types()).tiers:
-        if isinstance(one, TierConfig) and not isinstance(one, MemoryTierConfig):
+        if not isinstance(one, TierConfig):
+            others.append(one.type)
+        elif not isinstance(one, MemoryTierConfig):
             found.append(Place(one.name or one.type, one, _where(one)))
     if not found:
-        raise ConfigError(
-            f"{config} has no tier whose storage outlives its process: nothing to look into", field="tiers"
-        )
+        what = "whose storage outlives its process"
+        if others:
+            what = f"that a command can look into, as {', '.join(others)} is not kvtiers' own"
+        raise ConfigError(f"{config} has no tier {what}: nothing to look into", field="tiers")
     if tier is not None:
         names = ", ".join(place.name for place in found)
         found = [place for place in found if place.name == tier]

@@ -88,6 +88,15 @@ def test_one_tier_as_a_table(config: str) -> None:
     assert code == 0, out
     assert "region from memory" in out
     assert "disk" not in out
+    assert "not measured" not in out
+
+
+def test_a_tier_of_others_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("region: {size: 1MiB}\ntiers:\n- {type: Mine, module_path: mine}\n")
+    code, out = run(str(path), "--block-size", "64KiB")
+    assert code == 0, out
+    assert "kvtiers bench: not measured, because not kvtiers' own: Mine" in out
 
 
 def test_mistakes(config: str, tmp_path: Path) -> None:

@@ -146,6 +146,10 @@ def test_which_tier(root: Path) -> None:
     code, out = run("du", str(only_memory))
     assert code == 2
     assert "no tier whose storage outlives its process" in out
+    only_memory.write_text("region: {size: 1MiB}\ntiers: [{type: Mine, module_path: mine}]\n")
+    code, out = run("du", str(only_memory))
+    assert code == 2
+    assert "no tier that a command can look into, as Mine is not kvtiers' own" in out
 
 
 @pytest.mark.parametrize("command", ["ls", "du", "gc", "verify", "warm", "migrate", "bench"])
