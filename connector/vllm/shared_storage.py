@@ -37,6 +37,7 @@ from connector.vllm.paged_buffer import extract_slots, inject_slots, token_pages
 from connector.vllm.prefix_metrics import PrefixPromMetrics, PrefixReporter, PrefixStats
 from connector.vllm.prefix_requests import Request, SharedStorageMetadata, Stored, Transfer, salt_of
 from connector.vllm.prefix_threads import DaemonPool, Load
+from connector.vllm.resets import StorageSwitch
 from connector.vllm_config import shared_place
 from tiers.errors import ConfigError, KVTiersError
 from tiers.file_mapper import FileMapper, strict_fields
@@ -61,7 +62,8 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
     """Loads and stores prompt prefixes. One object in the scheduler's process, one in each worker's.
 
     ``kv_connector_extra_config``: ``shared_storage_path`` (a folder or an fsspec URL) and ``storage_options``, or a
-    deployment's ``config_file`` (and ``index`` of the tier); ``lookup_deadline_s``, ``load_deadline_s``.
+    deployment's ``config_file`` (and ``index`` of the tier); ``lookup_deadline_s``, ``load_deadline_s``;
+    ``storage_after_reset``.
 
     Threads: vLLM calls it from one thread in each process; jobs on ``_pool`` see a Transfer and hand back a result.
 
@@ -75,6 +77,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         transfer = vllm_config.kv_transfer_config
         extra = transfer.kv_connector_extra_config
         place = shared_place(extra)
+        self._storage = StorageSwitch(extra)
         if len(kv_cache_config.kv_cache_groups) != 1:
             raise ConfigError(
                 f"the model has {len(kv_cache_config.kv_cache_groups)} KV cache groups, SharedStorageConnector "
@@ -237,9 +240,19 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
             state.matched.cancel()
         return False, None
 
+    def reset_cache(self) -> bool | None:
+        """Nothing is cached here; requests that are known keep no claim on storage where it is not used any more."""
+        self._storage.reset()
+        if self._storage.is_off:
+            for state in self._requests.values():
+                if state.matched is not None:
+                    state.matched.cancel()
+            self._requests.clear()
+        return True
+
     def _remember(self, request: Any) -> Request | None:
         state = self._requests.get(request.request_id)
-        if state is None:
+        if state is None and not self._storage.is_off:
             tokens = request.prompt_token_ids
             if not tokens or getattr(request, "prompt_embeds", None) is not None:
                 return None

@@ -31,6 +31,7 @@ from connector.base import (
     CPULoadStoreSpec,
     GPULoadStoreSpec,
     OffloadingHandler,
+    OffloadingManager,
 )
 from connector.gpu_handler import create_handlers
 from connector.shared_region import reap_stale_regions
@@ -38,6 +39,7 @@ from connector.spec import TieringOffloadingSpec
 from connector.vllm import ending, translate
 from connector.vllm.metrics import StatsExporter, definitions, tiering_definitions
 from connector.vllm.pacing import Pacer
+from connector.vllm.resets import StorageSwitch
 from tiers.config import DeploymentConfig, load_config, parse_config
 from tiers.errors import ConfigError, RegionError
 from tiers.keys import OffloadKey
@@ -87,6 +89,7 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
     def __init__(self, config: Any) -> None:
         translate.warn_of_adapters()
         self.deployment = deployment(config.extra_config)
+        self._storage = StorageSwitch(config.extra_config)
         # vLLM's single-copy region for MLA is not ours: here every worker has a cell.
         config = dataclasses.replace(config, replicated_layout=False)
         if not {"blocks_per_chunk", "block_size"} & set(config.extra_config):
@@ -108,7 +111,9 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
         if self._manager is None:
             steps = self.config.parallel.pp_size + _STEPS_IN_FLIGHT
             types = [tier.type for tier in self.deployment.tiers]
-            self._manager = KVTiersManager(self._join(None), steps_in_flight=steps, tier_types=types)
+            self._manager = KVTiersManager(
+                self._join(None), steps_in_flight=steps, tier_types=types, storage=self._storage
+            )
         return self._manager
 
     def get_worker(self, kv_caches: Any) -> KVTiersWorker:
@@ -166,16 +171,26 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
         spec: makes the manager; shut down with this one.
         steps_in_flight: engine steps after which a worker has seen a reset.
         tier_types: of its tiers.
+        storage: says when the tiers are not used any more.
     """
 
-    def __init__(self, spec: TieringOffloadingSpec, *, steps_in_flight: int, tier_types: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        spec: TieringOffloadingSpec,
+        *,
+        steps_in_flight: int,
+        tier_types: Iterable[str] = (),
+        storage: StorageSwitch | None = None,
+    ) -> None:
         self._spec = spec
+        self._storage = StorageSwitch({}) if storage is None else storage
         self._places = [(translate.medium(each), translate.locality(each)) for each in tier_types]
         try:
             self.tiering = spec.get_manager()
         except BaseException:
             spec.shutdown()
             raise
+        self._blocks: OffloadingManager = self.tiering  # the region alone once storage is off
         self._steps_in_flight = steps_in_flight
         self._pacer = Pacer()
         self._stats = StatsExporter(self.tiering.metrics, tiering_names=True)
@@ -189,22 +204,22 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
         # The tiers are asked together, so a request that does not want one of them gets what is in the region.
         if self.tiering.primary.find(key) is None and not translate.loads_from(self._places, req_context):
             return LookupResult.MISS
-        answer = self.tiering.lookup(key, req_context)
+        answer = self._blocks.lookup(key, req_context)
         self._pacer.asked(answer)
         return translate.lookup_result(answer)
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: Any) -> VllmCPULoadStoreSpec:
-        spec = self.tiering.prepare_load(keys, req_context)
+        spec = self._blocks.prepare_load(keys, req_context)
         assert isinstance(spec, CPULoadStoreSpec)
         self._loads.update(keys)
         return VllmCPULoadStoreSpec(spec.block_ids.tolist())
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: Any) -> None:  # noqa: ARG002
         self._loads -= Counter(keys)
-        self.tiering.complete_load(keys)
+        self._blocks.complete_load(keys)
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: Any) -> VllmPrepareStoreOutput | None:
-        output = self.tiering.prepare_store(keys, req_context)
+        output = self._blocks.prepare_store(keys, req_context)
         if output is None:
             return None
         assert isinstance(output.store_spec, CPULoadStoreSpec)
@@ -217,10 +232,10 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: Any, success: bool = True) -> None:  # noqa: ARG002
         self._stores.difference_update(keys)
-        self.tiering.complete_store(keys, success)
+        self._blocks.complete_store(keys, success)
 
     def touch(self, keys: Collection[OffloadKey], req_context: Any) -> None:  # noqa: ARG002
-        self.tiering.touch(keys)
+        self._blocks.touch(keys)
 
     def on_new_request(self, req_context: Any) -> Any:  # noqa: ARG002
         return translate.new_request_context()
@@ -246,6 +261,9 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
 
     def reset_cache(self) -> None:
         self.tiering.reset_cache()
+        self._storage.reset()
+        if self._storage.is_off:
+            self._blocks = self.tiering.primary
         self._stale_stores |= self._stores
         self._stale_loads += self._loads
         self._stores.clear()

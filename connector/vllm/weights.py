@@ -53,8 +53,9 @@ def kv_revision(vllm_config: Any) -> str | None:
         vllm_config: vLLM's VllmConfig, or what has some of its fields.
 
     Raises:
-        ConfigError: ``calculate_kv_scales``: what is stored could only be read by the process that stored it; or
-            pictures have names that mean others in the next process.
+        ConfigError: ``calculate_kv_scales``: what is stored could only be read by the process that stored it;
+            ``weight_transfer_config``: the weights will be others; or pictures have names that mean others in the next
+            process.
     """
     model = vllm_config.model_config
     cache = getattr(vllm_config, "cache_config", None)
@@ -64,6 +65,12 @@ def kv_revision(vllm_config: Any) -> str | None:
             "each process takes its scales from the first prompt that it sees, so KV that is stored means something "
             "else in the next one; turn it off",
             field="calculate_kv_scales",
+        )
+    if getattr(vllm_config, "weight_transfer_config", None) is not None:
+        raise ConfigError(
+            "weights that are sent to an engine while it runs are not those that it was started with, and KV is stored "
+            "under the name of those; leave it out, or run such engines without a KV connector",
+            field="weight_transfer_config",
         )
     load = getattr(vllm_config, "load_config", None)
     parts = [weights_revision(model, load), *_by_length(model)]

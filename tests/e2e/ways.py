@@ -75,7 +75,7 @@ def ours_behind_vllm(*tiers: dict[str, Any], region_bytes: int = REGION_BYTES) -
 
 
 def our_spec(*tiers: dict[str, Any], region_bytes: int = REGION_BYTES) -> dict[str, Any]:
-    """Our own spec."""
+    """Our own spec. Rows reset engines to empty them of all but their storage."""
     return {
         **_OFFLOADING,
         "kv_connector_extra_config": {
@@ -83,18 +83,19 @@ def our_spec(*tiers: dict[str, Any], region_bytes: int = REGION_BYTES) -> dict[s
             "spec_module_path": "connector.vllm.spec",
             "cpu_bytes_to_use": region_bytes,
             "tiers": list(tiers),
+            "storage_after_reset": "keep",
         },
     }
 
 
 def shared_storage(path: str, **options: Any) -> dict[str, Any]:
-    """Our connector."""
+    """Our connector. As above."""
     return {
         "kv_connector": "SharedStorageConnector",
         "kv_connector_module_path": "connector.vllm.shared_storage",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"shared_storage_path": path, **options},
+        "kv_connector_extra_config": {"shared_storage_path": path, "storage_after_reset": "keep", **options},
     }
 
 

@@ -82,12 +82,20 @@ ATTENTION = {"block_size": SIZE, "num_kv_heads": 3, "head_size": 5, "dtype": tor
 class Rig:
     """A scheduler's and a worker's connector on one folder, and paged buffers."""
 
-    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch, kv_cache_spec: Any = None, **parallel: Any) -> None:
+    def __init__(
+        self,
+        root: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        kv_cache_spec: Any = None,
+        extra: dict[str, Any] | None = None,
+        **parallel: Any,
+    ) -> None:
         config = offloading_config(**parallel)
         monkeypatch.setattr(module, "build_offloading_config", lambda *_: config)
         monkeypatch.setattr(KVConnectorBase_V1, "__init__", lambda *_, **__: None)
         transfer = SimpleNamespace(
-            kv_connector_extra_config={"shared_storage_path": str(root)}, kv_load_failure_policy="recompute"
+            kv_connector_extra_config={"shared_storage_path": str(root), **(extra or {})},
+            kv_load_failure_policy="recompute",
         )
         group = SimpleNamespace(kv_cache_spec=kv_cache_spec or FullAttentionSpec(**ATTENTION))
         cache = SimpleNamespace(kv_cache_groups=[group], num_blocks=BLOCKS)
@@ -389,6 +397,34 @@ def test_what_storage_lost_is_stored_again_when_a_lookup_has_missed_it(rigs: Any
         manifest.unlink()
     assert rig.matched(prompt(TOKENS)) == (0, False)
     assert rig.stores(step(new={"r": ([3, 7, 1, 9, 5], 0, 18)})) == [(0, 4)]
+
+
+def test_after_a_reset_storage_is_used_no_more_as_weights_may_be_others(
+    rigs: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = rigs()
+    store_whole(rig, TOKENS, [3, 7, 1, 9, 5])
+    running = prompt(TOKENS[1:], "running")
+    assert rig.matched(running) == (0, False)
+    stored = sorted(tmp_path.rglob("*"))
+    for _ in range(2):
+        assert rig.scheduler.reset_cache()
+        assert rig.scheduler.get_num_new_matched_tokens(prompt(TOKENS), 0) == (0, False)
+    cached = {"running": ([2, 4, 6, 8, 10], 0, 17)}
+    assert rig.stores(step(new={"r": ([3, 7, 1, 9, 5], 0, 18)}, cached=cached, resumed=("running",))) == []
+    rig.scheduler.request_finished(running, [])
+    assert sorted(tmp_path.rglob("*")) == stored
+    assert caplog.text.count("write 'storage_after_reset': 'keep'") == 1
+    assert rigs().matched(prompt(TOKENS)) == (16, True)
+
+
+def test_storage_is_used_after_a_reset_where_it_is_kept(rigs: Any) -> None:
+    rig = rigs(extra={"storage_after_reset": "keep"})
+    store_whole(rig, TOKENS, [3, 7, 1, 9, 5])
+    rig.scheduler.reset_cache()
+    assert rig.matched(prompt(TOKENS)) == (16, True)
+    with pytest.raises(ConfigError, match="storage_after_reset: True is not accepted; write off or keep"):
+        rigs(extra={"storage_after_reset": True})
 
 
 def test_of_what_was_stored_the_ends_of_prefixes_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,13 +153,31 @@ def test_a_worker_that_was_shut_down_keeps_nothing_of_the_region(engines: Any, m
 
 
 def test_a_reset_forgets_the_region_and_the_storage_keeps_its_blocks(engines: Any) -> None:
-    engine, some = engines(), keys(4)
+    engine, some = engines(storage_after_reset="keep"), keys(4)
     engine.store(some, [1, 2, 3, 4])
     engine.manager.reset_cache()
     assert engine.manager.tiering.primary.slot_counts().free == NUM_BLOCKS
     engine.load(some, [11, 12, 13, 14])
     for tensor in engine.tensors:
         assert torch.equal(tensor[[11, 12, 13, 14]], tensor[[1, 2, 3, 4]])
+
+
+def test_after_a_reset_storage_is_used_no_more_as_weights_may_be_others(
+    engines: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, old, new = engines(), keys(4), keys(4, first=4)
+    engine.store(old, [1, 2, 3, 4])
+    stored = sorted(tmp_path.rglob("*.bin"))
+    for _ in range(2):
+        engine.manager.reset_cache()
+        assert engine.find(old) == [LookupResult.MISS] * 4
+    engine.store([*old[:2], *new], [5, 6, 7, 8, 9, 10])  # others' KV by now
+    engine.load([*old[:2], *new], [11, 12, 13, 14, 15, 16])
+    for tensor in engine.tensors:
+        assert torch.equal(tensor[[11, 12, 13, 14, 15, 16]], tensor[[5, 6, 7, 8, 9, 10]])
+    assert sorted(tmp_path.rglob("*.bin")) == stored
+    assert caplog.text.count("write 'storage_after_reset': 'keep'") == 1
+    assert engines().find([*old, *new]) == [LookupResult.HIT] * 4 + [LookupResult.MISS] * 4
 
 
 @pytest.mark.parametrize("told", [True, False])
@@ -240,7 +258,7 @@ def test_a_config_files_chunks_hold_for_sliding_windows_too(tmp_path: Path, wind
 def test_a_request_that_refuses_storage_gets_what_is_in_the_region_only(engines: Any) -> None:
     from vllm.v1.kv_offload.base import Locality, Medium, TierFilter, TierMatcher
 
-    engine, some = engines(), keys(3)
+    engine, some = engines(storage_after_reset="keep"), keys(3)
     engine.store(some, [1, 2, 3])
     nothing, remote = TierFilter(), TierFilter(matchers=(TierMatcher(locality=Locality.REMOTE),))
     region = TierFilter(matchers=(TierMatcher(medium=Medium.CPU),))
@@ -277,6 +295,8 @@ def test_mistakes_name_their_field(extra: dict[str, Any], field: str) -> None:
 
 
 def test_what_does_not_fit_the_engine_is_refused() -> None:
+    with pytest.raises(ConfigError, match="storage_after_reset: 'leave' is not accepted; write off or keep"):
+        KVTiersSpec(offloading_config({"cpu_bytes_to_use": "1MiB", "storage_after_reset": "leave"}))
     with pytest.raises(ConfigError, match="canonical_layout"):
         KVTiersSpec(offloading_config({"cpu_bytes_to_use": "1MiB"}, canonical_layout=True))
     spec = KVTiersSpec(offloading_config({"cpu_bytes_to_use": BLOCK_BYTES}, worker_kv_bytes_per_block=2 * BLOCK_BYTES))

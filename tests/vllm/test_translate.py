@@ -388,6 +388,15 @@ def test_scales_that_only_one_process_knows_are_refused() -> None:
     assert revision(cache={"calculate_kv_scales": True, "cache_dtype": "auto"}) == "c0ffee"
 
 
+def test_weights_that_are_sent_to_a_running_engine_are_refused() -> None:
+    config = some_vllm_config(model="org/model")
+    config.weight_transfer_config = None
+    weights.kv_revision(config)
+    config.weight_transfer_config = SimpleNamespace(backend="nccl")
+    with pytest.raises(ConfigError, match="weight_transfer_config"):
+        weights.kv_revision(config)
+
+
 @pytest.mark.parametrize(
     ("prefix_caching", "cache_gb", "media", "refused"),
     [
