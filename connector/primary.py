@@ -7,8 +7,8 @@ A slot is in one of five states, and ``slot_counts`` tells how many are in each;
       +--------+---------+----------------------------+
 
 pending: being filled, by the engine (store) or by a tier (promotion). ready: loadable and evictable. pinned: loadable,
-and in use by the engine's loads or the tiers' jobs. quarantined: its key is forgotten, but somebody may still touch the
-bytes; free when that one lets go.
+and in use by the engine's loads or the tiers' jobs. quarantined: never loadable again, but somebody may still touch
+the bytes; free when that one lets go.
 
 It moves no bytes. Scheduler thread only. Everything is O(1) a key.
 """
@@ -49,7 +49,7 @@ class BlockState(Enum):
     STORING = auto()  # being filled by the engine
     LOADING = auto()  # being filled by a tier
     READY = auto()
-    QUARANTINED = auto()  # forgotten, in use
+    QUARANTINED = auto()  # never ready again, in use
     GONE = auto()  # has no slot any more
 
 
@@ -133,6 +133,8 @@ class CPUPrimaryTier(OffloadingManager):
                 self._ignore("complete_load", key)
                 continue
             block.loads -= 1
+            if block.state is BlockState.QUARANTINED and not block.loads:
+                del self._blocks[key]
             self._disuse(block)
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
@@ -163,15 +165,16 @@ class CPUPrimaryTier(OffloadingManager):
         return events
 
     def reset_cache(self) -> None:
-        """Forget every block, save those the engine itself is storing or loading.
+        """Forget every block, save those the engine itself is storing.
 
-        What only tiers use is quarantined until they let go.
+        What tiers use is quarantined until they let go. So is what the engine loads, but under its key, by which the
+        end of a load is told: until then that key is neither found nor stored.
         """
-        engines = (block for block in self._blocks.values() if block.state is BlockState.STORING or block.loads)
-        kept = {block.key: block for block in engines}
-        removed = [block for key, block in self._blocks.items() if key not in kept]
+        removed = [block for block in self._blocks.values() if block.state is not BlockState.STORING]
         self._say([block.key for block in removed if block.state is BlockState.READY], removed=True)
-        self._blocks = kept
+        self._blocks = {
+            key: block for key, block in self._blocks.items() if block.state is BlockState.STORING or block.loads
+        }
         for block in removed:
             self._drop(block)
 
@@ -238,11 +241,7 @@ class CPUPrimaryTier(OffloadingManager):
         """Undo one ``pin``."""
         block.pins -= 1
         assert block.pins >= 0
-        if block.state is BlockState.QUARANTINED:
-            if not block.pins:
-                self._release(block)
-        else:
-            self._disuse(block)
+        self._disuse(block)
 
     # -- slots -------------------------------------------------------------------------------------------------------
 
@@ -286,13 +285,19 @@ class CPUPrimaryTier(OffloadingManager):
             self._pinned += 1
 
     def _disuse(self, block: Block) -> None:
-        if not block.loads and not block.pins:
+        if block.loads or block.pins:
+            return
+        if block.state is BlockState.QUARANTINED:
+            self._release(block)
+        else:
             self._policy.unpin(block.key)
             self._pinned -= 1
 
     def _drop(self, block: Block) -> None:
-        """Free the slot of a block that has left the table, or quarantine it while a tier may touch it."""
-        in_use = block.state is BlockState.LOADING or block.pins > 0
+        """Free the slot of a block that is found no more, or quarantine it while somebody may touch it."""
+        if block.state in (BlockState.QUARANTINED, BlockState.GONE):
+            return
+        in_use = block.state is BlockState.LOADING or block.loads > 0 or block.pins > 0
         if block.state is not BlockState.READY:
             self._pending -= 1
         else:

@@ -187,7 +187,7 @@ def test_pins_and_loads_both_keep_a_block() -> None:
     assert primary.prepare_store([KEYS[1]], REQ) is not None
 
 
-def test_reset_quarantines_what_tiers_use_and_keeps_what_the_engine_uses() -> None:
+def test_reset_quarantines_what_is_in_use_and_keeps_what_the_engine_stores() -> None:
     primary = CPUPrimaryTier(8)
     store(primary, *KEYS[:3])
     pinned = find(primary, KEYS[0])
@@ -197,15 +197,57 @@ def test_reset_quarantines_what_tiers_use_and_keeps_what_the_engine_uses() -> No
     loading = primary.reserve([KEYS[4]])
     list(primary.take_events())
     primary.reset_cache()
-    assert primary.slot_counts() == SlotCounts(free=4, ready=0, pinned=1, pending=1, quarantined=2)
-    assert [primary.lookup(key, REQ) for key in KEYS[:5]] == [False, True, False, None, False]
-    assert list(primary.take_events()) == [OffloadingEvent((KEYS[0], KEYS[2]), "CPU", removed=True)]
+    assert primary.slot_counts() == SlotCounts(free=4, ready=0, pinned=0, pending=1, quarantined=3)
+    assert [primary.lookup(key, REQ) for key in KEYS[:5]] == [False, None, False, None, False]
+    assert list(primary.take_events()) == [OffloadingEvent(tuple(KEYS[:3]), "CPU", removed=True)]
     store(primary, KEYS[0])  # the key again, in another slot
     assert primary.end_promotion(loading, success=True) == []
     primary.unpin(pinned)
     primary.complete_load([KEYS[1]])
     primary.complete_store([KEYS[3]])
-    assert primary.slot_counts() == SlotCounts(free=5, ready=3, pinned=0, pending=0, quarantined=0)
+    assert primary.slot_counts() == SlotCounts(free=6, ready=2, pinned=0, pending=0, quarantined=0)
+    assert [primary.lookup(key, REQ) for key in KEYS[:5]] == [True, False, False, True, False]
+
+
+@pytest.mark.parametrize("ends_first", ["load", "pin"])
+def test_a_block_that_is_loaded_at_a_reset_is_never_found_again(ends_first: str) -> None:
+    primary = CPUPrimaryTier(2)
+    store(primary, KEYS[0])
+    block = find(primary, KEYS[0])
+    primary.pin(block)
+    for _ in range(2):
+        primary.prepare_load([KEYS[0]], REQ)
+    primary.reset_cache()
+    assert primary.lookup(KEYS[0], REQ) is None
+    with pytest.raises(KeyError):
+        primary.prepare_load([KEYS[0]], REQ)
+    output = primary.prepare_store([KEYS[0]], REQ)  # the end of the loads would be told by the same key
+    assert output is not None
+    assert output.keys_to_store == ()
+    primary.reset_cache()
+    primary.complete_load([KEYS[0]])
+    if ends_first == "pin":
+        primary.unpin(block)
+    assert primary.slot_counts().quarantined == 1
+    primary.complete_load([KEYS[0]])
+    assert primary.lookup(KEYS[0], REQ) is False
+    if ends_first == "load":
+        assert primary.slot_counts().quarantined == 1
+        primary.unpin(block)
+    assert primary.slot_counts() == SlotCounts(free=2, ready=0, pinned=0, pending=0, quarantined=0)
+
+
+def test_shutdown_frees_what_was_loaded_at_a_reset() -> None:
+    primary = CPUPrimaryTier(2)
+    store(primary, *KEYS[:2])
+    pinned = find(primary, KEYS[1])
+    primary.pin(pinned)
+    primary.prepare_load(KEYS[:2], REQ)
+    primary.reset_cache()
+    primary.shutdown()
+    assert primary.slot_counts() == SlotCounts(free=1, ready=0, pinned=0, pending=0, quarantined=1)
+    primary.unpin(pinned)
+    assert primary.slot_counts().free == 2
 
 
 def test_shutdown_frees_all_but_what_tiers_may_touch() -> None:

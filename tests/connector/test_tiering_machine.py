@@ -206,7 +206,7 @@ class TieringMachine(RuleBasedStateMachine):
             "pinned" if block.state is BlockState.READY and (block.pins or block.loads) else block.state.name
             for block in blocks
         )
-        quarantined = self.num_blocks - len(blocks) - len(self.primary._free)
+        quarantined = states["QUARANTINED"] + self.num_blocks - len(blocks) - len(self.primary._free)
         pending = states["STORING"] + states["LOADING"]
         assert counts == SlotCounts(len(self.primary._free), states["READY"], states["pinned"], pending, quarantined)
         taken = [*self.primary._free, *(block.slot for block in blocks)]
