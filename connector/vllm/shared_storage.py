@@ -18,6 +18,7 @@ does not answer within ``load_deadline_s``.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -130,7 +131,13 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         self._reporter = PrefixReporter()
 
     def _open(self, spec: translate.EngineSpec) -> list[PrefixStore]:
-        mapper = FileMapper.from_offloading_spec("", spec, extra_fields=strict_fields(spec) | {"format": FORMAT})
+        fields = strict_fields(spec) | {"format": FORMAT}
+        if spec.config.parallel.pp_size > 1:
+            # A process knows the layers of its own stage. Files are named by layer, so one that is missing is noticed.
+            groups = tuple(replace(group, layer_names=()) for group in spec.config.groups)
+            spec = replace(spec, config=replace(spec.config, groups=groups))
+            fields["pp_layer_partition"] = os.environ.get("VLLM_PP_LAYER_PARTITION")
+        mapper = FileMapper.from_offloading_spec("", spec, extra_fields=fields)
         return [
             PrefixStore(
                 self._place["shared_storage_path"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import shutil
@@ -80,7 +81,7 @@ ATTENTION = {"block_size": SIZE, "num_kv_heads": 3, "head_size": 5, "dtype": tor
 
 
 class Rig:
-    """A scheduler's and a worker's connector on one folder, and paged buffers."""
+    """A scheduler's and a worker's connector on one folder, and paged buffers of the worker's layers."""
 
     def __init__(
         self,
@@ -88,23 +89,26 @@ class Rig:
         monkeypatch: pytest.MonkeyPatch,
         kv_cache_spec: Any = None,
         extra: dict[str, Any] | None = None,
+        layers: tuple[str, ...] = LAYERS,
         **parallel: Any,
     ) -> None:
-        config = offloading_config(**parallel)
-        monkeypatch.setattr(module, "build_offloading_config", lambda *_: config)
+        scheduler = offloading_config(**parallel)
+        group = dataclasses.replace(scheduler.groups[0], layer_names=layers)
+        configs = iter([scheduler, dataclasses.replace(scheduler, groups=(group,))])
+        monkeypatch.setattr(module, "build_offloading_config", lambda *_: next(configs))
         monkeypatch.setattr(KVConnectorBase_V1, "__init__", lambda *_, **__: None)
         transfer = SimpleNamespace(
             kv_connector_extra_config={"shared_storage_path": str(root), **(extra or {})},
             kv_load_failure_policy="recompute",
         )
-        group = SimpleNamespace(kv_cache_spec=kv_cache_spec or FullAttentionSpec(**ATTENTION))
-        cache = SimpleNamespace(kv_cache_groups=[group], num_blocks=BLOCKS)
+        kv_cache_group = SimpleNamespace(kv_cache_spec=kv_cache_spec or FullAttentionSpec(**ATTENTION))
+        cache = SimpleNamespace(kv_cache_groups=[kv_cache_group], num_blocks=BLOCKS)
         vllm_config = SimpleNamespace(kv_transfer_config=transfer)
         self.scheduler, self.worker = (
             SharedStorageConnector(vllm_config, role, cache)
             for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER)
         )
-        self.kv = {layer: torch.rand(BLOCKS, 3, SIZE, 10) for layer in LAYERS}
+        self.kv = {layer: torch.rand(BLOCKS, 3, SIZE, 10) for layer in layers}
         self.worker.register_kv_caches(self.kv)
 
     def matched(self, request: Any, computed: int = 0) -> tuple[int, bool]:
@@ -120,7 +124,7 @@ class Rig:
         """What a worker does in one step."""
         self.worker._connector_metadata = meta
         self.worker.start_load_kv(None)
-        for layer in LAYERS[:1]:  # the other one is as if a captured graph had run it
+        for layer in list(self.kv)[:1]:  # the other one is as if a captured graph had run it
             self.worker.save_kv_layer(layer, self.kv[layer], None)
         self.worker.wait_for_save()
 
@@ -695,6 +699,22 @@ def test_every_rank_must_have_it(rigs: Any) -> None:
     assert first.matched(prompt(TOKENS)) == (0, False)
     store_whole(second, TOKENS[:9], [3, 7, 1])
     assert first.matched(prompt(TOKENS, "again")) == (8, True)
+
+
+def test_stages_of_a_pipeline_store_and_find_their_own_layers(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline = {"pp_size": 2, "world_size": 2}
+    last = ("model.layers.2.attn", "model.layers.3.attn")
+    first, second = rigs(**pipeline), rigs(**pipeline, rank=1, layers=last)
+    store_whole(first, TOKENS, [3, 7, 1, 9, 5])
+    assert first.matched(prompt(TOKENS)) == (0, False)
+    store_whole(second, TOKENS, [3, 7, 1, 9, 5])
+    request = prompt(TOKENS, "again")
+    assert second.matched(request) == (16, True)
+    assert load(second, request, [2, 4, 6, 8, 10], 16) == ({"again"}, set())
+    for layer in last:
+        assert torch.equal(second.kv[layer][[2, 4, 6, 8]], second.kv[layer][[3, 7, 1, 9]])
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "1,3")
+    assert rigs(**pipeline).matched(prompt(TOKENS)) == (0, False)
 
 
 def test_nothing_waits_for_ever_and_prompts_without_tokens_are_left_alone(rigs: Any) -> None:
