@@ -66,7 +66,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
     deployment's ``config_file`` (and ``index`` of the tier); ``lookup_deadline_s``, ``load_deadline_s``;
     ``storage_after_reset``.
 
-    Threads: vLLM calls it from one thread in each process; jobs on ``_pool`` see a Transfer and hand back a result.
+    Threads: vLLM calls it from one thread in each process; jobs on the pools see a Transfer and hand back a result.
 
     Raises:
         ConfigError: the path is missing or cannot be used, the model has several KV cache groups or one that is not
@@ -116,6 +116,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         self._place = place
         self._stores = self._open(self._spec)
         self._pool = DaemonPool(_THREADS, "kvtiers-prefix")
+        self._save_pool = DaemonPool(1, "kvtiers-prefix-save")  # what waits to be stored is in no load's way
         # scheduler
         self._requests: dict[str, Request] = {}
         self._stored = Stored()
@@ -411,7 +412,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
             if sum(self._saving.values()) + size_bytes > SAVE_BYTES_MAX:
                 self._dropped_blocks += len(transfer.hashes)
                 continue
-            job = self._pool.submit(self._publish, transfer.hashes, layers)
+            job = self._save_pool.submit(self._publish, transfer.hashes, layers)
             self._saving[job] = size_bytes
 
     def _publish(self, hashes: Sequence[bytes], layers: dict[str, torch.Tensor]) -> None:
@@ -423,7 +424,8 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         _, late = wait([*self._saving, *loads], timeout=SHUTDOWN_S - THREADS_END_S)
         for load in self._loading.values():
             load.give_up()
-        self._pool.shutdown(THREADS_END_S)
+        for pool in (self._pool, self._save_pool):
+            pool.shutdown(THREADS_END_S / 2)
         lost = len(late & self._saving.keys())
         if lost or self._dropped_blocks:
             logger.warning(

@@ -769,6 +769,23 @@ def test_a_load_that_hangs_is_reported_and_its_late_end_touches_no_block(rigs: A
         assert torch.equal(reader.kv[layer], before[layer])
 
 
+def test_a_load_waits_for_no_store(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer, rig = rigs(), rigs()
+    store_whole(writer, TOKENS, [3, 7, 1, 9, 5])
+    files, let_go = rig.worker._stores[0], threading.Event()
+    publish = files.publish
+    monkeypatch.setattr(files, "publish", lambda *arguments: (let_go.wait(60), publish(*arguments)))
+    for first in range(3):
+        request = prompt([first, *TOKENS], f"w{first}")
+        rig.matched(request)
+        assert rig.stores(step(new={request.request_id: ([3, 7, 1, 9, 5], 0, 19)})) == [(0, 4)]
+    request = prompt(TOKENS)
+    assert rig.matched(request) == (16, True)
+    assert load(rig, request, [2, 4, 6, 8, 10], 16) == ({"r"}, set())
+    let_go.set()
+    rig.saved()
+
+
 def test_a_load_that_was_given_up_writes_nothing_more() -> None:
     one = Load([1], late_at=0.0)
     one.future = Future()
