@@ -6,8 +6,6 @@ what such a thread reads in the end must not get into blocks that belong to anot
 
 from __future__ import annotations
 
-import contextlib
-import queue
 import threading
 import time
 from collections.abc import Callable
@@ -21,10 +19,16 @@ T = TypeVar("T")
 
 
 class DaemonPool:
-    """A few threads for calls that may never return. ``ThreadPoolExecutor``'s are joined when the interpreter ends."""
+    """A few threads for calls that may never return. ``ThreadPoolExecutor``'s are joined when the interpreter ends.
+
+    A call that was cancelled keeps nothing of what it was to work on. Any thread.
+    """
 
     def __init__(self, threads: int, name: str) -> None:
-        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()  # guards these
+        self._waiting: dict[Future[Any], Callable[[], Any]] = {}  # in the order in which they came
+        self._began: dict[Future[Any], float] = {}  # of those that run
+        self._ended = False
         self._threads = [
             threading.Thread(target=self._run, name=f"{name}-{index}", daemon=True) for index in range(threads)
         ]
@@ -34,29 +38,50 @@ class DaemonPool:
     def submit(self, call: Callable[..., T], *arguments: Any) -> Future[T]:
         """Run it when a thread is free."""
         future: Future[T] = Future()
-        self._calls.put((future, partial(call, *arguments)))
+        with self._changed:
+            self._waiting[future] = partial(call, *arguments)
+            self._changed.notify()
+        future.add_done_callback(self._forget)
         return future
+
+    def hangs(self, for_s: float) -> bool:
+        """Whether every thread has been at one call for so long."""
+        with self._changed:
+            all_run = len(self._began) == len(self._threads)
+            return all_run and time.monotonic() - max(self._began.values()) >= for_s
 
     def shutdown(self, within_s: float) -> None:
         """Cancel what has not begun and end the threads; those that hang in a call are left behind."""
-        with contextlib.suppress(queue.Empty):
-            while waiting := self._calls.get_nowait():
-                waiting[0].cancel()
-        for _ in self._threads:
-            self._calls.put(None)
+        with self._changed:
+            self._ended = True
+            cancelled = list(self._waiting)
+            self._changed.notify_all()
+        for future in cancelled:
+            future.cancel()
         deadline = time.monotonic() + within_s
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _run(self) -> None:
-        while (waiting := self._calls.get()) is not None:
-            future, call = waiting
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._ended)
+                if self._ended:
+                    return
+                future, call = next(iter(self._waiting.items()))
+                del self._waiting[future]
+                self._began[future] = time.monotonic()
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(call())
                 except BaseException as e:  # noqa: BLE001 - a thread's edge: whoever has the future sees it
                     future.set_exception(e)
-            del waiting, future, call  # or an idle thread would keep the last one's tensors
+            del future, call  # or an idle thread would keep the last one's tensors
+
+    def _forget(self, future: Future[Any]) -> None:
+        with self._changed:
+            self._waiting.pop(future, None)
+            self._began.pop(future, None)
 
 
 class Load:

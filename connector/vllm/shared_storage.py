@@ -176,6 +176,8 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         if limit_blocks * self._block_size <= num_computed_tokens:
             return 0, False
         if state.matched is None:
+            if self._pool.hangs(self._lookup_deadline_s):  # it would only be waited for in vain
+                return 0, False
             state.matched = self._pool.submit(self._match, state, limit_blocks)
             state.asked_at = time.monotonic()
             return None, False

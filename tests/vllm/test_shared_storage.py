@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import json
 import shutil
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -32,7 +34,7 @@ import connector.vllm.shared_storage as module
 from connector.vllm import prefix_requests, translate
 from connector.vllm.paged_buffer import extract_slots, inject_slots, token_pages
 from connector.vllm.prefix_requests import SharedStorageMetadata
-from connector.vllm.prefix_threads import Load
+from connector.vllm.prefix_threads import DaemonPool, Load
 from connector.vllm.shared_storage import SharedStorageConnector
 from tests.vllm.engines import LAYERS, offloading_config
 from tests.waiting import wait_for
@@ -815,6 +817,7 @@ def test_shutdown_waits_for_no_lookup_and_no_load_that_hangs(rigs: Any, monkeypa
 
 def test_a_lookup_nobody_waits_for_any_more_is_not_made(rigs: Any) -> None:
     rig = rigs()
+    rig.scheduler._lookup_deadline_s = 60.0
     with hanging(rig.scheduler):
         asked = [prompt(TOKENS, f"r{index}") for index in range(3)]  # one more than there are threads
         for request in asked:
@@ -822,6 +825,50 @@ def test_a_lookup_nobody_waits_for_any_more_is_not_made(rigs: Any) -> None:
         last = rig.scheduler._requests["r2"].matched
         rig.scheduler.request_finished(asked[2], [])
         assert last.cancelled()
+
+
+def test_while_storage_hangs_no_request_waits_and_none_that_ended_is_kept(rigs: Any) -> None:
+    rig = rigs()
+    rig.scheduler._lookup_deadline_s = 60.0
+    with hanging(rig.scheduler) as let_go:
+        asked = [prompt(TOKENS, f"r{index}") for index in range(3)]
+        for request in asked:
+            assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (None, False)
+        ended = weakref.ref(rig.scheduler._requests["r2"].matched)
+        rig.scheduler.request_finished(asked[2], [])
+        gc.collect()
+        assert ended() is None
+        rig.scheduler._lookup_deadline_s = 0.0
+        wait_for(lambda: rig.scheduler._pool.hangs(0.0))
+        assert rig.scheduler.get_num_new_matched_tokens(prompt(TOKENS, "at once"), 0) == (0, False)
+        let_go.set()
+        wait_for(lambda: not rig.scheduler._pool.hangs(0.0))
+    rig.scheduler._lookup_deadline_s = module.LOOKUP_DEADLINE_S
+    assert rig.matched(prompt(TOKENS, "at once")) == (0, False)
+    assert rig.scheduler._requests["at once"].found == 0
+
+
+def test_a_call_that_was_cancelled_keeps_nothing() -> None:
+    pool, begun, let_go = DaemonPool(1, "test"), threading.Event(), threading.Event()
+
+    def hang() -> bool:
+        begun.set()
+        return let_go.wait(60)
+
+    running = pool.submit(hang)
+    assert begun.wait(60)
+    held = threading.Event()
+    kept = weakref.ref(held)
+    waiting = [pool.submit(held.is_set) for _ in range(2)]
+    del held
+    waiting[0].cancel()
+    assert kept() is not None
+    waiting[1].cancel()
+    assert kept() is None
+    let_go.set()
+    assert running.result(60)
+    assert pool.submit(lambda: 7).result(60) == 7
+    pool.shutdown(60)
 
 
 def test_what_was_done_is_counted_in_vllms_endpoint(rigs: Any, tmp_path: Path) -> None:
