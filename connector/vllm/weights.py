@@ -74,6 +74,8 @@ def kv_revision(vllm_config: Any) -> str | None:
         )
     load = getattr(vllm_config, "load_config", None)
     parts = [weights_revision(model, load), *_by_length(model)]
+    multimodal = getattr(model, "multimodal_config", None)
+    scales = getattr(multimodal, "mm_encoder_fp8_scale_path", None)
     settings = {
         "quant": getattr(model, "quantization_config", None),
         "kv_skip": sorted(getattr(cache, "kv_cache_dtype_skip_layers", None) or ()),
@@ -84,9 +86,12 @@ def kv_revision(vllm_config: Any) -> str | None:
         ],
         "mm": {
             name: value
-            for name in ("mm_processor_kwargs", "video_pruning_rate", "video_pruning_method")
-            if (value := getattr(getattr(model, "multimodal_config", None), name, None))
+            for name in ("mm_processor_kwargs", "video_pruning_rate", "video_pruning_method", "mm_encoder_attn_dtype")
+            if (value := getattr(multimodal, name, None))
         },
+        "mm_scales": scales and (files_digest(scales) or scales),
+        "non_causal": getattr(getattr(vllm_config, "attention_config", None), "use_non_causal", False),
+        "classes": getattr(model, "model_class_overrides", None),
     }
     parts += [f"{name}:{_digest(value)}" for name, value in settings.items() if value]
     speculative = getattr(vllm_config, "speculative_config", None)

@@ -296,8 +296,9 @@ def test_without_commit_and_files_and_with_a_function_the_final_config_counts(mo
 
 
 def revision(**changes: Any) -> str | None:
-    """Of a model from a hub; ``load``, ``cache`` and ``speculative`` are vLLM's other configs."""
-    others = {f"{name}_config": SimpleNamespace(**changes.pop(name, {})) for name in ("load", "cache", "speculative")}
+    """Of a model from a hub; ``load``, ``cache``, ``speculative`` and ``attention`` are vLLM's other configs."""
+    names = ("load", "cache", "speculative", "attention")
+    others = {f"{name}_config": SimpleNamespace(**changes.pop(name, {})) for name in names}
     hub = {"model": "org/model", "revision": None, "hf_config": SimpleNamespace(_commit_hash="c0ffee")}
     model = some_vllm_config(**hub | changes).model_config
     return weights.kv_revision(SimpleNamespace(model_config=model, **others))
@@ -349,6 +350,10 @@ def test_llama4_tunes_its_attention_by_length_or_as_it_is_told() -> None:
         {"cache": {"mamba_ssm_cache_dtype": "float16"}},
         {"quantization_config": {"ignore": ["lm_head"]}},
         {"multimodal_config": SimpleNamespace(mm_processor_kwargs={"do_rescale": False})},
+        {"multimodal_config": SimpleNamespace(mm_encoder_attn_dtype="fp8")},
+        {"multimodal_config": SimpleNamespace(mm_encoder_fp8_scale_path="/absent/scales.json")},
+        {"attention": {"use_non_causal": True}},
+        {"model_class_overrides": {"LlamaForCausalLM": "mine:Other"}},
         {"speculative": {"draft_model_config": SimpleNamespace(model="org/draft", revision="v1")}},
         {"load": {"load_format": "dummy"}},
         {"load": {"load_format": "tensorizer", "model_loader_extra_config": {"tensorizer_uri": "s3://a/b"}}},
@@ -363,12 +368,30 @@ def test_settings_with_which_the_same_model_gives_other_kv_share_nothing_with_th
     default = revision(
         cache={"kv_cache_dtype_skip_layers": [], "mamba_cache_dtype": "auto", "mamba_ssm_cache_dtype": "auto"},
         quantization_config=None,
-        multimodal_config=SimpleNamespace(mm_processor_kwargs=None, video_pruning_rate=None),
+        multimodal_config=SimpleNamespace(
+            mm_processor_kwargs=None,
+            video_pruning_rate=None,
+            mm_encoder_attn_dtype=None,
+            mm_encoder_fp8_scale_path=None,
+        ),
+        attention={"use_non_causal": False},
+        model_class_overrides={},
         speculative={"draft_model_config": SimpleNamespace(model="org/model", revision=None)},
         load={"load_format": "auto", "model_loader_extra_config": {}},
     )
     assert default == "c0ffee"
     assert revision(**settings) not in (default, None)
+
+
+def test_an_encoders_scales_are_known_by_what_is_in_their_file(tmp_path: Path) -> None:
+    def of(name: str, text: str) -> str | None:
+        path = tmp_path / name / "scales.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        return revision(multimodal_config=SimpleNamespace(mm_encoder_fp8_scale_path=str(path)))
+
+    assert of("here", "[1.5]") == of("there", "[1.5]")
+    assert of("here", "[2.5]") != of("there", "[1.5]")
 
 
 def test_where_tensorizer_loads_from_counts_and_how_it_gets_there_does_not() -> None:
