@@ -6,6 +6,9 @@ import torch
 
 from tiers.errors import ConfigError, KVTiersError
 
+#: By the number of a buffer's dimensions.
+_PAGE_AND_TOKEN_DIMS = {3: ((0, 1),), 4: ((0, 2), (0, 1), (1, 2)), 5: ((0, 2), (0, 1), (1, 2))}
+
 
 def token_pages(layer: torch.Tensor, num_blocks: int, block_size: int) -> torch.Tensor:
     """A view of a layer's paged buffer as (pages, tokens of a page, …), whatever order vLLM has it in.
@@ -16,11 +19,7 @@ def token_pages(layer: torch.Tensor, num_blocks: int, block_size: int) -> torch.
     Raises:
         ConfigError: none of them.
     """
-    for page_dim, token_dim in ((0, 2), (0, 1), (1, 2)):
-        if layer.ndim <= token_dim or layer.ndim < 3:
-            continue
-        if layer.ndim == 3 and token_dim != 1:
-            continue
+    for page_dim, token_dim in _PAGE_AND_TOKEN_DIMS.get(layer.ndim, ()):
         pages, tokens = layer.shape[page_dim], layer.shape[token_dim]
         if pages * tokens == num_blocks * block_size and block_size % tokens == 0:
             return layer.movedim((page_dim, token_dim), (0, 1))

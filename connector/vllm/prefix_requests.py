@@ -59,7 +59,6 @@ class Request:
         asked_at: when it was asked.
         found: its answer, leading blocks; None before there is one.
         stored_blocks: leading blocks that are on storage, or on their way.
-        load: not handed to the workers yet.
         loading: ids of the blocks that workers fill.
         load_first: index in the prompt of the first of them.
     """
@@ -75,7 +74,6 @@ class Request:
     num_computed: int = 0
     stored_blocks: int = 0
     loads: int = 0
-    load: Transfer | None = None
     loading: frozenset[int] = frozenset()
     load_first: int = 0
 

@@ -56,7 +56,6 @@ SHUTDOWN_S = 4.0
 THREADS_END_S = 0.5  # of it, for threads that are at a lookup or at what is too late
 SAVE_BYTES_MAX = 4 << 30
 _THREADS = 2
-_REQUESTS_MAX = 65_536
 
 
 class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
@@ -77,7 +76,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         extra = transfer.kv_connector_extra_config
-        place = shared_place(extra)
+        self._place = shared_place(extra)
         self._storage = StorageSwitch(extra)
         if len(kv_cache_config.kv_cache_groups) != 1:
             raise ConfigError(
@@ -113,12 +112,12 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
                 field="decode_context_parallel_size" if parallel.dcp_size > 1 else "prefill_context_parallel_size",
             )
         self._ranks = range(parallel.world_size) if role == KVConnectorRole.SCHEDULER else (parallel.rank,)
-        self._place = place
         self._stores = self._open(self._spec)
         self._pool = DaemonPool(_THREADS, "kvtiers-prefix")
         self._save_pool = DaemonPool(1, "kvtiers-prefix-save")  # what waits to be stored is in no load's way
         # scheduler
         self._requests: dict[str, Request] = {}
+        self._loads: list[Transfer] = []  # not handed to the workers yet
         self._stored = Stored()
         self._adapters = weights.Adapters()
         # worker
@@ -126,7 +125,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         self._cuda: torch.device | None = None
         self._loading: dict[str, Load] = {}
         self._failed_blocks: set[int] = set()
-        self._saving: dict[Future[None], int] = {}
+        self._saving: dict[Future[Any], int] = {}
         self._extracted: dict[str, dict[int, torch.Tensor]] = {}
         self._dropped_blocks = 0
         self._reporter = PrefixReporter()
@@ -201,7 +200,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         first = state.num_computed // self._block_size
         last = (state.num_computed + num_external_tokens) // self._block_size
         block_ids = list(blocks.get_block_ids()[0])
-        state.load = self._transfer(request.request_id, state, block_ids, first, last, is_store=False)
+        self._loads.append(self._transfer(request.request_id, state, block_ids, first, last, is_store=False))
         state.loading, state.load_first = frozenset(block_ids[first:last]), first
         state.loads += 1
         state.matched = state.found = None  # should it come again, what is there has to be asked again
@@ -219,12 +218,9 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
 
     def build_connector_meta(self, scheduler_output: Any) -> SharedStorageMetadata:
         """This step's loads and stores; ``scheduler_output`` is only read."""
-        meta = SharedStorageMetadata(idle=not scheduler_output.num_scheduled_tokens, revision=self._revision)
-        for state in self._requests.values():
-            if state.load is not None:
-                meta.requests.append(state.load)
-                state.load = None
         scheduled = scheduler_output.num_scheduled_tokens
+        meta = SharedStorageMetadata(self._loads, idle=not scheduled, revision=self._revision)
+        self._loads = []
         for new in scheduler_output.scheduled_new_reqs:
             known = self._requests.get(new.req_id)
             if known is not None:
@@ -266,8 +262,6 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
             tokens = request.prompt_token_ids
             if not tokens or getattr(request, "prompt_embeds", None) is not None:
                 return None
-            if len(self._requests) >= _REQUESTS_MAX:
-                self._requests.pop(next(iter(self._requests)))
             state = Request([], list(tokens), salt_of(request), getattr(request, "lora_request", None))
             if state.lora is None:
                 state.hashes = self._hashes(state)
@@ -414,11 +408,8 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
             if sum(self._saving.values()) + size_bytes > SAVE_BYTES_MAX:
                 self._dropped_blocks += len(transfer.hashes)
                 continue
-            job = self._save_pool.submit(self._publish, transfer.hashes, layers)
+            job = self._save_pool.submit(self._stores[0].publish, transfer.hashes, layers)
             self._saving[job] = size_bytes
-
-    def _publish(self, hashes: Sequence[bytes], layers: dict[str, torch.Tensor]) -> None:
-        self._stores[0].publish(hashes, layers)
 
     def shutdown(self) -> None:
         """Publish what is under way for a bounded time; count what is not."""
