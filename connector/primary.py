@@ -10,11 +10,12 @@ pending: being filled, by the engine (store) or by a tier (promotion). ready: lo
 and in use by the engine's loads or the tiers' jobs. quarantined: never loadable again, but somebody may still touch
 the bytes; free when that one lets go.
 
-It moves no bytes. Scheduler thread only. Everything is O(1) a key.
+It moves no bytes. Scheduler thread only. Everything is O(1) a key, but for a sort where an engine names keys in no order.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import deque
 from collections.abc import Collection, Container, Iterable, Sequence
@@ -59,16 +60,18 @@ class Block:
     Attributes:
         loads: the engine's loads under way.
         pins: tiers' jobs and waiting requests that need it to stay.
+        prepared: number of when it was last given a slot or prepared to be loaded: a prefix's are in its order.
     """
 
-    __slots__ = ("key", "loads", "pins", "slot", "state")
+    __slots__ = ("key", "loads", "pins", "prepared", "slot", "state")
 
-    def __init__(self, key: OffloadKey, slot: int, state: BlockState) -> None:
+    def __init__(self, key: OffloadKey, slot: int, state: BlockState, prepared: int) -> None:
         self.key = key
         self.slot = slot
         self.state = state
         self.loads = 0
         self.pins = 0
+        self.prepared = prepared
 
 
 class CPUPrimaryTier(OffloadingManager):
@@ -78,7 +81,8 @@ class CPUPrimaryTier(OffloadingManager):
     no call corrupts the accounting. The second half is for TieringOffloadingManager, which holds Blocks.
 
     Within one call, the first keys are taken for the most valuable (a prefix is useless without its first blocks), so
-    the last ones are the first to be evicted.
+    the last ones are the first to be evicted. What ends may be named in any order (vLLM names it in sets): the order is
+    that in which it was prepared.
 
     Args:
         num_blocks: slots, 1 or more.
@@ -96,6 +100,7 @@ class CPUPrimaryTier(OffloadingManager):
         self._blocks: dict[OffloadKey, Block] = {}
         self._free = list(reversed(range(num_blocks)))  # taken from the end, so that a fresh region fills in order
         self._pinned = self._pending = self._quarantined = 0
+        self._numbers = itertools.count()
         self._events: deque[OffloadingEvent] = deque(maxlen=EVENTS_MAX)  # the oldest go if nobody takes them
         self._logged: set[str] = set()
         self._closed = False
@@ -120,6 +125,7 @@ class CPUPrimaryTier(OffloadingManager):
         for block in blocks:
             self._use(block)
             block.loads += 1
+            block.prepared = next(self._numbers)
         return CPULoadStoreSpec([block.slot for block in blocks])
 
     def touch(self, keys: Collection[OffloadKey]) -> None:
@@ -127,14 +133,20 @@ class CPUPrimaryTier(OffloadingManager):
             self._policy.touch(key)
 
     def complete_load(self, keys: Collection[OffloadKey]) -> None:
-        for key in reversed(list(keys)):
+        blocks = []
+        for key in keys:
             block = self._blocks.get(key)
-            if block is None or not block.loads:
+            if block is None:
                 self._ignore("complete_load", key)
+            else:
+                blocks.append(block)
+        for block in sorted(blocks, key=_when_prepared, reverse=True):
+            if not block.loads:
+                self._ignore("complete_load", block.key)
                 continue
             block.loads -= 1
             if block.state is BlockState.QUARANTINED and not block.loads:
-                del self._blocks[key]
+                del self._blocks[block.key]
             self._disuse(block)
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
@@ -203,7 +215,7 @@ class CPUPrimaryTier(OffloadingManager):
                 self._ignore("complete_store", key)
             else:
                 ended.append(block)
-        return self._end_filling(ended, success)
+        return self._end_filling(sorted(ended, key=_when_prepared), success)
 
     def reserve(self, keys: Sequence[OffloadKey]) -> list[Block]:
         """Slots for a promotion of absent keys: of as many of the first as there is room for."""
@@ -259,7 +271,7 @@ class CPUPrimaryTier(OffloadingManager):
         return evicted
 
     def _fill(self, keys: Iterable[OffloadKey], state: BlockState) -> list[Block]:
-        blocks = [Block(key, self._free.pop(), state) for key in keys]
+        blocks = [Block(key, self._free.pop(), state, next(self._numbers)) for key in keys]
         for block in blocks:
             self._blocks[block.key] = block
         self._pending += len(blocks)
@@ -329,3 +341,7 @@ class CPUPrimaryTier(OffloadingManager):
         if what not in self._logged:
             self._logged.add(what)
             logger.warning("%s", message)
+
+
+def _when_prepared(block: Block) -> int:
+    return block.prepared

@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -31,6 +31,8 @@ from tiers.store import Store, SupportsGetMany
 from tiers.tracing import JobTrace
 
 logger = logging.getLogger(__name__)
+
+_Pair = tuple[OffloadKey, int]  # a key and its slot
 
 EVENTS_MAX = 65_536
 TASK_BYTES_MIN = 1 << 20  # less is not worth another thread's wake-up
@@ -160,6 +162,7 @@ class StoreTierManager(SecondaryTierManager):
             begin_s=options.worker_begin_s,
         )
         self._one_by_one = store.capabilities.latency_bound and not isinstance(store, SupportsGetMany)
+        self._num_threads = options.n_read_threads + options.n_write_threads
         self._pool = DualQueueThreadPool[Batch](
             options.n_read_threads,
             options.n_write_threads,
@@ -321,7 +324,7 @@ class StoreTierManager(SecondaryTierManager):
         run = self._mover.load_batch if is_load else self._mover.store_batch
         size = self._blocks_per_task(len(pairs))
         deadline = self._clock() + self._options.job_deadline_s
-        tasks = [partial(run, pairs[start : start + size], deadline) for start in range(0, len(pairs), size)]
+        tasks = [partial(run, batch, deadline) for batch in _deal(pairs, size, self._num_threads)]
         keys = tuple(job.keys)
         submitted_ns = time.time_ns()
         try:
@@ -343,7 +346,7 @@ class StoreTierManager(SecondaryTierManager):
         if self._one_by_one:
             return 1
         row_bytes, options = self._rows.row_bytes, self._options
-        share = -(-count // (options.n_read_threads + options.n_write_threads))
+        share = -(-count // self._num_threads)
         return max(1, min(max(share, TASK_BYTES_MIN // row_bytes), options.task_bytes // row_bytes))
 
     def _book(self, finished: FinishedJob[Batch]) -> None:
@@ -402,3 +405,15 @@ class StoreTierManager(SecondaryTierManager):
 
 def _op(is_load: bool) -> Kind:
     return "load" if is_load else "store"
+
+
+def _deal(pairs: Sequence[_Pair], size: int, num_threads: int) -> Iterator[Sequence[_Pair]]:
+    """Batches of at most ``size``, dealt out so that threads advance side by side from the first pair on.
+
+    A prefix is of use up to its first gap. Where a job ends halfway (a deadline, a full disk, an engine that dies), its
+    first blocks are done this way, and not the first ones of each batch.
+    """
+    for start in range(0, len(pairs), size * num_threads):
+        hand = pairs[start : start + size * num_threads]
+        num_batches = -(-len(hand) // size)
+        yield from (hand[i::num_batches] for i in range(num_batches))

@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadingMetricMetadata, RequestOffloadingContext
 from vllm.v1.kv_offload.tiering.base import JobResult as VllmJobResult
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager as VllmTier
@@ -24,6 +25,7 @@ from connector.tier_guard import RAISED, GuardedTier
 from connector.vllm import ending, translate
 from connector.vllm.metrics import StatsExporter, definitions
 from connector.vllm.pacing import Pacer
+from connector.vllm.prefix_order import PrefixOrder
 from tiers.base import JobResult, OffloadingEvent, SecondaryTierManager
 from tiers.config import load_config
 from tiers.errors import ConfigError
@@ -88,6 +90,7 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
         self._stats = StatsExporter(spec.metrics)
         self._publishes = enable_kv_events and bool(getattr(offloading_spec.config, "enable_kv_cache_events", False))
         self._pacer = Pacer()
+        self._order = PrefixOrder()
         self._loads: dict[int, Collection[OffloadKey]] = {}
         self._stores: dict[int, int] = {}
         self._refused: list[VllmJobResult] = []
@@ -98,6 +101,7 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
         return definitions()
 
     def lookup(self, key: OffloadKey, req_context: Any) -> LookupResult:
+        self._order.ask(key)
         answer = self._guard.call("lookup", key, req_context)
         if answer is RAISED:
             return LookupResult.MISS
@@ -106,6 +110,8 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
 
     def submit_store(self, job_metadata: Any) -> None:
         job = translate.job_metadata(job_metadata)
+        places = self._order.places(job.keys)
+        job = replace(job, keys=[job.keys[i] for i in places], block_ids=np.asarray(job.block_ids)[places])
         if self._guard.call("submit_store", job) is RAISED:
             self._refused.append(VllmJobResult(job_id=job.job_id, success=False))
         else:

@@ -90,6 +90,30 @@ def test_the_last_blocks_of_the_oldest_store_leave_first() -> None:
     assert output.evicted_keys == (KEYS[1],)
 
 
+def test_a_prefix_keeps_its_order_where_its_end_is_told_in_another() -> None:
+    """As by vLLM, which names the blocks of what ended in a set."""
+    primary = CPUPrimaryTier(8)
+    primary.prepare_store(KEYS[:8], REQ)
+    shuffled = [KEYS[i] for i in (5, 2, 7, 0, 4, 6, 1, 3)]
+    assert [block.key for block in primary.end_store(shuffled, True)] == KEYS[:8]
+    primary.prepare_load(KEYS[4:8], REQ)
+    primary.complete_load(shuffled[:1])  # of several loads, in any order
+    primary.complete_load([key for key in shuffled[1:] if key in KEYS[4:8]])
+    assert primary.slot_counts().ready == 8
+    output = primary.prepare_store(KEYS[8:15], REQ)
+    assert output is not None
+    assert output.evicted_keys == tuple(KEYS[i] for i in (3, 2, 1, 0, 5, 7, 6))
+
+
+def test_blocks_loaded_twice_may_end_in_one_call() -> None:
+    primary = CPUPrimaryTier(4)
+    store(primary, *KEYS[:2])
+    primary.prepare_load(KEYS[:2], REQ)
+    primary.prepare_load(KEYS[:2], REQ)
+    primary.complete_load([KEYS[1], KEYS[0], KEYS[1], KEYS[0]])
+    assert primary.slot_counts() == SlotCounts(free=2, ready=2, pinned=0, pending=0, quarantined=0)
+
+
 def test_blocks_in_use_and_blocks_of_the_call_are_not_evicted() -> None:
     primary = CPUPrimaryTier(3)
     store(primary, *KEYS[:3])

@@ -468,6 +468,25 @@ class TestNamespace:
             bench.tier(store=broken)
 
 
+class InStepStore(GatedStore):
+    """A store that two threads put into side by side, until it is full."""
+
+    def __init__(self, rounds_max: int) -> None:
+        super().__init__()
+        self.rounds_left = rounds_max
+        self.both = threading.Barrier(2, self._begin_round)
+
+    def _begin_round(self) -> None:
+        self.rounds_left -= 1
+
+    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
+        if key.endswith(".bin"):
+            self.both.wait(20)
+            if self.rounds_left < 0:
+                raise StoreFullError("full")
+        return super().put(key, parts, overwrite=overwrite)
+
+
 class BatchedStore(GatedStore):
     """A store that reads many blobs with one call."""
 
@@ -675,6 +694,13 @@ class TestLiveness:
             assert len(bench.store(tier, KEYS[first : first + 3]).successful_keys) == 2
             assert tier.circuit_state == "closed"
         assert tier.metrics.value("kvtiers_store_errors_total", "test", "store", "StoreUnavailableError") == 3
+
+    def test_a_job_that_ends_halfway_has_stored_its_first_blocks(self, bench: Bench) -> None:
+        """A prefix is of use up to its first gap."""
+        tier = bench.tier(store=InStepStore(rounds_max=5), n_read_threads=1, n_write_threads=1)
+        bench.fill(1)
+        stored = bench.store(tier, KEYS[:30]).successful_keys
+        assert sorted(KEYS.index(key) for key in stored) == list(range(10))
 
     def test_a_full_storage_is_still_read(self, bench: Bench) -> None:
         full = GatedStore()

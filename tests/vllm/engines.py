@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
 import torch
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, ReqContext
 from vllm.v1.kv_offload.config import (
@@ -17,7 +18,9 @@ from vllm.v1.kv_offload.config import (
 )
 
 from tests.identity import block_key
+from tiers.base import JobMetadata
 from tiers.keys import OffloadKey
+from tiers.store_tier import StoreTierManager
 
 BLOCK_TOKENS = 32
 PAGE_BYTES = 2048
@@ -77,3 +80,16 @@ def request(req_id: str = "r1") -> ReqContext:
 def keys(count: int, first: int = 0) -> list[OffloadKey]:
     """Keys that differ."""
     return [block_key(first + number) for number in range(count)]
+
+
+def spied_stores(monkeypatch: pytest.MonkeyPatch) -> list[JobMetadata]:
+    """The store jobs that tiers get from now on."""
+    jobs: list[JobMetadata] = []
+    submit = StoreTierManager.submit_store
+
+    def spied(tier: StoreTierManager, job: JobMetadata) -> None:
+        jobs.append(job)
+        submit(tier, job)
+
+    monkeypatch.setattr(StoreTierManager, "submit_store", spied)
+    return jobs

@@ -17,7 +17,7 @@ from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from connector.host_copy import HostCopier
 from connector.vllm.spec import KVTiersManager, KVTiersSpec, KVTiersWorker, deployment
-from tests.vllm.engines import BLOCK_BYTES, LAYERS, keys, kv_caches, offloading_config, request
+from tests.vllm.engines import BLOCK_BYTES, LAYERS, keys, kv_caches, offloading_config, request, spied_stores
 from tests.waiting import wait_for
 from tiers.errors import ConfigError
 from tiers.keys import OffloadKey
@@ -122,6 +122,14 @@ def test_blocks_come_back_into_another_engines_tensors(engines: Any) -> None:
     for stored, loaded in zip(writer.tensors, reader.tensors, strict=True):
         assert torch.equal(loaded[[1, 2, 30, 5, 6]], stored[[3, 9, 4, 20, 31]])
         assert (loaded[[0, 3, 4, *range(7, 30), 31]] == 7).all()  # and nothing else was touched
+
+
+def test_blocks_are_stored_in_the_order_of_their_prompt(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM names those that are in the region in a set."""
+    jobs = spied_stores(monkeypatch)
+    some = keys(12)
+    engines(blocks=16).store(some, list(range(12)))
+    assert [key for job in jobs for key in job.keys] == some
 
 
 def test_nothing_is_left_in_dev_shm_once_both_are_in(engines: Any) -> None:

@@ -12,8 +12,9 @@ from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
+from connector.vllm.prefix_order import PrefixOrder
 from connector.vllm.tier import tier_options
-from tests.vllm.engines import keys, offloading_config, request
+from tests.vllm.engines import keys, offloading_config, request, spied_stores
 from tests.waiting import wait_for
 from tiers.base import JobResult
 from tiers.errors import ConfigError
@@ -106,6 +107,27 @@ def test_one_engine_stores_and_another_loads_the_same_bytes(engines: Any, tmp_pa
     assert reader.find(some) == [LookupResult.HIT] * 5
     for index, key in enumerate(some):
         assert reader.read(key) == bytes([1 + index]) * 4096
+
+
+def test_blocks_are_stored_in_the_order_of_their_prompt(engines: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    """vLLM names them in a set; it has asked for them in their order. Blocks of the answer are last."""
+    jobs = spied_stores(monkeypatch)
+    writer, some = engines("writer", on_folder(tmp_path)), keys(12)
+    assert writer.find(some[:11]) == [LookupResult.MISS] * 11
+    writer.store(some)
+    (job,) = jobs
+    assert job.keys == some
+    assert [bytes(writer.view[slot * 4096 : slot * 4096 + 1]) for slot in job.block_ids] == [
+        bytes([1 + i]) for i in range(12)
+    ]
+
+
+def test_the_order_of_many_prompts_is_known_for_a_while() -> None:
+    some, order = keys(10), PrefixOrder(keys_max=4)
+    for key in (*some[:6], some[1], *some[6:8]):
+        order.ask(key)
+    assert order.places([some[7], some[6], some[1], some[5], some[4]]) == [2, 4, 3, 1, 0]
+    assert order.places([some[9], some[7], some[0]]) == [1, 0, 2]
 
 
 def test_damaged_blocks_are_misses_and_the_good_ones_of_their_job_are_kept(engines: Any, tmp_path: Path) -> None:
