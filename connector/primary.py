@@ -10,7 +10,7 @@ pending: being filled, by the engine (store) or by a tier (promotion). ready: lo
 and in use by the engine's loads or the tiers' jobs. quarantined: never loadable again, but somebody may still touch
 the bytes; free when that one lets go.
 
-It moves no bytes. Scheduler thread only. Everything is O(1) a key, but for a sort where an engine names keys in no order.
+It moves no bytes. Scheduler thread only. Everything is O(1) a key, save to sort keys that are named in no order.
 """
 
 from __future__ import annotations

@@ -353,6 +353,7 @@ class StoreTierManager(SecondaryTierManager):
         job = self._in_flight.pop(finished.job_id)
         op, tier, metrics = _op(job.is_load), self.name, self.metrics
         succeeded: list[OffloadKey] = []
+        used: list[OffloadKey] = []
         bytes_moved = 0
         for batch in finished.outcomes:
             if isinstance(batch, Cancelled):
@@ -363,16 +364,19 @@ class StoreTierManager(SecondaryTierManager):
                 metrics.inc("kvtiers_store_errors_total", tier, op, type(batch).__name__)
                 continue
             succeeded += batch.succeeded
+            if job.is_load or batch.outcomes["already_stored"]:  # of what was computed or kept elsewhere, and is here
+                used += batch.succeeded
             bytes_moved += batch.bytes_moved
             self._book_batch(batch, op)
         done = set(succeeded)
         if job.is_load:
             # Whatever the reason, a key that did not come is absent now: believing "present" would loop (vllm#49176).
             self._lookup.mark((key for key in job.keys if key not in done), present=False)
-            self.touch(succeeded)
         elif done:
             self._lookup.mark(done, present=True)
             self._events.append(OffloadingEvent(tuple(succeeded), tier, removed=False))
+        if used:
+            self.touch(used)
         ok = len(done) == len(set(job.keys))
         outcome = "ok" if ok else "partial" if done else "failed"
         metrics.inc("kvtiers_jobs_total", tier, op, outcome)

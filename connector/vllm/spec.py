@@ -167,6 +167,9 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
     remembered here, and ended as failed once no worker can be at them any more: when vLLM says so
     (``on_reset_flushed``, 0.33), or when every step that was on its way has been followed by another.
 
+    From 0.32 on vLLM tells no manager which blocks are used. Used is what a request loads, and what it offers to be
+    stored though it is there: as each request does with what the GPU's own cache has.
+
     Args:
         spec: makes the manager; shut down with this one.
         steps_in_flight: engine steps after which a worker has seen a reset.
@@ -211,6 +214,7 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
     def prepare_load(self, keys: Collection[OffloadKey], req_context: Any) -> VllmCPULoadStoreSpec:
         spec = self._blocks.prepare_load(keys, req_context)
         assert isinstance(spec, CPULoadStoreSpec)
+        self._blocks.touch(keys)
         self._loads.update(keys)
         return VllmCPULoadStoreSpec(spec.block_ids.tolist())
 
@@ -219,6 +223,7 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
         self._blocks.complete_load(keys)
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: Any) -> VllmPrepareStoreOutput | None:
+        self._blocks.touch([key for key in keys if self.tiering.primary.find(key) is not None])
         output = self._blocks.prepare_store(keys, req_context)
         if output is None:
             return None

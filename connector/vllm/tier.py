@@ -110,8 +110,9 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
 
     def submit_store(self, job_metadata: Any) -> None:
         job = translate.job_metadata(job_metadata)
-        places = self._order.places(job.keys)
-        job = replace(job, keys=[job.keys[i] for i in places], block_ids=np.asarray(job.block_ids)[places])
+        keys = list(job.keys)
+        places = self._order.places(keys)
+        job = replace(job, keys=[keys[i] for i in places], block_ids=np.asarray(job.block_ids)[places])
         if self._guard.call("submit_store", job) is RAISED:
             self._refused.append(VllmJobResult(job_id=job.job_id, success=False))
         else:

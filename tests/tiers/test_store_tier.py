@@ -181,6 +181,18 @@ def test_what_is_stored_is_not_written_again(bench: Bench) -> None:
     assert tier.metrics.value("kvtiers_blocks_total", "test", "store", "already_stored") == 3
 
 
+def test_what_a_store_finds_was_used(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[OffloadKey] = []
+    monkeypatch.setattr(StoreTierManager, "touch", lambda _, keys: used.extend(keys))
+    tier = bench.tier()
+    bench.store(tier, KEYS[:3])
+    assert used == []
+    bench.store(tier, KEYS[:3])
+    assert sorted(used) == sorted(KEYS[:3])
+    bench.load(tier, KEYS[:2])
+    assert sorted(used[3:]) == sorted(KEYS[:2])
+
+
 @pytest.mark.parametrize("cut", [-1, TRAILER_BYTES, BLOB_BYTES])
 def test_a_store_replaces_a_blob_of_wrong_size_or_bad_trailer(bench: Bench, cut: int) -> None:
     tier = bench.tier()

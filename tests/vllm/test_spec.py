@@ -21,6 +21,7 @@ from tests.vllm.engines import BLOCK_BYTES, LAYERS, keys, kv_caches, offloading_
 from tests.waiting import wait_for
 from tiers.errors import ConfigError
 from tiers.keys import OffloadKey
+from tiers.store_tier import StoreTierManager
 
 STEP = ScheduleEndContext(new_req_ids=[], preempted_req_ids=[])
 NUM_BLOCKS = 8
@@ -130,6 +131,23 @@ def test_blocks_are_stored_in_the_order_of_their_prompt(engines: Any, monkeypatc
     some = keys(12)
     engines(blocks=16).store(some, list(range(12)))
     assert [key for job in jobs for key in job.keys] == some
+
+
+def test_blocks_that_are_offered_or_loaded_are_used(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM tells nobody: a prefix that the GPU's cache has is offered by each request, and asked of nobody."""
+    used: list[OffloadKey] = []
+    monkeypatch.setattr(StoreTierManager, "touch", lambda _, keys: used.extend(keys))
+    hot, other, new = keys(3), keys(3, first=3), keys(4, first=6)
+    engine = engines()
+    engine.store(hot, [1, 2, 3])
+    engine.store(other, [4, 5, 6])
+    assert used == []
+    engine.manager.prepare_store(hot, request("again"))
+    assert used == hot
+    output = engine.manager.prepare_store(new, request("new"))
+    assert list(output.evicted_keys) == other[:0:-1]
+    engine.load(hot, [7, 8, 9])
+    assert used == hot + hot
 
 
 def test_nothing_is_left_in_dev_shm_once_both_are_in(engines: Any) -> None:
