@@ -76,6 +76,7 @@ def test_the_second_process_answers_from_the_first_ones_blocks(options: DemoOpti
     assert "The same 8 tokens" in console.export_text()
 
 
+@pytest.mark.full
 def test_on_another_replica_the_far_tier_fills_the_near_one(options: DemoOptions, tmp_path: Path) -> None:
     tiers = "".join(
         f"- {{type: fs, name: {name}, root_dir: {tmp_path / name}, min_free: 0}}\n" for name in ("near", "far")
@@ -97,6 +98,7 @@ def test_on_another_replica_the_far_tier_fills_the_near_one(options: DemoOptions
     assert not moved.get(("near", "region"))
 
 
+@pytest.mark.full
 def test_finding_nothing_is_a_failure(options: DemoOptions, tmp_path: Path) -> None:
     """Blocks in one process's memory are gone with it."""
     (tmp_path / "memory.yaml").write_text("region: {size: 4MiB}\ntiers: [{type: memory}]\n")
