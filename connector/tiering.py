@@ -1,7 +1,6 @@
 """TieringOffloadingManager: the CPU region in front, any number of tiers behind it.
 
-- Cascade: a block that the engine has stored in the region goes to every tier, one job a tier. Its slot stays pinned,
-  and loadable, until every tier has reported. What is more than a tier's share of the region follows in later jobs.
+- Cascade (``connector.cascade``): a block that the engine has stored in the region goes to every tier.
 - Promotion: a key that is not in the region is asked of the tiers, in order. A hit is loaded into a reserved slot, one
   job per tier and request, submitted when the step ends; until it is in, the answer is "ask again". What comes from a
   later tier also goes to the tiers before it.
@@ -25,6 +24,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from connector.base import LoadStoreSpec, OffloadingManager, PrepareStoreOutput
+from connector.cascade import Cascade
 from connector.primary import Block, BlockState, CPUPrimaryTier
 from connector.tier_guard import RAISED, GuardedTier, shut_down_tiers
 from connector.tiering_options import LOAD_GRACE_S, TieringOptions
@@ -114,9 +114,9 @@ class TieringOffloadingManager(OffloadingManager):
         self._waiting: dict[_Request, None] = {}  # an ordered set: with hits, loads under way or held blocks
         # What lookups of this step found in the region, by request.
         self._found: dict[str, dict[OffloadKey, Block]] = {}
-        self._backlog_blocks = [0] * len(self._tiers)
-        self._unsent: list[deque[Block]] = [deque() for _ in self._tiers]  # of each tier, until its backlog has room
-        self._backlog_blocks_max = self._options.store_backlog_share * primary.num_blocks / max(1, len(self._tiers))
+        self._cascade = Cascade(
+            primary, self._tiers, self._options.store_backlog_share, self._submit_store, clock, self._log_once
+        )
         self._logged: set[str] = set()
         self._closed = False
 
@@ -148,6 +148,7 @@ class TieringOffloadingManager(OffloadingManager):
         self.primary.touch(keys)
         for tier in self._tiers:
             tier.call("touch", keys)
+        self._cascade.use(keys)
 
     def complete_load(self, keys: Collection[OffloadKey]) -> None:
         self.primary.complete_load(keys)
@@ -156,7 +157,7 @@ class TieringOffloadingManager(OffloadingManager):
         return self.primary.prepare_store(keys, req_context)
 
     def complete_store(self, keys: Collection[OffloadKey], success: bool = True) -> None:
-        self._cascade(self.primary.end_store(keys, success), len(self._tiers))
+        self._cascade.add(self.primary.end_store(keys, success), len(self._tiers))
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         events = list(self.primary.take_events())
@@ -218,8 +219,7 @@ class TieringOffloadingManager(OffloadingManager):
         for request in self._requests.values():
             self._forget(request)
         self._requests.clear()
-        for index in range(len(self._tiers)):  # the region ends, so it need not be kept from them
-            self._store_unsent(index, self.primary.num_blocks)
+        self._cascade.close()
         self._closed = True
         stuck = shut_down_tiers(self._tiers, self._options.shutdown_s, self._clock)
         self._take_results(but=stuck)
@@ -318,7 +318,7 @@ class TieringOffloadingManager(OffloadingManager):
         if request is not None and not request.finished:
             self._hold(request, ready)
             request.held_until = self._clock() + self._options.promotion_hold_s
-        self._cascade(ready, job.tier)
+        self._cascade.add(ready, job.tier)
 
     def _end_wait(self, job: _Job, failed: Iterable[Block]) -> None:
         """The request waits for this job no longer, and will not ask this tier for what failed."""
@@ -387,49 +387,10 @@ class TieringOffloadingManager(OffloadingManager):
             self.primary.unpin(block)
         request.held = {}
 
-    # -- cascade -----------------------------------------------------------------------------------------------------
-
-    def _cascade(self, blocks: list[Block], num_tiers: int) -> None:
-        """Store blocks to the first ``num_tiers`` tiers."""
-        if not blocks or self._closed:
-            return
-        for index, tier in enumerate(self._tiers[:num_tiers]):
-            if self._backlog_blocks[index] >= self._backlog_blocks_max:
-                self._drop(index, len(blocks))
-                self._log_once(
-                    f"backlog {index}",
-                    f"tier {tier.name}: {self._backlog_blocks[index]} of the region's {self.primary.num_blocks} blocks "
-                    "wait for it: it gets no more until it has stored some (see kvtiers_stores_dropped_total)",
-                )
-                continue
-            self._unsent[index].extend(blocks)
-            self._store_unsent(index, self._backlog_blocks_max)
-
-    def _store_unsent(self, index: int, backlog_max: float) -> None:
-        """Submit what waits for a tier, up to a backlog of ``backlog_max`` blocks, rounded up."""
-        unsent = self._unsent[index]
-        while unsent and self._backlog_blocks[index] < backlog_max:
-            batch: list[Block] = []
-            while unsent and self._backlog_blocks[index] + len(batch) < backlog_max:
-                block = unsent.popleft()
-                if block.state is BlockState.READY:
-                    self.primary.pin(block)
-                    batch.append(block)
-                else:  # it was evicted while it waited
-                    self._drop(index, 1)
-            if batch:
-                self._backlog_blocks[index] += len(batch)
-                self._submit("submit_store", _Job(index, batch), ReqContext())
-
-    def _drop(self, index: int, count: int) -> None:
-        self.metrics.inc("kvtiers_stores_dropped_total", self._tiers[index].name, "backlog", by=count)
-
-    def _end_store(self, job: _Job) -> None:
-        self._backlog_blocks[job.tier] -= len(job.blocks)
-        for block in reversed(job.blocks):  # a prefix's first blocks are to be the last to leave
-            self.primary.unpin(block)
-
     # -- tiers and their jobs ----------------------------------------------------------------------------------------
+
+    def _submit_store(self, index: int, blocks: list[Block]) -> None:
+        self._submit("submit_store", _Job(index, blocks), ReqContext())
 
     def _submit(self, method: str, job: _Job, req_context: ReqContext) -> None:
         job_id = next(self._job_ids)
@@ -451,13 +412,12 @@ class TieringOffloadingManager(OffloadingManager):
                 self._finish(
                     result.job_id, [b.key for b in job.blocks] if result.success else _named_keys(tier, result)
                 )
-            if not self._closed:
-                self._store_unsent(index, self._backlog_blocks_max)
+            self._cascade.send(index)
 
     def _finish(self, job_id: int, succeeded: Iterable[OffloadKey]) -> None:
         job = self._jobs.pop(job_id)
         if job.request is None:
-            self._end_store(job)
+            self._cascade.end(job.tier, job.blocks, frozenset(succeeded))
         else:
             self._end_load(job, frozenset(succeeded))
 

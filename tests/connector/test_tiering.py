@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from connector.base import CPULoadStoreSpec
+from connector.cascade import RETRY_S
 from connector.primary import CPUPrimaryTier, SlotCounts
 from connector.tiering import TieringOffloadingManager
 from connector.tiering_options import TieringOptions
@@ -133,6 +134,48 @@ def test_a_backlog_beyond_its_share_drops_new_stores_and_counts_them(
     record("D4", share_of_the_region=0.5, blocks_dropped_and_counted=4)
 
 
+def test_a_block_that_a_tier_refused_is_offered_again_when_it_is_used() -> None:
+    """A prefix that never leaves the region would else never get there."""
+    engine = Engine(num_tiers=2, auto=False, store_backlog_share=1)
+    dead, good = engine.tiers
+    engine.store(*KEYS[:4])
+    dead.finish(next(iter(dead.jobs)), failing=KEYS[1:3])
+    good.finish(next(iter(good.jobs)))
+    engine.manager.on_schedule_end()
+    engine.manager.touch(KEYS[:6])
+    assert len(dead.submitted) == 1  # at once would be too soon: a dead tier would be asked with each request
+    engine.clock.advance(RETRY_S)
+    engine.manager.touch(KEYS[3:6])  # nothing of what it lacks
+    engine.manager.touch([KEYS[2], KEYS[2], KEYS[0], KEYS[1]])
+    engine.manager.touch(KEYS[:4])  # they are on their way
+    assert [job_keys(job) for job in dead.submitted] == [KEYS[:4], [KEYS[2], KEYS[1]]]
+    assert len(good.submitted) == 1
+    dead.finish(next(iter(dead.jobs)))
+    engine.manager.on_schedule_end()
+    engine.clock.advance(RETRY_S)
+    engine.manager.touch(KEYS[:4])
+    assert len(dead.submitted) == 2
+    assert dead.blobs.keys() == good.blobs.keys()
+    assert engine.counts == SlotCounts(free=12, ready=4, pinned=0, pending=0, quarantined=0)
+
+
+def test_a_block_that_a_backlog_dropped_is_offered_again_when_it_is_used() -> None:
+    engine = Engine(num_blocks=16, auto=False, store_backlog_share=0.25)
+    engine.store(*KEYS[:4])
+    engine.store(*KEYS[4:8])
+    engine.clock.advance(RETRY_S)
+    engine.manager.touch(KEYS[4:8])  # it is still behind: for another while
+    engine.tier.auto = True
+    engine.manager.on_schedule_end()
+    engine.manager.touch(KEYS[4:8])
+    assert engine.tier.blobs.keys() == set(KEYS[:4])
+    engine.clock.advance(RETRY_S)
+    engine.manager.touch(KEYS[4:8])
+    engine.manager.on_schedule_end()
+    assert engine.tier.blobs.keys() == set(KEYS[:8])
+    assert engine.counted("kvtiers_stores_dropped_total", "tier0", "backlog") == 8
+
+
 def test_a_hung_tier_keeps_neither_the_region_nor_the_other_tiers_busy() -> None:
     engine = Engine(num_blocks=16, num_tiers=2, store_backlog_share=0.5)
     hung, good = engine.tiers
@@ -181,7 +224,7 @@ def test_what_waits_for_a_tier_that_raises_waits_no_longer() -> None:
     engine.tier.raising.add("submit_store")
     engine.store(*KEYS[:15])
     assert engine.counts.pinned == 0
-    assert engine.manager._unsent == [type(engine.manager._unsent[0])()]
+    assert engine.manager._cascade._unsent == [type(engine.manager._cascade._unsent[0])()]
 
 
 def test_a_tier_that_fails_its_stores_keeps_nobody_from_the_others() -> None:

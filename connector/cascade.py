@@ -1,0 +1,132 @@
+"""Cascade: what goes from the region to the tiers behind it.
+
+A block that becomes loadable goes to every tier, one job a tier. Its slot stays pinned, and loadable, until every tier
+has reported. What is more than a tier's share of the region follows in later jobs.
+
+A block that a tier did not take (it was cut off, full or behind) is offered to it again when it is used: a prefix that
+never leaves the region would else never get there. Not for ``RETRY_S`` after a refusal, though: a dead tier would be
+asked with each request.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+
+from connector.primary import Block, BlockState, CPUPrimaryTier
+from connector.tier_guard import GuardedTier
+from tiers.keys import OffloadKey
+
+RETRY_S = 10.0
+
+
+class Cascade:
+    """Stores to tiers. Scheduler thread only.
+
+    Args:
+        share: part of the region that blocks on their way to the tiers may pin, all of them together.
+        submit: hands blocks, pinned, to the tier of an index as one job; ``end`` is called when it ended.
+        clock: seconds, monotonic.
+        log_once: takes a subject, and what is to be said of it once.
+    """
+
+    def __init__(
+        self,
+        primary: CPUPrimaryTier,
+        tiers: Sequence[GuardedTier],
+        share: float,
+        submit: Callable[[int, list[Block]], None],
+        clock: Callable[[], float],
+        log_once: Callable[[str, str], None],
+    ) -> None:
+        self._primary = primary
+        self._tiers = tiers
+        self._submit = submit
+        self._clock = clock
+        self._log_once = log_once
+        self._backlog = [0] * len(tiers)  # blocks
+        self._backlog_max = share * primary.num_blocks / max(1, len(tiers))
+        self._unsent: list[deque[Block]] = [deque() for _ in tiers]  # of each tier, until its backlog has room
+        self._retry_at = [float("-inf")] * len(tiers)
+        self._owing = 0  # bit mask of the tiers that ever refused a block
+        self._closed = False
+
+    def add(self, blocks: list[Block], num_tiers: int) -> None:
+        """Store blocks to the first ``num_tiers`` tiers."""
+        if blocks and not self._closed:
+            for index in range(num_tiers):
+                self._offer(index, blocks)
+
+    def use(self, keys: Collection[OffloadKey]) -> None:
+        """Blocks are used: offer them to the tiers that refused them."""
+        if not self._owing or self._closed:
+            return
+        now = self._clock()
+        for index, retry_at in enumerate(self._retry_at):
+            bit = 1 << index
+            if not self._owing & bit or now < retry_at:
+                continue
+            found = [self._primary.find(key) for key in dict.fromkeys(keys)]
+            owed = [block for block in found if block and block.owed & bit and block.state is BlockState.READY]
+            for block in owed:
+                block.owed &= ~bit
+            if owed:
+                self._offer(index, owed)
+
+    def send(self, index: int) -> None:
+        """Submit what waits for a tier, as far as its backlog has room."""
+        if not self._closed:
+            self._send(index, self._backlog_max)
+
+    def end(self, index: int, blocks: Sequence[Block], succeeded: Collection[OffloadKey]) -> None:
+        """A job ended."""
+        self._backlog[index] -= len(blocks)
+        self._refuse(index, [block for block in blocks if block.key not in succeeded])
+        for block in reversed(blocks):  # a prefix's first blocks are to be the last to leave
+            self._primary.unpin(block)
+
+    def close(self) -> None:
+        """Submit all that waits: the region ends, so it need not be kept from them. From now on nothing is added."""
+        for index in range(len(self._tiers)):
+            self._send(index, self._primary.num_blocks)
+        self._closed = True
+
+    def _offer(self, index: int, blocks: list[Block]) -> None:
+        if self._backlog[index] >= self._backlog_max:
+            name = self._tiers[index].name
+            self._drop(index, len(blocks))
+            self._refuse(index, blocks)
+            self._log_once(
+                f"backlog {index}",
+                f"tier {name}: {self._backlog[index]} of the region's {self._primary.num_blocks} blocks "
+                "wait for it: it gets no more until it has stored some (see kvtiers_stores_dropped_total)",
+            )
+            return
+        self._unsent[index].extend(blocks)
+        self._send(index, self._backlog_max)
+
+    def _send(self, index: int, backlog_max: float) -> None:
+        """Up to a backlog of ``backlog_max`` blocks, rounded up."""
+        unsent = self._unsent[index]
+        while unsent and self._backlog[index] < backlog_max:
+            batch: list[Block] = []
+            while unsent and self._backlog[index] + len(batch) < backlog_max:
+                block = unsent.popleft()
+                if block.state is BlockState.READY:
+                    self._primary.pin(block)
+                    batch.append(block)
+                else:  # it was evicted while it waited
+                    self._drop(index, 1)
+            if batch:
+                self._backlog[index] += len(batch)
+                self._submit(index, batch)
+
+    def _refuse(self, index: int, blocks: Sequence[Block]) -> None:
+        if blocks:
+            self._owing |= 1 << index
+            self._retry_at[index] = self._clock() + RETRY_S
+            for block in blocks:
+                block.owed |= 1 << index
+
+    def _drop(self, index: int, count: int) -> None:
+        self._primary.metrics.inc("kvtiers_stores_dropped_total", self._tiers[index].name, "backlog", by=count)
