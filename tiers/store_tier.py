@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 from typing import Any, Protocol
 
 from tiers.base import JobMetadata, JobResult, OffloadingEvent, ReqContext, SecondaryTierManager
@@ -21,7 +22,7 @@ from tiers.circuit import Circuit, CircuitState, Kind
 from tiers.errors import QueueFullError, SealReason
 from tiers.file_mapper import FileMapper
 from tiers.isolated_mover import RunsInWorkers, make_mover
-from tiers.keys import OffloadKey, make_offload_key
+from tiers.keys import GROUP_INDEX_BYTES, OffloadKey, make_offload_key
 from tiers.lookup import AsyncLookup, LookupCounts, LookupOptions
 from tiers.metrics import Metrics
 from tiers.namespace import open_namespace
@@ -324,7 +325,7 @@ class StoreTierManager(SecondaryTierManager):
         run = self._mover.load_batch if is_load else self._mover.store_batch
         size = self._blocks_per_task(len(pairs))
         deadline = self._clock() + self._options.job_deadline_s
-        tasks = [partial(run, batch, deadline) for batch in _deal(pairs, size, self._num_threads)]
+        tasks = [partial(run, batch, deadline) for batch in _deal(_side_by_side(pairs), size, self._num_threads)]
         keys = tuple(job.keys)
         submitted_ns = time.time_ns()
         try:
@@ -409,6 +410,20 @@ class StoreTierManager(SecondaryTierManager):
 
 def _op(is_load: bool) -> Kind:
     return "load" if is_load else "store"
+
+
+def _side_by_side(pairs: list[_Pair]) -> list[_Pair]:
+    """Blocks of several KV groups, each in its order, with those of one part of the prompt together.
+
+    Engines name one group after the other; a prefix is of use where the blocks of all groups are there.
+    """
+    groups: dict[bytes, list[_Pair]] = {key[-GROUP_INDEX_BYTES:]: [] for key, _ in pairs}
+    if len(groups) < 2:
+        return pairs
+    for pair in pairs:
+        groups[pair[0][-GROUP_INDEX_BYTES:]].append(pair)
+    placed = [((place + 1) / len(group), pair) for group in groups.values() for place, pair in enumerate(group)]
+    return [pair for _, pair in sorted(placed, key=itemgetter(0))]
 
 
 def _deal(pairs: Sequence[_Pair], size: int, num_threads: int) -> Iterator[Sequence[_Pair]]:

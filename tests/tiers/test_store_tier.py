@@ -28,7 +28,7 @@ from tiers.errors import (
     StoreUnavailableError,
 )
 from tiers.file_mapper import FileMapper, strict_fields
-from tiers.keys import OffloadKey
+from tiers.keys import OffloadKey, make_offload_key
 from tiers.lookup import LookupOptions
 from tiers.seal import TRAILER_BYTES
 from tiers.store import Capabilities, Store
@@ -713,6 +713,14 @@ class TestLiveness:
         bench.fill(1)
         stored = bench.store(tier, KEYS[:30]).successful_keys
         assert sorted(KEYS.index(key) for key in stored) == list(range(10))
+
+    def test_blocks_of_several_kv_groups_are_stored_side_by_side(self, bench: Bench) -> None:
+        """A prefix is of use where all groups' blocks are there; a sliding window's group has fewer of them."""
+        full, window = KEYS[:20], [make_offload_key(bytes([n]) * 32, 1) for n in range(10)]
+        tier = bench.tier(store=InStepStore(rounds_max=9), n_read_threads=1, n_write_threads=1)
+        bench.fill(1)
+        stored = bench.store(tier, [*full, *window]).successful_keys
+        assert set(stored) == {*full[:12], *window[:6]}
 
     def test_a_full_storage_is_still_read(self, bench: Bench) -> None:
         full = GatedStore()
