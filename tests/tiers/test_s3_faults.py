@@ -36,6 +36,7 @@ from tiers.file_mapper import FileMapper, strict_fields
 from tiers.seal import TRAILER_BYTES, Seal
 from tiers.store_tier import StoreTierManager
 from tiers.stores.s3 import S3Store
+from tiers.stores.s3_boto3 import _Body
 from tiers.stores.s3_clients import RENEW_EVERY_S, ProcessClients
 from tiers.stores.s3_delete import DELETERS_MAX
 from tiers.stores.s3_errors import CredentialsExpiredError, RequestRefusedError
@@ -591,6 +592,19 @@ def test_second_form_of_a_refused_request_is_an_attempt_like_any_other(
         slow.size("f/a") if method == "HEAD" else slow.put("f/a", as_parts(DATA))
     assert [request.method for request in server.requests()] == [method]
     slow.close()
+
+
+def test_a_body_that_is_all_sent_is_not_late() -> None:
+    """Its end is looked for once more, maybe after the server has it."""
+    now = [0.0]
+    body = _Body([memoryview(b"some")], lambda: now[0], deadline=1.0)
+    assert bytes(body.read(4)) == b"some"
+    now[0] = 2.0
+    assert (body.read(4), body.is_late) == (b"", False)
+    body.seek(0)
+    with pytest.raises(TimeoutError):
+        body.read(4)
+    assert body.is_late
 
 
 def test_renewed_credentials_are_found_by_questions_alone(

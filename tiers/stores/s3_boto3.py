@@ -184,7 +184,7 @@ class _Body:
     """The joined parts as the seekable file that botocore wants. Every read is a view of one part.
 
     Attributes:
-        is_late: a read came after the deadline, and failed.
+        is_late: a read came after the deadline, and failed. The one that finds the end, when all is sent, does not.
     """
 
     def __init__(self, parts: Sequence[memoryview], clock: Callable[[], float], deadline: float) -> None:
@@ -206,7 +206,7 @@ class _Body:
         return self._position
 
     def read(self, amount: int | None = None) -> memoryview | bytes:
-        if self._clock() >= self._deadline:
+        if self._position < self._size and self._clock() >= self._deadline:
             self.is_late = True
             raise TimeoutError
         start = self._position
