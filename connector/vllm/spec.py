@@ -223,8 +223,9 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
         self._blocks.complete_load(keys)
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: Any) -> VllmPrepareStoreOutput | None:
-        self._blocks.touch([key for key in keys if self.tiering.primary.find(key) is not None])
+        found = [key for key in keys if self.tiering.primary.find(key) is not None]
         output = self._blocks.prepare_store(keys, req_context)
+        self._blocks.touch(found)
         if output is None:
             return None
         assert isinstance(output.store_spec, CPULoadStoreSpec)
