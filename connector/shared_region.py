@@ -23,7 +23,7 @@ from connector.region_file import (
     show_size,
     take_seat,
 )
-from connector.region_header import RegionGeometry
+from connector.region_header import RegionGeometry, RegionHeader
 from tiers.errors import ConfigError, RegionError
 
 if TYPE_CHECKING:
@@ -145,6 +145,13 @@ class SharedOffloadRegion:
         """Descriptor of the region, open until ``cleanup``."""
         self._mapping()
         return self._fd
+
+    def absent_workers(self) -> list[int]:
+        """Ranks that have not mapped this region so far. On another host they map one of their own, under this name."""
+        self._mapping()
+        header = RegionHeader.read(self._fd, self._path or "(anonymous)")
+        assert header is not None
+        return [rank for rank, pid in enumerate(header.seats[: header.geometry.num_workers]) if not pid]
 
     def create_kv_memoryview(self) -> memoryview:
         """The whole region without a copy: shape (num_blocks, row_stride), format "b", C-contiguous, writable.

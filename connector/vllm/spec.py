@@ -36,7 +36,7 @@ from connector.base import (
 from connector.gpu_handler import create_handlers
 from connector.shared_region import reap_stale_regions
 from connector.spec import TieringOffloadingSpec
-from connector.vllm import ending, translate
+from connector.vllm import ending, hosts, translate
 from connector.vllm.metrics import StatsExporter, definitions, tiering_definitions
 from connector.vllm.pacing import Pacer
 from connector.vllm.resets import StorageSwitch
@@ -111,9 +111,9 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
         if self._manager is None:
             steps = self.config.parallel.pp_size + _STEPS_IN_FLIGHT
             types = [tier.type for tier in self.deployment.tiers]
-            self._manager = KVTiersManager(
-                self._join(None), steps_in_flight=steps, tier_types=types, storage=self._storage
-            )
+            spec = self._join(None)
+            self._check_workers(spec)
+            self._manager = KVTiersManager(spec, steps_in_flight=steps, tier_types=types, storage=self._storage)
         return self._manager
 
     def get_worker(self, kv_caches: Any) -> KVTiersWorker:
@@ -127,6 +127,13 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
                 region.cleanup()
                 raise
         return self._worker
+
+    def _check_workers(self, spec: TieringOffloadingSpec) -> None:
+        """Refuse workers that have not mapped the scheduler's region. vLLM makes the scheduler when all could have."""
+        absent = spec.region.absent_workers()
+        if absent and self.deployment.tiers:
+            spec.shutdown()
+            raise hosts.refusal(f"workers {absent} have not mapped the scheduler's region")
 
     def _join(self, rank: int | None) -> TieringOffloadingSpec:
         for path in reap_stale_regions():

@@ -22,7 +22,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult as VllmJobResult
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager as VllmTier
 
 from connector.tier_guard import RAISED, GuardedTier
-from connector.vllm import ending, translate
+from connector.vllm import ending, hosts, translate
 from connector.vllm.metrics import StatsExporter, definitions
 from connector.vllm.pacing import Pacer
 from connector.vllm.prefix_order import PrefixOrder
@@ -72,6 +72,7 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
         locality: str | None = None,
         enable_kv_events: bool = True,
     ) -> None:
+        hosts.check_one_host(translate.find_vllm_config())
         options = tier_options(tier, config_file, index)
         own_type = str(options.get("name") or options["type"])
         # vLLM labels its metrics with the type: the tier's own says more than the adapter's.

@@ -328,3 +328,33 @@ def test_what_does_not_fit_the_engine_is_refused() -> None:
     spec = KVTiersSpec(offloading_config({"cpu_bytes_to_use": BLOCK_BYTES}, worker_kv_bytes_per_block=2 * BLOCK_BYTES))
     with pytest.raises(ConfigError, match="region.size"):
         spec.get_manager()
+
+
+@pytest.mark.parametrize("tiers", [[], None])
+def test_workers_on_another_host_are_refused_where_there_are_tiers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiers: list[Any] | None
+) -> None:
+    """Their part of the scheduler's region is zeros, and what tiers load never reaches them."""
+    config: dict[str, Any] = {"cpu_bytes_to_use": "1MiB", "tiers": tiers}
+    if tiers is None:
+        config["tiers"] = [{"type": "fs", "root_dir": str(tmp_path / "root"), "min_free": 0}]
+    two = {"engine_id": f"pytest-hosts-{os.getpid()}", "tp_size": 2, "world_size": 2}
+    region = Path(f"/dev/shm/vllm_offload_{two['engine_id']}.mmap")
+
+    def spec(rank: int) -> KVTiersSpec:
+        return KVTiersSpec(offloading_config(config, **two, rank=rank))
+
+    first = spec(0).get_worker(kv_caches(4)[1])
+    if tiers is None:
+        with pytest.raises(ConfigError, match=r"tiers: workers \[1\] have not mapped .* SharedStorageConnector"):
+            spec(0).get_manager()
+        first.shutdown()
+        assert not region.exists()
+        first = spec(0).get_worker(kv_caches(4)[1])
+        second = spec(1).get_worker(kv_caches(4)[1])
+        spec(0).get_manager().shutdown()  # both are here
+        second.shutdown()
+    else:
+        spec(0).get_manager().shutdown()
+    first.shutdown()
+    assert not region.exists()
