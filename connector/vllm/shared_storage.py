@@ -28,6 +28,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -448,3 +449,15 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
 
     def _pages(self, layer: torch.Tensor) -> torch.Tensor:
         return token_pages(layer, self._num_blocks, self._block_size)
+
+
+def _register() -> None:
+    """MultiConnector, when it reads stats, looks the classes of its connectors up by name only."""
+    name = SharedStorageConnector.__name__
+    try:
+        KVConnectorFactory.register_connector(name, __name__, name)
+    except ValueError as e:  # the name is taken: a vLLM that has such a connector, or this module imported again
+        logger.debug("not registered: %s", e)
+
+
+_register()

@@ -20,8 +20,8 @@ from typing import Any
 
 from connector.vllm_config import vllm_config
 from tests.e2e.lab import EngineFailedError, Lab, Row, metric
-from tests.e2e.server import VllmServer
-from tests.e2e.ways import Place, on_cpu, way
+from tests.e2e.server import VllmServer, two_hosts_work
+from tests.e2e.ways import Place, on_cpu, shared_storage, way
 from tiers.testing.servers import SeaweedServer
 
 Run = Callable[["Setting", str], Row]
@@ -378,6 +378,81 @@ def served(setting: Setting, name: str) -> Row:
     return row
 
 
+def several_connectors(setting: Setting, name: str) -> Row:
+    """vLLM's MultiConnector of a way and SharedStorageConnector: what the first has lost, the second has."""
+    row = Row(f"{name}: beside SharedStorageConnector in MultiConnector", setting.lab.version)
+    place = setting.place(f"{name}-multi")
+    prefixes = setting.scratch / _slug(f"{row.name}-{setting.lab.version}")
+    connectors = [way(name, place), shared_storage(str(prefixes))]
+    config = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": connectors},
+    }
+    _write(setting, row, config)
+    for lost, who in ((prefixes, "first"), (place.folder, "second")):
+        aside = lost.rename(lost.with_suffix(".aside"))
+        result = setting.lab.run(config, [setting.prompts.document], warm_up=setting.prompts.warm_up)
+        shutil.rmtree(lost, ignore_errors=True)
+        aside.rename(lost)
+        answer = result["answers"][0]
+        row.expect(answer["tokens"] == setting.reference.document, f"tokens differ where the {who} has the blocks")
+        row.expect(
+            answer["cached_tokens"] == setting.prompts.full_blocks * BLOCK_TOKENS,
+            f"{answer['cached_tokens']} tokens were reused from the {who}",
+        )
+        row.figures[f"{who}_ttft_s"] = answer["ttft_s"]
+    return row
+
+
+def data_parallel(setting: Setting, name: str) -> Row:
+    """Two engines behind one server: what one has stored, the other finds."""
+    row = Row(f"{name}: data parallel", setting.lab.version)
+    place = setting.place(f"{name}-dp")
+    log = setting.lab.log / f"dp-{_slug(name)}.log"
+    expected = setting.prompts.full_blocks * BLOCK_TOKENS
+    options = ("--data-parallel-size", "2")
+    with VllmServer(setting.lab, way(name, place), log, model=setting.tiny_model, options=options) as server:
+        answers = []
+        for _ in range(6):  # the server chooses the engine
+            answers.append(server.complete(setting.prompts.document)[0])
+            hits = server.metric("vllm:external_prefix_cache_hits_total")
+            if hits:
+                break
+    row.expect(len(answers) > 1 and all(tokens == answers[0] for tokens in answers), "tokens differ")
+    row.expect(hits == expected, f"{hits:g} tokens were hits, not {expected}")
+    row.figures |= {"external_hit_tokens": hits, "requests": len(answers)}
+    return row
+
+
+def two_hosts(setting: Setting, name: str) -> Row:
+    """Workers on two hosts, one without the scheduler: refused, or their blocks are good."""
+    row = Row(f"{name}: two hosts", setting.lab.version)
+    if not two_hosts_work():
+        row.figures["skipped"] = "no process can be given a /dev/shm of its own: it takes root"
+        return row
+    config = way(name, setting.place(f"{name}-hosts"))
+    expected = setting.prompts.full_blocks * BLOCK_TOKENS
+    answers = []
+    for who, reused in (("first", 0), ("second", expected)):
+        log = setting.lab.log / f"hosts-{_slug(name)}-{who}.log"
+        try:
+            with VllmServer(setting.lab, config, log, model=setting.tiny_model, hosts=2) as server:
+                answers.append(server.complete(setting.prompts.document)[0])
+                hits = server.metric("vllm:external_prefix_cache_hits_total")
+        except EngineFailedError:
+            refused = "ConfigError: tiers: " in log.read_text(errors="replace")
+            row.expect(refused and "SharedStorageConnector" not in name, f"it did not start: {log}")
+            row.figures["refused"] = refused
+            return row
+        row.expect(hits == reused, f"{hits:g} tokens were hits in the {who}, not {reused}")
+        row.figures[f"{who}_hit_tokens"] = hits
+    row.expect("SharedStorageConnector" in name, "it was not refused")
+    row.expect(answers[0] == answers[1], "tokens differ")
+    return row
+
+
 def _write(setting: Setting, row: Row, config: dict[str, Any]) -> dict[str, Any]:
     """What a writer's process found."""
     result = setting.lab.run(config, [setting.prompts.document], warm_up=setting.prompts.warm_up)
@@ -420,8 +495,17 @@ HARM: tuple[tuple[Run, tuple[str, ...]], ...] = (
     (server_killed, ("tier on S3", "spec on S3")),
     (tensor_parallel, ("spec on fs", "tier on fs", "SharedStorageConnector on a folder")),
     (served, ("spec on fs", "tier on fs", "SharedStorageConnector on a folder")),
+    (several_connectors, ("spec on fs", "tier on fs")),
+    (data_parallel, ("spec on fs",)),
+    (two_hosts, ("spec on fs", "tier on fs", "SharedStorageConnector on a folder")),
 )
-SLOW = (tensor_parallel, served)  # a minute and a half a way: all ways on the first version, one on the others
+SLOW = (
+    tensor_parallel,
+    served,
+    several_connectors,
+    data_parallel,
+    two_hosts,
+)  # a minute and a half a way: all ways on the first version, one on the others
 
 
 def attempt(run: Run, setting: Setting, name: str) -> Row:

@@ -11,6 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 from tests.e2e.lab import ENGINE_S_MAX, REPOSITORY, EngineFailedError, Lab
 
 STOP_S_MAX = 30.0
+_OWN_SHM = 'mount -t tmpfs tmpfs /dev/shm && exec "$@"'
 
 
 class VllmServer:
@@ -26,37 +28,47 @@ class VllmServer:
     Args:
         transfer: ``--kv-transfer-config``; None for none.
         log: file for its output.
+        options: further ones of ``vllm serve``.
+        hosts: of one engine with as many workers: each but the first has a ``/dev/shm`` of its own. See
+            ``two_hosts_work``.
     """
 
-    def __init__(self, lab: Lab, transfer: dict[str, Any] | None, log: Path) -> None:
+    def __init__(
+        self,
+        lab: Lab,
+        transfer: dict[str, Any] | None,
+        log: Path,
+        *,
+        model: Path | None = None,
+        options: Sequence[str] = (),
+        hosts: int = 1,
+    ) -> None:
         self._lab = lab
         self._log = log
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            self._port = sock.getsockname()[1]
-        self._options = ["--kv-transfer-config", json.dumps(transfer)] if transfer else []
+        self._port = _free_port()
+        self._options = [
+            *("--model", str(model or lab.model), "--dtype", "float32", "--max-model-len", "4096"),
+            *("--block-size", "32", "--enforce-eager", *options),
+            *(["--kv-transfer-config", json.dumps(transfer)] if transfer else []),
+        ]
+        if hosts > 1:
+            self._options += ["--tensor-parallel-size", str(hosts), "--distributed-executor-backend", "mp"]
+            self._options += ["--nnodes", str(hosts), "--master-addr", "127.0.0.1", "--master-port", str(_free_port())]
+        self._hosts = hosts
+        self._processes: list[subprocess.Popen[bytes]] = []
         self.ready_s = 0.0
 
     def __enter__(self) -> VllmServer:
         started = time.monotonic()
-        environment = dict(self._lab.environment, VLLM_ENABLE_V1_MULTIPROCESSING="1")
-        with self._log.open("wb") as output:
-            self._process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self._lab.model)),
-                    *("--served-model-name", "model", "--host", "127.0.0.1", "--port", str(self._port)),
-                    *("--dtype", "float32", "--max-model-len", "4096", "--block-size", "32", "--enforce-eager"),
-                    *self._options,
-                ],
-                cwd=REPOSITORY,
-                env=environment,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        serve = ["vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(self._port)]
+        serve += ["--served-model-name", "model", *self._options]
+        self._start(sys.executable, "-m", *serve)
+        for rank in range(1, self._hosts):
+            worker = ["tests.e2e.headless", *self._options, "--node-rank", str(rank)]
+            self._start("unshare", "--mount", "sh", "-c", _OWN_SHM, "sh", sys.executable, "-m", *worker)
         try:
             while not self._is_healthy():
-                if self._process.poll() is not None or time.monotonic() - started > ENGINE_S_MAX:
+                if self._processes[0].poll() is not None or time.monotonic() - started > ENGINE_S_MAX:
                     tail = self._log.read_text(errors="replace")[-3000:]
                     raise EngineFailedError(f"vllm serve is not ready; {self._log}:\n{tail}")
                 time.sleep(0.2)
@@ -69,9 +81,9 @@ class VllmServer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._process.send_signal(signal.SIGINT)
+        self._processes[0].send_signal(signal.SIGINT)
         try:
-            self._process.wait(STOP_S_MAX)
+            self._processes[0].wait(STOP_S_MAX)
         except subprocess.TimeoutExpired:
             pass
         self._kill()
@@ -110,9 +122,39 @@ class VllmServer:
             found: bytes = response.read()
             return found
 
+    def _start(self, *command: str) -> None:
+        environment = dict(self._lab.environment, VLLM_ENABLE_V1_MULTIPROCESSING="1")
+        environment |= {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"} if self._hosts > 1 else {}
+        with self._log.open("ab") as output:
+            process = subprocess.Popen(
+                command,
+                cwd=REPOSITORY,
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._processes.append(process)
+
     def _kill(self) -> None:
-        try:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        self._process.wait()
+        for process in self._processes:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            process.wait()
+
+
+def two_hosts_work() -> bool:
+    """Whether processes may be given a ``/dev/shm`` of their own here: it takes root."""
+    return (
+        subprocess.run(["unshare", "--mount", "sh", "-c", _OWN_SHM, "sh", "true"], stderr=subprocess.DEVNULL).returncode
+        == 0
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port

@@ -55,6 +55,7 @@ def test_engines_on_several_hosts_are_refused(changes: dict[str, Any], why: str)
 )
 def test_rays_nodes_are_looked_up(monkeypatch: pytest.MonkeyPatch, places: dict[int, str], refused: bool) -> None:
     """With Ray's answers made up; vLLM does not run with Ray on CPUs."""
+    some = SimpleNamespace(bundle_specs=[{"GPU": 1.0}, {"GPU": 1.0, "CPU": 1.0}, {"CPU": 1.0}])
     util: Any = ModuleType("ray.util")
     util.placement_group_table = lambda group: {"bundles_to_node_id": places} if group is some else {}
     ray: Any = ModuleType("ray")
@@ -63,7 +64,6 @@ def test_rays_nodes_are_looked_up(monkeypatch: pytest.MonkeyPatch, places: dict[
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setitem(sys.modules, "ray.util", util)
     monkeypatch.setattr(hosts, "current_platform", SimpleNamespace(ray_device_key="GPU"))
-    some = SimpleNamespace(bundle_specs=[{"GPU": 1.0}, {"GPU": 1.0, "CPU": 1.0}, {"CPU": 1.0}])
     engine = config(distributed_executor_backend="ray", placement_group=some)
     if refused:
         with pytest.raises(ConfigError, match="Ray has put scheduler and workers on 2 nodes"):

@@ -21,6 +21,7 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -897,6 +898,12 @@ def test_what_was_done_is_counted_in_vllms_endpoint(rigs: Any, tmp_path: Path) -
     assert 'vllm:kvtiers_prefix_chunks_stored_total{engine="0"} 1.0' in shown
     assert 'vllm:kvtiers_prefix_verify_failures_total{engine="0"} 1.0' in shown
     assert 'vllm:kvtiers_prefix_errors_total{engine="0"} 0.0' in shown
+
+
+def test_multi_connector_reads_its_counts() -> None:
+    """It looks the classes of its connectors up by name only, in the process that exports metrics."""
+    sent = MultiConnector.build_kv_connector_stats({"SharedStorageConnector": {"chunks_stored": 2}})
+    assert sent["SharedStorageConnector"].data == {"chunks_stored": 2}
 
 
 class _Types(dict[Any, Any]):
