@@ -319,7 +319,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
             if not transfer.is_store:
                 blocks = (transfer.slot_mapping[:: self._block_size] // self._block_size).tolist()
                 load = Load(blocks, time.monotonic() + self._load_deadline_s)
-                load.future = self._pool.submit(self._load_on_device, transfer, load)
+                load.future = self._pool.submit(self._load_on_device, transfer, load, self._submitted())
                 self._loading[transfer.req_id] = load
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -355,10 +355,20 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
             torch.cuda.synchronize(self._cuda)  # what was written before may still be on its way
         return f"storage took longer than load_deadline_s, {self._load_deadline_s:g} s"
 
-    def _load_on_device(self, transfer: Transfer, load: Load) -> None:
+    def _submitted(self) -> torch.cuda.Event | None:
+        """What the model has submitted so far: it may still read the blocks of a load, or fill them with zeros."""
+        if self._cuda is None:
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._cuda))
+        return event
+
+    def _load_on_device(self, transfer: Transfer, load: Load, submitted: torch.cuda.Event | None) -> None:
         # Each thread begins on device 0, where a worker of another device has neither its buffers nor memory to spare.
         with nullcontext() if self._cuda is None else torch.cuda.device(self._cuda):
             try:
+                if submitted is not None:  # the model's stream need not be this thread's
+                    torch.cuda.current_stream(self._cuda).wait_event(submitted)
                 self._load(transfer, load)
             finally:  # of a load that failed, too: nothing may land in blocks that are computed again
                 if self._cuda is not None:

@@ -238,7 +238,7 @@ def test_a_worker_of_another_cuda_device_loads_on_that_device(rigs: Any, monkeyp
     reader.worker._kv_caches = reader.kv
     current: list[torch.device] = []
     written_on: list[list[torch.device]] = []
-    synchronized: list[torch.device] = []
+    steps: list[str] = []
 
     @contextmanager
     def device(chosen: torch.device) -> Iterator[None]:
@@ -248,19 +248,30 @@ def test_a_worker_of_another_cuda_device_loads_on_that_device(rigs: Any, monkeyp
 
     def inject(*arguments: Any) -> None:
         written_on.append(list(current))
+        steps.append("write")
         inject_slots(*arguments)
 
     def stream(of: torch.device) -> Any:
-        return SimpleNamespace(synchronize=lambda: synchronized.append(of))
+        return SimpleNamespace(
+            of=of,
+            wait_event=lambda event: steps.append(f"wait for {event.recorded_on}"),
+            synchronize=lambda: steps.append(f"synchronize {of}"),
+        )
+
+    class Event:
+        def record(self, stream: Any) -> None:
+            assert not current  # by the thread that submits the model's work
+            self.recorded_on = stream.of
 
     monkeypatch.setattr(module, "inject_slots", inject)
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch.cuda, "current_stream", stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
     request = prompt(TOKENS)
     reader.matched(request)
     assert load(reader, request, [2, 4, 6, 8, 10], 16) == ({"r"}, set())
     assert written_on == [[second]] * len(LAYERS)
-    assert synchronized == [second]
+    assert steps == [f"wait for {second}", *["write"] * len(LAYERS), f"synchronize {second}"]
 
 
 @pytest.mark.parametrize(("length", "expected"), [(3, 0), (4, 0), (5, 4), (8, 4), (9, 8), (16, 12), (17, 16)])
