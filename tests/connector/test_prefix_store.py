@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -371,3 +372,31 @@ def test_file_systems_that_know_no_refresh_are_fine() -> None:
     store = store_at("strict://prefixes-strict")
     assert store.publish(hashes_of(1), layers_of(1))
     assert [chunk.blocks for chunk in store.match(hashes_of(1))] == [1]
+
+
+def test_what_is_old_may_be_removed_as_the_docs_say(tmp_path: Path) -> None:
+    """The commands of docs/vllm.md, while an engine uses the folder."""
+    root = tmp_path / "prefixes"
+    store = store_at(str(root))
+    old, new = hashes_of(1, 2), hashes_of(3, 4)
+    for hashes in (old, new):
+        assert store.publish(hashes, layers_of(2))
+    (old_manifest,) = (root / "model_abc_r0" / old[0].hex()).glob("*.json")
+    (found,) = store.match(old)
+    for path in (old_manifest, *old_manifest.parent.rglob("*"), old_manifest.parent):
+        os.utime(path, (0, 0))
+    text = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text()
+    commands = [line for line in text.splitlines() if line.startswith("find /mnt/prefixes ")]
+    assert len(commands) == 2
+    subprocess.run(commands[0].replace("/mnt/prefixes", str(root)), shell=True, check=True)
+    with pytest.raises(BlobNotFoundError):  # it was matched before
+        load(store, found, old)
+    assert not store.match(old)
+    for path in (root / "model_abc_r0" / old[0].hex()).rglob("*"):
+        os.utime(path, (0, 0))
+    os.utime(old_manifest.parent, (0, 0))
+    subprocess.run(commands[1].replace("/mnt/prefixes", str(root)), shell=True, check=True)
+    assert not list(old_manifest.parent.rglob("*"))
+    (kept,) = store.match(new)
+    assert load(store, kept, new).keys() == set(LAYERS)
+    assert store.publish(old, layers_of(2))  # and is stored again when it is computed
