@@ -53,6 +53,18 @@ def test_rows_hold_one_cell_a_worker_and_start_on_pages(instance_id: str) -> Non
         region.cleanup()
 
 
+def test_who_has_not_mapped_it_is_absent(instance_id: str) -> None:
+    first = SharedOffloadRegion(instance_id, 5, PAGE, 3, 1)
+    scheduler = SharedOffloadRegion(instance_id, 5, PAGE, 3, None)
+    assert scheduler.absent_workers() == [0, 2]
+    others = [SharedOffloadRegion(instance_id, 5, PAGE, 3, rank) for rank in (2, 0)]
+    assert scheduler.absent_workers() == []
+    for region in (first, *others):
+        region.cleanup()
+    assert scheduler.absent_workers() == []  # they were there: who leaves is the engine's end
+    scheduler.cleanup()
+
+
 def test_a_written_slot_is_seen_through_every_view_without_a_copy() -> None:
     region = SharedOffloadRegion.anonymous(4, 64)
     rows = region.create_kv_memoryview().cast("B")
