@@ -499,13 +499,8 @@ HARM: tuple[tuple[Run, tuple[str, ...]], ...] = (
     (data_parallel, ("spec on fs",)),
     (two_hosts, ("spec on fs", "tier on fs", "SharedStorageConnector on a folder")),
 )
-SLOW = (
-    tensor_parallel,
-    served,
-    several_connectors,
-    data_parallel,
-    two_hosts,
-)  # a minute and a half a way: all ways on the first version, one on the others
+#: A minute and a half a way: all ways on the first version, one on the others, none in the reduced run.
+SLOW = (tensor_parallel, served, several_connectors, data_parallel, two_hosts)
 
 
 def attempt(run: Run, setting: Setting, name: str) -> Row:

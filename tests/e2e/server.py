@@ -147,10 +147,8 @@ class VllmServer:
 
 def two_hosts_work() -> bool:
     """Whether processes may be given a ``/dev/shm`` of their own here: it takes root."""
-    return (
-        subprocess.run(["unshare", "--mount", "sh", "-c", _OWN_SHM, "sh", "true"], stderr=subprocess.DEVNULL).returncode
-        == 0
-    )
+    tried = subprocess.run(["unshare", "--mount", "sh", "-c", _OWN_SHM, "sh", "true"], stderr=subprocess.DEVNULL)
+    return tried.returncode == 0
 
 
 def _free_port() -> int:
