@@ -9,10 +9,9 @@ from __future__ import annotations
 def main() -> None:
     """Command line: that of ``vllm serve``."""
     from vllm.entrypoints.cli import serve
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args()
+    arguments = serve.make_arg_parser(FlexibleArgumentParser()).parse_args()
     arguments.headless, arguments.api_server_count = True, 1
     serve.run_headless(arguments)
 
