@@ -42,6 +42,13 @@ KernelCopy = Callable[[Int64s, Int64s, Int64s, torch.device], object]
 """(dst, src, nbytes, device) -> what must live until the copies have run."""
 
 
+def submitted_so_far(device: torch.device) -> torch.cuda.Event:
+    """What has been submitted on the calling thread's current stream: for work of another stream to wait for."""
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
 @dataclass(frozen=True, slots=True)
 class Allocation:
     """One pair of allocations that copies run between, each as all its bytes: (n,) int8."""
@@ -143,9 +150,7 @@ class GpuCopier:
         Stores, so that they read what the model has written; loads, so that they do not overwrite blocks that a step
         still in flight reads.
         """
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+        return submitted_so_far(self._device)
 
     def copy(self, plan: CopyPlan, mark: torch.cuda.Event) -> GpuCompletion:
         """Submit everything. What no way takes fails the job, after the copies submitted before it have ended."""

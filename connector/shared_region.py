@@ -147,9 +147,14 @@ class SharedOffloadRegion:
         return self._fd
 
     def absent_workers(self) -> list[int]:
-        """Ranks that have not mapped this region so far. On another host they map one of their own, under this name."""
+        """Ranks that have not mapped this region, which has a name, so far. On another host they map one of their own.
+
+        Raises:
+            RegionError: the region was cleaned up.
+        """
         self._mapping()
-        header = RegionHeader.read(self._fd, self._path or "(anonymous)")
+        assert self._path is not None, "nobody takes a seat in an anonymous region"
+        header = RegionHeader.read(self._fd, self._path)
         assert header is not None
         return [rank for rank, pid in enumerate(header.seats[: header.geometry.num_workers]) if not pid]
 

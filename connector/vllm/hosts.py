@@ -25,7 +25,7 @@ def check_one_host(vllm_config: Any) -> None:
     if vllm_config is None:
         return
     parallel = vllm_config.parallel_config
-    count = getattr(parallel, "nnodes_within_dp", 1)  # releases that do not have it take several hosts by Ray only
+    count = getattr(parallel, "nnodes_within_dp", 1)  # read in 0.32 and 0.33; older ones may lack it
     if count > 1:
         raise refusal(f"--nnodes puts the workers on {count} hosts")
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:

@@ -33,6 +33,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from connector.gpu_copy import submitted_so_far
 from connector.prefix_store import CHUNK_BLOCKS_MAX, FORMAT, PrefixStore
 from connector.vllm import translate, weights
 from connector.vllm.paged_buffer import extract_slots, inject_slots, token_pages
@@ -319,7 +320,9 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
             if not transfer.is_store:
                 blocks = (transfer.slot_mapping[:: self._block_size] // self._block_size).tolist()
                 load = Load(blocks, time.monotonic() + self._load_deadline_s)
-                load.future = self._pool.submit(self._load_on_device, transfer, load, self._submitted())
+                # The model may still read these blocks, or fill them with zeros.
+                submitted = None if self._cuda is None else submitted_so_far(self._cuda)
+                load.future = self._pool.submit(self._load_on_device, transfer, load, submitted)
                 self._loading[transfer.req_id] = load
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -354,14 +357,6 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         if self._cuda is not None:
             torch.cuda.synchronize(self._cuda)  # what was written before may still be on its way
         return f"storage took longer than load_deadline_s, {self._load_deadline_s:g} s"
-
-    def _submitted(self) -> torch.cuda.Event | None:
-        """What the model has submitted so far: it may still read the blocks of a load, or fill them with zeros."""
-        if self._cuda is None:
-            return None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._cuda))
-        return event
 
     def _load_on_device(self, transfer: Transfer, load: Load, submitted: torch.cuda.Event | None) -> None:
         # Each thread begins on device 0, where a worker of another device has neither its buffers nor memory to spare.

@@ -330,31 +330,35 @@ def test_what_does_not_fit_the_engine_is_refused() -> None:
         spec.get_manager()
 
 
-@pytest.mark.parametrize("tiers", [[], None])
-def test_workers_on_another_host_are_refused_where_there_are_tiers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiers: list[Any] | None
-) -> None:
+@pytest.fixture
+def of_two(tmp_path: Path) -> Iterator[Any]:
+    """Makes one process' spec of an engine of two workers."""
+    engine = {"engine_id": f"pytest-hosts-{os.getpid()}", "tp_size": 2, "world_size": 2}
+    config = {"cpu_bytes_to_use": "1MiB", "tiers": [{"type": "fs", "root_dir": str(tmp_path / "root"), "min_free": 0}]}
+
+    def spec(rank: int, **changes: Any) -> KVTiersSpec:
+        return KVTiersSpec(offloading_config(config | changes, **engine, rank=rank))
+
+    yield spec
+    assert not Path(f"/dev/shm/vllm_offload_{engine['engine_id']}.mmap").exists()
+
+
+def test_workers_on_another_host_are_refused_where_there_are_tiers(of_two: Any) -> None:
     """Their part of the scheduler's region is zeros, and what tiers load never reaches them."""
-    config: dict[str, Any] = {"cpu_bytes_to_use": "1MiB", "tiers": tiers}
-    if tiers is None:
-        config["tiers"] = [{"type": "fs", "root_dir": str(tmp_path / "root"), "min_free": 0}]
-    two = {"engine_id": f"pytest-hosts-{os.getpid()}", "tp_size": 2, "world_size": 2}
-    region = Path(f"/dev/shm/vllm_offload_{two['engine_id']}.mmap")
+    worker = of_two(0).get_worker(kv_caches(4)[1])
+    with pytest.raises(ConfigError, match=r"tiers: workers \[1\] have not mapped .* SharedStorageConnector"):
+        of_two(0).get_manager()
+    worker.shutdown()
 
-    def spec(rank: int) -> KVTiersSpec:
-        return KVTiersSpec(offloading_config(config, **two, rank=rank))
 
-    first = spec(0).get_worker(kv_caches(4)[1])
-    if tiers is None:
-        with pytest.raises(ConfigError, match=r"tiers: workers \[1\] have not mapped .* SharedStorageConnector"):
-            spec(0).get_manager()
-        first.shutdown()
-        assert not region.exists()
-        first = spec(0).get_worker(kv_caches(4)[1])
-        second = spec(1).get_worker(kv_caches(4)[1])
-        spec(0).get_manager().shutdown()  # both are here
-        second.shutdown()
-    else:
-        spec(0).get_manager().shutdown()
-    first.shutdown()
-    assert not region.exists()
+def test_workers_on_this_host_are_taken(of_two: Any) -> None:
+    workers = [of_two(rank).get_worker(kv_caches(4)[1]) for rank in range(2)]
+    of_two(0).get_manager().shutdown()
+    for worker in workers:
+        worker.shutdown()
+
+
+def test_without_tiers_workers_may_be_anywhere(of_two: Any) -> None:
+    worker = of_two(0, tiers=[]).get_worker(kv_caches(4)[1])
+    of_two(0, tiers=[]).get_manager().shutdown()
+    worker.shutdown()
