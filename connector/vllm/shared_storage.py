@@ -20,11 +20,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import nullcontext
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -33,16 +30,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from connector.gpu_copy import submitted_so_far
 from connector.prefix_store import CHUNK_BLOCKS_MAX, FORMAT, PrefixStore
 from connector.vllm import translate, weights
-from connector.vllm.paged_buffer import extract_slots, inject_slots, token_pages
 from connector.vllm.prefix_metrics import PrefixPromMetrics, PrefixReporter, PrefixStats
 from connector.vllm.prefix_requests import Request, SharedStorageMetadata, Stored, Transfer, salt_of
-from connector.vllm.prefix_threads import DaemonPool, Load
+from connector.vllm.prefix_threads import DaemonPool
+from connector.vllm.prefix_worker import PrefixWorker
 from connector.vllm.resets import StorageSwitch
 from connector.vllm_config import shared_place
-from tiers.errors import ConfigError, KVTiersError
+from tiers.errors import ConfigError
 from tiers.file_mapper import FileMapper, strict_fields
 from tiers.keys import hash_blocks
 
@@ -53,10 +49,8 @@ translate.check_version()
 LOOKUP_DEADLINE_S = 1.0
 LOAD_DEADLINE_S = 20.0
 LOADS_MAX = 3  # of one request: where a bad chunk cannot be removed, its request must not load it for ever
-IDLE_WAIT_S = 0.001
 SHUTDOWN_S = 4.0
 THREADS_END_S = 0.5  # of it, for threads that are at a lookup or at what is too late
-SAVE_BYTES_MAX = 4 << 30
 _THREADS = 2
 
 
@@ -100,10 +94,8 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
             logger.warning(
                 "kv_load_failure_policy is 'fail': a request that meets a damaged chunk will fail; write 'recompute'"
             )
-        self._num_blocks = int(kv_cache_config.num_blocks)
         self._block_size = int(kv_cache_spec.block_size)
         self._lookup_deadline_s = float(extra.get("lookup_deadline_s", LOOKUP_DEADLINE_S))
-        self._load_deadline_s = float(extra.get("load_deadline_s", LOAD_DEADLINE_S))
         self._spec = translate.engine_spec(build_offloading_config(vllm_config, kv_cache_config))
         self._revision = self._spec.config.model.revision
         parallel = self._spec.config.parallel
@@ -116,20 +108,13 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         self._ranks = range(parallel.world_size) if role == KVConnectorRole.SCHEDULER else (parallel.rank,)
         self._stores = self._open(self._spec)
         self._pool = DaemonPool(_THREADS, "kvtiers-prefix")
-        self._save_pool = DaemonPool(1, "kvtiers-prefix-save")  # what waits to be stored is in no load's way
         # scheduler
         self._requests: dict[str, Request] = {}
         self._loads: list[Transfer] = []  # not handed to the workers yet
         self._stored = Stored()
         self._adapters = weights.Adapters()
-        # worker
-        self._kv_caches: dict[str, torch.Tensor] = {}
-        self._cuda: torch.device | None = None
-        self._loading: dict[str, Load] = {}
-        self._failed_blocks: set[int] = set()
-        self._saving: dict[Future[Any], int] = {}
-        self._extracted: dict[str, dict[int, torch.Tensor]] = {}
-        self._dropped_blocks = 0
+        load_deadline_s = float(extra.get("load_deadline_s", LOAD_DEADLINE_S))
+        self._worker = PrefixWorker(self._pool, int(kv_cache_config.num_blocks), self._block_size, load_deadline_s)
         self._reporter = PrefixReporter()
 
     def _open(self, spec: translate.EngineSpec) -> list[PrefixStore]:
@@ -163,7 +148,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
 
     def get_kv_connector_stats(self) -> PrefixStats | None:
         """What changed since the last step."""
-        return self._reporter.take((store.counts for store in self._stores), self._dropped_blocks)
+        return self._reporter.take((store.counts for store in self._stores), self._worker.dropped_blocks)
 
     # -- scheduler ---------------------------------------------------------------------------------------------------
 
@@ -307,136 +292,51 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         slots = (ids[:, None] * size + torch.arange(size)).flatten()
         return Transfer(req_id, state.hashes[first if is_store else 0 : last], first, slots, is_store)
 
-    # -- worker: loads -----------------------------------------------------------------------------------------------
+    # -- worker ------------------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """The paged buffers, by layer."""
-        self._kv_caches = kv_caches
-        self._cuda = next((tensor.device for tensor in kv_caches.values() if tensor.is_cuda), None)
+        self._worker.register(kv_caches)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Start this step's loads."""
-        for transfer in self._metadata():
+        for transfer in self._transfers():
             if not transfer.is_store:
-                blocks = (transfer.slot_mapping[:: self._block_size] // self._block_size).tolist()
-                load = Load(blocks, time.monotonic() + self._load_deadline_s)
-                # The model may still read these blocks, or fill them with zeros.
-                submitted = None if self._cuda is None else submitted_so_far(self._cuda)
-                load.future = self._pool.submit(self._load_on_device, transfer, load, submitted)
-                self._loading[transfer.req_id] = load
+                self._worker.load(self._stores[0], transfer)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: requests join the batch when all their layers are in."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:  # noqa: ARG002
         """Requests whose loads ended, well or not."""
-        if self._loading and self._get_connector_metadata().idle:
-            # vLLM steps on and on while requests wait; without a pause it would keep the GIL from those that load.
-            wait([load.future for load in self._loading.values()], IDLE_WAIT_S, FIRST_COMPLETED)
-        done = {req_id for req_id, load in self._loading.items() if load.future.done()}
-        late = {req_id for req_id, load in self._loading.items() if time.monotonic() >= load.late_at} - done
-        for req_id in done | late:
-            load = self._loading.pop(req_id)
-            error: object = load.future.exception() if req_id in done else self._give_up(load)
-            if error is not None:
-                logger.warning("request %s: its prefix was not loaded and is computed: %s", req_id, error)
-                self._failed_blocks.update(load.blocks)
-        for saved in [future for future in self._saving if future.done()]:
-            del self._saving[saved]
-            if saved.exception() is not None:
-                logger.warning("a prefix was not stored: %s", saved.exception())
-        return None, (done | late) or None
+        return None, self._worker.ended(idle=self._get_connector_metadata().idle) or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that hold nothing of use."""
-        failed, self._failed_blocks = self._failed_blocks, set()
-        return failed
-
-    def _give_up(self, load: Load) -> str:
-        load.give_up()
-        if self._cuda is not None:
-            torch.cuda.synchronize(self._cuda)  # what was written before may still be on its way
-        return f"storage took longer than load_deadline_s, {self._load_deadline_s:g} s"
-
-    def _load_on_device(self, transfer: Transfer, load: Load, submitted: torch.cuda.Event | None) -> None:
-        # Each thread begins on device 0, where a worker of another device has neither its buffers nor memory to spare.
-        with nullcontext() if self._cuda is None else torch.cuda.device(self._cuda):
-            try:
-                if submitted is not None:  # the model's stream need not be this thread's
-                    torch.cuda.current_stream(self._cuda).wait_event(submitted)
-                self._load(transfer, load)
-            finally:  # of a load that failed, too: nothing may land in blocks that are computed again
-                if self._cuda is not None:
-                    torch.cuda.current_stream(self._cuda).synchronize()
-
-    def _load(self, transfer: Transfer, load: Load) -> None:
-        store, size = self._stores[0], self._block_size
-        position, last = 0, len(transfer.hashes)
-        for chunk in store.match(transfer.hashes):
-            begin, end = position, position + chunk.blocks
-            position = end
-            if end <= transfer.first_block:
-                continue
-            skip = max(0, transfer.first_block - begin)
-            start = begin + skip - transfer.first_block
-            slots = transfer.slot_mapping[start * size : (end - transfer.first_block) * size]
-            missing = set(self._kv_caches)
-            for layer, tensor in store.load(chunk, transfer.hashes[begin:end]):
-                if layer in missing:
-                    missing.discard(layer)
-                    values = tensor[skip * size : chunk.blocks * size]
-                    load.write(partial(inject_slots, self._pages(self._kv_caches[layer]), slots, values))
-            if missing:
-                raise KVTiersError(f"{chunk.path} lacks the layers {sorted(missing)}")
-        if position < last:
-            raise KVTiersError(f"{last - position} blocks that were there are gone")
-
-    # -- worker: saves -----------------------------------------------------------------------------------------------
+        return self._worker.failed_blocks()
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Copy what this step stores of the layer to host memory."""
-        stores = [(index, transfer) for index, transfer in enumerate(self._metadata()) if transfer.is_store]
-        if stores and layer_name not in self._extracted:
-            pages = self._pages(self._kv_caches.get(layer_name, kv_layer))
-            self._extracted[layer_name] = {index: extract_slots(pages, each.slot_mapping) for index, each in stores}
+        self._worker.save_layer(layer_name, kv_layer, self._step_stores())
 
     def wait_for_save(self) -> None:
         """Hand the copies to the publishing thread."""
-        stores = [(index, transfer) for index, transfer in enumerate(self._metadata()) if transfer.is_store]
-        if not stores:
-            return
-        for layer, tensor in self._kv_caches.items():  # layers that a captured graph ran without calling us
-            self.save_kv_layer(layer, tensor, None)
-        extracted, self._extracted = self._extracted, {}
-        for index, transfer in stores:
-            layers = {layer: copies[index] for layer, copies in extracted.items()}
-            size_bytes = sum(tensor.nbytes for tensor in layers.values())
-            if sum(self._saving.values()) + size_bytes > SAVE_BYTES_MAX:
-                self._dropped_blocks += len(transfer.hashes)
-                continue
-            job = self._save_pool.submit(self._stores[0].publish, transfer.hashes, layers)
-            self._saving[job] = size_bytes
+        self._worker.publish(self._stores[0], self._step_stores())
 
     def shutdown(self) -> None:
         """Publish what is under way for a bounded time; count what is not."""
-        loads = [load.future for load in self._loading.values()]
-        _, late = wait([*self._saving, *loads], timeout=SHUTDOWN_S - THREADS_END_S)
-        for load in self._loading.values():
-            load.give_up()
-        for pool in (self._pool, self._save_pool):
-            pool.shutdown(THREADS_END_S / 2)
-        lost = len(late & self._saving.keys())
-        if lost or self._dropped_blocks:
-            logger.warning(
-                "%d prefixes were not stored when the engine ended, %d blocks before", lost, self._dropped_blocks
-            )
+        self._worker.shutdown(SHUTDOWN_S - THREADS_END_S, THREADS_END_S / 2)
+        self._pool.shutdown(THREADS_END_S / 2)
 
-    def _metadata(self) -> Iterator[Transfer]:
+    def _step_stores(self) -> list[Transfer]:
+        return [transfer for transfer in self._transfers() if transfer.is_store]
+
+    def _transfers(self) -> list[Transfer]:
         meta = self._get_connector_metadata()
         assert isinstance(meta, SharedStorageMetadata)
         if meta.revision != self._revision:
             self._agree(meta.revision)
-        return iter(meta.requests)
+        return meta.requests
 
     def _agree(self, revision: str | None) -> None:
         """Take the scheduler's digest of the config: models change the one that they are loaded with, a worker's."""
@@ -451,9 +351,6 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
                 revision,
             )
         self._revision = revision  # this was said once
-
-    def _pages(self, layer: torch.Tensor) -> torch.Tensor:
-        return token_pages(layer, self._num_blocks, self._block_size)
 
 
 def _register() -> None:

@@ -32,7 +32,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 import connector.vllm.shared_storage as module
-from connector.vllm import prefix_requests, translate
+from connector.vllm import prefix_requests, prefix_worker, translate
 from connector.vllm.paged_buffer import extract_slots, inject_slots, token_pages
 from connector.vllm.prefix_requests import SharedStorageMetadata
 from connector.vllm.prefix_threads import DaemonPool, Load
@@ -152,7 +152,7 @@ class Rig:
     def saved(self) -> None:
         def idle() -> bool:
             self.worker.get_finished(set())
-            return not self.worker._saving
+            return not self.worker._worker._saving
 
         wait_for(idle)
 
@@ -234,8 +234,8 @@ def test_a_worker_of_another_cuda_device_loads_on_that_device(rigs: Any, monkeyp
     store_whole(writer, TOKENS, [3, 7, 1, 9, 5])
     second = torch.device("cuda", 1)
     reader.worker.register_kv_caches({"layer": SimpleNamespace(is_cuda=True, device=second)})
-    assert reader.worker._cuda == second
-    reader.worker._kv_caches = reader.kv
+    assert reader.worker._worker._cuda == second
+    reader.worker._worker._kv_caches = reader.kv
     current: list[torch.device] = []
     written_on: list[list[torch.device]] = []
     steps: list[str] = []
@@ -263,7 +263,7 @@ def test_a_worker_of_another_cuda_device_loads_on_that_device(rigs: Any, monkeyp
             assert not current  # by the thread that submits the model's work
             self.recorded_on = stream.of
 
-    monkeypatch.setattr(module, "inject_slots", inject)
+    monkeypatch.setattr(prefix_worker, "inject_slots", inject)
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch.cuda, "current_stream", stream)
     monkeypatch.setattr(torch.cuda, "Event", Event)
@@ -773,7 +773,7 @@ def test_a_load_that_hangs_is_reported_and_its_late_end_touches_no_block(rigs: A
     store_whole(writer, TOKENS, [3, 7, 1, 9, 5])
     request = prompt(TOKENS)
     assert reader.matched(request) == (16, True)
-    reader.worker._load_deadline_s = 0.0
+    reader.worker._worker._load_deadline_s = 0.0
     before = {layer: tensor.clone() for layer, tensor in reader.kv.items()}
     with hanging(reader.worker):
         assert load(reader, request, [2, 4, 6, 8, 10], 16) == ({"r"}, {2, 4, 6, 8})

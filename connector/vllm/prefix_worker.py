@@ -1,0 +1,171 @@
+"""SharedStorageConnector's worker side: from a store of prefixes into vLLM's paged buffers, and from them into it.
+
+Loads and publications run on threads; vLLM's thread begins them, asks for their ends, and does the copies of a save.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+
+from connector.gpu_copy import submitted_so_far
+from connector.prefix_store import PrefixStore
+from connector.vllm.paged_buffer import extract_slots, inject_slots, token_pages
+from connector.vllm.prefix_requests import Transfer
+from connector.vllm.prefix_threads import DaemonPool, Load
+from tiers.errors import KVTiersError
+
+logger = logging.getLogger(__name__)
+
+IDLE_WAIT_S = 0.001
+SAVE_BYTES_MAX = 4 << 30
+
+
+class PrefixWorker:
+    """Loads and saves of one worker. All methods are for vLLM's one thread.
+
+    Args:
+        pool: threads for loads; whoever made it ends it.
+        num_blocks: of each paged buffer.
+        block_size: tokens of one block.
+        load_deadline_s: after which a load is given up.
+
+    Attributes:
+        dropped_blocks: not saved because ``SAVE_BYTES_MAX`` waited to be published.
+    """
+
+    def __init__(self, pool: DaemonPool, num_blocks: int, block_size: int, load_deadline_s: float) -> None:
+        self.dropped_blocks = 0
+        self._pool = pool
+        self._num_blocks = num_blocks
+        self._block_size = block_size
+        self._load_deadline_s = load_deadline_s
+        self._kv_caches: dict[str, torch.Tensor] = {}
+        self._cuda: torch.device | None = None
+        self._loading: dict[str, Load] = {}
+        self._failed_blocks: set[int] = set()
+        self._save_pool = DaemonPool(1, "kvtiers-prefix-save")  # what waits to be stored is in no load's way
+        self._saving: dict[Future[Any], int] = {}
+        self._extracted: dict[str, list[torch.Tensor]] = {}
+
+    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """The paged buffers, by layer."""
+        self._kv_caches = kv_caches
+        self._cuda = next((tensor.device for tensor in kv_caches.values() if tensor.is_cuda), None)
+
+    def load(self, store: PrefixStore, transfer: Transfer) -> None:
+        """Begin a load."""
+        blocks = (transfer.slot_mapping[:: self._block_size] // self._block_size).tolist()
+        load = Load(blocks, time.monotonic() + self._load_deadline_s)
+        # The model may still read these blocks, or fill them with zeros.
+        submitted = None if self._cuda is None else submitted_so_far(self._cuda)
+        load.future = self._pool.submit(self._load_on_device, store, transfer, load, submitted)
+        self._loading[transfer.req_id] = load
+
+    def ended(self, *, idle: bool) -> set[str]:
+        """Requests whose loads ended since the last call, well or not; ``idle``: the engine has nothing else to do."""
+        if self._loading and idle:
+            # vLLM steps on and on while requests wait; without a pause it would keep the GIL from those that load.
+            wait([load.future for load in self._loading.values()], IDLE_WAIT_S, FIRST_COMPLETED)
+        done = {req_id for req_id, load in self._loading.items() if load.future.done()}
+        late = {req_id for req_id, load in self._loading.items() if time.monotonic() >= load.late_at} - done
+        for req_id in done | late:
+            load = self._loading.pop(req_id)
+            error: object = load.future.exception() if req_id in done else self._give_up(load)
+            if error is not None:
+                logger.warning("request %s: its prefix was not loaded and is computed: %s", req_id, error)
+                self._failed_blocks.update(load.blocks)
+        for saved in [future for future in self._saving if future.done()]:
+            del self._saving[saved]
+            if saved.exception() is not None:
+                logger.warning("a prefix was not stored: %s", saved.exception())
+        return done | late
+
+    def failed_blocks(self) -> set[int]:
+        """Ids of the blocks whose loads failed since the last call: they hold nothing of use."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def save_layer(self, layer_name: str, kv_layer: torch.Tensor, stores: Sequence[Transfer]) -> None:
+        """Copy what a step's ``stores`` take of the layer to host memory, once a step."""
+        if stores and layer_name not in self._extracted:
+            pages = self._pages(self._kv_caches.get(layer_name, kv_layer))
+            self._extracted[layer_name] = [extract_slots(pages, each.slot_mapping) for each in stores]
+
+    def publish(self, store: PrefixStore, stores: Sequence[Transfer]) -> None:
+        """Hand the copies of a step's ``stores`` to the publishing thread."""
+        for layer, tensor in self._kv_caches.items():  # layers that a captured graph ran without calling us
+            self.save_layer(layer, tensor, stores)
+        extracted, self._extracted = self._extracted, {}
+        for index, transfer in enumerate(stores):
+            layers = {layer: copies[index] for layer, copies in extracted.items()}
+            size_bytes = sum(tensor.nbytes for tensor in layers.values())
+            if sum(self._saving.values()) + size_bytes > SAVE_BYTES_MAX:
+                self.dropped_blocks += len(transfer.hashes)
+                continue
+            job = self._save_pool.submit(store.publish, transfer.hashes, layers)
+            self._saving[job] = size_bytes
+
+    def shutdown(self, publish_s: float, threads_end_s: float) -> None:
+        """Wait so long for what is under way, and so long for the publishing thread; give up and count what is left."""
+        loads = [load.future for load in self._loading.values()]
+        _, late = wait([*self._saving, *loads], timeout=publish_s)
+        for load in self._loading.values():
+            load.give_up()
+        self._save_pool.shutdown(threads_end_s)
+        lost = len(late & self._saving.keys())
+        if lost or self.dropped_blocks:
+            logger.warning(
+                "%d prefixes were not stored when the engine ended, %d blocks before", lost, self.dropped_blocks
+            )
+
+    def _give_up(self, load: Load) -> str:
+        load.give_up()
+        if self._cuda is not None:
+            torch.cuda.synchronize(self._cuda)  # what was written before may still be on its way
+        return f"storage took longer than load_deadline_s, {self._load_deadline_s:g} s"
+
+    def _load_on_device(
+        self, store: PrefixStore, transfer: Transfer, load: Load, submitted: torch.cuda.Event | None
+    ) -> None:
+        # Each thread begins on device 0, where a worker of another device has neither its buffers nor memory to spare.
+        with nullcontext() if self._cuda is None else torch.cuda.device(self._cuda):
+            try:
+                if submitted is not None:  # the model's stream need not be this thread's
+                    torch.cuda.current_stream(self._cuda).wait_event(submitted)
+                self._load(store, transfer, load)
+            finally:  # of a load that failed, too: nothing may land in blocks that are computed again
+                if self._cuda is not None:
+                    torch.cuda.current_stream(self._cuda).synchronize()
+
+    def _load(self, store: PrefixStore, transfer: Transfer, load: Load) -> None:
+        size = self._block_size
+        position, last = 0, len(transfer.hashes)
+        for chunk in store.match(transfer.hashes):
+            begin, end = position, position + chunk.blocks
+            position = end
+            if end <= transfer.first_block:
+                continue
+            skip = max(0, transfer.first_block - begin)
+            start = begin + skip - transfer.first_block
+            slots = transfer.slot_mapping[start * size : (end - transfer.first_block) * size]
+            missing = set(self._kv_caches)
+            for layer, tensor in store.load(chunk, transfer.hashes[begin:end]):
+                if layer in missing:
+                    missing.discard(layer)
+                    values = tensor[skip * size : chunk.blocks * size]
+                    load.write(partial(inject_slots, self._pages(self._kv_caches[layer]), slots, values))
+            if missing:
+                raise KVTiersError(f"{chunk.path} lacks the layers {sorted(missing)}")
+        if position < last:
+            raise KVTiersError(f"{last - position} blocks that were there are gone")
+
+    def _pages(self, layer: torch.Tensor) -> torch.Tensor:
+        return token_pages(layer, self._num_blocks, self._block_size)
