@@ -1,7 +1,7 @@
 """Cascade: what goes from the region to the tiers behind it.
 
-A block that becomes loadable goes to every tier, one job a tier. Its slot stays pinned, and loadable, until every tier
-has reported. What is more than a tier's share of the region follows in later jobs.
+A block that becomes loadable goes to every tier that takes stores, one job a tier. Its slot stays pinned, and loadable,
+until every tier has reported. What is more than a tier's share of the region follows in later jobs.
 
 A block that a tier did not take (it was cut off, full or behind) is offered to it again when it is used: a prefix that
 never leaves the region would else never get there. Not for ``RETRY_S`` after a refusal, though: a dead tier would be
@@ -45,7 +45,8 @@ class Cascade:
         self._clock = clock
         self._log_once = log_once
         self._backlog = [0] * len(tiers)  # blocks
-        self._backlog_max = share * primary.num_blocks / max(1, len(tiers))
+        self._takers = [index for index, tier in enumerate(tiers) if getattr(tier.tier, "takes_stores", True)]
+        self._backlog_max = share * primary.num_blocks / max(1, len(self._takers))
         self._unsent: list[deque[Block]] = [deque() for _ in tiers]  # of each tier, until its backlog has room
         self._retry_at = [float("-inf")] * len(tiers)
         self._owing = 0  # bit mask of the tiers that ever refused a block
@@ -54,8 +55,9 @@ class Cascade:
     def add(self, blocks: list[Block], num_tiers: int) -> None:
         """Store blocks to the first ``num_tiers`` tiers."""
         if blocks and not self._closed:
-            for index in range(num_tiers):
-                self._offer(index, blocks)
+            for index in self._takers:
+                if index < num_tiers:
+                    self._offer(index, blocks)
 
     def use(self, keys: Collection[OffloadKey]) -> None:
         """Blocks are used: offer them to the tiers that refused them."""

@@ -47,7 +47,7 @@ EXIT_FINDING = 1  # the command ran and found something wrong
 EXIT_BAD_INPUT = 2
 TIERS_AT_ONCE = 16
 
-_SAID_OTHERWISE = {*TierConfig.model_fields, "ttl", "gc_high", "gc_low", "gc_every_s"}
+_SAID_OTHERWISE = {*TierConfig.model_fields, "read_only", "ttl", "gc_high", "gc_low", "gc_every_s"}
 
 app = typer.Typer(help="KV-cache tiers for LLM servers.", no_args_is_help=True, pretty_exceptions_enable=False)
 for command in (storage.ls, storage.du, storage.gc, verify, copy.warm, copy.migrate, bench):
@@ -269,6 +269,8 @@ def _folder_problems(tier: FsTierConfig | NfsTierConfig) -> list[str]:
             return [f"root_dir: {root} is a symbolic link; name the folder it leads to"]
         if root.exists() and not root.is_dir():
             return [f"root_dir: {root} is not a folder"]
+        if tier.read_only:
+            return _unreadable(root)
         parent = root
         while not parent.exists():
             parent = parent.parent
@@ -285,6 +287,14 @@ def _folder_problems(tier: FsTierConfig | NfsTierConfig) -> list[str]:
     return []
 
 
+def _unreadable(root: Path) -> list[str]:
+    if not root.exists():
+        return [f"root_dir: {root} is not there, and read_only: nothing can be loaded"]
+    if not os.access(root, os.R_OK | os.X_OK):
+        return [f"root_dir: {root} is not readable for uid {os.getuid()}"]
+    return []
+
+
 def _describe(path: Path, deployment: DeploymentConfig, findings: list[str]) -> None:
     console = _console()
     region = deployment.region
@@ -298,7 +308,8 @@ def _describe(path: Path, deployment: DeploymentConfig, findings: list[str]) -> 
         f"A block found in a tier waits up to {region.promotion_wait_s} s for room before it counts as a miss.\n"
     )
     if deployment.tiers:
-        console.print("Every stored block goes to all of these; loads come from the first that has it:")
+        written = "those of these that are not read_only" if _any_read_only(deployment) else "all of these"
+        console.print(f"Every stored block goes to {written}; loads come from the first that has it:")
         table = Table("", "tier", "where", "how")
         for index, tier in enumerate(deployment.tiers):
             table.add_row(*map(escape, (f"tiers[{index}]", tier.type, *_where_and_how(tier))))
@@ -311,7 +322,13 @@ def _describe(path: Path, deployment: DeploymentConfig, findings: list[str]) -> 
         console.print(finding, markup=False, highlight=False)
 
 
+def _any_read_only(deployment: DeploymentConfig) -> bool:
+    return any(isinstance(tier, BoundedTierConfig) and tier.read_only for tier in deployment.tiers)
+
+
 def _bound_in_words(tier: BoundedTierConfig) -> str:
+    if tier.read_only:
+        return "is only read; its limits are its writers' business"
     rules = []
     if tier.max_bytes is not None:
         rules.append(

@@ -242,7 +242,7 @@ def _tier(where: str, tier: TierConfig) -> Iterator[Finding]:
         if isinstance(tier, S3TierConfig):
             yield from _bucket(where, tier)
         yield from examine_store(where, tier, store)
-        if isinstance(tier, S3TierConfig):
+        if isinstance(tier, S3TierConfig) and not tier.read_only:
             refused = getattr(store, "checksum_refused", False)
             yield _checksum(where, tier, refused=refused)
         yield from examine_namespaces(where, tier, store)

@@ -1,7 +1,8 @@
 """What ``kvtiers doctor`` asks a tier's storage. Each check is done for real, on small blobs that are removed again.
 
 Whatever the store: a blob is put, put again, replaced, read whole and at its end, listed and deleted, which takes every
-right the tier needs. Folders are asked for what publishing and direct I/O need, besides.
+right the tier needs. Folders are asked for what publishing and direct I/O need, besides. Where a tier is read_only,
+nothing is written: what is there is listed and read.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tiers.file_mapper import CONFIG_FILE_NAME
 from tiers.namespace import CONFIG_BYTES_MAX
 from tiers.store import Store, SupportsDeleteMany, SupportsTail
 from tiers.stores.nfs import file_system_type, mount_findings
-from tiers.tier_config import FsTierConfig, NfsTierConfig, S3TierConfig, TierConfig
+from tiers.tier_config import BoundedTierConfig, FsTierConfig, NfsTierConfig, S3TierConfig, TierConfig
 
 Level = Literal["ok", "note", "problem"]
 
@@ -33,6 +34,7 @@ NAMESPACES_MAX = 100
 INODES_FREE_MIN = 100_000
 LOST_AND_FOUND = "lost+found"
 REFUSED_SHOWN_MAX = 5
+_WRITERS = "look whether an engine with the same place and prefix writes here"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,9 @@ def examine_folder(where: str, config: FsTierConfig | NfsTierConfig) -> Iterator
         )
     else:
         yield Finding("ok", where, "file system", f"{root} is on {kind or 'an unknown file system'}")
+    if config.read_only:
+        yield from _refused_folders(where, root)
+        return
     yield _free_space(where, config)
     yield from _refused_folders(where, root)
     yield _unnamed_files(where, root, expected=isinstance(config, FsTierConfig))
@@ -102,6 +107,9 @@ def examine_store(
     where: str, config: TierConfig, store: Store, now: Callable[[], float] = time.time
 ) -> Iterator[Finding]:
     """Put, put again, replace, read, list and delete. Ends at the first thing that is refused."""
+    if isinstance(config, BoundedTierConfig) and config.read_only:
+        yield from _reading(where, config, store)
+        return
     key = f"{PROBE_FOLDER}/{secrets.token_hex(8)}"
     first, second = bytes(4096), bytes([1]) * 4096
     got = bytearray(4096)
@@ -173,6 +181,19 @@ def _namespaces(config: TierConfig, store: Store) -> Iterator[dict[str, Any]]:
         if isinstance(fields, dict):
             found += 1
             yield fields
+
+
+def _reading(where: str, config: TierConfig, store: Store) -> Iterator[Finding]:
+    try:
+        info = next(iter(store.keys()), None)
+        if info is None:
+            yield Finding("problem", where, "blocks", "there are none, and read_only: nothing will be found", _WRITERS)
+            return
+        data = bytearray(info.size)
+        store.get_into(info.key, [memoryview(data)])
+        yield Finding("ok", where, "rights", "blobs can be listed and read; no others were tried, as for read_only")
+    except StoreError as e:
+        yield Finding("problem", where, "rights", str(e), _fix_of(config))
 
 
 def _latency(where: str, config: TierConfig, put_s: float, get_s: float) -> Finding:
@@ -250,7 +271,8 @@ def _fix_of(config: TierConfig) -> str:
     if isinstance(config, S3TierConfig):
         return "docs/security.md has the policy with the rights that are needed"
     root = getattr(config, "root_dir", None)
-    return f"give uid {os.getuid()} the right to read and write {root}" if root else "see the message"
+    rights = "read" if getattr(config, "read_only", False) else "read and write"
+    return f"give uid {os.getuid()} the right to {rights} {root}" if root else "see the message"
 
 
 def _free_space(where: str, config: FsTierConfig | NfsTierConfig) -> Finding:

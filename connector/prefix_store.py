@@ -83,6 +83,7 @@ class PrefixStore:
         fingerprint: SHA-256 of the namespace's identity.
         rank: the worker whose KV it is.
         storage_options: passed to the fsspec file system; not for a folder.
+        read_only: bad chunks stay.
 
     Raises:
         ConfigError: the URL's scheme is unknown or its package is missing.
@@ -96,10 +97,12 @@ class PrefixStore:
         *,
         rank: int = 0,
         storage_options: Mapping[str, Any] | None = None,
+        read_only: bool = False,
     ) -> None:
         self._files = files_for(url, dict(storage_options or {}))
         self._base = f"{namespace}_r{rank}"
         self._identity = f"{fingerprint.hex()}:{rank}"
+        self._read_only = read_only
         self.counts = PrefixCounts()
 
     def match(self, hashes: Sequence[bytes]) -> list[Chunk]:
@@ -241,6 +244,8 @@ class PrefixStore:
 
     def _discard(self, path: str, body: Mapping[str, Any] | None) -> None:
         """Remove a bad chunk: its manifest first, so that nobody goes by it any more, then its layers' files."""
+        if self._read_only:
+            return
         with contextlib.suppress(StoreError):
             if self._is_bad(path, body):
                 self._files.delete(path)

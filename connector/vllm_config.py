@@ -17,10 +17,12 @@ from tiers.tier_config import (
     TierConfig,
 )
 
+_LIMITS = ("max_bytes", "ttl")
+
 #: Options of tiers that would not hold for prefix files -> why.
 _HINDRANCES = {
     **dict.fromkeys(("auth", "encrypt"), "prefix files are plain safetensors, which no key protects"),
-    **dict.fromkeys(("max_bytes", "ttl"), "nothing removes prefix files, so they would not be bounded"),
+    **dict.fromkeys(_LIMITS, "nothing removes prefix files, so they would not be bounded"),
     **dict.fromkeys(
         ("sse", "sse_kms_key_id", "role_arn", "storage_class"), "prefix files are written by s3fs, which is not told"
     ),
@@ -81,7 +83,7 @@ def vllm_config(deployment_path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def shared_place(extra_config: Mapping[str, Any]) -> dict[str, Any]:
-    """``shared_storage_path`` and ``storage_options`` of a SharedStorageConnector.
+    """``shared_storage_path``, ``storage_options`` and ``read_only`` of a SharedStorageConnector.
 
     Args:
         extra_config: has them, or ``config_file`` and, for a file with several tiers, ``index``.
@@ -95,7 +97,14 @@ def shared_place(extra_config: Mapping[str, Any]) -> dict[str, Any]:
             "is required, or config_file: a folder or a URL such as s3://bucket/folder", field="shared_storage_path"
         )
     if not config_file:
-        return {"shared_storage_path": path, "storage_options": extra_config.get("storage_options")}
+        read_only = extra_config.get("read_only", False)
+        if not isinstance(read_only, bool):
+            raise ConfigError(f"{read_only!r} is not accepted; write true or false", field="read_only")
+        return {
+            "shared_storage_path": path,
+            "storage_options": extra_config.get("storage_options"),
+            "read_only": read_only,
+        }
     tiers = load_config(config_file, SecondaryTierFactory.tier_types()).tiers
     index = extra_config.get("index", 0 if len(tiers) == 1 else None)
     if not isinstance(index, int) or not 0 <= index < len(tiers):
@@ -150,16 +159,20 @@ def _shared_place(tier: TierConfig | ExternalTierConfig) -> dict[str, Any]:
     if not isinstance(tier, (FsTierConfig, FsspecTierConfig, S3TierConfig)):
         raise ConfigError(f"{tier.type} has no place for prefix files; fs, s3 and fsspec have", field="type")
     for name, reason in _HINDRANCES.items():
+        if name in _LIMITS and tier.read_only:
+            continue
         if getattr(tier, name, None) not in (None, "none"):
             raise ConfigError(reason, field=name)
     if isinstance(tier, S3TierConfig) and tier.embedded:
         raise ConfigError("only kvtiers demo has such a server; give an endpoint_url", field="embedded")
+    access = {"read_only": True} if tier.read_only else {}
     if isinstance(tier, FsTierConfig):
-        return {"shared_storage_path": os.path.join(os.path.abspath(tier.root_dir), "prefixes")}
+        return {"shared_storage_path": os.path.join(os.path.abspath(tier.root_dir), "prefixes"), **access}
     if isinstance(tier, FsspecTierConfig):
-        return {"shared_storage_path": f"{tier.url.rstrip('/')}/prefixes", "storage_options": tier.storage_options}
+        url = f"{tier.url.rstrip('/')}/prefixes"
+        return {"shared_storage_path": url, "storage_options": tier.storage_options, **access}
     folder = "/".join(part for part in (tier.bucket, tier.prefix.strip("/"), "prefixes") if part)
-    place: dict[str, Any] = {"shared_storage_path": f"s3://{folder}"}
+    place: dict[str, Any] = {"shared_storage_path": f"s3://{folder}", **access}
     client = {"endpoint_url": tier.endpoint_url, "region_name": tier.region, "verify": tier.ca_bundle}
     options: dict[str, Any] = {"client_kwargs": {name: value for name, value in client.items() if value}}
     if not tier.verify:

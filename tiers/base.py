@@ -92,9 +92,11 @@ class SecondaryTierManager(ABC):
     Attributes:
         job_deadline_s: by when the tier itself ends a job whose I/O can be ended; None: it does not say. Soon after it
             the engine side goes on without the job, whose slots stay out of use until it is reported.
+        takes_stores: False: it is only read; the engine side submits no stores to it.
     """
 
     job_deadline_s: float | None = None
+    takes_stores: bool = True
 
     def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **options: Any) -> None:
         if options:

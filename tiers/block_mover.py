@@ -64,11 +64,15 @@ class BlockMover:
         rows: the region.
         clock: seconds, monotonic; the deadlines are its.
         warn: takes what an operator should read.
+        say: takes what only an operator can mend; by default ``warn`` does, at most once a minute.
 
     Attributes:
         cut: set by the scheduler's thread. True makes every block that has not begun fail, so that a dead tier's
             backlog goes at once.
+        removes_bad: bad blocks are moved aside or deleted.
     """
+
+    removes_bad = True
 
     def __init__(
         self,
@@ -79,6 +83,7 @@ class BlockMover:
         rows: Rows,
         clock: Callable[[], float],
         warn: Callable[[str], None] = logger.warning,
+        say: Callable[[str], None] | None = None,
     ) -> None:
         self.name = name
         self.store = store
@@ -91,6 +96,7 @@ class BlockMover:
         self._pieces = store if is_large and isinstance(store, SupportsPieces) else None
         self._name_prefix = name_prefix
         self._warn = warn
+        self._say = self._say_sometimes if say is None else say
         self._seal = seal
         self._rows = rows
         self._clock = clock
@@ -256,6 +262,8 @@ class BlockMover:
         return False
 
     def _quarantine(self, name: str, batch: Batch) -> None:
+        if not self.removes_bad:
+            return
         try:
             if isinstance(self.store, SupportsQuarantine):
                 self.store.quarantine(name)
@@ -269,10 +277,13 @@ class BlockMover:
     def _note(self, what: str, error: StoreError) -> None:
         # Debug: one line a block would be a flood when a disk is full; counters and state changes tell the rest.
         logger.debug("tier %s: %s failed: %s", self.name, what, error)
-        # But what only an operator can mend is said, once a minute.
-        if isinstance(error, StorePermissionError | StoreConfigError) and self._clock() >= self._say_at:
+        if isinstance(error, StorePermissionError | StoreConfigError):
+            self._say(f"tier {self.name}: {what} failed: {error}")
+
+    def _say_sometimes(self, text: str) -> None:
+        if self._clock() >= self._say_at:
             self._say_at = self._clock() + SAY_EVERY_S
-            self._warn(f"tier {self.name}: {what} failed: {error}")
+            self._warn(text)
 
     def probe(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
         """Whether blobs of a block's size are there; None where the storage could not be asked."""

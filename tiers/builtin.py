@@ -314,6 +314,7 @@ def _tier_options(config: TierConfig, row_bytes: int, *, in_workers: bool) -> Ti
         max_bytes_in_flight=config.max_bytes_in_flight,
         checksum=Checksum[config.seal_checksum.upper()],
         make_seal=make_seal(config),
+        read_only=isinstance(config, BoundedTierConfig) and config.read_only,
         job_deadline_s=config.job_deadline_s,
         circuit_failures=config.circuit_failures,
         circuit_probe_s=config.circuit_probe_s,

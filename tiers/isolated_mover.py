@@ -88,6 +88,7 @@ class IsolatedMover(BlockMover):
             "seal": self._seal.to_json(),
             "threads": self.threads,
             "begin_within_s": min(deadline - self._clock(), self.begin_s),
+            "removes_bad": self.removes_bad,
         }
         puts_bytes = len(pairs) * (self._rows.row_bytes + TRAILER_BYTES) if operation == "store_batch" else 0
         try:
@@ -102,7 +103,9 @@ class IsolatedMover(BlockMover):
             return batch
         answer.pop("put_bytes")
         for warning in answer.pop("warnings"):
-            logger.warning("%s", warning)
+            self._warn(warning)
+        for text in answer.pop("said"):
+            self._say(text)
         batch.add(_decode(answer, [key for key, _ in pairs]))
         return batch
 
@@ -131,6 +134,7 @@ def move_batch(store: Store, region: memoryview, request: dict[str, Any], packed
     """The worker's part: what BlockMover says of the batch, as JSON values."""
     row_bytes = request["row_bytes"]
     warnings: list[str] = []
+    said: list[str] = []
     mover = BlockMover(
         request["tier"],
         store,
@@ -139,7 +143,9 @@ def move_batch(store: Store, region: memoryview, request: dict[str, Any], packed
         Rows(region.cast("B", (len(region) // row_bytes, row_bytes))),
         time.monotonic,
         warnings.append,
+        said.append,
     )
+    mover.removes_bad = request["removes_bad"]
     pairs = unpack_pairs(packed)
     move = partial(getattr(mover, request["operation"]), deadline=time.monotonic() + request["begin_within_s"])
     batch = move(pairs) if request["threads"] == 1 else _move_by_threads(move, pairs, request["threads"])
@@ -151,7 +157,8 @@ def move_batch(store: Store, region: memoryview, request: dict[str, Any], packed
     put = 0
     if request["operation"] == "store_batch":  # what failed may be there: its acknowledgement was lost
         put = (batch.outcomes["moved"] + batch.outcomes["failed"]) * (row_bytes + TRAILER_BYTES)
-    return {**answer, "put_bytes": put, "warnings": warnings}
+    # Of what was said one is enough: it is said again with the next batch, and most are not passed on.
+    return {**answer, "put_bytes": put, "warnings": warnings, "said": said[:1]}
 
 
 def _move_by_threads(

@@ -15,8 +15,8 @@ logger = logging.getLogger(__name__)
 CONFIG_BYTES_MAX = 1 << 20
 
 
-def open_namespace(store: Store, mapper: FileMapper) -> None:
-    """Write the namespace's fields, or compare them with those already there.
+def open_namespace(store: Store, mapper: FileMapper, *, read_only: bool = False) -> None:
+    """Write the namespace's fields, or compare them with those already there. Nothing is written with ``read_only``.
 
     A storage that is full, or out of order for the moment (a retryable error), is no reason to keep an engine from
     starting: it is logged, and the fingerprint in each block's seal still keeps foreign blocks out.
@@ -29,7 +29,7 @@ def open_namespace(store: Store, mapper: FileMapper) -> None:
     try:
         for name, fields in mapper.get_namespace_files().items():
             try:
-                _open(store, name, fields, mapper.rooted(name))
+                _open(store, name, fields, mapper.rooted(name), read_only)
             except ConfigError as e:
                 if name not in mapper.others_files:
                     raise
@@ -40,10 +40,10 @@ def open_namespace(store: Store, mapper: FileMapper) -> None:
         logger.warning("namespace %s has no verified config.json: %s", mapper.base_path, e)
 
 
-def _open(store: Store, name: str, fields: dict[str, Any], path: str) -> None:
+def _open(store: Store, name: str, fields: dict[str, Any], path: str, read_only: bool) -> None:
     wanted = json.dumps(fields, indent=2, sort_keys=True).encode()
     found = _read(store, name, path)
-    if found is None:
+    if found is None and not read_only:
         store.put(name, [memoryview(wanted)])  # publishes only if absent: of two first writers one wins
         found = _read(store, name, path)
     if found is None or found == wanted:

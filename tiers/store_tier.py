@@ -69,6 +69,7 @@ class TierOptions:
         shutdown_s: how long shutdown takes at most: waiting jobs get most of it to land, then they are cancelled.
         lookup: limits of presence lookups.
         trace_job: called with each job that ended, on the scheduler's thread.
+        read_only: nothing is written to the store, nor removed from it: stores are refused, bad blocks stay.
     """
 
     name: str | None = None
@@ -87,6 +88,7 @@ class TierOptions:
     shutdown_s: float = 4.0
     lookup: LookupOptions = field(default_factory=LookupOptions)
     trace_job: Callable[[JobTrace], None] | None = None
+    read_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +147,8 @@ class StoreTierManager(SecondaryTierManager):
         self.name = options.name or tier_type
         self.job_deadline_s = options.job_deadline_s
         self._rows = Rows(primary_kv_view)
-        open_namespace(store, mapper)
+        self.takes_stores = not options.read_only
+        open_namespace(store, mapper, read_only=options.read_only)
         self.store = store
         self.mapper = mapper
         self._collector = collector
@@ -162,6 +165,7 @@ class StoreTierManager(SecondaryTierManager):
             worker_threads=options.worker_threads,
             begin_s=options.worker_begin_s,
         )
+        self._mover.removes_bad = not options.read_only
         self._one_by_one = store.capabilities.latency_bound and not isinstance(store, SupportsGetMany)
         self._num_threads = options.n_read_threads + options.n_write_threads
         self._pool = DualQueueThreadPool[Batch](
@@ -328,15 +332,18 @@ class StoreTierManager(SecondaryTierManager):
         tasks = [partial(run, batch, deadline) for batch in _deal(_side_by_side(pairs), size, self._num_threads)]
         keys = tuple(job.keys)
         submitted_ns = time.time_ns()
-        try:
-            if not self._circuit.closed:
-                raise QueueFullError("the tier is cut off")
-            self._pool.submit(job.job_id, tasks, is_read=is_load, cost=len(pairs) * self._rows.row_bytes)
-        except QueueFullError as e:
-            logger.debug("tier %s: job %d refused: %s", self.name, job.job_id, e)
+        refused = "circuit_open" if not self._circuit.closed else ""
+        if not (is_load or self.takes_stores):
+            refused = "read_only"
+        if not refused:
+            try:
+                self._pool.submit(job.job_id, tasks, is_read=is_load, cost=len(pairs) * self._rows.row_bytes)
+            except QueueFullError as e:
+                logger.debug("tier %s: job %d: %s", self.name, job.job_id, e)
+                refused = "queue_full"
+        if refused:
             if not is_load:
-                reason = "queue_full" if self._circuit.closed else "circuit_open"
-                self.metrics.inc("kvtiers_stores_dropped_total", self.name, reason, by=len(keys))
+                self.metrics.inc("kvtiers_stores_dropped_total", self.name, refused, by=len(keys))
             self.metrics.inc("kvtiers_jobs_total", self.name, _op(is_load), "failed")
             self._results.append(JobResult(job.job_id, success=not keys))
             return

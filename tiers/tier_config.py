@@ -163,8 +163,13 @@ class TierConfig(Model):
 
 
 class BoundedTierConfig(TierConfig):
-    """What every tier with storage that outlives the process takes to bound it."""
+    """What every tier takes whose storage outlives the process: who writes there, and how much."""
 
+    read_only: bool = Field(
+        False,
+        description="Only load: nothing is written there or removed, whatever the limits, which are the writers' "
+        "business.",
+    )
     max_bytes: Size | None = Field(
         None,
         description="What the storage may hold, all writers together; beyond it stores are dropped until the collector "
@@ -197,8 +202,8 @@ class BoundedTierConfig(TierConfig):
             )
 
     def capacity_policy(self) -> CapacityPolicy | None:
-        """The limits as the collector takes them; None where there are none."""
-        if self.max_bytes is None and self.ttl is None:
+        """The limits as the collector takes them; None where there are none, or nothing to be done about them."""
+        if self.read_only or (self.max_bytes is None and self.ttl is None):
             return None
         return CapacityPolicy(
             max_bytes=self.max_bytes,

@@ -37,7 +37,7 @@ from tiers.publish import PRIVATE_FOLDER, PrivateNames
 from tiers.registry import SecondaryTierFactory
 from tiers.seal import Seal
 from tiers.store_tier import StoreTierManager
-from tiers.tier_config import TierConfig
+from tiers.tier_config import BoundedTierConfig, TierConfig
 
 ROUNDS = 3
 SETTLE_S = 0.5  # for worker processes to start and to map the region, as they do while an engine loads its model
@@ -113,7 +113,9 @@ class _Bench:
         others = [tier.type for tier in self._deployment.tiers if not isinstance(tier, TierConfig)]
         if others and tier_name is None:
             complain("bench", f"not measured, because not kvtiers' own: {', '.join(others)}")
-        for tier in tiers:
+        for tier, name in zip(tiers, names, strict=True):
+            if tier_name in (None, name) and isinstance(tier, BoundedTierConfig) and tier.read_only:
+                raise ConfigError(f"is true for {name}, and blocks are stored to measure", field="read_only")
             store_recipe(tier)  # now rather than after minutes: there may be no such store for commands
         hops = []
         try:

@@ -92,6 +92,8 @@ def _read_names(path: Path) -> list[str]:
 def _copy(command: str, source: Place, target: Place, prefixes: Iterable[str], as_json: bool) -> None:
     if _address(source) == _address(target):
         raise _refuse(command, f"{source.name} and {target.name} are one place: {source.where}; accepted are two tiers")
+    if target.read_only:
+        raise _refuse(command, f"{target.name} is read_only; accepted is a tier that may be written to")
     if _format(source) != _format(target) and {source.config.protection, target.config.protection} != {"none"}:
         raise _refuse(command, "a protected block keeps its format; accepted are two tiers of the same format")
     started_at = time.monotonic()

@@ -19,7 +19,7 @@ from tiers.open_store import tool_recipe
 from tiers.posix import store_error
 from tiers.registry import SecondaryTierFactory
 from tiers.store import Store
-from tiers.tier_config import FsTierConfig, MemoryTierConfig, NfsTierConfig, TierConfig
+from tiers.tier_config import BoundedTierConfig, FsTierConfig, MemoryTierConfig, NfsTierConfig, TierConfig
 
 QUIET_S = 2.0  # what takes less shows no progress
 TICK_S = 0.2
@@ -37,6 +37,11 @@ class Place:
     name: str
     config: TierConfig
     where: str
+
+    @property
+    def read_only(self) -> bool:
+        """Whether its tier must not write there."""
+        return isinstance(self.config, BoundedTierConfig) and self.config.read_only
 
     @contextmanager
     def open(self) -> Iterator[Store]:

@@ -103,7 +103,8 @@ def gc(
     for place in open_places("gc", config, tier):
         policy = place.config.capacity_policy() if isinstance(place.config, BoundedTierConfig) else None
         if policy is None:
-            results.append({"tier": place.name, "where": place.where, "skipped": "has neither max_bytes nor ttl"})
+            why = "is read_only" if place.read_only else "has neither max_bytes nor ttl"
+            results.append({"tier": place.name, "where": place.where, "skipped": why})
         else:
             try:
                 with place.open() as store, Ticker(f"collecting {place.name}", unit="listed") as ticker:

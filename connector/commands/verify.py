@@ -46,6 +46,10 @@ def verify(
     """Check the seals of all stored blocks: that each is the block its name says, whole and unchanged."""
     n_workers = workers or len(os.sched_getaffinity(0))
     places = open_places("verify", config, tier)
+    kept = [place.name for place in places if place.read_only]
+    if repair and kept:
+        complain("verify", f"--repair: {', '.join(kept)} is read_only; accepted with --tier is one that is not")
+        raise typer.Exit(EXIT_BAD_INPUT)
     ours = state is not None and _check_state(state)
     results = []
     for place in places:

@@ -58,7 +58,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
     """Loads and stores prompt prefixes. One object in the scheduler's process, one in each worker's.
 
     ``kv_connector_extra_config``: ``shared_storage_path`` (a folder or an fsspec URL) and ``storage_options``, or a
-    deployment's ``config_file`` (and ``index`` of the tier); ``lookup_deadline_s``, ``load_deadline_s``;
+    deployment's ``config_file`` (and ``index`` of the tier); ``read_only``; ``lookup_deadline_s``, ``load_deadline_s``;
     ``storage_after_reset``.
 
     Threads: vLLM calls it from one thread in each process; jobs on the pools see a Transfer and hand back a result.
@@ -74,6 +74,8 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         extra = transfer.kv_connector_extra_config
         self._place = shared_place(extra)
         self._storage = StorageSwitch(extra)
+        self._role = translate.role_of(vllm_config)
+        self._stores_any = self._role.stores and not self._place.get("read_only")
         if len(kv_cache_config.kv_cache_groups) != 1:
             raise ConfigError(
                 f"the model has {len(kv_cache_config.kv_cache_groups)} KV cache groups, SharedStorageConnector "
@@ -132,6 +134,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
                 mapper.fingerprint,
                 rank=rank,
                 storage_options=self._place.get("storage_options"),
+                read_only=bool(self._place.get("read_only")),
             )
             for rank in self._ranks
         ]
@@ -174,7 +177,8 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
             state.stored_blocks = state.found
             self._stored.add(state.hashes[: state.found])
             self._stored.discard(state.hashes[state.found : limit_blocks])
-        if getattr(request, "skip_reading_prefix_cache", False):  # from 0.31 on vLLM sees to it itself
+        # From 0.31 on vLLM sees to the first itself. Who only stores asks, too: what is there is not copied again.
+        if getattr(request, "skip_reading_prefix_cache", False) or not self._role.loads:
             return 0, False
         tokens = state.found * self._block_size - num_computed_tokens
         return (tokens, True) if tokens > 0 else (0, False)
@@ -274,6 +278,8 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         return found
 
     def _add_store(self, meta: SharedStorageMetadata, req_id: str, state: Request, computed_tokens: int) -> None:
+        if not self._stores_any:
+            return
         last = min(computed_tokens // self._block_size, len(state.hashes), len(state.block_ids))
         state.stored_blocks = self._stored.end_of(state.hashes, state.stored_blocks, last)
         while state.stored_blocks < last:

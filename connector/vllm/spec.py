@@ -113,7 +113,10 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
             types = [tier.type for tier in self.deployment.tiers]
             spec = self._join(None)
             self._check_workers(spec)
-            self._manager = KVTiersManager(spec, steps_in_flight=steps, tier_types=types, storage=self._storage)
+            role = translate.role_of(translate.find_vllm_config())
+            self._manager = KVTiersManager(
+                spec, steps_in_flight=steps, tier_types=types, storage=self._storage, role=role
+            )
         return self._manager
 
     def get_worker(self, kv_caches: Any) -> KVTiersWorker:
@@ -182,6 +185,7 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
         steps_in_flight: engine steps after which a worker has seen a reset.
         tier_types: of its tiers.
         storage: says when the tiers are not used any more.
+        role: what the tiers are used for; the region is used for all.
     """
 
     def __init__(
@@ -191,8 +195,10 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
         steps_in_flight: int,
         tier_types: Iterable[str] = (),
         storage: StorageSwitch | None = None,
+        role: translate.Role | None = None,
     ) -> None:
         self._spec = spec
+        self._role = role or translate.Role()
         self._storage = StorageSwitch({}) if storage is None else storage
         self._places = [(translate.medium(each), translate.locality(each)) for each in tier_types]
         try:
@@ -214,7 +220,7 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
         # The tiers are asked together, so a request that does not want one of them gets what is in the region.
         if self.tiering.primary.find(key) is None and not translate.loads_from(self._places, req_context):
             return LookupResult.MISS
-        answer = self._blocks.lookup(key, req_context)
+        answer = (self._blocks if self._role.loads else self.tiering.primary).lookup(key, req_context)
         self._pacer.asked(answer)
         return translate.lookup_result(answer)
 
@@ -245,7 +251,7 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: Any, success: bool = True) -> None:  # noqa: ARG002
         self._stores.difference_update(keys)
-        self._blocks.complete_store(keys, success)
+        (self._blocks if self._role.stores else self.tiering.primary).complete_store(keys, success)
 
     def touch(self, keys: Collection[OffloadKey], req_context: Any) -> None:  # noqa: ARG002
         self._blocks.touch(keys)

@@ -72,7 +72,9 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
         locality: str | None = None,
         enable_kv_events: bool = True,
     ) -> None:
-        hosts.check_one_host(translate.find_vllm_config())
+        vllm_config = translate.find_vllm_config()
+        hosts.check_one_host(vllm_config)
+        self._role = translate.role_of(vllm_config)
         options = tier_options(tier, config_file, index)
         own_type = str(options.get("name") or options["type"])
         # vLLM labels its metrics with the type: the tier's own says more than the adapter's.
@@ -94,7 +96,7 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
         self._order = PrefixOrder()
         self._loads: dict[int, Collection[OffloadKey]] = {}
         self._stores: dict[int, int] = {}
-        self._refused: list[VllmJobResult] = []
+        self._ended: list[VllmJobResult] = []
         self._removed: list[OffloadingEvent] = []
 
     @classmethod
@@ -102,6 +104,8 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
         return definitions()
 
     def lookup(self, key: OffloadKey, req_context: Any) -> LookupResult:
+        if not self._role.loads:
+            return LookupResult.MISS
         self._order.ask(key)
         answer = self._guard.call("lookup", key, req_context)
         if answer is RAISED:
@@ -111,23 +115,26 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
 
     def submit_store(self, job_metadata: Any) -> None:
         job = translate.job_metadata(job_metadata)
+        if not (self._role.stores and getattr(self.tier, "takes_stores", True)):
+            self._ended.append(translate.job_result(JobResult(job.job_id, success=True)))  # as meant: nothing to do
+            return
         keys = list(job.keys)
         places = self._order.places(keys)
         job = replace(job, keys=[keys[i] for i in places], block_ids=np.asarray(job.block_ids)[places])
         if self._guard.call("submit_store", job) is RAISED:
-            self._refused.append(VllmJobResult(job_id=job.job_id, success=False))
+            self._ended.append(VllmJobResult(job_id=job.job_id, success=False))
         else:
             self._stores[job.job_id] = len(job.keys)
 
     def submit_load(self, job_metadata: Any) -> None:
         job = translate.job_metadata(job_metadata)
         if self._guard.call("submit_load", job) is RAISED:
-            self._refused.append(VllmJobResult(job_id=job.job_id, success=False))
+            self._ended.append(VllmJobResult(job_id=job.job_id, success=False))
         else:
             self._loads[job.job_id] = job.keys
 
     def get_finished_jobs(self) -> Iterable[VllmJobResult]:
-        results, self._refused = self._refused, []
+        results, self._ended = self._ended, []
         for result in self._guard.collect("get_finished", JobResult):
             keys = self._loads.pop(result.job_id, None)
             # vLLM ends on a job it does not know, so an unknown or repeated one must not get there.
@@ -141,7 +148,7 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
         return results
 
     def has_pending_work(self) -> bool:
-        return bool(self._loads or self._stores or self._refused)
+        return bool(self._loads or self._stores or self._ended)
 
     def take_events(self) -> Iterable[Any]:
         stored = self._guard.collect("take_events", OffloadingEvent)

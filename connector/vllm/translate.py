@@ -19,7 +19,8 @@ import platform
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
 import vllm
@@ -169,15 +170,10 @@ def find_vllm_config() -> Any | None:
     """The VllmConfig this engine is being built from, or None.
 
     OffloadingConfig carries neither the weights' revision nor the hash algorithm, and vLLM sets its current config
-    only around some calls. The connector that builds us has it as an argument, some frames up the stack.
+    only around some calls. The connector that builds us has it as an argument, some frames up the stack; inside a
+    MultiConnector that is the one with our own ``kv_transfer_config``.
     """
-    try:
-        from vllm.config import get_current_vllm_config_or_none
-
-        found = get_current_vllm_config_or_none()
-    except ImportError:  # older versions have no such function
-        found = None
-    frame = sys._getframe(1) if found is None else None
+    frame: FrameType | None = sys._getframe(1)
     for _ in range(_FRAMES_MAX):
         if frame is None:
             break
@@ -185,7 +181,24 @@ def find_vllm_config() -> Any | None:
         if type(candidate).__name__ == "VllmConfig":
             return candidate
         frame = frame.f_back
-    return found
+    try:
+        from vllm.config import get_current_vllm_config_or_none
+    except ImportError:  # older versions have no such function
+        return None
+    return get_current_vllm_config_or_none()
+
+
+class Role(NamedTuple):
+    """What ``kv_role`` lets an engine do with storage. (vLLM's OffloadingConnector does not look at it.)"""
+
+    loads: bool = True
+    stores: bool = True
+
+
+def role_of(vllm_config: Any | None) -> Role:
+    """kv_producer: only stores; kv_consumer: only loads; else both."""
+    kv_role = getattr(getattr(vllm_config, "kv_transfer_config", None), "kv_role", None)
+    return Role(loads=kv_role != "kv_producer", stores=kv_role != "kv_consumer")
 
 
 def _model_name(vllm_config: Any | None, name: str) -> str:

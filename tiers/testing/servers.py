@@ -24,7 +24,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -106,23 +106,37 @@ class SeaweedServer:
 
     ACCESS_KEY = "kvtiers-admin"
     SECRET_KEY = "kvtiers-admin-secret"
+    READER_ACCESS_KEY = "kvtiers-reader"
+    READER_SECRET_KEY = "kvtiers-reader-secret"
     DOMAIN = "s3.test"
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._ports = dict(zip(("s3", "master", "volume", "filer"), free_ports(4), strict=True))
         self._process: subprocess.Popen[bytes] | None = None
-        identity = {
-            "name": "admin",
-            "credentials": [{"accessKey": self.ACCESS_KEY, "secretKey": self.SECRET_KEY}],
-            "actions": ["Admin", "Read", "Write", "List", "Tagging"],
-        }
-        (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
+        identities = [
+            {
+                "name": "admin",
+                "credentials": [{"accessKey": self.ACCESS_KEY, "secretKey": self.SECRET_KEY}],
+                "actions": ["Admin", "Read", "Write", "List", "Tagging"],
+            },
+            {
+                "name": "reader",
+                "credentials": [{"accessKey": self.READER_ACCESS_KEY, "secretKey": self.READER_SECRET_KEY}],
+                "actions": ["Read", "List"],
+            },
+        ]
+        (folder / "s3.json").write_text(json.dumps({"identities": identities}))
 
     @property
     def s3(self) -> S3Server:
         """How to reach it."""
         return S3Server(f"http://127.0.0.1:{self._ports['s3']}", self.ACCESS_KEY, self.SECRET_KEY)
+
+    @property
+    def reader(self) -> S3Server:
+        """How to reach it with credentials that may only read and list."""
+        return replace(self.s3, access_key=self.READER_ACCESS_KEY, secret_key=self.READER_SECRET_KEY)
 
     def start(self) -> None:
         """Start and wait until it answers."""
