@@ -8,7 +8,7 @@ import stat
 import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -51,8 +51,8 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     fsspec.filesystem("memory").store.clear()
 
 
-def store_at(url: str, fingerprint: bytes = FINGERPRINT, rank: int = 0) -> PrefixStore:
-    return PrefixStore(url, "model_abc", fingerprint, rank=rank)
+def store_at(url: str, fingerprint: bytes = FINGERPRINT, rank: int = 0, **options: Any) -> PrefixStore:
+    return PrefixStore(url, "model_abc", fingerprint, rank=rank, **options)
 
 
 def load(store: PrefixStore, chunk: Chunk, hashes: list[bytes]) -> dict[str, torch.Tensor]:
@@ -271,6 +271,19 @@ def test_a_bad_chunk_leaves_no_files_behind(tmp_path: Path) -> None:
         with pytest.raises(SealError):
             load(store, chunk, hashes)
         assert not [each for each in tmp_path.rglob("*") if each.is_file()]
+
+
+def test_a_bad_chunk_stays_where_nothing_may_be_written(tmp_path: Path) -> None:
+    hashes = hashes_of(1, 2)
+    store_at(str(tmp_path)).publish(hashes, layers_of(2))
+    path = next(tmp_path.rglob("*.safetensors"))
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    before = {each: each.stat().st_ctime_ns for each in tmp_path.rglob("*")}
+    reader = store_at(str(tmp_path), read_only=True)
+    (chunk,) = reader.match(hashes)
+    with pytest.raises(SealError):
+        load(reader, chunk, hashes)
+    assert {each: each.stat().st_ctime_ns for each in tmp_path.rglob("*")} == before
 
 
 def find_damage_late(

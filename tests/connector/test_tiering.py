@@ -99,6 +99,22 @@ def test_a_stored_block_goes_to_every_tier_and_is_pinned_until_all_have_it() -> 
     assert all(tier.blobs == {key: pattern(key) for key in KEYS[:4]} for tier in engine.tiers)
 
 
+def test_a_tier_that_takes_no_stores_is_given_none_and_its_hits_go_to_the_tiers_before_it() -> None:
+    engine = Engine(num_tiers=2)
+    engine.tiers[1].takes_stores = False
+    engine.manager = TieringOffloadingManager(engine.primary, engine.tiers, TieringOptions(), clock=engine.clock)
+    engine.store(*KEYS[:3])
+    engine.manager.on_schedule_end()
+    engine.manager.touch(KEYS[:3])
+    engine.manager.on_schedule_end()
+    assert [job_keys(job) for job in engine.tiers[0].submitted] == [KEYS[:3]]
+    engine.tiers[1].blobs[KEYS[5]] = pattern(KEYS[5])
+    assert engine.lookup_until_known(KEYS[5:6]) == [True]
+    engine.load(KEYS[5:6])
+    assert engine.tiers[0].blobs.keys() == {*KEYS[:3], KEYS[5]}
+    assert [job_keys(job) for job in engine.tiers[1].submitted] == [KEYS[5:6]]  # the load
+
+
 def test_only_new_blocks_are_cascaded() -> None:
     engine = Engine()
     engine.store(*KEYS[:3])

@@ -89,6 +89,22 @@ def test_what_would_not_hold_for_prefix_files_leaves_the_way_out(tmp_path: Path,
     assert f"this file offers no shared_storage: tiers[0].{key}: " in told.output
 
 
+@pytest.mark.parametrize(
+    "tier", ["{type: fs, root_dir: /mnt/a, ttl: 7d, read_only: true}", "{type: s3, bucket: kvs, read_only: true}"]
+)
+def test_a_place_that_is_only_read_needs_no_bound_and_stays_so(tmp_path: Path, tier: str) -> None:
+    path = tmp_path / "one.yaml"
+    path.write_text(f"region: {{size: 1GiB}}\ntiers: [{tier}]\n")
+    extra = vllm_config(path)["shared_storage"]["kv_connector_extra_config"]
+    assert extra["read_only"] is True
+    assert shared_place(extra)["read_only"] is True
+    assert shared_place({"config_file": str(path)})["read_only"] is True
+    path.write_text(path.read_text().replace("true", "false").replace("ttl: 7d, ", ""))
+    assert "read_only" not in vllm_config(path)["shared_storage"]["kv_connector_extra_config"]
+    with pytest.raises(ConfigError, match="^read_only: 'yes' is not accepted"):
+        shared_place({"shared_storage_path": "/a", "read_only": "yes"})
+
+
 def test_what_s3fs_can_be_told_it_is_told(tmp_path: Path) -> None:
     path = tmp_path / "s3.yaml"
     path.write_text(

@@ -406,6 +406,28 @@ def several_connectors(setting: Setting, name: str) -> Row:
     return row
 
 
+def roles(setting: Setting, name: str) -> Row:
+    """Engines that only store and one that only loads, by their ``kv_role``."""
+    row = Row(f"{name}: producer and consumer", setting.lab.version)
+    prompts, place = setting.prompts, setting.place(f"{name}-roles")
+    producer, consumer = ({**way(name, place), "kv_role": role} for role in ("kv_producer", "kv_consumer"))
+    _write(setting, row, producer)
+    again = _write(setting, row, producer)["answers"][0]
+    row.expect(again["cached_tokens"] == 0, f"a producer reused {again['cached_tokens']} tokens")
+    stored = _files(place)
+    result = setting.lab.run(consumer, [prompts.document, prompts.half], warm_up=prompts.warm_up)
+    document, half = result["answers"]
+    row.expect(document["tokens"] == setting.reference.document, "the consumer's tokens differ")
+    row.expect(half["tokens"] == setting.reference.half, "the consumer's tokens of the half-shared prompt differ")
+    row.expect(
+        document["cached_tokens"] == prompts.full_blocks * BLOCK_TOKENS,
+        f"the consumer reused {document['cached_tokens']} tokens",
+    )
+    row.expect(bool(stored) and _files(place) == stored, "the consumer stored something")
+    row.figures |= {"producer_reused": again["cached_tokens"], "consumer_reused": document["cached_tokens"]}
+    return row
+
+
 def data_parallel(setting: Setting, name: str) -> Row:
     """Two engines behind one server: what one has stored, the other finds."""
     row = Row(f"{name}: data parallel", setting.lab.version)
@@ -500,11 +522,12 @@ HARM: tuple[tuple[Run, tuple[str, ...]], ...] = (
     (tensor_parallel, ("spec on fs", "tier on fs", "SharedStorageConnector on a folder")),
     (served, ("spec on fs", "tier on fs", "SharedStorageConnector on a folder")),
     (several_connectors, ("spec on fs", "tier on fs")),
+    (roles, ("spec on fs", "tier on fs", "SharedStorageConnector on a folder")),
     (data_parallel, ("spec on fs",)),
     (two_hosts, ("spec on fs", "tier on fs", "SharedStorageConnector on a folder")),
 )
 #: A minute and a half a way: all ways on the first version, one on the others, none in the reduced run.
-SLOW = (tensor_parallel, served, several_connectors, data_parallel, two_hosts)
+SLOW = (tensor_parallel, served, several_connectors, roles, data_parallel, two_hosts)
 
 
 def attempt(run: Run, setting: Setting, name: str) -> Row:

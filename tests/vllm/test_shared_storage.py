@@ -93,6 +93,7 @@ class Rig:
         kv_cache_spec: Any = None,
         extra: dict[str, Any] | None = None,
         layers: tuple[str, ...] = LAYERS,
+        kv_role: str = "kv_both",
         **parallel: Any,
     ) -> None:
         scheduler = offloading_config(**parallel)
@@ -103,6 +104,7 @@ class Rig:
         transfer = SimpleNamespace(
             kv_connector_extra_config={"shared_storage_path": str(root), **(extra or {})},
             kv_load_failure_policy="recompute",
+            kv_role=kv_role,
         )
         kv_cache_group = SimpleNamespace(kv_cache_spec=kv_cache_spec or FullAttentionSpec(**ATTENTION))
         cache = SimpleNamespace(kv_cache_groups=[kv_cache_group], num_blocks=BLOCKS)
@@ -272,6 +274,38 @@ def test_a_worker_of_another_cuda_device_loads_on_that_device(rigs: Any, monkeyp
     assert load(reader, request, [2, 4, 6, 8, 10], 16) == ({"r"}, set())
     assert written_on == [[second]] * len(LAYERS)
     assert steps == [f"wait for {second}", *["write"] * len(LAYERS), f"synchronize {second}"]
+
+
+def test_a_producer_only_stores_and_a_consumer_only_loads(rigs: Any, tmp_path: Path) -> None:
+    producer, consumer = rigs(kv_role="kv_producer"), rigs(kv_role="kv_consumer")
+    store_whole(producer, TOKENS, [3, 7, 1, 9, 5])
+    assert producer.worker._stores[0].counts.chunks_stored == 1
+    other_producer = rigs(kv_role="kv_producer")
+    assert other_producer.matched(prompt(TOKENS)) == (0, False)
+    assert other_producer.stores(step(new={"r": ([3, 7, 1, 9, 5], 0, 18)})) == []  # it knows that they are there
+    request = prompt(TOKENS)
+    assert consumer.matched(request) == (16, True)
+    assert load(consumer, request, [2, 4, 6, 8, 10], 16) == ({"r"}, set())
+    assert torch.equal(consumer.kv[LAYERS[0]][[2, 4, 6, 8]], producer.kv[LAYERS[0]][[3, 7, 1, 9]])
+    files = sorted(tmp_path.rglob("*"))
+    new = prompt([9, *TOKENS], "new")
+    assert consumer.matched(new) == (0, False)
+    assert consumer.stores(step(new={"new": ([0, 1, 2, 3, 4], 0, 19)})) == []
+    assert sorted(tmp_path.rglob("*")) == files
+
+
+def test_where_nothing_may_be_written_it_loads_and_a_bad_prefix_stays(rigs: Any, tmp_path: Path) -> None:
+    store_whole(rigs(), TOKENS, [3, 7, 1, 9, 5])
+    reader = rigs(extra={"read_only": True})
+    assert reader.matched(prompt([9, *TOKENS], "new")) == (0, False)
+    assert reader.stores(step(new={"new": ([0, 1, 2, 3, 4], 0, 19)})) == []
+    layer = next(tmp_path.rglob("*.safetensors"))
+    layer.write_bytes(layer.read_bytes()[:-1] + b"x")
+    before = {path: path.stat().st_ctime_ns for path in tmp_path.rglob("*")}
+    request = prompt(TOKENS)
+    assert reader.matched(request) == (16, True)
+    assert load(reader, request, [2, 4, 6, 8, 10], 16) == ({"r"}, {2, 4, 6, 8})
+    assert {path: path.stat().st_ctime_ns for path in tmp_path.rglob("*")} == before
 
 
 @pytest.mark.parametrize(("length", "expected"), [(3, 0), (4, 0), (5, 4), (8, 4), (9, 8), (16, 12), (17, 16)])

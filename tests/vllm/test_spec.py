@@ -7,6 +7,7 @@ import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from vllm.v1.kv_offload.config import OffloadingCacheConfig, OffloadingGroupConf
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from connector.host_copy import HostCopier
+from connector.vllm import translate
 from connector.vllm.spec import KVTiersManager, KVTiersSpec, KVTiersWorker, deployment
 from tests.vllm.engines import BLOCK_BYTES, LAYERS, keys, kv_caches, offloading_config, request, spied_stores
 from tests.waiting import wait_for
@@ -110,6 +112,30 @@ def engines(tmp_path: Path) -> Iterator[Any]:
     yield make
     for engine in made:
         engine.close()
+
+
+def test_a_producer_only_stores_and_a_consumer_only_loads(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    some, others = keys(3), keys(6)[3:]
+
+    def with_role(kv_role: str) -> Engine:
+        config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_role=kv_role))
+        monkeypatch.setattr(translate, "find_vllm_config", lambda: config)
+        monkeypatch.setattr(translate, "_model_revision", lambda _: None)
+        made = engines()
+        assert isinstance(made, Engine)
+        return made
+
+    producer = with_role("kv_producer")
+    producer.store(some, [3, 9, 4])
+    assert producer.find(some) == [LookupResult.HIT] * 3  # in its region
+    assert with_role("kv_producer").find(some) == [LookupResult.MISS] * 3
+    consumer = with_role("kv_consumer")
+    consumer.load(some, [0, 1, 2])
+    for ours, theirs in zip(consumer.tensors, producer.tensors, strict=True):
+        assert torch.equal(ours[[0, 1, 2]], theirs[[3, 9, 4]])
+    consumer.store(others, [5, 6, 7])
+    assert consumer.find(others) == [LookupResult.HIT] * 3
+    assert with_role("kv_both").find([*some, *others]) == [*[LookupResult.HIT] * 3, *[LookupResult.MISS] * 3]
 
 
 def test_blocks_come_back_into_another_engines_tensors(engines: Any) -> None:

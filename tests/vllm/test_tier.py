@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
+from connector.vllm import hosts, translate
 from connector.vllm.prefix_order import PrefixOrder
 from connector.vllm.tier import tier_options
 from tests.vllm.engines import keys, offloading_config, request, spied_stores
@@ -98,6 +100,45 @@ def engines() -> Iterator[Any]:
 
 def on_folder(root: Path) -> dict[str, Any]:
     return {"tier": {"type": "fs", "root_dir": str(root), "min_free": 0}}
+
+
+def role(monkeypatch: pytest.MonkeyPatch, kv_role: str) -> None:
+    config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_role=kv_role))
+    monkeypatch.setattr(translate, "find_vllm_config", lambda: config)
+    monkeypatch.setattr(hosts, "check_one_host", lambda _: None)
+    monkeypatch.setattr(translate, "_model_revision", lambda _: None)
+
+
+def test_a_producer_only_stores_and_a_consumer_only_loads(
+    engines: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    some, others = keys(3), keys(6)[3:]
+    role(monkeypatch, "kv_producer")
+    engines("producer", on_folder(tmp_path)).store(some)
+    assert engines("other-producer", on_folder(tmp_path)).find(some) == [LookupResult.MISS] * 3
+    role(monkeypatch, "kv_consumer")
+    consumer = engines("consumer", on_folder(tmp_path))
+    assert consumer.find(some) == [LookupResult.HIT] * 3
+    assert consumer.read(some[2]) == bytes([3]) * 4096
+    consumer.store(others, fill=7)
+    assert consumer.find(others) == [LookupResult.HIT] * 3  # in vLLM's region
+    role(monkeypatch, "kv_both")
+    assert engines("later", on_folder(tmp_path)).find([*some, *others]) == [
+        *[LookupResult.HIT] * 3,
+        *[LookupResult.MISS] * 3,
+    ]
+
+
+def test_a_tier_that_is_only_read_takes_no_stores_and_has_no_failures(engines: Any, tmp_path: Path) -> None:
+    some, others = keys(3), keys(6)[3:]
+    engines("writer", on_folder(tmp_path)).store(some)
+    files = sorted(path for path in tmp_path.rglob("*"))
+    reader = engines("reader", {"tier": {**on_folder(tmp_path)["tier"], "read_only": True}})
+    reader.store(others, fill=7)
+    assert reader.find([*some, *others]) == [LookupResult.HIT] * 6
+    assert sorted(path for path in tmp_path.rglob("*")) == files
+    stats = reader.manager.get_stats()
+    assert stats is None or not [name for name in repr(stats).split("'") if "failure" in name.lower()]
 
 
 def test_one_engine_stores_and_another_loads_the_same_bytes(engines: Any, tmp_path: Path) -> None:

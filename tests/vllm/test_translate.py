@@ -116,6 +116,26 @@ def built_by(vllm_config: Any, **changes: Any) -> translate.EngineSpec:
     return translate.engine_spec(SimpleNamespace(config=offloading_config(**changes)))
 
 
+def test_the_role_is_that_of_the_connector_we_are_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MultiConnector gives each of its connectors a config of its own; vLLM's current one is MultiConnector's."""
+    outer, inner = (VllmConfig(kv_transfer_config=SimpleNamespace(kv_role=role)) for role in ("kv_both", "kv_consumer"))
+    monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: outer)
+
+    def connector(vllm_config: Any) -> Any:
+        assert vllm_config is inner
+        return translate.find_vllm_config()
+
+    def multi_connector(vllm_config: Any) -> Any:
+        assert vllm_config is outer
+        return connector(inner)
+
+    assert translate.role_of(multi_connector(outer)) == (True, False)
+    assert translate.role_of(translate.find_vllm_config()) == (True, True)
+    assert translate.role_of(None) == (True, True)
+    producer = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_role="kv_producer"))
+    assert translate.role_of(producer) == (False, True)
+
+
 def some_vllm_config(**changes: Any) -> VllmConfig:
     model = {"revision": "main", "quantization": None, "hf_config": SimpleNamespace(_commit_hash=None)} | changes
     return VllmConfig(
