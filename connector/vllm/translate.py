@@ -36,7 +36,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult as VllmJobResult
 from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
 
 from connector.base import CacheConfig, KVCacheGroup, ModelConfig, OffloadingConfig, ParallelConfig
-from connector.vllm.weights import kv_revision
+from connector.vllm.weights import kv_revision, value_digest
 from tiers.base import JobMetadata, JobResult, OffloadingEvent
 from tiers.errors import ConfigError
 from tiers.file_mapper import VllmLayout
@@ -220,11 +220,13 @@ def kv_platform(vllm_config: Any | None, block_sizes: Iterable[int]) -> str:
     """Whose kernels lay out the KV: "cuda", or "cpu:amx".
 
     vLLM's CPU backend packs the same KV in another order where the machine has AMX: with the same sizes, and wrong
-    tokens for who takes one for the other.
+    tokens for who takes one for the other. So do ROCm's attention backends with keys, under one name of layout.
 
     Args:
         block_sizes: tokens of a block, of each group.
     """
+    if current_platform.is_rocm():
+        return f"rocm:{_rocm_kernels(vllm_config)}"
     if not current_platform.is_cpu():
         return str(current_platform.device_name or current_platform.device_type or "unknown")
     model = getattr(vllm_config, "model_config", None)
@@ -240,6 +242,15 @@ def kv_platform(vllm_config: Any | None, block_sizes: Iterable[int]) -> str:
     # Machines that differ in what vLLM's kernels look at share nothing.
     supports_amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
     return f"cpu:{platform.machine()}{'+amx' if supports_amx else ''}"
+
+
+def _rocm_kernels(vllm_config: Any | None) -> str:
+    """What the choice of a backend, and how it packs keys, depends on. Of what it chose no config tells."""
+    attention = getattr(vllm_config, "attention_config", None)
+    chosen = getattr(attention, "backend", None), getattr(attention, "backend_per_kind", None)
+    variables = {name: value for name, value in os.environ.items() if name.startswith("VLLM_ROCM_")}
+    release = ".".join(vllm.__version__.split(".")[:2])
+    return value_digest([*map(str, chosen), variables, release, current_platform.get_device_name()])
 
 
 def _hash_algorithm(vllm_config: Any | None) -> str:

@@ -54,12 +54,13 @@ def kv_revision(vllm_config: Any) -> str | None:
 
     Raises:
         ConfigError: ``calculate_kv_scales``: what is stored could only be read by the process that stored it;
-            ``weight_transfer_config``: the weights will be others; or pictures have names that mean others in the next
-            process.
+            ``weight_transfer_config``: the weights will be others; ``pooler_config``: KV of a prompt's beginning is of
+            no use; or pictures have names that mean others in the next process.
     """
     model = vllm_config.model_config
     cache = getattr(vllm_config, "cache_config", None)
     _refuse_counted_pictures(model, cache)
+    _refuse_pooling_of_whole_prompts(model)
     if getattr(cache, "calculate_kv_scales", False) and getattr(cache, "cache_dtype", "auto") != "auto":
         raise ConfigError(
             "each process takes its scales from the first prompt that it sees, so KV that is stored means something "
@@ -76,6 +77,9 @@ def kv_revision(vllm_config: Any) -> str | None:
     parts = [weights_revision(model, load), *_by_length(model)]
     multimodal = getattr(model, "multimodal_config", None)
     scales = getattr(multimodal, "mm_encoder_fp8_scale_path", None)
+    parallel = getattr(vllm_config, "parallel_config", None)
+    is_pipeline = getattr(parallel, "pipeline_parallel_size", 1) > 1
+    attention = getattr(vllm_config, "attention_config", None)
     settings = {
         "quant": getattr(model, "quantization_config", None),
         "kv_skip": sorted(getattr(cache, "kv_cache_dtype_skip_layers", None) or ()),
@@ -90,16 +94,35 @@ def kv_revision(vllm_config: Any) -> str | None:
             if (value := getattr(multimodal, name, None))
         },
         "mm_scales": scales and (files_digest(scales) or scales),
-        "non_causal": getattr(getattr(vllm_config, "attention_config", None), "use_non_causal", False),
+        "non_causal": getattr(attention, "use_non_causal", False),
+        "indexer": _unless(getattr(attention, "indexer_kv_dtype", None), "auto"),
+        "interleave": _unless(getattr(parallel, "cp_kv_cache_interleave_size", None), 1),
+        "stages": os.environ.get("VLLM_PP_LAYER_PARTITION") if is_pipeline else None,
         "classes": getattr(model, "model_class_overrides", None),
     }
-    parts += [f"{name}:{_digest(value)}" for name, value in settings.items() if value]
+    parts += [f"{name}:{value_digest(value)}" for name, value in settings.items() if value]
     speculative = getattr(vllm_config, "speculative_config", None)
     draft = getattr(speculative, "draft_model_config", None)
     if draft is not None and draft.model != model.model:  # its layers' KV is in the blocks, too
         revision = weights_revision(draft, getattr(speculative, "draft_load_config", None) or load)
-        parts.append(f"draft:{_digest([draft.model, revision])}")
+        parts.append(f"draft:{value_digest([draft.model, revision])}")
     return "+".join(part for part in parts if part) or None
+
+
+def _unless(value: Any, default: Any) -> Any:
+    return None if value == default else value
+
+
+def _refuse_pooling_of_whole_prompts(model: Any) -> None:
+    """Of a prompt whose beginning was loaded, a pooler sees the end; vLLM's ends the engine then."""
+    pooler: Any = getattr(model, "pooler_config", None)
+    if pooler is not None and not getattr(model, "is_prefix_caching_supported", True):
+        kinds = {getattr(pooler, name, None) for name in ("seq_pooling_type", "tok_pooling_type")} - {None}
+        raise ConfigError(
+            f"the model pools by {', '.join(sorted(map(str, kinds)))}, which takes all tokens of a prompt to be "
+            "computed, so no KV of it can be reused: run this model without a KV connector, or pool by LAST",
+            field="pooler_config",
+        )
 
 
 def _refuse_counted_pictures(model: Any, cache: Any) -> None:
@@ -149,7 +172,7 @@ def weights_revision(model: Any, load: Any = None) -> str | None:
     places = (config_path,) if in_bucket else (name, url, config_path)
     files = [found for path in places if path and (found := files_digest(path))]
     if url and not os.path.exists(url):
-        files.append(f"weights:{_digest(url)}")
+        files.append(f"weights:{value_digest(url)}")
     overrides = getattr(model, "hf_overrides", None)
     parts = [commit or revision, getattr(model, "quantization", None), *files]
     if config_commit != commit and config_commit:
@@ -157,7 +180,7 @@ def weights_revision(model: Any, load: Any = None) -> str | None:
     if callable(overrides) or in_bucket or not (commit or config_commit or files):
         parts.append(config_digest(hf_config))
     if overrides and not callable(overrides):
-        parts.append(f"overrides:{_digest(overrides)}")
+        parts.append(f"overrides:{value_digest(overrides)}")
     parts += _loaded_from(load)
     return "+".join(str(part) for part in parts if part) or None
 
@@ -213,7 +236,7 @@ def _loaded_from(load: Any) -> list[str]:
     load_format = str(getattr(load, "load_format", "auto")).lower()
     parts = [] if load_format in _OWN_FILES else [f"load:{load_format}"]
     found = dict(_locations(getattr(load, "model_loader_extra_config", None)))
-    return [*parts, f"from:{_digest(found)}"] if found else parts
+    return [*parts, f"from:{value_digest(found)}"] if found else parts
 
 
 def _locations(extra: Any, within: str = "") -> Iterator[tuple[str, str]]:
@@ -323,7 +346,7 @@ def config_digest(hf_config: Any) -> str | None:
     if not hasattr(hf_config, "to_dict"):
         return None
     fields = {name: value for name, value in hf_config.to_dict().items() if name != "transformers_version"}
-    return f"config:{_digest(fields)}"
+    return f"config:{value_digest(fields)}"
 
 
 def without_config(revision: str | None) -> str:
@@ -344,7 +367,8 @@ def _contents(file: Path, *, samples: int) -> Iterator[bytes]:
             yield os.pread(opened.fileno(), SAMPLE_BYTES, offset)
 
 
-def _digest(value: Any) -> str:
+def value_digest(value: Any) -> str:
+    """Digest of what a configuration may hold."""
     text = json.dumps(_plain(value), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_HEX_DIGITS]
 

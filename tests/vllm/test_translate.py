@@ -217,8 +217,30 @@ def test_cpus_are_told_apart_where_vllm_does_not_say_what_its_kernels_do(monkeyp
 
 
 def test_a_platform_that_is_no_cpu_is_known_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(translate, "current_platform", SimpleNamespace(is_cpu=lambda: False, device_name="cuda"))
+    platform = SimpleNamespace(is_cpu=lambda: False, is_rocm=lambda: False, device_name="cuda")
+    monkeypatch.setattr(translate, "current_platform", platform)
     assert built_by(some_vllm_config()).config.platform == "cuda"
+
+
+def test_rocms_backends_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which one packs keys, and how, depends on these; layouts and sizes are the same."""
+
+    def platform(backend: str | None = None, gpu: str = "MI300X") -> str | None:
+        rocm = SimpleNamespace(is_cpu=lambda: False, is_rocm=lambda: True, get_device_name=lambda: gpu)
+        monkeypatch.setattr(translate, "current_platform", rocm)
+        config = some_vllm_config()
+        config.attention_config = SimpleNamespace(backend=backend, backend_per_kind={})
+        return built_by(config).config.platform
+
+    plain = platform()
+    assert str(plain).startswith("rocm:")
+    assert platform() == plain
+    others = [platform("TRITON_ATTN"), platform("ROCM_ATTN"), platform(gpu="MI355X")]
+    monkeypatch.setenv("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "1")
+    others.append(platform())
+    monkeypatch.setattr(vllm, "__version__", "0.99.1")
+    others.append(platform())
+    assert len({plain, *others}) == 6
 
 
 @pytest.fixture
@@ -316,8 +338,8 @@ def test_without_commit_and_files_and_with_a_function_the_final_config_counts(mo
 
 
 def revision(**changes: Any) -> str | None:
-    """Of a model from a hub; ``load``, ``cache``, ``speculative`` and ``attention`` are vLLM's other configs."""
-    names = ("load", "cache", "speculative", "attention")
+    """Of a model from a hub; ``load``, ``cache``, ``speculative``, … are vLLM's other configs."""
+    names = ("load", "cache", "speculative", "attention", "parallel")
     others = {f"{name}_config": SimpleNamespace(**changes.pop(name, {})) for name in names}
     hub = {"model": "org/model", "revision": None, "hf_config": SimpleNamespace(_commit_hash="c0ffee")}
     model = some_vllm_config(**hub | changes).model_config
@@ -423,6 +445,31 @@ def test_where_tensorizer_loads_from_counts_and_how_it_gets_there_does_not() -> 
     assert tensorizer(num_readers=2, s3_secret_access_key="one") == tensorizer(s3_secret_access_key="two")
     reading = [{"load_format": name} for name in ("hf", "safetensors", "runai_streamer", "fastsafetensors")]
     assert {revision(load=load) for load in reading} == {"c0ffee"}
+
+
+def test_how_tokens_are_dealt_to_ranks_and_layers_to_stages_is_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With other sizes of these, a rank's block has other tokens or layers, and as many bytes."""
+    assert revision(parallel={"cp_kv_cache_interleave_size": 1, "pipeline_parallel_size": 1}) == "c0ffee"
+    assert len({revision(parallel={"cp_kv_cache_interleave_size": size}) for size in (1, 4, 16)}) == 3
+    assert revision(attention={"indexer_kv_dtype": "auto"}) == "c0ffee"
+    assert len({revision(attention={"indexer_kv_dtype": dtype}) for dtype in ("auto", "fp8", "mxfp4")}) == 3
+    stages = {"pipeline_parallel_size": 3}
+    plain = revision(parallel=stages)
+    partitions = set()
+    for partition in ("2,1,3", "2,3,1"):
+        monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", partition)
+        partitions.add(revision(parallel=stages))
+        assert revision(parallel={"pipeline_parallel_size": 1}) == "c0ffee"
+    assert len({plain, *partitions}) == 3
+
+
+def test_models_that_pool_over_whole_prompts_are_refused() -> None:
+    """vLLM's own words for which those are; that its pooler ends the engine otherwise is a row of the tests below."""
+    pooler = SimpleNamespace(seq_pooling_type="MEAN", tok_pooling_type=None)
+    with pytest.raises(ConfigError, match="^pooler_config: the model pools by MEAN"):
+        revision(pooler_config=pooler, is_prefix_caching_supported=False)
+    assert revision(pooler_config=pooler, is_prefix_caching_supported=True) == "c0ffee"
+    assert revision(pooler_config=None, is_prefix_caching_supported=False) == "c0ffee"
 
 
 def test_scales_that_only_one_process_knows_are_refused() -> None:
