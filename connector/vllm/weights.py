@@ -117,10 +117,10 @@ def _refuse_pooling_of_whole_prompts(model: Any) -> None:
     """Of a prompt whose beginning was loaded, a pooler sees the end; vLLM's ends the engine then."""
     pooler: Any = getattr(model, "pooler_config", None)
     if pooler is not None and not getattr(model, "is_prefix_caching_supported", True):
-        kinds = {getattr(pooler, name, None) for name in ("seq_pooling_type", "tok_pooling_type")} - {None}
+        kinds = [str(getattr(pooler, name, None)) for name in ("seq_pooling_type", "tok_pooling_type")]
         raise ConfigError(
-            f"the model pools by {', '.join(sorted(map(str, kinds)))}, which takes all tokens of a prompt to be "
-            "computed, so no KV of it can be reused: run this model without a KV connector, or pool by LAST",
+            f"this model's pooling ({' and '.join(kinds)}) takes all tokens of a prompt to be computed, so no KV of it "
+            "can be reused: run it without a KV connector, or pool by LAST",
             field="pooler_config",
         )
 

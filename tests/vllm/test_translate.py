@@ -12,12 +12,15 @@ import numpy as np
 import pytest
 import torch
 import vllm
+from vllm.config import ModelConfig as VllmModelConfig
+from vllm.config import PoolerConfig
 from vllm.renderers.base import BaseRenderer
 from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.kv_offload.base import Locality, LookupResult, Medium
 from vllm.v1.kv_offload.config import OffloadingModelConfig
 
 from connector.vllm import translate, weights
+from tests.tiny_model import make_model_dir
 from tests.vllm.engines import keys, offloading_config, request
 from tiers.base import JobResult, OffloadingEvent
 from tiers.errors import ConfigError
@@ -463,13 +466,17 @@ def test_how_tokens_are_dealt_to_ranks_and_layers_to_stages_is_part_of_it(monkey
     assert len({plain, *partitions}) == 3
 
 
-def test_models_that_pool_over_whole_prompts_are_refused() -> None:
-    """vLLM's own words for which those are; that its pooler ends the engine otherwise is a row of the tests below."""
-    pooler = SimpleNamespace(seq_pooling_type="MEAN", tok_pooling_type=None)
-    with pytest.raises(ConfigError, match="^pooler_config: the model pools by MEAN"):
-        revision(pooler_config=pooler, is_prefix_caching_supported=False)
-    assert revision(pooler_config=pooler, is_prefix_caching_supported=True) == "c0ffee"
-    assert revision(pooler_config=None, is_prefix_caching_supported=False) == "c0ffee"
+@pytest.mark.parametrize(("pooling", "refused"), [("MEAN", True), ("CLS", True), ("LAST", False), (None, False)])
+def test_models_that_pool_over_whole_prompts_are_refused(pooling: str | None, refused: bool, tmp_path: Path) -> None:
+    """vLLM's pooler would end the engine at the first prompt of which something was loaded."""
+    pooler = {"runner": "pooling", "pooler_config": PoolerConfig(pooling_type=pooling)} if pooling else {}
+    model = VllmModelConfig(model=str(make_model_dir(tmp_path)), max_model_len=64, **pooler)
+    config = SimpleNamespace(model_config=model)
+    if refused:
+        with pytest.raises(ConfigError, match=rf"^pooler_config: this model's pooling \({pooling} and ALL\)"):
+            weights.kv_revision(config)
+    else:
+        assert str(weights.kv_revision(config)).startswith("files:")
 
 
 def test_scales_that_only_one_process_knows_are_refused() -> None:
