@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -24,7 +25,13 @@ FILES_AT_ONCE = 16  # in memory, and requests under way on an object store
 
 
 class Files(ABC):
-    """Files by relative path. Blocking; raises StoreError only."""
+    """Files by relative path. Blocking; raises StoreError only.
+
+    Attributes:
+        has_uses: ``touch`` works: a time that says when a file was used last.
+    """
+
+    has_uses = False
 
     @abstractmethod
     def write(self, path: str, data: bytes) -> None:
@@ -52,6 +59,14 @@ class Files(ABC):
     def names(self, folder: str) -> list[str]:
         """Names of the files right in the folder; none where it is not there."""
 
+    def unused_s(self, path: str) -> float:
+        """Seconds since it was written or touched."""
+        raise NotImplementedError
+
+    def touch(self, path: str) -> None:
+        """It is used. Absent is success."""
+        raise NotImplementedError
+
     @abstractmethod
     def delete(self, path: str) -> None:
         """Absent is success."""
@@ -62,7 +77,9 @@ class Files(ABC):
 
 
 class _LocalFiles(Files):
-    """Files in a folder: 0600 in folders of 0700, written beside and renamed."""
+    """Files in a folder: 0600 in folders of 0700, written beside and renamed. Used last is modified last."""
+
+    has_uses = True
 
     def __init__(self, root: str) -> None:
         self._root = os.path.abspath(os.path.expanduser(root))
@@ -99,6 +116,14 @@ class _LocalFiles(Files):
                 return sorted(entry.name for entry in os.scandir(self._full(folder)) if entry.is_file())
             except FileNotFoundError:
                 return []
+
+    def unused_s(self, path: str) -> float:
+        with _storage_errors(path):
+            return time.time() - os.stat(self._full(path)).st_mtime
+
+    def touch(self, path: str) -> None:
+        with _storage_errors(path), contextlib.suppress(FileNotFoundError):
+            os.utime(self._full(path))
 
     def delete(self, path: str) -> None:
         with _storage_errors(path), contextlib.suppress(FileNotFoundError):

@@ -45,6 +45,7 @@ FORMAT = "prefix-1"
 MANIFEST_BYTES_MAX = 4 << 20
 CANDIDATES_MAX = 16  # chunks that begin alike and are read to find where they part from a prompt
 CHUNK_BLOCKS_MAX = 128
+USE_NOTED_S = 3600.0
 _TENSOR = "kv"
 _MANIFEST = re.compile(r"(\d{1,6})-([0-9a-f]{8,128})\.json")
 
@@ -208,6 +209,24 @@ class PrefixStore:
                 raise SealError(SealReason.SIZE, f"a layer of {chunk.path} is gone") from e
             raise
         self.counts.chunks_loaded += 1
+
+    @property
+    def notes_uses(self) -> bool:
+        """Whether ``note_uses`` does anything."""
+        return self._files.has_uses and not self._read_only
+
+    def note_uses(self, chunks: Sequence[Chunk]) -> None:
+        """Make the files of chunks new, where they have not been for ``USE_NOTED_S``: what is old then is not used."""
+        for chunk in chunks if self.notes_uses else ():
+            try:
+                if self._files.unused_s(chunk.path) < USE_NOTED_S:
+                    continue
+                body = self._manifest(chunk.path)
+                folder = f"{chunk.path.rsplit('/', 1)[0]}/{body['attempt']}"
+                for path in (*(f"{folder}/{_file_name(layer)}" for layer in body["layers"]), chunk.path):
+                    self._files.touch(path)
+            except (SealError, StoreError) as e:  # whoever loads it will see
+                logger.debug("a use of %s is not noted: %s", chunk.path, e)
 
     # -- privates ----------------------------------------------------------------------------------------------------
 

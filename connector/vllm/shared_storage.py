@@ -35,6 +35,7 @@ from connector.vllm import translate, weights
 from connector.vllm.prefix_metrics import PrefixPromMetrics, PrefixReporter, PrefixStats
 from connector.vllm.prefix_requests import Request, SharedStorageMetadata, Stored, Transfer, salt_of
 from connector.vllm.prefix_threads import DaemonPool
+from connector.vllm.prefix_uses import PrefixUses
 from connector.vllm.prefix_worker import PrefixWorker
 from connector.vllm.resets import StorageSwitch
 from connector.vllm_config import shared_place
@@ -115,6 +116,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         self._loads: list[Transfer] = []  # not handed to the workers yet
         self._stored = Stored()
         self._adapters = weights.Adapters()
+        self._uses = PrefixUses(self._stores)
         load_deadline_s = float(extra.get("load_deadline_s", LOAD_DEADLINE_S))
         self._worker = PrefixWorker(self._pool, int(kv_cache_config.num_blocks), self._block_size, load_deadline_s)
         self._reporter = PrefixReporter()
@@ -163,6 +165,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         state.num_computed = num_computed_tokens
         limit_blocks = (len(request.prompt_token_ids) - 1) // self._block_size
         if limit_blocks * self._block_size <= num_computed_tokens:
+            self._uses.note(state.hashes[:limit_blocks])  # the GPU has it, and storage is to keep it
             return 0, False
         if state.matched is None:
             if self._pool.hangs(self._lookup_deadline_s):  # it would only be waited for in vain
@@ -177,6 +180,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
             state.stored_blocks = state.found
             self._stored.add(state.hashes[: state.found])
             self._stored.discard(state.hashes[state.found : limit_blocks])
+            self._uses.note(state.hashes[: state.found])
         # From 0.31 on vLLM sees to the first itself. Who only stores asks, too: what is there is not copied again.
         if getattr(request, "skip_reading_prefix_cache", False) or not self._role.loads:
             return 0, False
@@ -333,6 +337,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         """Publish what is under way for a bounded time; count what is not."""
         self._worker.shutdown(SHUTDOWN_S - THREADS_END_S, THREADS_END_S / 2)
         self._pool.shutdown(THREADS_END_S / 2)
+        self._uses.shutdown()
 
     def _step_stores(self) -> list[Transfer]:
         return [transfer for transfer in self._transfers() if transfer.is_store]

@@ -6,6 +6,7 @@ import json
 import os
 import stat
 import subprocess
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ else:
     torch = pytest.importorskip("torch", reason="prefixes are tensors: pip install 'kvtiers[torch]'")
 pytest.importorskip("safetensors", reason="prefixes are safetensors: pip install 'kvtiers[torch]'")
 
-from connector.prefix_store import CHUNK_BLOCKS_MAX, Chunk, PrefixStore
+from connector.prefix_store import CHUNK_BLOCKS_MAX, USE_NOTED_S, Chunk, PrefixStore
 
 BLOCK = 4
 LAYERS = ("model.layers.0.attn", "model.layers.1.attn")
@@ -387,6 +388,46 @@ def test_file_systems_that_know_no_refresh_are_fine() -> None:
     assert [chunk.blocks for chunk in store.match(hashes_of(1))] == [1]
 
 
+def test_what_is_used_is_made_new_once_an_hour(tmp_path: Path) -> None:
+    store, hashes, others = store_at(str(tmp_path)), hashes_of(1, 2, 3, 4), hashes_of(5, 6)
+    store.publish(hashes[:2], layers_of(2))
+    store.publish(hashes[2:], layers_of(2))
+    store.publish(others, layers_of(2))
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+
+    def make_old(seconds: float) -> None:
+        at = time.time() - seconds
+        for path in files:
+            os.utime(path, (at, at))
+
+    def new() -> set[Path]:
+        return {path for path in files if time.time() - path.stat().st_mtime < 60}
+
+    make_old(USE_NOTED_S + 100)
+    store_at(str(tmp_path), read_only=True).note_uses(store.match(hashes))
+    assert new() == set()
+    store.note_uses(store.match(hashes))
+    used = {path for path in files if hashes[0].hex() in path.parts or hashes[2].hex() in path.parts}
+    assert new() == used
+    assert len(used) == 2 * (1 + len(LAYERS))
+    make_old(USE_NOTED_S - 100)
+    store.note_uses(store.match(hashes))
+    assert new() == set()
+
+
+def test_a_use_of_what_is_gone_or_bad_is_not_noted_and_harmless(tmp_path: Path) -> None:
+    store, hashes = store_at(str(tmp_path)), hashes_of(1, 2)
+    store.publish(hashes, layers_of(2))
+    chunks = store.match(hashes)
+    manifest = tmp_path / chunks[0].path
+    manifest.write_bytes(b"x")
+    os.utime(manifest, (0, 0))
+    store.note_uses(chunks)
+    manifest.unlink()
+    store.note_uses(chunks)
+    assert not store_at("memory://uses").notes_uses
+
+
 def test_what_is_old_may_be_removed_as_the_docs_say(tmp_path: Path) -> None:
     """The commands of docs/vllm.md, while an engine uses the folder."""
     root = tmp_path / "prefixes"
@@ -396,8 +437,9 @@ def test_what_is_old_may_be_removed_as_the_docs_say(tmp_path: Path) -> None:
         assert store.publish(hashes, layers_of(2))
     (old_manifest,) = (root / "model_abc_r0" / old[0].hex()).glob("*.json")
     (found,) = store.match(old)
-    for path in (old_manifest, *old_manifest.parent.rglob("*"), old_manifest.parent):
+    for path in (*root.rglob("*"), old_manifest.parent):
         os.utime(path, (0, 0))
+    store.note_uses(store.match(new))
     text = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text()
     commands = [line for line in text.splitlines() if line.startswith("find /mnt/prefixes ")]
     assert len(commands) == 2

@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import itertools
 import json
+import os
 import shutil
 import threading
 import weakref
@@ -274,6 +275,25 @@ def test_a_worker_of_another_cuda_device_loads_on_that_device(rigs: Any, monkeyp
     assert load(reader, request, [2, 4, 6, 8, 10], 16) == ({"r"}, set())
     assert written_on == [[second]] * len(LAYERS)
     assert steps == [f"wait for {second}", *["write"] * len(LAYERS), f"synchronize {second}"]
+
+
+@pytest.mark.parametrize("computed", [0, 8, 16])
+def test_a_prefix_that_is_used_is_made_new_on_storage_though_the_gpu_has_it(
+    rigs: Any, tmp_path: Path, computed: int
+) -> None:
+    store_whole(rigs(), TOKENS, [3, 7, 1, 9, 5])
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    for path in files:
+        os.utime(path, (0, 0))
+    reader = rigs()
+    assert reader.matched(prompt(TOKENS), computed) == (16 - computed, computed < 16)
+    reader.scheduler._uses._pool.submit(lambda: None).result(20)
+    assert all(path.stat().st_mtime > 0 for path in files)
+    for path in files:
+        os.utime(path, (0, 0))
+    reader.matched(prompt(TOKENS, "again within the hour"), computed)
+    reader.scheduler._uses._pool.submit(lambda: None).result(20)
+    assert not any(path.stat().st_mtime for path in files)
 
 
 def test_a_producer_only_stores_and_a_consumer_only_loads(rigs: Any, tmp_path: Path) -> None:
