@@ -15,7 +15,7 @@ import pytest
 
 from connector.shared_region import SharedOffloadRegion
 from tests.identity import FakeSpec, block_key
-from tests.waiting import wait_for
+from tests.tiers.test_store_tier import Bench as StoreBench
 from tiers.base import JobMetadata, JobResult
 from tiers.errors import ConfigError, NamespaceMismatchError
 from tiers.keys import OffloadKey
@@ -24,6 +24,7 @@ from tiers.store_tier import StoreTierManager
 from tiers.testing.servers import S3Server, SeaweedServer
 
 ROWS, ROW_BYTES = 8, 8192
+present = StoreBench.present
 KEYS = [block_key(n) for n in range(ROWS)]
 OTHERS = [block_key(100 + n) for n in range(ROWS)]
 
@@ -75,15 +76,6 @@ def tree(root: Path) -> dict[str, tuple[int, int, int]]:
         status = path.lstat()
         found[str(path.relative_to(root))] = (status.st_ino, status.st_size, status.st_ctime_ns)
     return found
-
-
-def present(tier: StoreTierManager, key: OffloadKey) -> bool:
-    def ask() -> list[bool]:
-        answer = tier.lookup(key)
-        tier.on_schedule_end()
-        return [] if answer is None else [answer]
-
-    return wait_for(ask)[0]
 
 
 @pytest.mark.parametrize("isolation", ["thread", "process"])
