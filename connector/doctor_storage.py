@@ -34,6 +34,7 @@ NAMESPACES_MAX = 100
 INODES_FREE_MIN = 100_000
 LOST_AND_FOUND = "lost+found"
 REFUSED_SHOWN_MAX = 5
+READ_BYTES_MAX = 256 << 20  # what is larger is no block
 _WRITERS = "look whether an engine with the same place and prefix writes here"
 
 
@@ -185,12 +186,12 @@ def _namespaces(config: TierConfig, store: Store) -> Iterator[dict[str, Any]]:
 
 def _reading(where: str, config: TierConfig, store: Store) -> Iterator[Finding]:
     try:
-        info = next(iter(store.keys()), None)
+        some = itertools.islice(store.keys(), LISTED_MAX)
+        info = next((info for info in some if info.size <= READ_BYTES_MAX), None)
         if info is None:
             yield Finding("problem", where, "blocks", "there are none, and read_only: nothing will be found", _WRITERS)
             return
-        data = bytearray(info.size)
-        store.get_into(info.key, [memoryview(data)])
+        store.get_into(info.key, [memoryview(bytearray(info.size))])
         yield Finding("ok", where, "rights", "blobs can be listed and read; no others were tried, as for read_only")
     except StoreError as e:
         yield Finding("problem", where, "rights", str(e), _fix_of(config))

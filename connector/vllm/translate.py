@@ -18,6 +18,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from types import FrameType
 from typing import Any, NamedTuple
@@ -250,7 +251,10 @@ def _rocm_kernels(vllm_config: Any | None) -> str:
     chosen = getattr(attention, "backend", None), getattr(attention, "backend_per_kind", None)
     variables = {name: value for name, value in os.environ.items() if name.startswith("VLLM_ROCM_")}
     release = ".".join(vllm.__version__.split(".")[:2])
-    return value_digest([*map(str, chosen), variables, release, current_platform.get_device_name()])
+    gpu = None
+    with suppress(Exception):  # amdsmi's; no reason not to start
+        gpu = current_platform.get_device_name()
+    return value_digest([*map(str, chosen), variables, release, gpu])
 
 
 def _hash_algorithm(vllm_config: Any | None) -> str:
