@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import http.server
 import logging
 import os
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -184,6 +186,32 @@ def test_in_a_bucket(moto: S3Server, boto_models_once: None, monkeypatch: pytest
         assert objects() == before
     finally:
         bench.close()
+
+
+def test_from_a_web_server(bench: Bench, tmp_path: Path) -> None:
+    """Which has files, and neither listings for programs nor conditions."""
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args, directory=str(tmp_path))
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    stored = bench.fill(1)
+    assert bench.run(bench.tier(), KEYS, is_load=False).success
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Quiet) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        readers = Bench(type="fsspec", url=f"http://127.0.0.1:{server.server_port}/kv", read_only=True)
+        try:
+            reader = readers.tier(lookup_deadline_s=20)
+            assert present(reader, KEYS[0])
+            assert not present(reader, OTHERS[0])
+            assert readers.run(reader, [*KEYS[:7], OTHERS[0]], is_load=True).successful_keys == tuple(KEYS[:7])
+            assert np.array_equal(readers.rows[:7], stored[:7])
+        finally:
+            readers.close()
+            server.shutdown()
 
 
 @pytest.mark.full
