@@ -197,9 +197,13 @@ class Role(NamedTuple):
 
 
 def role_of(vllm_config: Any | None) -> Role:
-    """kv_producer: only stores; kv_consumer: only loads; else both."""
+    """kv_producer: only stores; kv_consumer: only loads; else both. Says so where it is not both."""
     kv_role = getattr(getattr(vllm_config, "kv_transfer_config", None), "kv_role", None)
-    return Role(loads=kv_role != "kv_producer", stores=kv_role != "kv_consumer")
+    role = Role(loads=kv_role != "kv_producer", stores=kv_role != "kv_consumer")
+    if role != Role():
+        does = "stored in" if role.stores else "loaded from"
+        logger.warning("kv_role is %s: KV is only %s storage; write kv_both for both", kv_role, does)
+    return role
 
 
 def _model_name(vllm_config: Any | None, name: str) -> str:

@@ -119,7 +119,9 @@ def built_by(vllm_config: Any, **changes: Any) -> translate.EngineSpec:
     return translate.engine_spec(SimpleNamespace(config=offloading_config(**changes)))
 
 
-def test_the_role_is_that_of_the_connector_we_are_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_role_is_that_of_the_connector_we_are_in(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """MultiConnector gives each of its connectors a config of its own; vLLM's current one is MultiConnector's."""
     outer, inner = (VllmConfig(kv_transfer_config=SimpleNamespace(kv_role=role)) for role in ("kv_both", "kv_consumer"))
     monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: outer)
@@ -133,8 +135,11 @@ def test_the_role_is_that_of_the_connector_we_are_in(monkeypatch: pytest.MonkeyP
         return connector(inner)
 
     assert translate.role_of(multi_connector(outer)) == (True, False)
+    assert "kv_role is kv_consumer: KV is only loaded from storage" in caplog.text
+    caplog.clear()
     assert translate.role_of(translate.find_vllm_config()) == (True, True)
     assert translate.role_of(None) == (True, True)
+    assert not caplog.records
     producer = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_role="kv_producer"))
     assert translate.role_of(producer) == (False, True)
 
