@@ -30,6 +30,7 @@ BLOCK_TOKENS = 32
 SHORT_REGION_BYTES = 40 << 20  # 28 blocks of SmolLM2: less than half of the prompt
 AGAIN = 5
 FILES_AT_KILL = 12  # of the document's 63, stored four at a time: its first ones are among them
+SHARE_BLOCKS = {"0.32", "0.33"}
 STALL_S_MAX = 20.0  # a tier's deadline on S3 is 15 s
 
 
@@ -71,6 +72,7 @@ class Setting:
     Attributes:
         written: by way, what an engine stored of the document; rows work on copies.
         tiny_tokens: the tiny model's answer under TP=2 without a connector, once it was asked.
+        before: with another version of vLLM.
     """
 
     lab: Lab
@@ -81,6 +83,7 @@ class Setting:
     tiny_model: Path
     written: dict[str, Place] = field(default_factory=dict)
     tiny_tokens: list[int] = field(default_factory=list)
+    before: Setting | None = None
 
     def place(self, name: str) -> Place:
         """An empty folder and an empty bucket."""
@@ -166,6 +169,22 @@ def yardstick(setting: Setting, name: str) -> Row:
     again = reuse(setting, name, place_suffix="-again")
     again.figures["first_attempt"] = "; ".join(dict.fromkeys(row.failures))
     return again
+
+
+def upgraded(setting: Setting, name: str) -> Row:
+    """What another version of vLLM has stored is read by this one: a fleet is not upgraded at once."""
+    assert setting.before is not None
+    row = Row(f"{name}: stored by vLLM {setting.before.lab.version}", setting.lab.version)
+    config = way(name, setting.copy(setting.before.written[name], row.name))
+    result = setting.lab.run(config, [setting.prompts.document], warm_up=setting.prompts.warm_up)
+    answer = result["answers"][0]
+    row.expect(answer["tokens"] == setting.reference.document, "tokens differ")
+    expected = {setting.prompts.full_blocks * BLOCK_TOKENS}
+    if {setting.before.lab.version, setting.lab.version} != SHARE_BLOCKS:
+        expected.add(0)  # they call the layout by other names, or have another
+    row.expect(answer["cached_tokens"] in expected, f"{answer['cached_tokens']} tokens were reused")
+    row.figures |= {"reused_tokens": answer["cached_tokens"], "first_token_s": answer["ttft_s"]}
+    return row
 
 
 def flipped(setting: Setting, name: str) -> Row:

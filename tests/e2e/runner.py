@@ -17,12 +17,13 @@ from tests.e2e.lab import REPOSITORY, Lab, Row
 from tests.e2e.make_env import overlay_folder
 from tests.e2e.make_model import make_model, make_tiny_model
 from tests.e2e.report import write_report
-from tests.e2e.rows import BLOCK_TOKENS, HARM, SLOW, Prompts, Setting, attempt, reference, reuse, yardstick
+from tests.e2e.rows import BLOCK_TOKENS, HARM, SLOW, Prompts, Setting, attempt, reference, reuse, upgraded, yardstick
 from tests.e2e.ways import REUSE_WAYS, VLLM_WAYS
 from tiers.testing.servers import seaweed_server
 
 DOCUMENT_TOKENS = 2029
 HALF_BLOCKS = 31
+UPGRADE_WAYS = ("tier on fs", "spec on fs", "SharedStorageConnector on a folder")
 REDUCED_WAYS = ("tier on fs", "tier on S3", "spec on fs", "SharedStorageConnector on a folder")
 
 
@@ -48,13 +49,18 @@ def rows(work: Path, versions: Sequence[str], only: str, reduced: bool) -> Itera
     tiny_model = make_tiny_model(work / "tiny-llama", model)
     prompts = make_prompts(model)
     with seaweed_server() as server, tempfile.TemporaryDirectory(prefix="kvtiers-e2e-") as scratch:
+        setting: Setting | None = None
         for version in versions:
             lab = Lab(version, overlay_folder(Path(sys.prefix), version), model, server.s3.environment)
-            setting = Setting(lab, prompts, reference(lab, prompts), Path(scratch), server, tiny_model)
+            before = setting
+            setting = Setting(lab, prompts, reference(lab, prompts), Path(scratch), server, tiny_model, before=before)
             print(f"vLLM {version}: cold without a connector {setting.reference.cold_ttft_s:.3f} s", flush=True)
             for name in REDUCED_WAYS if reduced else REUSE_WAYS:
                 if _is_asked(only, f"{name}: reuse"):
                     yield attempt(yardstick if name in VLLM_WAYS else reuse, setting, name)
+            for name in UPGRADE_WAYS:
+                if before is not None and name in before.written and _is_asked(only, f"{name}: upgraded"):
+                    yield attempt(upgraded, setting, name)
             for run, ways in HARM:
                 if run in SLOW:
                     count = 0 if reduced else len(ways) if version == versions[0] else 1
