@@ -1,15 +1,20 @@
-"""Files: where PrefixStore keeps its files: in a folder, or under any fsspec URL. Whole files, by relative path."""
+"""Files: where PrefixStore keeps its files: in a folder, in a bucket, or under any fsspec URL. By relative path."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
+from itertools import count, islice
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from connector.daemon_pool import DaemonPool
 from tiers.errors import (
     BlobNotFoundError,
     ConfigError,
@@ -19,8 +24,16 @@ from tiers.errors import (
     StoreUnavailableError,
     public_url,
 )
-from tiers.stores.fsspec_driver import ATOMIC_PUT, LOCAL, TEMPORARY_FOLDER, protocols_of, put_and_move
+from tiers.open_store import open_store
+from tiers.stores.fsspec_driver import ATOMIC_PUT, TEMPORARY_FOLDER, protocols_of, put_and_move
+from tiers.tier_config import BoundedTierConfig, FsspecTierConfig, FsTierConfig, NfsTierConfig, S3TierConfig
 
+if TYPE_CHECKING:
+    from tiers.stores.s3 import S3Store
+
+T = TypeVar("T")
+
+FOLDER_ATTEMPTS = 8
 FILES_AT_ONCE = 16  # in memory, and requests under way on an object store
 
 
@@ -38,13 +51,16 @@ class Files(ABC):
         """In one piece: nobody ever reads a part of it."""
 
     @abstractmethod
-    def read(self, path: str, bytes_max: int | None = None) -> bytes:
-        """All of it; at most ``bytes_max`` bytes."""
+    def read(self, path: str, bytes_max: int) -> bytes:
+        """All of it; at most ``bytes_max`` bytes, and nobody says of which."""
 
-    def read_all(self, paths: Mapping[str, str]) -> Iterator[tuple[str, bytes]]:
-        """(name, bytes) for each name -> path."""
-        for name, path in paths.items():
-            yield name, self.read(path)
+    @abstractmethod
+    def read_all(self, files: Mapping[str, tuple[str, int]]) -> Iterator[tuple[str, memoryview]]:
+        """(name, bytes) for each name -> (path, its size), in order.
+
+        The bytes are lent until the next ones are asked for: fresh memory for each file costs more than its reading.
+        Of a file that has another size, other bytes may come, or BlobCorruptError.
+        """
 
     def write_all(self, files: Mapping[str, bytes]) -> None:
         """Each in one piece, in any order."""
@@ -75,6 +91,19 @@ class Files(ABC):
     def delete_folder(self, folder: str) -> None:
         """With its files; absent is success."""
 
+    def prepare(self) -> None:  # noqa: B027 - not every storage has a first call that costs more
+        """Make what the first call would make, without asking the storage. Raises nothing."""
+
+    def check(self) -> None:  # noqa: B027 - not every storage can say
+        """Ask the storage whether it can be used.
+
+        Raises:
+            StoreError: one line that says what is wrong and what to do about it.
+        """
+
+    def close(self) -> None:  # noqa: B027 - not every storage holds something
+        """Release connections and threads. Asks no storage and waits for none; what is under way may fail."""
+
 
 class _LocalFiles(Files):
     """Files in a folder: 0600 in folders of 0700, written beside and renamed. Used last is modified last."""
@@ -82,14 +111,13 @@ class _LocalFiles(Files):
     has_uses = True
 
     def __init__(self, root: str) -> None:
-        self._root = os.path.abspath(os.path.expanduser(root))
+        self._root = root
 
     def write(self, path: str, data: bytes) -> None:
         full = self._full(path)
         part = f"{full}.{uuid.uuid4().hex}.part"
         with _storage_errors(path):
-            _make_folders(os.path.dirname(full))
-            fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            fd = _create(part)
             try:
                 with os.fdopen(fd, "wb", buffering=0) as file:
                     view = memoryview(data)
@@ -101,11 +129,19 @@ class _LocalFiles(Files):
                     os.unlink(part)
                 raise
 
-    def read(self, path: str, bytes_max: int | None = None) -> bytes:
-        with _storage_errors(path):
-            fd = os.open(self._full(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-            with os.fdopen(fd, "rb") as file:
-                return file.read(-1 if bytes_max is None else bytes_max)
+    def read(self, path: str, bytes_max: int) -> bytes:
+        with _storage_errors(path), os.fdopen(self._open(path), "rb") as file:
+            return file.read(bytes_max)
+
+    def read_all(self, files: Mapping[str, tuple[str, int]]) -> Iterator[tuple[str, memoryview]]:
+        buffer = memoryview(bytearray(max((size for _, size in files.values()), default=0) + 1))
+        for name, (path, size) in files.items():
+            wanted = buffer[: size + 1]  # one more shows that there is more
+            filled = 0
+            with _storage_errors(path), os.fdopen(self._open(path), "rb", buffering=0) as file:
+                while filled < len(wanted) and (count := file.readinto(wanted[filled:])):
+                    filled += count
+            yield name, wanted[:filled]
 
     def exists(self, path: str) -> bool:
         return os.path.exists(self._full(path))
@@ -135,6 +171,9 @@ class _LocalFiles(Files):
                 self.delete(f"{folder}/{name}")
             os.rmdir(self._full(folder))
 
+    def _open(self, path: str) -> int:
+        return os.open(self._full(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+
     def _full(self, path: str) -> str:
         return f"{self._root}/{path}"
 
@@ -161,20 +200,20 @@ class _FsspecFiles(Files):
             else:
                 put_and_move(self._fs, self._full(path), [memoryview(data)], self._full(TEMPORARY_FOLDER))
 
-    def read(self, path: str, bytes_max: int | None = None) -> bytes:
+    def read(self, path: str, bytes_max: int) -> bytes:
         with _storage_errors(path):
             data: bytes = self._fs.cat_file(self._full(path), start=0, end=bytes_max)
             return data
 
-    def read_all(self, paths: Mapping[str, str]) -> Iterator[tuple[str, bytes]]:
-        names = list(paths)
+    def read_all(self, files: Mapping[str, tuple[str, int]]) -> Iterator[tuple[str, memoryview]]:
+        names = list(files)
         for start in range(0, len(names), FILES_AT_ONCE):
             some = names[start : start + FILES_AT_ONCE]
-            full = [self._full(paths[name]) for name in some]
-            with _storage_errors(paths[some[0]]):
+            full = [self._full(files[name][0]) for name in some]
+            with _storage_errors(files[some[0]][0]):
                 found = self._fs.cat(full) if len(full) > 1 else {full[0]: self._fs.cat_file(full[0])}
             for name, path in zip(some, full, strict=True):
-                yield name, found[path]
+                yield name, memoryview(bytearray(found[path]))  # which a tensor may lie over; nobody may write bytes
 
     def write_all(self, files: Mapping[str, bytes]) -> None:
         if not self._is_atomic:
@@ -219,6 +258,86 @@ class _FsspecFiles(Files):
         return f"{self._root}/{path}"
 
 
+class _S3Files(Files):
+    """Objects of a bucket. Layers are read and written side by side, by threads that the first such call starts."""
+
+    def __init__(self, store: S3Store, threads: int) -> None:
+        self._store = store
+        self._threads = threads
+        self._starting = threading.Lock()  # guards _pool
+        self._pool: DaemonPool | None = None
+
+    def write(self, path: str, data: bytes) -> None:
+        self._store.put(path, [memoryview(data)], overwrite=True)
+
+    def write_all(self, files: Mapping[str, bytes]) -> None:
+        writes = [self._submit(self.write, path, data) for path, data in files.items()]
+        wait(writes)  # before any error comes out: nothing is to be written behind a caller who cleans up
+        for done in writes:
+            done.result()
+
+    def read(self, path: str, bytes_max: int) -> bytes:
+        found = self._store.get_tail(path, bytes_max)  # its size need not be asked before
+        if found is None:
+            raise BlobNotFoundError("is not there", key=path)
+        return found[1]
+
+    def read_all(self, files: Mapping[str, tuple[str, int]]) -> Iterator[tuple[str, memoryview]]:
+        biggest = max((size for _, size in files.values()), default=0)
+        to_begin = iter(files.items())
+        ahead: deque[tuple[str, memoryview, memoryview, Future[None]]] = deque()
+
+        def begin(buffer: memoryview) -> None:
+            for name, (path, size) in islice(to_begin, 1):
+                read = self._submit(self._store.get_into, path, [buffer[:size]])
+                ahead.append((name, buffer, buffer[:size], read))
+
+        for _ in range(min(self._threads, len(files))):
+            begin(memoryview(bytearray(biggest)))
+        try:
+            while ahead:
+                name, buffer, data, read = ahead.popleft()
+                read.result()
+                yield name, data
+                begin(buffer)
+        finally:
+            for *_, read in ahead:
+                read.cancel()
+
+    def exists(self, path: str) -> bool:
+        return self._store.size(path) is not None
+
+    def names(self, folder: str) -> list[str]:
+        return sorted(self._store.names_in(folder))
+
+    def delete(self, path: str) -> None:
+        self._store.delete(path)
+
+    def delete_folder(self, folder: str) -> None:
+        keys = [info.key for info in self._store.keys(f"{folder}/")]
+        for error in self._store.delete_many(keys):
+            if error is not None:
+                raise error
+
+    def prepare(self) -> None:
+        self._store.prepare()
+
+    def check(self) -> None:
+        self._store.check()
+
+    def close(self) -> None:
+        self._store.close()
+        with self._starting:
+            if self._pool is not None:
+                self._pool.shutdown(0.0)
+
+    def _submit(self, call: Callable[..., T], *arguments: Any) -> Future[T]:
+        with self._starting:
+            if self._pool is None:
+                self._pool = DaemonPool(self._threads, "kvtiers-prefix-s3")
+            return self._pool.submit(call, *arguments)
+
+
 def _make_folders(path: str) -> None:
     """All folders of a path, 0700 where they are made now. (``os.makedirs`` gives the mode to the last one only.)"""
     if os.path.isdir(path):
@@ -228,18 +347,31 @@ def _make_folders(path: str) -> None:
         os.mkdir(path, 0o700)
 
 
-def files_for(url: str, options: dict[str, Any]) -> Files:
-    """A folder's or a URL's.
+def _create(path: str) -> int:
+    """A descriptor of a new file, 0600, and its folders."""
+    for attempt in count(1):
+        try:
+            _make_folders(os.path.dirname(path))
+            return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError:  # a collector removes folders that are empty
+            if attempt == FOLDER_ATTEMPTS:
+                raise
+    raise AssertionError("count ends")
+
+
+def files_for(place: BoundedTierConfig) -> Files:
+    """Those of a place (see ``connector.prefix_place``). Asks no storage.
 
     Raises:
-        ConfigError: it is neither, or fsspec does not know it.
+        ConfigError: fsspec does not know the URL, or a package is missing.
     """
-    if not isinstance(url, str) or not url:
-        raise ConfigError(f"{url!r} is not accepted; write a folder or a URL such as s3://bucket/folder", field="url")
-    scheme, separator, rest = url.partition("://")
-    if not separator:
-        return _LocalFiles(url)
-    return _LocalFiles(rest) if scheme in LOCAL else _FsspecFiles(url, options)
+    if isinstance(place, S3TierConfig):
+        store: Any = open_store(place)
+        return _S3Files(store, max(place.n_read_threads, place.n_write_threads))
+    if isinstance(place, FsspecTierConfig):
+        return _FsspecFiles(place.url, place.storage_options)
+    assert isinstance(place, FsTierConfig | NfsTierConfig)
+    return _LocalFiles(place.root_dir)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,6 @@
-"""PrefixStore: KV of prompt prefixes as per-layer safetensors, in a folder or under any fsspec URL. Knows no engine.
+"""PrefixStore: KV of prompt prefixes as per-layer safetensors, in a folder, a bucket or at an fsspec URL.
+
+It knows no engine.
 
 A prefix is a chain of chunks, a chunk a run of engine blocks. Blocks are named by chained hashes, each covering its
 parent's, so the hash of a chunk's first block says all that comes before it::
@@ -30,14 +32,19 @@ import xxhash
 
 from connector.prefix_files import FILES_AT_ONCE, files_for
 from tiers.errors import (
+    BlobCorruptError,
     BlobNotFoundError,
     SealError,
     SealReason,
     StoreError,
+    StoreFullError,
 )
+from tiers.tier_config import BoundedTierConfig
 
 if TYPE_CHECKING:
     import torch
+
+    from connector.prefix_limits import PrefixLimits
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +54,20 @@ CANDIDATES_MAX = 16  # chunks that begin alike and are read to find where they p
 CHUNK_BLOCKS_MAX = 128
 USE_NOTED_S = 3600.0
 _TENSOR = "kv"
-_MANIFEST = re.compile(r"(\d{1,6})-([0-9a-f]{8,128})\.json")
+#: Of KV caches: safetensors' names -> torch's.
+_DTYPES = {
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "F32": "float32",
+    "F64": "float64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I8": "int8",
+    "U8": "uint8",
+}
+#: Pattern of a manifest's name: how many blocks, and the last one's hash.
+MANIFEST_NAME = r"([0-9]{1,6})-([0-9a-f]{8,128})\.json"
+_MANIFEST = re.compile(MANIFEST_NAME)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +88,7 @@ class PrefixCounts:
     """What a PrefixStore did since it was made."""
 
     chunks_stored: int = 0
+    chunks_refused: int = 0
     chunks_loaded: int = 0
     bytes_stored: int = 0
     bytes_loaded: int = 0
@@ -79,12 +100,14 @@ class PrefixStore:
     """Prefixes of one namespace and rank. Any thread; concurrent calls are fine.
 
     Args:
-        url: a folder, or any fsspec URL such as ``s3://bucket/folder``.
+        place: see ``connector.prefix_place``; with ``read_only`` bad chunks stay.
         namespace: folder of the namespace, without the rank (``FileMapper.base_path`` with an empty root).
         fingerprint: SHA-256 of the namespace's identity.
         rank: the worker whose KV it is.
-        storage_options: passed to the fsspec file system; not for a folder.
-        read_only: bad chunks stay.
+        limits: of the place: chunks take their room from its account. None: there are none.
+
+    Attributes:
+        use_noted_s: for so long a use need not be noted again.
 
     Raises:
         ConfigError: the URL's scheme is unknown or its package is missing.
@@ -92,19 +115,36 @@ class PrefixStore:
 
     def __init__(
         self,
-        url: str,
+        place: BoundedTierConfig,
         namespace: str,
         fingerprint: bytes,
         *,
         rank: int = 0,
-        storage_options: Mapping[str, Any] | None = None,
-        read_only: bool = False,
+        limits: PrefixLimits | None = None,
     ) -> None:
-        self._files = files_for(url, dict(storage_options or {}))
+        self._files = files_for(place)
         self._base = f"{namespace}_r{rank}"
         self._identity = f"{fingerprint.hex()}:{rank}"
-        self._read_only = read_only
+        self._read_only = place.read_only
+        self._limits = limits
+        self.use_noted_s = USE_NOTED_S if limits is None else limits.use_noted_s
         self.counts = PrefixCounts()
+
+    def prepare(self) -> None:
+        """Make what the first load would make, so that no request waits for it. Asks no storage, raises nothing."""
+        self._files.prepare()
+
+    def check(self) -> None:
+        """Ask the storage whether it can be used, where it can say.
+
+        Raises:
+            StoreError: one line that says what is wrong and what to do about it.
+        """
+        self._files.check()
+
+    def close(self) -> None:
+        """Release connections; what is under way may fail."""
+        self._files.close()
 
     def match(self, hashes: Sequence[bytes]) -> list[Chunk]:
         """The chunks of the longest stored prefix of these blocks. An error of the storage ends the prefix there."""
@@ -129,16 +169,36 @@ class PrefixStore:
             Whether it was stored now.
 
         Raises:
+            StoreFullError: there is no room for it.
             StoreError: the storage refused.
         """
-        import safetensors.torch
-
         if not 1 <= len(hashes) <= CHUNK_BLOCKS_MAX:
             raise ValueError(f"a chunk of {len(hashes)} blocks; accepted are 1..{CHUNK_BLOCKS_MAX}")
         folder = f"{self._base}/{hashes[0].hex()}"
         path = f"{folder}/{len(hashes)}-{hashes[-1].hex()}.json"
         if self._files.exists(path):
             return False
+        account = None if self._limits is None else self._limits.account()
+        if account is None:
+            return self._write(path, hashes, layers)
+        size = _bytes_max(hashes, layers)
+        try:
+            taken = account.take(size, path)
+        except StoreError as e:
+            if isinstance(e, StoreFullError):
+                self.counts.chunks_refused += 1
+            else:
+                self.counts.errors += 1
+            raise
+        try:
+            return self._write(path, hashes, layers)
+        finally:
+            account.settle(taken, size)  # whatever it came to: that shows when storage is measured next
+
+    def _write(self, path: str, hashes: Sequence[bytes], layers: Mapping[str, torch.Tensor]) -> bool:
+        import safetensors.torch
+
+        folder = path.rpartition("/")[0]
         attempt = uuid.uuid4().hex
         entries, total = {}, 0
         try:
@@ -175,6 +235,8 @@ class PrefixStore:
     def load(self, chunk: Chunk, hashes: Sequence[bytes]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (layer name, tensor (tokens of the whole chunk, …)) for every layer, each verified before it is seen.
 
+        A tensor's memory is lent until the next one is asked for.
+
         Args:
             hashes: of the blocks that the caller expects, ``chunk.blocks`` of them.
 
@@ -182,32 +244,34 @@ class PrefixStore:
             SealError: it is not what it should be; it was removed.
             StoreError: the storage failed, or the chunk is gone (BlobNotFoundError).
         """
-        import safetensors.torch
-
         body = None
         try:
             body = self._manifest(chunk.path)
             if body["hashes"][: chunk.blocks] != [block.hex() for block in hashes]:
                 raise SealError(SealReason.KEY, f"{chunk.path} holds other blocks")
             folder = chunk.path.rsplit("/", 1)[0]
-            names = {layer: f"{folder}/{body['attempt']}/{_file_name(layer)}" for layer in body["layers"]}
-            for layer, data in self._files.read_all(names):
+            files = {
+                layer: (f"{folder}/{body['attempt']}/{_file_name(layer)}", size)
+                for layer, (size, _) in body["layers"].items()
+            }
+            for layer, data in self._files.read_all(files):
                 size, checksum = body["layers"][layer]
                 if len(data) != size:
                     raise SealError(SealReason.SIZE, f"{layer} of {chunk.path} has {len(data)} bytes, not {size}")
                 if xxhash.xxh3_128_hexdigest(data) != checksum:
                     raise SealError(SealReason.PAYLOAD_CHECKSUM, f"{layer} of {chunk.path}")
                 self.counts.bytes_loaded += size
-                yield layer, safetensors.torch.load(data)[_TENSOR]
-        except (SealError, BlobNotFoundError) as e:
+                yield layer, _tensor_in(data)
+        except (SealError, BlobNotFoundError, BlobCorruptError) as e:
             if body is None and isinstance(e, BlobNotFoundError):
                 raise  # it was removed since it was matched
             self.counts.verify_failures += 1
             logger.warning("prefix chunk is not what it should be and counts as absent: %s", e)
             self._discard(chunk.path, body)
-            if isinstance(e, BlobNotFoundError):
-                raise SealError(SealReason.SIZE, f"a layer of {chunk.path} is gone") from e
-            raise
+            if isinstance(e, SealError):
+                raise
+            what = "gone" if isinstance(e, BlobNotFoundError) else "not what was stored"
+            raise SealError(SealReason.SIZE, f"a layer of {chunk.path} is {what}") from e
         self.counts.chunks_loaded += 1
 
     @property
@@ -216,10 +280,10 @@ class PrefixStore:
         return self._files.has_uses and not self._read_only
 
     def note_uses(self, chunks: Sequence[Chunk]) -> None:
-        """Make the files of chunks new, where they have not been for ``USE_NOTED_S``: what is old then is not used."""
-        for chunk in chunks if self.notes_uses else ():
+        """Make the files of chunks new, where they have not been for ``use_noted_s``: what is old then is not used."""
+        for chunk in reversed(chunks) if self.notes_uses else ():  # without its beginning the rest is of no use
             try:
-                if self._files.unused_s(chunk.path) < USE_NOTED_S:
+                if self._files.unused_s(chunk.path) < self.use_noted_s:
                     continue
                 body = self._manifest(chunk.path)
                 folder = f"{chunk.path.rsplit('/', 1)[0]}/{body['attempt']}"
@@ -289,10 +353,37 @@ class PrefixStore:
             return []
 
     def _manifest(self, path: str) -> dict[str, Any]:
-        body = _unseal(self._files.read(path, MANIFEST_BYTES_MAX), path)
+        body = unseal(self._files.read(path, MANIFEST_BYTES_MAX), path)
         if body["identity"] != self._identity:
             raise SealError(SealReason.FINGERPRINT, f"{path} is of another namespace or rank")
         return body
+
+
+def _bytes_max(hashes: Sequence[bytes], layers: Mapping[str, torch.Tensor]) -> int:
+    """More than the files of a chunk will have."""
+    manifest = 512 + sum(2 * len(block) + 8 for block in hashes) + sum(6 * len(layer) + 128 for layer in layers)
+    return manifest + sum(tensor.nbytes + 512 for tensor in layers.values())
+
+
+def _tensor_in(data: memoryview) -> torch.Tensor:
+    """The tensor of a file of ours, over the file's memory: safetensors itself can only copy what is in memory.
+
+    Raises:
+        SealError: it is no such file.
+    """
+    import safetensors.torch
+    import torch
+
+    try:
+        begin = 8 + int.from_bytes(data[:8], "little")
+        entry = json.loads(bytes(data[8:begin]))[_TENSOR]
+        first, last = entry["data_offsets"]
+        if entry["dtype"] not in _DTYPES:
+            return safetensors.torch.load(bytes(data))[_TENSOR]
+        dtype = getattr(torch, _DTYPES[entry["dtype"]])
+        return torch.frombuffer(data[begin + first : begin + last], dtype=dtype).reshape(entry["shape"])
+    except (ValueError, KeyError, TypeError, RuntimeError) as e:
+        raise SealError(SealReason.MAGIC, f"no tensor: {e}") from e
 
 
 def _seal(body: Mapping[str, Any]) -> bytes:
@@ -300,7 +391,12 @@ def _seal(body: Mapping[str, Any]) -> bytes:
     return text + f"\n{xxhash.xxh3_128_hexdigest(text)}\n".encode()
 
 
-def _unseal(data: bytes, path: str) -> dict[str, Any]:
+def unseal(data: bytes, path: str) -> dict[str, Any]:
+    """A manifest's content: ``hashes``, ``attempt``, ``layers`` and ``identity``, which is for the caller to compare.
+
+    Raises:
+        SealError: it is no sound manifest.
+    """
     text, _, rest = data.partition(b"\n")
     if rest != f"{xxhash.xxh3_128_hexdigest(text)}\n".encode():
         raise SealError(SealReason.TRAILER_CHECKSUM, f"{path} does not match its checksum")

@@ -10,9 +10,10 @@ from tiers.file_mapper import DIGEST_HEX_DIGITS, block_name
 from tiers.keys import OffloadKey, make_offload_key
 from tiers.store import KeyInfo, Store
 
-_NAMESPACE = rf"([^/]+_[0-9a-f]{{{DIGEST_HEX_DIGITS}}})"  # one folder: what lies deeper is another root's
-_NAME = re.compile(_NAMESPACE + r"_r([0-9]+)/([0-9a-f]{3})/([0-9a-f]{2})_g([0-9]+)/([0-9a-f]{5,128})\.bin")
-_FOLDER = re.compile(_NAMESPACE + r"_r[0-9]+")
+#: Pattern of a namespace's name. One folder: what lies deeper is another root's.
+NAMESPACE = rf"[^/]+_[0-9a-f]{{{DIGEST_HEX_DIGITS}}}"
+_NAME = re.compile(rf"({NAMESPACE})_r([0-9]+)/([0-9a-f]{{3}})/([0-9a-f]{{2}})_g([0-9]+)/([0-9a-f]{{5,128}})\.bin")
+_FOLDER = re.compile(rf"({NAMESPACE})_r[0-9]+")
 
 #: Upper bounds of the ages that are told apart, in seconds.
 AGES_S = {"1h": 3600.0, "1d": 86_400.0, "7d": 7 * 86_400.0, "30d": 30 * 86_400.0, "older": float("inf")}

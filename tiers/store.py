@@ -244,6 +244,15 @@ class SupportsSweep(Protocol):
 
 
 @runtime_checkable
+class NamesBlocks(Protocol):
+    """A store whose blocks have other names than ``FileMapper``'s."""
+
+    def is_block(self, key: str) -> bool:
+        """Whether a listed name is a block's, which a collector may remove."""
+        ...
+
+
+@runtime_checkable
 class SupportsFreeBytes(Protocol):
     """A store whose storage says how much more it can take."""
 

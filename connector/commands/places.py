@@ -13,6 +13,10 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from connector.prefix_chunks import ChunkStore
+from connector.prefix_limits import PrefixLimits
+from connector.prefix_place import place_of_prefixes
+from tiers.capacity.policy import CapacityPolicy
 from tiers.config import load_config
 from tiers.errors import ConfigError, StoreConfigError
 from tiers.open_store import tool_recipe
@@ -52,17 +56,60 @@ class Place:
                 and no engine's, and may be a mistake in the configuration.
         """
         if isinstance(self.config, FsTierConfig | NfsTierConfig):
-            try:
-                os.lstat(self.config.root_dir)
-            except FileNotFoundError:
-                raise StoreConfigError(
-                    f"root_dir {self.config.root_dir!r} is not there; an engine makes it when it starts"
-                ) from None
-            except OSError as e:
-                raise store_error(e, "") from e
+            _check_is_there(self.config.root_dir, "root_dir")
         store_class, options = tool_recipe(self.config)
         with closing(store_class(**options)) as store:
             yield store
+
+    @property
+    def policy(self) -> CapacityPolicy | None:
+        """Its limits, where it has any that a command may act on."""
+        return self.config.capacity_policy() if isinstance(self.config, BoundedTierConfig) else None
+
+
+class PrefixPlace(Place):
+    """Where SharedStorageConnector keeps prefixes beside a tier's blocks."""
+
+    @contextmanager
+    def open(self) -> Iterator[Store]:
+        """As a store whose blocks are chunks."""
+        with super().open() as store:
+            yield ChunkStore(store)
+
+    @property
+    def policy(self) -> CapacityPolicy | None:
+        assert isinstance(self.config, BoundedTierConfig)
+        limits = PrefixLimits.of(self.config)
+        return None if limits is None else limits.policy
+
+
+def _check_is_there(folder: str, name: str) -> None:
+    try:
+        os.lstat(folder)
+    except FileNotFoundError:
+        raise StoreConfigError(f"{name} {folder!r} is not there; an engine makes it when it starts") from None
+    except OSError as e:
+        raise store_error(e, "") from e
+
+
+def find_prefixes(config: Path, tier: str | None) -> list[Place]:
+    """The prefixes of SharedStorageConnector beside the blocks of ``find_places``.
+
+    Raises:
+        ConfigError: as there, or none of these tiers has a place for prefixes.
+    """
+    found: list[Place] = []
+    reasons = []
+    for place in find_places(config, tier):
+        try:
+            prefixes = place_of_prefixes(place.config)
+        except ConfigError as e:
+            reasons.append(f"{place.name}: {e}")
+            continue
+        found.append(PrefixPlace(place.name, prefixes, _where(prefixes)))
+    if not found:
+        raise ConfigError(f"{config} has no place for prefixes: {'; '.join(reasons)}", field="--prefixes")
+    return found
 
 
 def find_places(config: Path, tier: str | None) -> list[Place]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from connector.commands.places import Place, Ticker, complain, find_places, human_age, human_bytes
+from connector.commands.places import Place, Ticker, complain, find_places, find_prefixes, human_age, human_bytes
 from tiers.capacity.account import used_bytes
 from tiers.capacity.collector import Collector, CollectReport
 from tiers.errors import KVTiersError, StoreError
@@ -96,12 +96,17 @@ def gc(
     lifecycle: Annotated[
         bool, typer.Option("--lifecycle", help="S3: also have the bucket itself remove blocks a ttl after their write.")
     ] = False,
+    prefixes: Annotated[
+        bool, typer.Option("--prefixes", help="Of what SharedStorageConnector stores beside the tiers' blocks.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Remove what is past its ttl and, above gc_high x max_bytes, the least recently used blocks."""
+    if prefixes and lifecycle:
+        raise typer.BadParameter("is for blocks, not with --prefixes", param_hint="--lifecycle")
     results: list[dict[str, Any]] = []
-    for place in open_places("gc", config, tier):
-        policy = place.config.capacity_policy() if isinstance(place.config, BoundedTierConfig) else None
+    for place in open_places("gc", config, tier, find_prefixes if prefixes else find_places):
+        policy = place.policy
         if policy is None:
             why = "is read_only" if place.read_only else "has neither max_bytes nor ttl"
             results.append({"tier": place.name, "where": place.where, "skipped": why})
@@ -120,7 +125,7 @@ def gc(
             else:
                 results.append({"tier": place.name, "where": place.where, **asdict(report)})
         if not as_json:
-            _show_gc(results[-1])
+            _show_gc(results[-1], "chunks" if prefixes else "blocks")
     if as_json:
         print(json.dumps({"tiers": results}))
     if any(result.get("kept_by_error") for result in results):
@@ -135,10 +140,15 @@ def _run(collector: Collector, dry_run: bool, lease_s: float) -> CollectReport |
     return report
 
 
-def open_places(command: str, config: Path, tier: str | None) -> list[Place]:
-    """As ``find_places``; bad input ends the command."""
+def open_places(
+    command: str,
+    config: Path,
+    tier: str | None,
+    find: Callable[[Path, str | None], list[Place]] = find_places,
+) -> list[Place]:
+    """As ``find``; bad input ends the command."""
     try:
-        return find_places(config, tier)
+        return find(config, tier)
     except KVTiersError as e:
         complain(command, str(e))
         raise typer.Exit(EXIT_BAD_INPUT) from e
@@ -196,7 +206,7 @@ def _show_du(result: dict[str, Any]) -> None:
         console.print(f"  no blocks: {other['blobs']:,} files, {human_bytes(other['bytes'])}", highlight=False)
 
 
-def _show_gc(result: dict[str, Any]) -> None:
+def _show_gc(result: dict[str, Any], unit: str) -> None:
     console = Console(soft_wrap=True)
     place = f"{result['tier']} at {result['where']}"
     if "skipped" in result:
@@ -211,8 +221,8 @@ def _show_gc(result: dict[str, Any]) -> None:
     )
     for reason, count in result["removed_blobs"].items():
         size = human_bytes(result["removed_bytes"][reason])
-        console.print(f"  {verb} by {reason}: {count:,} blocks, {size}", highlight=False)
+        console.print(f"  {verb} by {reason}: {count:,} {unit}, {size}", highlight=False)
     if result["kept_by_error"]:
-        console.print(f"  could not be removed: {result['kept_by_error']:,} blocks", highlight=False)
+        console.print(f"  could not be removed: {result['kept_by_error']:,} {unit}", highlight=False)
     if result["own_bytes"]:
         console.print(f"  in quarantine and half written: {human_bytes(result['own_bytes'])}", highlight=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -15,11 +15,14 @@ PREFIX = "vllm:kvtiers_prefix_"
 #: Fields of PrefixCounts, and what the connector itself counts.
 HELP = {
     "chunks_stored": "Chunks of prompt prefixes that were stored.",
+    "chunks_refused": "Chunks that were not stored, because max_bytes is reached.",
     "chunks_loaded": "Chunks of prompt prefixes that were loaded.",
     "bytes_stored": "Bytes of stored chunks.",
     "bytes_loaded": "Bytes of loaded chunks.",
     "verify_failures": "Chunks that were not what their manifest says, or manifests that were none.",
     "errors": "Errors of the storage.",
+    "chunks_removed": "Chunks that this engine's collector removed, by ttl or max_bytes.",
+    "bytes_removed": "Bytes of these.",
     "dropped_blocks": "Blocks that were not stored, because too many bytes waited for it.",
 }
 
@@ -52,9 +55,9 @@ class PrefixReporter:
     def __init__(self) -> None:
         self._said = dict.fromkeys(HELP, 0)
 
-    def take(self, counts: Iterable[PrefixCounts], dropped_blocks: int) -> PrefixStats | None:
-        """The changes, or None where there are none."""
-        now = dict.fromkeys(HELP, 0) | {"dropped_blocks": dropped_blocks}
+    def take(self, counts: Iterable[PrefixCounts], own: Mapping[str, int]) -> PrefixStats | None:
+        """The changes, or None where there are none. ``own``: what the connector itself counts."""
+        now = dict.fromkeys(HELP, 0) | dict(own)
         for each in counts:
             for name, count in asdict(each).items():
                 now[name] += count

@@ -6,8 +6,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from connector.prefix_store import USE_NOTED_S, PrefixStore
-from connector.vllm.prefix_threads import DaemonPool
+from connector.daemon_pool import DaemonPool
+from connector.prefix_store import PrefixStore
 
 NOTED_MAX = 16_384  # prompts; some 2 MB
 HANGS_S = 1.0
@@ -17,7 +17,7 @@ class PrefixUses:
     """Notes uses of prefixes on a thread of its own. For one caller's thread.
 
     What is used is a whole prefix, though little of it may be loaded: without its beginning the rest is of no use, and
-    the beginning is what the GPU mostly has. Each prompt's is noted once an hour.
+    the beginning is what the GPU mostly has. Each prompt's is noted once in the stores' ``use_noted_s``.
 
     Args:
         stores: of all ranks.
@@ -26,6 +26,7 @@ class PrefixUses:
 
     def __init__(self, stores: Sequence[PrefixStore], clock: Callable[[], float] = time.monotonic) -> None:
         self._stores = [store for store in stores if store.notes_uses]
+        self._noted_s = min((store.use_noted_s for store in self._stores), default=0.0)
         self._clock = clock
         self._noted: OrderedDict[bytes, float] = OrderedDict()  # last block -> when, those of last at the end
         self._pool = DaemonPool(1, "kvtiers-prefix-uses")
@@ -33,7 +34,7 @@ class PrefixUses:
     def note(self, hashes: Sequence[bytes]) -> None:
         """A prefix of these blocks is used; it need not be on storage. Does not wait."""
         now = self._clock()
-        if not hashes or not self._stores or now - self._noted.get(hashes[-1], float("-inf")) < USE_NOTED_S:
+        if not hashes or not self._stores or now - self._noted.get(hashes[-1], float("-inf")) < self._noted_s:
             return
         if self._pool.hangs(HANGS_S):  # nothing is to pile up behind it
             return

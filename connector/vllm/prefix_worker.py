@@ -15,17 +15,19 @@ from typing import Any
 
 import torch
 
+from connector.daemon_pool import DaemonPool
 from connector.gpu_copy import submitted_so_far
 from connector.prefix_store import PrefixStore
 from connector.vllm.paged_buffer import extract_slots, inject_slots, token_pages
+from connector.vllm.prefix_loads import Load
 from connector.vllm.prefix_requests import Transfer
-from connector.vllm.prefix_threads import DaemonPool, Load
 from tiers.errors import KVTiersError
 
 logger = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.001
 SAVE_BYTES_MAX = 4 << 30
+SAY_EVERY_S = 60.0
 
 
 class PrefixWorker:
@@ -54,6 +56,8 @@ class PrefixWorker:
         self._save_pool = DaemonPool(1, "kvtiers-prefix-save")  # what waits to be stored is in no load's way
         self._saving: dict[Future[Any], int] = {}
         self._extracted: dict[str, list[torch.Tensor]] = {}
+        self._not_stored = 0  # since this was said
+        self._say_at = float("-inf")
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """The paged buffers, by layer."""
@@ -85,7 +89,7 @@ class PrefixWorker:
         for saved in [future for future in self._saving if future.done()]:
             del self._saving[saved]
             if saved.exception() is not None:
-                logger.warning("a prefix was not stored: %s", saved.exception())
+                self._say_not_stored(saved.exception())
         return done | late
 
     def failed_blocks(self) -> set[int]:
@@ -125,6 +129,14 @@ class PrefixWorker:
             logger.warning(
                 "%d prefixes were not stored when the engine ended, %d blocks before", lost, self.dropped_blocks
             )
+
+    def _say_not_stored(self, error: object) -> None:
+        """Once a minute at most: where there is no room, it is so with each."""
+        self._not_stored += 1
+        if time.monotonic() >= self._say_at:
+            logger.warning("%d prefixes were not stored; the last one: %s", self._not_stored, error)
+            self._not_stored = 0
+            self._say_at = time.monotonic() + SAY_EVERY_S
 
     def _give_up(self, load: Load) -> str:
         load.give_up()

@@ -30,16 +30,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from connector.daemon_pool import DaemonPool
+from connector.prefix_limits import PrefixLimits
+from connector.prefix_place import shared_place
 from connector.prefix_store import CHUNK_BLOCKS_MAX, FORMAT, PrefixStore
 from connector.vllm import translate, weights
 from connector.vllm.prefix_metrics import PrefixPromMetrics, PrefixReporter, PrefixStats
 from connector.vllm.prefix_requests import Request, SharedStorageMetadata, Stored, Transfer, salt_of
-from connector.vllm.prefix_threads import DaemonPool
 from connector.vllm.prefix_uses import PrefixUses
 from connector.vllm.prefix_worker import PrefixWorker
 from connector.vllm.resets import StorageSwitch
-from connector.vllm_config import shared_place
-from tiers.errors import ConfigError
+from tiers.capacity.link import CollectorLink
+from tiers.errors import ConfigError, StoreError
 from tiers.file_mapper import FileMapper, strict_fields
 from tiers.keys import hash_blocks
 
@@ -58,15 +60,15 @@ _THREADS = 2
 class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
     """Loads and stores prompt prefixes. One object in the scheduler's process, one in each worker's.
 
-    ``kv_connector_extra_config``: ``shared_storage_path`` (a folder or an fsspec URL) and ``storage_options``, or a
-    deployment's ``config_file`` (and ``index`` of the tier); ``read_only``; ``lookup_deadline_s``, ``load_deadline_s``;
-    ``storage_after_reset``.
+    ``kv_connector_extra_config``: where, as ``connector.prefix_place.shared_place`` takes it; ``lookup_deadline_s``,
+    ``load_deadline_s``; ``storage_after_reset``.
 
     Threads: vLLM calls it from one thread in each process; jobs on the pools see a Transfer and hand back a result.
 
     Raises:
-        ConfigError: the path is missing or cannot be used, the model has several KV cache groups or one that is not
-            of full attention, or a block's tokens are on several ranks.
+        ConfigError: the path is missing or cannot be used, a limit is not accepted, the model has several KV cache
+            groups or one that is not of full attention, or a block's tokens are on several ranks.
+        StorePermissionError, StoreConfigError: of a bucket, as ``S3TierManager`` says.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -76,7 +78,8 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         self._place = shared_place(extra)
         self._storage = StorageSwitch(extra)
         self._role = translate.role_of(vllm_config)
-        self._stores_any = self._role.stores and not self._place.get("read_only")
+        self._stores_any = self._role.stores and not self._place.read_only
+        self._limits = PrefixLimits.of(self._place) if self._stores_any else None
         if len(kv_cache_config.kv_cache_groups) != 1:
             raise ConfigError(
                 f"the model has {len(kv_cache_config.kv_cache_groups)} KV cache groups, SharedStorageConnector "
@@ -111,6 +114,10 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         self._ranks = range(parallel.world_size) if role == KVConnectorRole.SCHEDULER else (parallel.rank,)
         self._stores = self._open(self._spec)
         self._pool = DaemonPool(_THREADS, "kvtiers-prefix")
+        if role == KVConnectorRole.SCHEDULER:
+            self._check_storage()
+        else:
+            self._pool.submit(self._stores[0].prepare)
         # scheduler
         self._requests: dict[str, Request] = {}
         self._loads: list[Transfer] = []  # not handed to the workers yet
@@ -120,26 +127,34 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         load_deadline_s = float(extra.get("load_deadline_s", LOAD_DEADLINE_S))
         self._worker = PrefixWorker(self._pool, int(kv_cache_config.num_blocks), self._block_size, load_deadline_s)
         self._reporter = PrefixReporter()
+        self._removed = dict.fromkeys(("chunks_removed", "bytes_removed"), 0)
+        self._collector: CollectorLink | None = None
+        if self._limits is not None and role == KVConnectorRole.SCHEDULER:
+            self._collector = self._limits.start_collector(self._mapper(self._spec))
 
     def _open(self, spec: translate.EngineSpec) -> list[PrefixStore]:
+        mapper = self._mapper(spec)
+        return [
+            PrefixStore(self._place, mapper.base_path, mapper.fingerprint, rank=rank, limits=self._limits)
+            for rank in self._ranks
+        ]
+
+    def _check_storage(self) -> None:
+        try:
+            self._stores[0].check()
+        except StoreError as e:
+            if not e.retryable:
+                raise
+            logger.warning("SharedStorageConnector starts without its storage: %s", e)
+
+    def _mapper(self, spec: translate.EngineSpec) -> FileMapper:
         fields = strict_fields(spec) | {"format": FORMAT}
         if spec.config.parallel.pp_size > 1:
             # A process knows the layers of its own stage. Files are named by layer, so one that is missing is noticed.
             groups = tuple(replace(group, layer_names=()) for group in spec.config.groups)
             spec = replace(spec, config=replace(spec.config, groups=groups))
             fields["pp_layer_partition"] = os.environ.get("VLLM_PP_LAYER_PARTITION")
-        mapper = FileMapper.from_offloading_spec("", spec, extra_fields=fields)
-        return [
-            PrefixStore(
-                self._place["shared_storage_path"],
-                mapper.base_path,
-                mapper.fingerprint,
-                rank=rank,
-                storage_options=self._place.get("storage_options"),
-                read_only=bool(self._place.get("read_only")),
-            )
-            for rank in self._ranks
-        ]
+        return FileMapper.from_offloading_spec("", spec, extra_fields=fields)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PrefixStats:
@@ -153,7 +168,11 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
 
     def get_kv_connector_stats(self) -> PrefixStats | None:
         """What changed since the last step."""
-        return self._reporter.take((store.counts for store in self._stores), self._worker.dropped_blocks)
+        for told in self._collector.take_reports() if self._collector is not None else ():
+            for count, by_reason in (("chunks_removed", "removed_blobs"), ("bytes_removed", "removed_bytes")):
+                self._removed[count] += sum(told.get("report", {}).get(by_reason, {}).values())
+        own = {"dropped_blocks": self._worker.dropped_blocks, **self._removed}
+        return self._reporter.take((store.counts for store in self._stores), own)
 
     # -- scheduler ---------------------------------------------------------------------------------------------------
 
@@ -338,6 +357,10 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         self._worker.shutdown(SHUTDOWN_S - THREADS_END_S, THREADS_END_S / 2)
         self._pool.shutdown(THREADS_END_S / 2)
         self._uses.shutdown()
+        if self._collector is not None:
+            self._collector.close()
+        for store in self._stores:
+            store.close()
 
     def _step_stores(self) -> list[Transfer]:
         return [transfer for transfer in self._transfers() if transfer.is_store]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import stat
-import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,6 +21,7 @@ else:
     torch = pytest.importorskip("torch", reason="prefixes are tensors: pip install 'kvtiers[torch]'")
 pytest.importorskip("safetensors", reason="prefixes are safetensors: pip install 'kvtiers[torch]'")
 
+from connector.prefix_place import place_at
 from connector.prefix_store import CHUNK_BLOCKS_MAX, USE_NOTED_S, Chunk, PrefixStore
 
 BLOCK = 4
@@ -38,10 +38,13 @@ def layers_of(blocks: int, value: float = 0.0) -> dict[str, torch.Tensor]:
     return {layer: base + value + index * 1000 for index, layer in enumerate(LAYERS)}
 
 
-@pytest.fixture(params=["folder", "local", "memory", "file system with folders"])
+@pytest.fixture(params=["folder", "local", "memory", "file system with folders", "bucket"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     if request.param == "folder":
         yield str(tmp_path / "prefixes")
+        return
+    if request.param == "bucket":
+        yield f"{request.getfixturevalue('prefix_bucket')}/{tmp_path.name}"
         return
     fsspec = pytest.importorskip("fsspec")
     if request.param != "memory":
@@ -53,11 +56,11 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 
 def store_at(url: str, fingerprint: bytes = FINGERPRINT, rank: int = 0, **options: Any) -> PrefixStore:
-    return PrefixStore(url, "model_abc", fingerprint, rank=rank, **options)
+    return PrefixStore(place_at(url, **options), "model_abc", fingerprint, rank=rank)
 
 
 def load(store: PrefixStore, chunk: Chunk, hashes: list[bytes]) -> dict[str, torch.Tensor]:
-    return dict(store.load(chunk, hashes))
+    return {layer: tensor.clone() for layer, tensor in store.load(chunk, hashes)}  # each is lent
 
 
 def test_what_was_published_is_matched_and_loaded_by_another_process_view(url: str) -> None:
@@ -70,6 +73,20 @@ def test_what_was_published_is_matched_and_loaded_by_another_process_view(url: s
     assert list(found) == list(LAYERS)
     for layer in LAYERS:
         assert torch.equal(found[layer], layers[layer])
+
+
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "int8", "uint8", "int16"]
+)
+def test_every_kind_of_number_comes_back(tmp_path: Path, dtype: str) -> None:
+    store, hashes = store_at(str(tmp_path)), hashes_of(1, 2)
+    layers = {layer: (values / 7).to(getattr(torch, dtype)) for layer, values in layers_of(2).items()}
+    assert store.publish(hashes, layers)
+    (chunk,) = store.match(hashes)
+    found = load(store, chunk, hashes)
+    for layer in LAYERS:
+        assert found[layer].dtype == layers[layer].dtype
+        assert torch.equal(found[layer].view(torch.uint8), layers[layer].view(torch.uint8))
 
 
 def test_a_chunk_is_stored_once(url: str) -> None:
@@ -114,7 +131,7 @@ def test_another_identity_never_reads_it(url: str, changed: str) -> None:
     hashes = hashes_of(1, 2)
     store_at(url).publish(hashes, layers_of(2))
     if changed == "namespace":
-        assert PrefixStore(url, "model_other", FINGERPRINT).match(hashes) == []
+        assert PrefixStore(place_at(url), "model_other", FINGERPRINT).match(hashes) == []
     elif changed == "rank":
         assert store_at(url, rank=1).match(hashes) == []
     else:
@@ -253,9 +270,9 @@ def test_a_foreign_manifest_is_a_miss(tmp_path: Path) -> None:
 
 def test_bad_input_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="folder or a URL"):
-        PrefixStore("", "model", FINGERPRINT)
+        place_at("")
     with pytest.raises(ConfigError, match="nosuch"):
-        PrefixStore("nosuch://bucket", "model", FINGERPRINT)
+        store_at("nosuch://bucket")
     with pytest.raises(ValueError, match="accepted are 1.."):
         store_at(str(tmp_path)).publish([b"x" * 32] * (CHUNK_BLOCKS_MAX + 1), {})
     with pytest.raises(ValueError, match="accepted are 1.."):
@@ -320,7 +337,7 @@ def test_a_manifest_that_another_healed_while_it_was_judged_stays(
     manifest.write_bytes(b"damaged")
     read = store._files.read
 
-    def heal_after_reading(path: str, bytes_max: int | None = None) -> bytes:
+    def heal_after_reading(path: str, bytes_max: int) -> bytes:
         data = read(path, bytes_max)
         if data == b"damaged":
             manifest.unlink()
@@ -426,32 +443,3 @@ def test_a_use_of_what_is_gone_or_bad_is_not_noted_and_harmless(tmp_path: Path) 
     manifest.unlink()
     store.note_uses(chunks)
     assert not store_at("memory://uses").notes_uses
-
-
-def test_what_is_old_may_be_removed_as_the_docs_say(tmp_path: Path) -> None:
-    """The commands of docs/vllm.md, while an engine uses the folder."""
-    root = tmp_path / "prefixes"
-    store = store_at(str(root))
-    old, new = hashes_of(1, 2), hashes_of(3, 4)
-    for hashes in (old, new):
-        assert store.publish(hashes, layers_of(2))
-    (old_manifest,) = (root / "model_abc_r0" / old[0].hex()).glob("*.json")
-    (found,) = store.match(old)
-    for path in (*root.rglob("*"), old_manifest.parent):
-        os.utime(path, (0, 0))
-    store.note_uses(store.match(new))
-    text = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text()
-    commands = [line for line in text.splitlines() if line.startswith("find /mnt/prefixes ")]
-    assert len(commands) == 2
-    subprocess.run(commands[0].replace("/mnt/prefixes", str(root)), shell=True, check=True)
-    with pytest.raises(BlobNotFoundError):  # it was matched before
-        load(store, found, old)
-    assert not store.match(old)
-    for path in (root / "model_abc_r0" / old[0].hex()).rglob("*"):
-        os.utime(path, (0, 0))
-    os.utime(old_manifest.parent, (0, 0))
-    subprocess.run(commands[1].replace("/mnt/prefixes", str(root)), shell=True, check=True)
-    assert not list(old_manifest.parent.rglob("*"))
-    (kept,) = store.match(new)
-    assert load(store, kept, new).keys() == set(LAYERS)
-    assert store.publish(old, layers_of(2))  # and is stored again when it is computed

@@ -10,8 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 from connector.cli import EXIT_BAD_INPUT, app
-from connector.vllm_config import shared_place, vllm_config
+from connector.prefix_place import shared_place
+from connector.vllm_config import vllm_config
 from tiers.errors import ConfigError
+from tiers.tier_config import FsspecTierConfig, FsTierConfig, NfsTierConfig, S3TierConfig
 
 # The embedded server lives inside the demo's process: no engine could reach it.
 CONFIGS = sorted(path for path in (Path(__file__).parents[2] / "configs").glob("*.yaml") if "embedded" not in path.name)
@@ -38,20 +40,33 @@ def test_each_tier_behind_vllms_spec_has_an_entry_and_an_index(tmp_path: Path) -
     assert [entry["index"] for entry in extra["secondary_tiers"]] == [0, 1]
     assert {entry["config_file"] for entry in extra["secondary_tiers"]} == {str(path)}
     assert ways["spec"]["kv_connector_extra_config"]["blocks_per_chunk"] == 4
-    assert ways["shared_storage"]["kv_connector_extra_config"] == {"shared_storage_path": "/mnt/a/prefixes"}
+    assert ways["shared_storage"]["kv_connector_extra_config"] == {"tier": {"type": "fs", "root_dir": "/mnt/a"}}
 
 
-def test_a_bucket_becomes_a_url_with_its_endpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"sse": "AES256"},
+        {"sse": "aws:kms", "sse_kms_key_id": "k"},
+        {"role_arn": "arn:aws:iam::123456789012:role/kv"},
+        {"storage_class": "STANDARD_IA", "request_timeout": 5.0},
+        {"ca_bundle": "/etc/ca.pem", "addressing_style": "path", "client": "boto3", "max_bytes": 1 << 40},
+    ],
+)
+def test_a_buckets_tier_is_given_whole_and_its_place_is_a_folder_of_the_tiers(
+    tmp_path: Path, options: dict[str, object]
+) -> None:
     path = tmp_path / "s3.yaml"
-    path.write_text(
-        "region: {size: 1GiB}\ntiers: [{type: s3, bucket: kvs, prefix: team, endpoint_url: 'http://127.0.0.1:9000'}]\n"
-    )
+    tier = {"type": "s3", "bucket": "kvs", "prefix": "team", "endpoint_url": "http://127.0.0.1:9000", **options}
+    path.write_text(f"region: {{size: 1GiB}}\ntiers: [{json.dumps(tier)}]\n")
     ways = vllm_config(path)
     assert "index" not in ways["tier"]["kv_connector_extra_config"]["secondary_tiers"][0]
-    assert ways["shared_storage"]["kv_connector_extra_config"] == {
-        "shared_storage_path": "s3://kvs/team/prefixes",
-        "storage_options": {"client_kwargs": {"endpoint_url": "http://127.0.0.1:9000"}},
-    }
+    extra = ways["shared_storage"]["kv_connector_extra_config"]
+    assert extra == {"tier": tier}
+    for place in (shared_place(json.loads(json.dumps(extra))), shared_place({"config_file": str(path)})):
+        assert isinstance(place, S3TierConfig)
+        assert {name: getattr(place, name) for name in tier} == {**tier, "prefix": "team/prefixes"}
     assert ways["shared_storage"]["kv_load_failure_policy"] == "recompute"
 
 
@@ -64,16 +79,9 @@ def test_memory_alone_has_no_place_to_share(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tier", "key"),
     [
-        ("{type: fs, root_dir: /mnt/a, max_bytes: 1GiB}", "max_bytes"),
-        ("{type: fs, root_dir: /mnt/a, ttl: 7d}", "ttl"),
         ("{type: fs, root_dir: /mnt/a, auth: gmac, keys_env: K}", "auth"),
         ("{type: fs, root_dir: /mnt/a, encrypt: aes-gcm, keys_env: K}", "encrypt"),
-        ("{type: s3, bucket: kvs, sse: AES256}", "sse"),
-        ("{type: s3, bucket: kvs, sse: 'aws:kms', sse_kms_key_id: k}", "sse"),
-        ("{type: s3, bucket: kvs, role_arn: 'arn:aws:iam::123456789012:role/kv'}", "role_arn"),
-        ("{type: s3, bucket: kvs, storage_class: EXPRESS_ONEZONE}", "storage_class"),
         ("{type: s3, bucket: kvs, embedded: true}", "embedded"),
-        ("{type: nfs, root_dir: /mnt/a}", "type"),
         ("{type: memory, max_bytes: 1MiB}", "type"),
         ("{type: Mine, module_path: mine, max_bytes: 1MiB}", "type"),
     ],
@@ -92,29 +100,68 @@ def test_what_would_not_hold_for_prefix_files_leaves_the_way_out(tmp_path: Path,
 @pytest.mark.parametrize(
     "tier", ["{type: fs, root_dir: /mnt/a, ttl: 7d, read_only: true}", "{type: s3, bucket: kvs, read_only: true}"]
 )
-def test_a_place_that_is_only_read_needs_no_bound_and_stays_so(tmp_path: Path, tier: str) -> None:
+def test_a_place_that_is_only_read_has_no_limits_and_stays_so(tmp_path: Path, tier: str) -> None:
     path = tmp_path / "one.yaml"
     path.write_text(f"region: {{size: 1GiB}}\ntiers: [{tier}]\n")
     extra = vllm_config(path)["shared_storage"]["kv_connector_extra_config"]
-    assert extra["read_only"] is True
-    assert shared_place(extra)["read_only"] is True
-    assert shared_place({"config_file": str(path)})["read_only"] is True
-    path.write_text(path.read_text().replace("true", "false").replace("ttl: 7d, ", ""))
-    assert "read_only" not in vllm_config(path)["shared_storage"]["kv_connector_extra_config"]
-    with pytest.raises(ConfigError, match="^read_only: 'yes' is not accepted"):
-        shared_place({"shared_storage_path": "/a", "read_only": "yes"})
+    for place in (shared_place(extra), shared_place({"config_file": str(path)})):
+        assert place.read_only
+        assert place.capacity_policy() is None
 
 
-def test_what_s3fs_can_be_told_it_is_told(tmp_path: Path) -> None:
-    path = tmp_path / "s3.yaml"
+def test_the_limits_of_a_tier_are_those_of_its_prefixes(tmp_path: Path) -> None:
+    path = tmp_path / "one.yaml"
     path.write_text(
-        "region: {size: 1GiB}\ntiers: [{type: s3, bucket: kvs, endpoint_url: 'https://minio:9000', "
-        "ca_bundle: /etc/ca.pem, addressing_style: path}]\n"
+        "region: {size: 1GiB}\n"
+        "tiers: [{type: fs, root_dir: /mnt/a, max_bytes: 1GiB, ttl: 7d, gc_low: 0.5, min_free: 5GiB}]\n"
     )
-    assert vllm_config(path)["shared_storage"]["kv_connector_extra_config"]["storage_options"] == {
-        "client_kwargs": {"endpoint_url": "https://minio:9000", "verify": "/etc/ca.pem"},
-        "config_kwargs": {"s3": {"addressing_style": "path"}},
-    }
+    extra = vllm_config(path)["shared_storage"]["kv_connector_extra_config"]
+    for place in (shared_place(json.loads(json.dumps(extra))), shared_place({"config_file": str(path)})):
+        assert isinstance(place, FsTierConfig)
+        assert place.root_dir == "/mnt/a/prefixes"
+        policy = place.capacity_policy()
+        assert policy is not None
+        assert (policy.max_bytes, policy.ttl_s, policy.low) == (1 << 30, 7 * 86_400.0, 0.5)
+        assert policy.min_free_bytes == 5 << 30
+
+
+def test_a_path_is_a_folder_a_mount_a_bucket_or_another_url(monkeypatch: pytest.MonkeyPatch) -> None:
+    def place(path: str, **beside: object) -> object:
+        return shared_place({"shared_storage_path": path, **beside})
+
+    folder = place("/mnt/a/", ttl="7d")
+    assert isinstance(folder, FsTierConfig)
+    assert (folder.root_dir, folder.ttl) == ("/mnt/a", 7 * 86_400.0)
+    assert place("file:///mnt/a", ttl="7d") == folder
+    bucket = place("s3://kvs/team/a/", read_only=True)
+    assert isinstance(bucket, S3TierConfig)
+    assert (bucket.bucket, bucket.prefix, bucket.read_only) == ("kvs", "team/a", True)
+    s3fs = place("s3://kvs/team", storage_options={"anon": True})
+    assert isinstance(s3fs, FsspecTierConfig)
+    assert (s3fs.url, s3fs.storage_options) == ("s3://kvs/team", {"anon": True})
+    assert isinstance(place("gs://kvs/team"), FsspecTierConfig)
+    monkeypatch.setattr("connector.prefix_place.file_system_type", lambda folder: "nfs4")
+    for mount in (place("/mnt/a"), shared_place({"tier": {"type": "nfs", "root_dir": "/mnt"}})):
+        assert isinstance(mount, NfsTierConfig)
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({"shared_storage_path": "/a", "read_only": "yes, please"}, "^read_only: 'yes, please' "),
+        ({"shared_storage_path": "s3://UP..PER/a"}, "^shared_storage_path: 'UP..PER' is no bucket name"),
+        ({"shared_storage_path": "s3://"}, "^shared_storage_path: '' is no bucket name"),
+        ({"shared_storage_path": "gs://b/a", "storage_options": "anon"}, "^storage_options: "),
+        ({"tier": {"type": "fs", "root_dir": "/a"}, "ttl": "7d"}, "^ttl: is an option of the tier; write it there"),
+        ({"config_file": "/a.yaml", "read_only": True}, "^read_only: is an option .*, not beside config_file"),
+        ({"tier": "fs"}, "^tier: 'fs' is not a mapping; a tier has a type"),
+        ({"tier": {"type": "fs"}}, "^tier.root_dir: is required"),
+        ({"tier": {"type": "memory"}}, "^tier.type: memory has no place for prefix files"),
+    ],
+)
+def test_what_is_not_accepted_is_named_as_it_was_given(extra: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        shared_place(extra)
 
 
 @pytest.mark.parametrize(
@@ -135,11 +182,20 @@ def test_no_secret_is_printed_and_the_connector_finds_it(
     assert "CANARY" not in json.dumps(ways)
     extra = ways["shared_storage"]["kv_connector_extra_config"]
     assert extra == {"config_file": str(path)} | ({"index": 1} if before else {})
-    assert "CANARY" in json.dumps(shared_place(extra))
+    place = shared_place(extra)
+    assert isinstance(place, FsspecTierConfig)
+    assert "CANARY" in place.url + json.dumps(place.storage_options)
+    assert "CANARY" not in repr(place)
 
 
 @pytest.mark.parametrize(
-    "extra", [{}, {"config_file": "/a.yaml", "shared_storage_path": "/a"}, {"shared_storage_path": ""}]
+    "extra",
+    [
+        {},
+        {"config_file": "/a.yaml", "shared_storage_path": "/a"},
+        {"shared_storage_path": ""},
+        {"tier": {"type": "fs", "root_dir": "/a"}, "config_file": "/a.yaml"},
+    ],
 )
 def test_a_connector_needs_a_path_or_a_file(extra: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="shared_storage_path"):

@@ -402,7 +402,7 @@ def several_connectors(setting: Setting, name: str) -> Row:
     row = Row(f"{name}: beside SharedStorageConnector in MultiConnector", setting.lab.version)
     place = setting.place(f"{name}-multi")
     prefixes = setting.scratch / _slug(f"{row.name}-{setting.lab.version}")
-    connectors = [way(name, place), shared_storage(str(prefixes))]
+    connectors = [way(name, place), shared_storage(shared_storage_path=str(prefixes))]
     config = {
         "kv_connector": "MultiConnector",
         "kv_role": "kv_both",
@@ -444,6 +444,33 @@ def roles(setting: Setting, name: str) -> Row:
     )
     row.expect(bool(stored) and _files(place) == stored, "the consumer stored something")
     row.figures |= {"producer_reused": again["cached_tokens"], "consumer_reused": document["cached_tokens"]}
+    return row
+
+
+def bounded(setting: Setting, name: str) -> Row:
+    """Three prompts where two and a half have room: never more than the bound is stored, the answers are the same."""
+    row = Row(f"{name}: max_bytes", setting.lab.version)
+    document, place = setting.prompts.document, setting.place(f"{name}-bounded")
+    prompts = [document, *([turn, *document] for turn in (1000, 1001))]
+    stored = _stored(setting, name, row)[0].bytes_stored
+    bound = stored * 5 // 2
+    config = way(name, place, limits={"max_bytes": bound})
+    running = setting.lab.start(config, prompts, warm_up=setting.prompts.warm_up)
+    most = 0
+    while running.process.poll() is None:
+        most = max(most, place.bytes_stored)
+        time.sleep(0.05)
+    written = running.result()["answers"]
+    most = max(most, place.bytes_stored)
+    # The last one first: what is stored of the first ones then removes what is used next.
+    read = setting.lab.run(config, prompts[::-1], warm_up=setting.prompts.warm_up)["answers"]
+    row.expect(written[0]["tokens"] == setting.reference.document, "tokens differ")
+    for index, (first, second) in enumerate(zip(written[::-1], read, strict=True)):
+        row.expect(first["tokens"] == second["tokens"], f"tokens of prompt {index} differ")
+    reused = sum(answer["cached_tokens"] for answer in read)
+    row.expect(reused >= setting.prompts.full_blocks * BLOCK_TOKENS, f"{reused} tokens reused")
+    row.expect(stored < most <= bound, f"{most} bytes stored")
+    row.figures = {"max_bytes": bound, "most_bytes_stored": most, "bytes_of_one": stored, "reused_tokens": reused}
     return row
 
 
@@ -537,16 +564,17 @@ HARM: tuple[tuple[Run, tuple[str, ...]], ...] = (
     (longer_than_region, ("tier on fs", "spec on fs")),
     (reset, ("tier on fs", "spec on fs")),
     (two_engines, ("tier on fs", "spec on fs")),
-    (server_killed, ("tier on S3", "spec on S3")),
+    (server_killed, ("tier on S3", "spec on S3", "SharedStorageConnector on S3")),
     (tensor_parallel, ("spec on fs", "tier on fs", "SharedStorageConnector on a folder")),
     (served, ("spec on fs", "tier on fs", "SharedStorageConnector on a folder")),
     (several_connectors, ("spec on fs", "tier on fs")),
     (roles, ("spec on fs", "tier on fs", "SharedStorageConnector on a folder")),
+    (bounded, ("SharedStorageConnector on a folder", "spec on fs", "tier on fs")),
     (data_parallel, ("spec on fs",)),
-    (two_hosts, ("spec on fs", "tier on fs", "SharedStorageConnector on a folder")),
+    (two_hosts, ("spec on fs", "tier on fs", "SharedStorageConnector on a folder", "SharedStorageConnector on S3")),
 )
 #: A minute and a half a way: all ways on the first version, one on the others, none in the reduced run.
-SLOW = (tensor_parallel, served, several_connectors, roles, data_parallel, two_hosts)
+SLOW = (tensor_parallel, served, several_connectors, roles, bounded, data_parallel, two_hosts)
 
 
 def attempt(run: Run, setting: Setting, name: str) -> Row:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,9 +43,14 @@ class Place:
         return {"bucket": self.bucket, "endpoint_override": host, "scheme": scheme}
 
     @property
-    def s3_url(self) -> str:
-        """The bucket as a URL."""
-        return f"s3://{self.bucket}/prefixes"
+    def bytes_stored(self) -> int:
+        """Sizes of the files in the folder, kvtiers' records not among them."""
+        found = 0
+        for folder, _, names in os.walk(self.folder):
+            for name in names if "_kvtiers" not in folder else ():
+                with suppress(FileNotFoundError):  # removed meanwhile
+                    found += os.stat(os.path.join(folder, name)).st_size
+        return found
 
 
 def behind_vllm(tiers: list[dict[str, Any]], *, region_bytes: int = REGION_BYTES) -> dict[str, Any]:
@@ -88,39 +95,41 @@ def our_spec(*tiers: dict[str, Any], region_bytes: int = REGION_BYTES) -> dict[s
     }
 
 
-def shared_storage(path: str, **options: Any) -> dict[str, Any]:
+def shared_storage(**extra: Any) -> dict[str, Any]:
     """Our connector. As above."""
     return {
         "kv_connector": "SharedStorageConnector",
         "kv_connector_module_path": "connector.vllm.shared_storage",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"shared_storage_path": path, "storage_after_reset": "keep", **options},
+        "kv_connector_extra_config": {"storage_after_reset": "keep", **extra},
     }
 
 
-def way(name: str, place: Place, *, region_bytes: int = REGION_BYTES) -> dict[str, Any]:
-    """The configuration of a way by its name in the report."""
+def way(
+    name: str, place: Place, *, region_bytes: int = REGION_BYTES, limits: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The configuration of a way by its name in the report. ``limits``: of its folder."""
+    fs = {**place.fs, **(limits or {})}
     match name:
         case "vLLM's fs tier":
             return behind_vllm([{"type": "fs", "root_dir": str(place.folder)}], region_bytes=region_bytes)
         case "vLLM's obj tier":
             return behind_vllm([{"type": "obj", "store_config": place.nixl}], region_bytes=region_bytes)
         case "tier on fs":
-            return ours_behind_vllm(place.fs, region_bytes=region_bytes)
+            return ours_behind_vllm(fs, region_bytes=region_bytes)
         case "tier on S3":
             return ours_behind_vllm(place.s3, region_bytes=region_bytes)
         case "tier on fs in front of S3":
             return ours_behind_vllm(place.fs, place.s3, region_bytes=region_bytes)
         case "spec on fs":
-            return our_spec(place.fs, region_bytes=region_bytes)
+            return our_spec(fs, region_bytes=region_bytes)
         case "spec on S3":
             return our_spec(place.s3, region_bytes=region_bytes)
         case "SharedStorageConnector on a folder":
-            return shared_storage(str(place.folder))
+            return shared_storage(shared_storage_path=str(place.folder), **(limits or {}))
         case "SharedStorageConnector on S3":
-            client = {"client_kwargs": {"endpoint_url": place.endpoint_url}}
-            return shared_storage(place.s3_url, storage_options=client)
+            return shared_storage(tier=place.s3)
     raise ValueError(f"{name!r} is no way")
 
 

@@ -141,6 +141,9 @@ class TestS3(StoreContract):
     test_size_many_of_more_keys_than_a_request_takes = pytest.mark.full(
         StoreContract.test_size_many_of_more_keys_than_a_request_takes
     )
+    test_delete_many_of_more_keys_than_a_request_takes = pytest.mark.full(  # likewise
+        StoreContract.test_delete_many_of_more_keys_than_a_request_takes
+    )
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ A run lists everything twice at most:
    does no harm: a block that was just used is too young by then (if ``on_progress`` notes uses), one that is gone is
    gone.
 
-Only names that FileMapper makes are removed: ``config.json``, records and other people's files are counted and left.
+Only names that FileMapper makes are removed, or those that the store calls blocks (``NamesBlocks``): ``config.json``,
+records and other people's files are counted and left.
 A reader that meets a removed block has a miss. Two collectors at once would remove the same blocks.
 """
 
@@ -38,7 +39,7 @@ from tiers.capacity.policy import CapacityPolicy
 from tiers.capacity.records import OWN_PREFIX
 from tiers.errors import StoreConfigError, StoreError, StoreFullError
 from tiers.inventory import parse_block_name
-from tiers.store import KeyInfo, Store, SupportsDeleteMany, SupportsFreeBytes, SupportsSweep
+from tiers.store import KeyInfo, NamesBlocks, Store, SupportsDeleteMany, SupportsFreeBytes, SupportsSweep
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +98,7 @@ class Collector:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
+        self._is_block = store.is_block if isinstance(store, NamesBlocks) else is_block
         self._policy = policy
         self._on_removed = on_removed
         self._on_progress = on_progress
@@ -188,7 +190,7 @@ class Collector:
             report.bytes += info.size
             tells_times = tells_times or info.mtime != 0.0
             age_s = now - info.mtime
-            if not is_block(info.key):
+            if not self._is_block(info.key):
                 continue
             self._largest_bytes = max(self._largest_bytes, info.size)
             # A clock that was ahead has left times to come: they are as far from the truth as they are away.
@@ -218,7 +220,7 @@ class Collector:
         for info in self._listing():
             age_s = now - info.mtime
             found = bucket_of(age_s)
-            if found < bucket or not grace_s <= abs(age_s) < counted_s or not is_block(info.key):
+            if found < bucket or not grace_s <= abs(age_s) < counted_s or not self._is_block(info.key):
                 continue
             if found == bucket:
                 if bytes_left <= 0:

@@ -181,22 +181,11 @@ class FsspecStore(Store):
 
     def size_many(self, keys: Sequence[str]) -> list[int | Exception | None]:
         """See ``SupportsSizeMany``. All at once where the driver is asynchronous, one by one elsewhere."""
-        place = self._current("")
-        answers: dict[str, int | Exception | None] = {}
-        good: list[str] = []
-        for key in dict.fromkeys(keys):
-            try:
-                good.append(check_key(key))
-            except InvalidKeyError as e:
-                answers[key] = e
-        for key, info in zip(good, self._info_many([place.path(key) for key in good]), strict=True):
-            try:
-                answers[key] = self._run(key, partial(size_of, info))
-            except BlobNotFoundError:
-                answers[key] = None
-            except StoreError as e:
-                answers[key] = e
-        return [answers[key] for key in keys]
+        return self._many(keys, "info", size_of, BlobNotFoundError)
+
+    def delete_many(self, keys: Sequence[str]) -> list[Exception | None]:
+        """See ``SupportsDeleteMany``; as ``size_many``."""
+        return self._many(keys, "rm_file", _raised, BlobNotFoundError, BlobCorruptError)
 
     # -- private ---------------------------------------------------------------------------------------------------
 
@@ -244,11 +233,35 @@ class FsspecStore(Store):
                 error = error.__cause__ or error.__context__
             raise
 
-    def _info_many(self, paths: Sequence[str]) -> list[Any]:
+    def _many(
+        self, keys: Sequence[str], method: str, read: Callable[[Any], Any], *absent: type[StoreError]
+    ) -> list[Any]:
+        """What ``read`` makes of the driver's answer for each key, parallel to ``keys``; None for errors of ``absent``.
+
+        Other errors are in the place of their key.
+        """
+        place = self._current("")
+        answers: dict[str, Any] = {}
+        good: list[str] = []
+        for key in dict.fromkeys(keys):
+            try:
+                good.append(check_key(key))
+            except InvalidKeyError as e:
+                answers[key] = e
+        for key, found in zip(good, self._call_many(method, [place.path(key) for key in good]), strict=True):
+            try:
+                answers[key] = self._run(key, partial(read, found))
+            except absent:
+                answers[key] = None
+            except StoreError as e:
+                answers[key] = e
+        return [answers[key] for key in keys]
+
+    def _call_many(self, method: str, paths: Sequence[str]) -> list[Any]:
         """What the driver says of each path, or raises."""
         fs = self._place.fs
         if not fs.async_impl:
-            return [_outcome(fs.info, path) for path in paths]
+            return [_outcome(getattr(fs, method), path) for path in paths]
         from fsspec.asyn import sync
 
         async def ask() -> list[Any]:
@@ -256,7 +269,7 @@ class FsspecStore(Store):
 
             async def one(path: str) -> Any:
                 async with turns:
-                    return await asyncio.wait_for(fs._info(path), self._timeout_s)
+                    return await asyncio.wait_for(getattr(fs, f"_{method}")(path), self._timeout_s)
 
             return await asyncio.gather(*map(one, paths), return_exceptions=True)
 
@@ -364,6 +377,11 @@ def _outcome(call: Callable[[str], Any], path: str) -> Any:
         return call(path)
     except Exception as e:  # noqa: BLE001 - any driver, any exception; translated where it is looked at
         return e
+
+
+def _raised(outcome: Any) -> None:
+    if isinstance(outcome, BaseException):
+        raise outcome
 
 
 def _is_hidden(path: str) -> bool:

@@ -271,7 +271,17 @@ class S3Store(Store):
         Raises:
             StoreError: they cannot be listed.
         """
-        return self._run("", lambda clients: clients.session.list_folders())
+        own = f"{self.options.prefix}/" if self.options.prefix else ""
+        return self._run("", lambda clients: clients.session.list_folder(own))[0]
+
+    def names_in(self, folder: str) -> list[str]:
+        """Last parts of the keys right in a folder, which costs a request per 1,000 of them and of its folders.
+
+        Raises:
+            StoreError: they cannot be listed.
+        """
+        own = self.options.object_key(f"{folder}/")
+        return self._run(folder, lambda clients: clients.session.list_folder(own))[1]
 
     def expire_after(self, days: int | None, beginnings: Sequence[str] = ()) -> None:
         """Have the bucket itself delete blobs whose keys begin so ``days`` after they were written.

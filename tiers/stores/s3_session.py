@@ -157,18 +157,19 @@ class S3Session:
         if region != self.region and self._is_aws:
             raise StoreConfigError(f"region: bucket {self.options.bucket} is in {region}; set region: {region}")
 
-    def list_folders(self) -> list[str]:
-        """The first parts of the names below the prefix that have a "/" behind them."""
-        own = f"{self.options.prefix}/" if self.options.prefix else ""
-        found: list[str] = []
+    def list_folder(self, prefix: str) -> tuple[list[str], list[str]]:
+        """What is right below a prefix, by name: folders, that is what has a "/" behind the name, and objects."""
+        folders: list[str] = []
+        objects: list[str] = []
         token = ""
         while True:
             start = {"ContinuationToken": token} if token else {}
-            page = self._list(Prefix=own, Delimiter="/", **start)
-            found += [folder["Prefix"][len(own) : -1] for folder in page.get("CommonPrefixes", ())]
+            page = self._list(Prefix=prefix, Delimiter="/", **start)
+            folders += [folder["Prefix"][len(prefix) : -1] for folder in page.get("CommonPrefixes", ())]
+            objects += [found["Key"][len(prefix) :] for found in page.get("Contents", ())]
             token = page.get("NextContinuationToken", "") if page.get("IsTruncated") else ""
             if not token:
-                return found
+                return folders, objects
 
     def expire_after(self, days: int | None, beginnings: Sequence[str]) -> None:
         """Have the bucket delete what lies below the prefix under names that begin so ``days`` after it was written.

@@ -1,6 +1,7 @@
 """TinyS3: the part of S3 that stores use, as a function from a request to an answer. In memory, checks no signatures.
 
-PUT with ``If-None-Match``, GET with ranges, HEAD, DELETE, batch delete and ListObjectsV2, by path or by virtual host.
+PUT with ``If-None-Match``, GET with ranges, HEAD, DELETE, batch delete and ListObjectsV2, also by folder; by path or by
+virtual host.
 """
 
 from __future__ import annotations
@@ -143,23 +144,29 @@ class TinyS3:
     def _list(self, bucket: str, query: Mapping[str, str]) -> bytes:
         prefix = query.get("prefix", "")
         after = query.get("continuation-token") or query.get("start-after", "")
+        delimiter = query.get("delimiter", "")
         size = min(PAGE_KEYS, int(query.get("max-keys", PAGE_KEYS)))
-        found = self._do(
-            lambda objects: sorted(
-                ((key, blob) for (place, key), blob in objects.items() if place == bucket and key.startswith(prefix)),
-                key=lambda pair: pair[0].encode(),
-            )
+        names = self._do(
+            lambda objects: {
+                _listed_as(key, prefix, delimiter): blob
+                for (place, key), blob in objects.items()
+                if place == bucket and key.startswith(prefix)
+            }
         )
-        found = [pair for pair in found if pair[0].encode() > after.encode()]
-        page, more = found[:size], found[size:]
+        keys = sorted((key for key in names if key.encode() > after.encode()), key=str.encode)
+        page, more = keys[:size], keys[size:]
         encode = quote if query.get("encoding-type") == "url" else escape
         parts = [f"<Name>{bucket}</Name><KeyCount>{len(page)}</KeyCount>"]
         parts.append(f"<IsTruncated>{'true' if more else 'false'}</IsTruncated>")
         if "encoding-type" in query:
             parts.append("<EncodingType>url</EncodingType>")
         if more:
-            parts.append(f"<NextContinuationToken>{escape(page[-1][0])}</NextContinuationToken>")
-        for key, blob in page:
+            parts.append(f"<NextContinuationToken>{escape(page[-1])}</NextContinuationToken>")
+        for key in page:
+            if delimiter and delimiter in key[len(prefix) :]:
+                parts.append(f"<CommonPrefixes><Prefix>{encode(key)}</Prefix></CommonPrefixes>")
+                continue
+            blob = names[key]
             date = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(blob.mtime))
             parts.append(
                 f"<Contents><Key>{encode(key)}</Key><LastModified>{date}</LastModified><ETag>{escape(blob.etag)}</ETag>"
@@ -176,6 +183,12 @@ def error(status: int, code: str, **headers: str) -> Answer:
     """An S3 error document."""
     content = f"<Code>{code}</Code><Message>no</Message><CanonicalRequest>{SECRET_ECHO}</CanonicalRequest>"
     return Answer(status, _xml("Error", content), {"Content-Type": "application/xml", **headers})
+
+
+def _listed_as(key: str, prefix: str, delimiter: str) -> str:
+    """Its name in a listing: whole, or up to the delimiter after the prefix."""
+    first, found, _ = key[len(prefix) :].partition(delimiter) if delimiter else (key[len(prefix) :], "", "")
+    return prefix + first + found
 
 
 def _get(found: _Object, range_: str) -> Answer:

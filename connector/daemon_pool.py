@@ -1,8 +1,4 @@
-"""Threads that read and publish prefixes, and loads that can be given up.
-
-Storage that hangs keeps a thread for good. So nothing waits for one: not the process at its end, and not a request; and
-what such a thread reads in the end must not get into blocks that belong to another request by then.
-"""
+"""DaemonPool: threads for calls that may never return."""
 
 from __future__ import annotations
 
@@ -12,8 +8,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
-
-from tiers.errors import KVTiersError
 
 T = TypeVar("T")
 
@@ -36,9 +30,12 @@ class DaemonPool:
             thread.start()
 
     def submit(self, call: Callable[..., T], *arguments: Any) -> Future[T]:
-        """Run it when a thread is free."""
+        """Run it when a thread is free; after ``shutdown`` it is cancelled."""
         future: Future[T] = Future()
         with self._changed:
+            if self._ended:
+                future.cancel()
+                return future
             self._waiting[future] = partial(call, *arguments)
             self._changed.notify()
         future.add_done_callback(self._forget)
@@ -82,38 +79,3 @@ class DaemonPool:
         with self._changed:
             self._waiting.pop(future, None)
             self._began.pop(future, None)
-
-
-class Load:
-    """A load under way. Its thread writes into the paged buffers, but never after it was given up.
-
-    Attributes:
-        blocks: ids of the blocks that it fills.
-        late_at: when it is given up, on ``time.monotonic``.
-        future: of the call that does it; set by who submits it.
-    """
-
-    future: Future[None]
-
-    def __init__(self, blocks: list[int], late_at: float) -> None:
-        self.blocks = blocks
-        self.late_at = late_at
-        self._given_up = False
-        self._writing = threading.Lock()
-
-    def write(self, call: Callable[[], None]) -> None:
-        """Let the thread write. Only memory is touched in ``call``: ``give_up`` waits for its end.
-
-        Raises:
-            KVTiersError: it was given up.
-        """
-        with self._writing:
-            if self._given_up:
-                raise KVTiersError("it was given up")
-            call()
-
-    def give_up(self) -> None:
-        """From here on its thread writes nothing."""
-        self.future.cancel()
-        with self._writing:
-            self._given_up = True

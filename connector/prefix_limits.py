@@ -1,0 +1,74 @@
+"""What SharedStorageConnector's storage may hold, and for how long: as a tier's, for a PrefixStore's place.
+
+The limits are those of ``tiers.tier_config.BoundedTierConfig``, and so are the means: writers take their room from one
+account (``tiers.capacity.account``), and a collector in a process of its own removes chunks
+(``connector.prefix_chunks``).
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+from connector.prefix_store import USE_NOTED_S
+from tiers.builtin import NFS_NEWCOMER_S
+from tiers.capacity.account import Account
+from tiers.capacity.link import TOUCH_EVERY_S, CollectorLink
+from tiers.capacity.policy import CapacityPolicy
+from tiers.file_mapper import FileMapper
+from tiers.layers.worker_process import StoreRecipe
+from tiers.open_store import tool_recipe
+from tiers.tier_config import BoundedTierConfig, NfsTierConfig
+
+GRACE_S = 60.0  # younger chunks stay: of some the layers are under way, and others are about to be loaded
+
+
+class PrefixLimits:
+    """Limits of a place, and the account of its writers. Any thread; ``_lock`` owns ``_account``.
+
+    Args:
+        policy: the limits.
+        place: see ``connector.prefix_place``.
+
+    Attributes:
+        policy: as given.
+        use_noted_s: for so long a use need not be noted again.
+    """
+
+    def __init__(self, policy: CapacityPolicy, place: BoundedTierConfig) -> None:
+        self.policy = policy
+        self.use_noted_s = min(USE_NOTED_S, TOUCH_EVERY_S, (policy.ttl_s or 4 * TOUCH_EVERY_S) / 4)
+        self._place = place
+        self._lock = threading.Lock()
+        self._account: Account | None = None
+
+    @classmethod
+    def of(cls, place: BoundedTierConfig) -> PrefixLimits | None:
+        """Those of a place; None: it has none, or is only read. Asks no storage."""
+        policy = place.capacity_policy()
+        return None if policy is None else cls(replace(policy, grace_s=GRACE_S), place)
+
+    def account(self) -> Account | None:
+        """Where chunks take their room; None: there is no ``max_bytes``.
+
+        Raises:
+            StoreError: the storage cannot be opened.
+        """
+        if self.policy.max_bytes is None:
+            return None
+        with self._lock:
+            if self._account is None:
+                store_class, options = tool_recipe(self._place)
+                newcomer_s = NFS_NEWCOMER_S if isinstance(self._place, NfsTierConfig) else 0.0
+                self._account = Account(store_class(**options), self.policy.max_bytes, newcomer_s=newcomer_s)
+            return self._account
+
+    def start_collector(self, mapper: FileMapper) -> CollectorLink:
+        """Start the process that removes what is too old or too much; whoever starts it closes it.
+
+        Args:
+            mapper: of the namespace.
+        """
+        store_class, options = tool_recipe(self._place)
+        recipe = StoreRecipe("connector.prefix_chunks", "open_chunks", {"root": StoreRecipe.of(store_class, **options)})
+        return CollectorLink("prefixes", recipe, self.policy, mapper, notes_uses=False)

@@ -1,0 +1,19 @@
+"""A bucket for prefixes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tiers.testing.servers import moto_server
+
+
+@pytest.fixture(scope="module")
+def prefix_bucket() -> Iterator[str]:
+    """URL of a bucket on moto's server; endpoint and credentials are in the environment, for every client."""
+    with moto_server() as server, pytest.MonkeyPatch.context() as patch:
+        for name, value in {**server.environment, "AWS_ENDPOINT_URL": server.endpoint_url}.items():
+            patch.setenv(name, value)
+        server.client().create_bucket(Bucket="kv-prefixes")
+        yield "s3://kv-prefixes"

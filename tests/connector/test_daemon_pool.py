@@ -1,0 +1,61 @@
+"""DaemonPool: threads that may never come back."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+import pytest
+
+from connector.daemon_pool import DaemonPool
+
+
+def test_what_is_not_begun_is_cancelled_at_the_end_and_what_comes_later_too() -> None:
+    pool, begun, let_go = DaemonPool(1, "test"), threading.Event(), threading.Event()
+
+    def hang() -> str:
+        begun.set()
+        let_go.wait(20)
+        return "late"
+
+    running = pool.submit(hang)
+    assert begun.wait(20)
+    waiting = pool.submit(int)
+    assert pool.hangs(0.0)
+    pool.shutdown(0.0)  # waits for nothing that hangs
+    assert not running.done()
+    assert waiting.cancelled()
+    assert pool.submit(int).cancelled()
+    let_go.set()
+    assert running.result(20) == "late"
+
+
+def test_an_error_is_its_callers() -> None:
+    pool = DaemonPool(2, "test")
+    with pytest.raises(ZeroDivisionError):
+        pool.submit(divmod, 1, 0).result(20)
+    assert pool.submit(divmod, 7, 2).result(20) == (3, 1)
+    pool.shutdown(20)
+
+
+def test_a_call_that_was_cancelled_keeps_nothing() -> None:
+    pool, begun, let_go = DaemonPool(1, "test"), threading.Event(), threading.Event()
+
+    def hang() -> bool:
+        begun.set()
+        return let_go.wait(60)
+
+    running = pool.submit(hang)
+    assert begun.wait(60)
+    held = threading.Event()
+    kept = weakref.ref(held)
+    waiting = [pool.submit(held.is_set) for _ in range(2)]
+    del held
+    waiting[0].cancel()
+    assert kept() is not None
+    waiting[1].cancel()
+    assert kept() is None
+    let_go.set()
+    assert running.result(60)
+    assert pool.submit(lambda: 7).result(60) == 7
+    pool.shutdown(60)
