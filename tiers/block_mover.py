@@ -101,6 +101,10 @@ class BlockMover:
         self._rows = rows
         self._clock = clock
 
+    def blocks_at_once(self, *, is_load: bool) -> int:  # noqa: ARG002
+        """How many blocks of a batch are under way at once."""
+        return 1
+
     def store_batch(self, pairs: Iterable[tuple[OffloadKey, int]], deadline: float) -> Batch:
         """Store the blocks that are not there in good order. ``deadline`` is for beginning one."""
         batch = Batch()

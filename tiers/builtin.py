@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 BEGIN_SHARE_MIN = 0.2  # of job_deadline_s, however long one call may take
 TASKS_OF_BOUND = 64  # at least so many batches fill a bounded tier
+AT_ONCE_BYTES_MAX = 256 << 20  # under way, in one direction of a worker that waits
+FAR_LOOKUP_KEYS = 256  # of one question, where answers take long: the first ones are not to wait for the last
 NFS_NEWCOMER_S = 60.0  # acdirmax's default: so long other hosts may not see a new name
 
 
@@ -297,19 +299,25 @@ def _tier_options(config: TierConfig, row_bytes: int, *, in_workers: bool) -> Ti
     # Where blocks mostly wait, two workers with all the threads do what as many workers would.
     few = in_workers and _waits(config)
     worker_threads = max(config.n_read_threads, config.n_write_threads) if few else 1
+    worker_threads_max = 1
+    if isinstance(config, (S3TierConfig, FsspecTierConfig)) and few:
+        worker_threads_max = max(worker_threads, min(config.n_threads_max, AT_ONCE_BYTES_MAX // row_bytes))
     # A worker has one task at a time: with fewer blocks than threads, some would idle.
     task_bytes = max(config.task_bytes, worker_threads * row_bytes if few else 0)
+    task_bytes_max = max(task_bytes, 2 * worker_threads_max * row_bytes)
     if isinstance(config, BoundedTierConfig) and config.max_bytes is not None:
         # Workers take the room for a batch at once: a large one would find none where there is some.
-        task_bytes = min(task_bytes, config.max_bytes // TASKS_OF_BOUND)
+        task_bytes_max = config.max_bytes // TASKS_OF_BOUND
     return TierOptions(
         name=config.name,
         trace_job=make_job_tracer(config.name or config.type) if config.trace else None,
         n_read_threads=1 if few else config.n_read_threads,
         n_write_threads=1 if few else config.n_write_threads,
         worker_threads=worker_threads,
+        worker_threads_max=worker_threads_max,
         worker_begin_s=_begin_s(config),
-        task_bytes=task_bytes,
+        task_bytes=min(task_bytes, task_bytes_max),
+        task_bytes_max=task_bytes_max,
         jobs_max=config.jobs_max,
         max_bytes_in_flight=config.max_bytes_in_flight,
         checksum=Checksum[config.seal_checksum.upper()],
@@ -325,5 +333,6 @@ def _tier_options(config: TierConfig, row_bytes: int, *, in_workers: bool) -> Ti
             present_ttl_s=config.present_ttl_s,
             absent_ttl_s=config.absent_ttl_s,
             keys_max=config.lookup_cache_keys,
+            batch_keys_max=FAR_LOOKUP_KEYS if _waits(config) else LookupOptions().batch_keys_max,
         ),
     )

@@ -15,11 +15,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import fields
-from functools import cache, partial
+from functools import partial
 from threading import Barrier
 from typing import Any, Protocol, runtime_checkable
 
 from tiers.block_mover import Batch, BlockMover, Rows
+from tiers.concurrency import Concurrency
 from tiers.errors import StoreError
 from tiers.keys import OffloadKey
 from tiers.seal import TRAILER_BYTES, Seal
@@ -61,32 +62,44 @@ class IsolatedMover(BlockMover):
     A batch that its worker did not end fails whole. ``cut`` keeps batches from being sent; what a worker has goes on.
 
     Attributes:
-        threads: that a worker uses for a batch; more than one only where a block mostly waits.
         begin_s: how long a worker begins blocks of a batch.
+        loading, storing: threads that a worker uses for a batch; None, one: a block does not wait.
     """
 
     store: Any
-    threads = 1
     begin_s: float
+    loading: Concurrency | None = None
+    storing: Concurrency | None = None
 
     def store_batch(self, pairs: Iterable[tuple[OffloadKey, int]], deadline: float) -> Batch:
-        return self._send("store_batch", pairs, deadline)
+        return self._send("store_batch", pairs, deadline, self.storing)
 
     def load_batch(self, pairs: Iterable[tuple[OffloadKey, int]], deadline: float) -> Batch:
-        return self._send("load_batch", pairs, deadline)
+        return self._send("load_batch", pairs, deadline, self.loading)
 
-    def _send(self, operation: str, pairs: Iterable[tuple[OffloadKey, int]], deadline: float) -> Batch:
+    def blocks_at_once(self, *, is_load: bool) -> int:
+        concurrency = self.loading if is_load else self.storing
+        return 1 if concurrency is None else concurrency.threads
+
+    def _send(
+        self,
+        operation: str,
+        pairs: Iterable[tuple[OffloadKey, int]],
+        deadline: float,
+        concurrency: Concurrency | None,
+    ) -> Batch:
         batch = Batch()
         pairs = [pair for pair in pairs if not self._is_late(deadline, batch)]
         if not pairs:
             return batch
+        threads = 1 if concurrency is None else concurrency.threads
         request = {
             "tier": self.name,
             "operation": operation,
             "row_bytes": self._rows.row_bytes,
             "name_prefix": self._name_prefix,
             "seal": self._seal.to_json(),
-            "threads": self.threads,
+            "threads": threads,
             "begin_within_s": min(deadline - self._clock(), self.begin_s),
             "removes_bad": self.removes_bad,
         }
@@ -102,6 +115,9 @@ class IsolatedMover(BlockMover):
                 batch.fault = str(e)
             return batch
         answer.pop("put_bytes")
+        seconds, cpu_s = answer.pop("took")
+        if concurrency is not None:
+            concurrency.learn(threads, len(pairs), seconds, cpu_s)
         for warning in answer.pop("warnings"):
             self._warn(warning)
         for text in answer.pop("said"):
@@ -119,13 +135,21 @@ def make_mover(
     clock: Callable[[], float],
     *,
     worker_threads: int = 1,
+    worker_threads_max: int = 1,
     begin_s: float | None = None,
 ) -> BlockMover:
-    """The mover for a store: in its workers where it has such; for the rest see ``IsolatedMover``."""
+    """The mover for a store: in its workers where it has such.
+
+    Args:
+        worker_threads: that a worker uses for its first batches.
+        worker_threads_max: and for later ones, where it waits; more than one only where a block mostly does.
+        begin_s: see ``IsolatedMover``.
+    """
     if not (isinstance(store, RunsInWorkers) and store.maps_region):
         return BlockMover(name, store, name_prefix, seal, rows, clock)
     mover = IsolatedMover(name, store, name_prefix, seal, rows, clock)
-    mover.threads = worker_threads
+    if max(worker_threads, worker_threads_max) > 1:
+        mover.loading, mover.storing = (Concurrency(worker_threads, worker_threads_max) for _ in range(2))
     mover.begin_s = BEGIN_SHARE * store.deadline_s if begin_s is None else begin_s
     return mover
 
@@ -148,7 +172,9 @@ def move_batch(store: Store, region: memoryview, request: dict[str, Any], packed
     mover.removes_bad = request["removes_bad"]
     pairs = unpack_pairs(packed)
     move = partial(getattr(mover, request["operation"]), deadline=time.monotonic() + request["begin_within_s"])
+    started, cpu_started = time.monotonic(), time.process_time()
     batch = move(pairs) if request["threads"] == 1 else _move_by_threads(move, pairs, request["threads"])
+    took = (time.monotonic() - started, time.process_time() - cpu_started)
     answer = {field.name: getattr(batch, field.name) for field in fields(batch)}  # asdict cannot copy a Counter
     answer["succeeded"] = None  # all
     if len(batch.succeeded) != len(pairs):
@@ -158,7 +184,7 @@ def move_batch(store: Store, region: memoryview, request: dict[str, Any], packed
     if request["operation"] == "store_batch":  # what failed may be there: its acknowledgement was lost
         put = (batch.outcomes["moved"] + batch.outcomes["failed"]) * (row_bytes + TRAILER_BYTES)
     # Of what was said one is enough: it is said again with the next batch, and most are not passed on.
-    return {**answer, "put_bytes": put, "warnings": warnings, "said": said[:1]}
+    return {**answer, "put_bytes": put, "took": took, "warnings": warnings, "said": said[:1]}
 
 
 def _move_by_threads(
@@ -166,7 +192,8 @@ def _move_by_threads(
 ) -> Batch:
     """Move the blocks, each thread the next one. Nothing touches a slot any more when it returns or raises."""
     shared = iter(pairs)  # of which each block is handed out once: a list's iterator never gives the GIL up
-    futures = [_thread_pool(threads).submit(move, shared) for _ in range(threads)]
+    pool = _thread_pool(threads)
+    futures = [pool.submit(move, shared) for _ in range(threads)]
     wait(futures)
     batch = Batch()
     for future in futures:
@@ -174,9 +201,14 @@ def _move_by_threads(
     return batch
 
 
-@cache
+_pools: dict[int, ThreadPoolExecutor] = {}  # the largest so far: a worker moves one batch after the other
+
+
 def _thread_pool(threads: int) -> ThreadPoolExecutor:
     """All of its threads run by then: one that cannot be started later would leave its block queued behind our back."""
+    largest = max(_pools, default=0)
+    if threads <= largest:
+        return _pools[largest]
     pool = ThreadPoolExecutor(threads)
     all_run = Barrier(threads)
     try:
@@ -184,8 +216,14 @@ def _thread_pool(threads: int) -> ThreadPoolExecutor:
     except RuntimeError:
         all_run.abort()
         pool.shutdown(wait=False)
+        if largest:
+            return _pools[largest]
         raise
     wait(started)
+    for smaller in _pools.values():
+        smaller.shutdown(wait=False)
+    _pools.clear()
+    _pools[threads] = pool
     return pool
 
 

@@ -88,7 +88,7 @@ class AsyncLookup:
         self._asked: dict[OffloadKey, float] = {}  # key -> asked at
         self._batch: list[OffloadKey] = []
         self._questions: SimpleQueue[tuple[list[OffloadKey], float] | None] = SimpleQueue()
-        self._replies: SimpleQueue[tuple[list[OffloadKey], float, Sequence[bool | None]]] = SimpleQueue()
+        self._replies: SimpleQueue[tuple[list[OffloadKey], float, Sequence[bool | None] | None]] = SimpleQueue()
         self._counts = LookupCounts()
         self._threads = [
             threading.Thread(target=self._work, name=f"{name}-lookup{i}", daemon=True) for i in range(options.threads)
@@ -188,6 +188,12 @@ class AsyncLookup:
                 return
             now = self._clock()
             counts = self._counts
+            if found is None:
+                for key in [key for key in keys if self._asked.get(key) == asked_at]:
+                    del self._asked[key]
+                    counts.expired += 1
+                    self._record(key, False, now)
+                continue
             for key, present in zip(keys, found, strict=True):
                 # Only the question that this reply answers: an expired or overruled one was forgotten.
                 if self._asked.get(key) != asked_at:
@@ -205,6 +211,9 @@ class AsyncLookup:
     def _work(self) -> None:
         while (question := self._questions.get()) is not None:
             keys, asked_at = question
+            if self._clock() - asked_at >= self._options.deadline_s:
+                self._replies.put((keys, asked_at, None))  # nobody would believe the answers, and others wait
+                continue
             found: Sequence[bool | None]
             try:
                 found = self._probe(keys)

@@ -56,9 +56,11 @@ class TierOptions:
     Attributes:
         name: label in metrics and logs; None: the tier's type.
         n_read_threads, n_write_threads: threads that prefer loads, and stores.
-        worker_threads: threads of a store's worker process, where a block mostly waits.
+        worker_threads, worker_threads_max: threads of a store's worker process, where a block mostly waits: at first,
+            and at most (see ``tiers.concurrency``).
         worker_begin_s: how long a worker begins blocks of a batch; None: for a part of its deadline.
-        task_bytes: payload bytes of one pool task at most; a store that is latency bound gets one block a task.
+        task_bytes, task_bytes_max: payload bytes of one pool task at most; where a worker has many threads, a task has
+            2 to 16 blocks for each, up to the other. A store that is latency bound gets one block a task.
         jobs_max, max_bytes_in_flight: a job beyond them fails at once (D4).
         checksum: of new blocks.
         make_seal: called as ``Seal``; makes one that authenticates or encrypts, say.
@@ -76,8 +78,10 @@ class TierOptions:
     n_read_threads: int = 2
     n_write_threads: int = 2
     worker_threads: int = 1
+    worker_threads_max: int = 1
     worker_begin_s: float | None = None
     task_bytes: int = 64 << 20
+    task_bytes_max: int = 1 << 30
     jobs_max: int = 1024
     max_bytes_in_flight: int = 8 << 30
     checksum: Checksum = Checksum.XXH3_64
@@ -163,6 +167,7 @@ class StoreTierManager(SecondaryTierManager):
             self._rows,
             clock,
             worker_threads=options.worker_threads,
+            worker_threads_max=options.worker_threads_max,
             begin_s=options.worker_begin_s,
         )
         self._mover.removes_bad = not options.read_only
@@ -327,7 +332,7 @@ class StoreTierManager(SecondaryTierManager):
         if not is_load:
             pairs = list(dict(pairs).items())
         run = self._mover.load_batch if is_load else self._mover.store_batch
-        size = self._blocks_per_task(len(pairs))
+        size = self._blocks_per_task(len(pairs), is_load=is_load)
         deadline = self._clock() + self._options.job_deadline_s
         tasks = [partial(run, batch, deadline) for batch in _deal(_side_by_side(pairs), size, self._num_threads)]
         keys = tuple(job.keys)
@@ -349,13 +354,17 @@ class StoreTierManager(SecondaryTierManager):
             return
         self._in_flight[job.job_id] = _InFlight(keys, is_load, submitted_ns)
 
-    def _blocks_per_task(self, count: int) -> int:
-        """An equal share of a job for every thread, within TASK_BYTES_MIN and task_bytes."""
+    def _blocks_per_task(self, count: int, *, is_load: bool) -> int:
+        """An equal share of a job for every thread, within TASK_BYTES_MIN and what ``TierOptions`` say."""
         if self._one_by_one:
             return 1
         row_bytes, options = self._rows.row_bytes, self._options
         share = -(-count // self._num_threads)
-        return max(1, min(max(share, TASK_BYTES_MIN // row_bytes), options.task_bytes // row_bytes))
+        most = options.task_bytes // row_bytes
+        at_once = self._mover.blocks_at_once(is_load=is_load)
+        if at_once > 1:  # enough that none of its threads waits for long, and not so many that it learns late
+            most = min(max(most, 2 * at_once), 16 * at_once, options.task_bytes_max // row_bytes)
+        return max(1, min(max(share, TASK_BYTES_MIN // row_bytes), most))
 
     def _book(self, finished: FinishedJob[Batch]) -> None:
         job = self._in_flight.pop(finished.job_id)

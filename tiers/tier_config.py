@@ -289,8 +289,11 @@ class S3TierConfig(BoundedTierConfig):
     """Blocks as objects in a bucket of any S3. Credentials come from boto3's chain, never from here."""
 
     type: Literal["s3"] = "s3"
-    n_read_threads: Threads = Field(8, description="Requests of loads under way at once.")
-    n_write_threads: Threads = Field(8, description="Requests of stores under way at once.")
+    n_read_threads: Threads = Field(8, description="Requests of loads under way at once, at first.")
+    n_write_threads: Threads = Field(8, description="Requests of stores under way at once, at first.")
+    n_threads_max: Threads = Field(
+        64, description="Up to so many of each, where the storage is far and more of them bring more."
+    )
     isolation: Literal["auto", "thread", "process"] = Field(
         "auto", description="process: as fast beside a busy engine as beside an idle one. auto: where it can be."
     )
@@ -338,7 +341,7 @@ class S3TierConfig(BoundedTierConfig):
             **own,
             request_timeout_s=self.request_timeout,
             connect_timeout_s=self.connect_timeout,
-            max_connections=min(1024, self.n_read_threads + self.n_write_threads + 32),
+            max_connections=min(1024, self.n_read_threads + self.n_write_threads + self.n_threads_max + 64),
         )
 
     def check(self) -> None:
@@ -350,8 +353,11 @@ class FsspecTierConfig(BoundedTierConfig):
     """Blocks under any fsspec URL: gs://, abfs://, s3:// by s3fs, hf://, memory://, …"""
 
     type: Literal["fsspec"] = "fsspec"
-    n_read_threads: Threads = Field(8, description="Requests of loads under way at once.")
-    n_write_threads: Threads = Field(8, description="Requests of stores under way at once.")
+    n_read_threads: Threads = Field(8, description="Requests of loads under way at once, at first.")
+    n_write_threads: Threads = Field(8, description="Requests of stores under way at once, at first.")
+    n_threads_max: Threads = Field(
+        64, description="Up to so many of each, where the storage is far and more of them bring more."
+    )
     lookup_deadline_s: Seconds = Field(1.0, description="A lookup not answered by then is a miss.")
     absent_ttl_s: Annotated[float, Field(ge=0, le=86_400)] = Field(5.0, description="How long 'absent' is believed.")
     gc_every_s: Annotated[float, Field(ge=1, le=30 * 86_400)] = Field(

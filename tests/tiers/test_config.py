@@ -487,3 +487,26 @@ def test_a_worker_of_s3_gets_a_block_for_each_thread(block_mib: int, options: di
     assert isinstance(tier, TierConfig)
     assert _tier_options(tier, block_mib << 20, in_workers=True).task_bytes == task_mib << 20
     assert _tier_options(tier, block_mib << 20, in_workers=False).task_bytes == min(task_mib, 64) << 20
+
+
+@pytest.mark.parametrize(
+    ("block_mib", "options", "threads_max", "task_mib_max"),
+    [
+        (1, {}, 64, 128),
+        (16, {}, 16, 512),  # 256 MiB are under way
+        (64, {}, 8, 1024),  # but never fewer than there are at first
+        (1, {"n_threads_max": 20}, 20, 64),
+        (1, {"n_read_threads": 100}, 100, 200),
+        (1, {"max_bytes": "1GiB"}, 64, 16),
+    ],
+)
+def test_a_worker_of_s3_may_get_more(
+    block_mib: int, options: dict[str, Any], threads_max: int, task_mib_max: int
+) -> None:
+    tier = parse_tier({"type": "s3", "bucket": "kv-blocks", **options})
+    assert isinstance(tier, TierConfig)
+    made = _tier_options(tier, block_mib << 20, in_workers=True)
+    assert made.worker_threads_max == threads_max
+    assert made.task_bytes_max == task_mib_max << 20
+    assert made.lookup.batch_keys_max == 256
+    assert _tier_options(tier, block_mib << 20, in_workers=False).worker_threads_max == 1

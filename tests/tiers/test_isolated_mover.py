@@ -17,13 +17,15 @@ import pytest
 from connector.shared_region import SharedOffloadRegion
 from tests.identity import FakeSpec, block_key
 from tests.waiting import wait_for
+from tiers import concurrency
 from tiers.base import JobMetadata, JobResult
 from tiers.builtin import FileSystemTierManager, S3TierManager
 from tiers.isolated_mover import IsolatedMover, pack_pairs, unpack_pairs
 from tiers.keys import OffloadKey
 from tiers.layers.isolate import ProcessIsolatedStore
 from tiers.seal import TRAILER_BYTES
-from tiers.testing.servers import moto_server
+from tiers.testing.http_faults import HttpFaultServer
+from tiers.testing.servers import S3Server, moto_server
 from tiers.tier_config import FsTierConfig, default_threads
 
 ROW_BYTES, ROWS = 8192, 16
@@ -222,7 +224,7 @@ def test_a_tier_on_s3_moves_batches_by_many_threads_of_few_workers(monkeypatch: 
 
         try:
             assert isinstance(tier._mover, IsolatedMover)
-            assert tier._mover.threads == 8
+            assert tier._mover.blocks_at_once(is_load=True) == 8
             stored = run(range(8), is_load=False)
             assert (stored.success, stored.transfer_bytes) == (True, 8 * ROW_BYTES)
             name = tier.mapper.relative_name(KEYS[3])
@@ -238,5 +240,36 @@ def test_a_tier_on_s3_moves_batches_by_many_threads_of_few_workers(monkeypatch: 
             rows[:] = before
             assert run(range(8), is_load=False).transfer_bytes == 2 * ROW_BYTES
             assert run(range(8, 16), is_load=True).success
+        finally:
+            tier.shutdown()
+
+
+def test_far_storage_is_asked_for_more_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for constant, at in (("GAIN_MIN", 0.0), ("BUSY_MAX", 1e9), ("WAITS_S_MAX", 1e9), ("SLOW_S", 1e9)):
+        monkeypatch.setattr(concurrency, constant, at)  # what is measured on a busy machine says nothing
+    count = 64
+    view = SharedOffloadRegion.anonymous(count, ROW_BYTES).create_kv_memoryview()
+    keys = [block_key(n) for n in range(count)]
+    with HttpFaultServer() as server:
+        for name, value in S3Server("", "first", "secret").environment.items():
+            monkeypatch.setenv(name, value)
+        server.answer_after_s = 0.05
+        options = {"n_read_threads": 1, "n_write_threads": 1, "n_threads_max": 16, "job_deadline_s": 120.0}
+        tier = S3TierManager(FakeSpec(), view, "s3", bucket="bucket", endpoint_url=server.endpoint_url, **options)
+        assert isinstance(tier._mover, IsolatedMover)
+        try:
+            for submit, is_load in ((tier.submit_store, False), (tier.submit_load, True)):
+                server.most_under_way = 0
+                job = 0
+                while tier._mover.blocks_at_once(is_load=is_load) < 16:
+                    job += 1
+                    assert job < 20
+                    submit(JobMetadata(job, keys[:16], np.arange(16, dtype=np.int32)))
+                    tier.drain_jobs()
+                    assert [result.success for result in tier.get_finished()] == [True]
+                submit(JobMetadata(99, keys, np.arange(count, dtype=np.int32)))
+                tier.drain_jobs()
+                assert [result.success for result in tier.get_finished()] == [True]
+                assert server.most_under_way > 4  # of two workers, each of which began with one
         finally:
             tier.shutdown()

@@ -97,17 +97,43 @@ def test_unanswered_is_absent_after_the_deadline(make: Make, clock: Clock) -> No
     lookup = make(storage, deadline_s=0.2, absent_ttl_s=5)
     lookup.lookup(KEYS[0])
     lookup.flush()
+    wait_for(lambda: storage.batches)
     clock.now += 0.19
     assert lookup.lookup(KEYS[0]) is None
     clock.now += 0.02
     assert lookup.lookup(KEYS[0]) is False
     storage.open.set()
-    wait_for(lambda: len(storage.batches) == 1)
     assert lookup.shutdown(20)
     lookup.flush()
     assert lookup.lookup(KEYS[0]) is False
     counts = lookup.take_counts()
     assert (counts.expired, counts.late, counts.hits, counts.misses) == (1, 1, 0, 0)
+
+
+def test_what_waited_too_long_to_be_asked_is_not_asked(make: Make, clock: Clock) -> None:
+    """Nobody would believe the answers, and the questions behind it would wait for them, too."""
+    storage = Storage(KEYS)
+    storage.open.clear()
+    lookup = make(storage, deadline_s=0.2, absent_ttl_s=5, threads=1)
+    for key in KEYS[:3]:
+        lookup.lookup(key)
+        lookup.flush()
+        wait_for(lambda: storage.batches)
+    clock.now += 0.3
+    assert lookup.lookup(KEYS[1]) is False  # KEYS[2] was given up by who asked
+    storage.open.set()
+
+    def forgotten() -> bool:
+        lookup.flush()
+        return KEYS[2] not in lookup._asked
+
+    wait_for(forgotten)
+    lookup.lookup(KEYS[3])
+    lookup.flush()
+    assert answer(lookup, KEYS[3]) is True
+    assert storage.batches == [[KEYS[0]], [KEYS[3]]]
+    counts = lookup.take_counts()
+    assert (counts.expired, counts.errors, counts.misses) == (2, 0, 0)
 
 
 def test_a_question_never_flushed_is_answered_too(make: Make, clock: Clock) -> None:

@@ -26,7 +26,7 @@ FOLDERS_MAX: Final = 1000
 # costs 0.1 ms to start.
 KEYS_PER_ASKER: Final = 8
 ASKER_S: Final = 0.004
-ASKERS_MAX: Final = 32
+ASKERS_MAX: Final = 128
 
 Answers = dict[str, int | Exception | None]
 

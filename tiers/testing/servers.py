@@ -213,7 +213,9 @@ def seaweed_server() -> Iterator[SeaweedServer]:
 
 
 @contextmanager
-def nginx_stub(server_pem: Path | None = None) -> Iterator[str]:
+def nginx_stub(
+    server_pem: Path | None = None, *, answer_after_s: float = 0.0, connection_mb_s: int | None = None
+) -> Iterator[str]:
     """nginx with DAV methods on a folder in memory: PUT, GET, HEAD, DELETE, no authentication. Yields its URL.
 
     It answers a PUT with an ETag, which S3 clients insist on and DAV does not have, and a listing of the bucket
@@ -221,10 +223,17 @@ def nginx_stub(server_pem: Path | None = None) -> Iterator[str]:
 
     Args:
         server_pem: certificate and key, to serve https.
+        answer_after_s: how far away it is; takes nginx's echo module.
+        connection_mb_s: what a connection gets of what is read.
+
+    Raises:
+        FileNotFoundError: nginx or its module is not installed; says what to install.
     """
     nginx = find_nginx()
     if nginx is None:
         raise FileNotFoundError("nginx is not installed: apt-get install nginx")
+    if answer_after_s and not _NGINX_ECHO.exists():
+        raise FileNotFoundError("nginx's echo module is not installed: apt-get install libnginx-mod-http-echo")
     with _scratch_folder() as folder:
         (port,) = free_ports(1)
         for name in ("data", "tmp"):
@@ -235,6 +244,10 @@ def nginx_stub(server_pem: Path | None = None) -> Iterator[str]:
                 port=port,
                 bucket=STUB_BUCKET,
                 user="user root; " if os.geteuid() == 0 else "",
+                module=f"load_module {_NGINX_ECHO};" if answer_after_s else "",
+                far=(f" location = /_far {{ internal; echo_sleep {answer_after_s}; echo; }}" if answer_after_s else ""),
+                each=("auth_request /_far; " if answer_after_s else "")
+                + (f"limit_rate {connection_mb_s}m; " if connection_mb_s else ""),
                 tls=""
                 if server_pem is None
                 else f" ssl; ssl_certificate {server_pem}; ssl_certificate_key {server_pem}",
@@ -258,7 +271,8 @@ def find_nginx() -> str | None:
     return shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
 
 
-_NGINX = """
+_NGINX_ECHO = Path("/usr/lib/nginx/modules/ngx_http_echo_module.so")
+_NGINX = """{module}
 {user}daemon off; worker_processes 2; pid {folder}/pid; error_log {folder}/error.log error;
 events {{ worker_connections 1024; }}
 http {{
@@ -274,7 +288,7 @@ http {{
       if ($args ~ start-after) {{ return 405; }}
       return 200 '<ListBucketResult><Name>{bucket}</Name><KeyCount>0</KeyCount></ListBucketResult>';
     }}
-    location / {{ dav_methods PUT DELETE; create_full_put_path on; }}
+    location / {{ {each}dav_methods PUT DELETE; create_full_put_path on; }}{far}
   }}
 }}
 """
