@@ -9,15 +9,18 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, wait
-from itertools import count, islice
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, wait
+from functools import partial
+from itertools import count, islice, takewhile
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from connector.daemon_pool import DaemonPool
+from tiers.concurrency import Concurrency
 from tiers.errors import (
     BlobNotFoundError,
     ConfigError,
+    StoreClosedError,
     StoreError,
     StoreFullError,
     StorePermissionError,
@@ -35,6 +38,9 @@ T = TypeVar("T")
 
 FOLDER_ATTEMPTS = 8
 FILES_AT_ONCE = 16  # in memory, and requests under way on an object store
+FILES_MIN = 4  # that are read at once, however large
+BUFFERS_BYTES_MAX = 64 << 20  # that they are read into
+THREADS_MAX = 32  # which live in the engine's process
 
 
 class Files(ABC):
@@ -70,6 +76,14 @@ class Files(ABC):
     @abstractmethod
     def exists(self, path: str) -> bool:
         """Whether it is there."""
+
+    def present(self, runs: Sequence[Sequence[str]]) -> list[int]:
+        """Of each run of files, how many are there without a gap, from the first on."""
+        return [sum(1 for _ in takewhile(self.exists, run)) for run in runs]
+
+    def reading(self, paths: Sequence[str], bytes_max: int) -> list[Callable[[], bytes]]:
+        """What returns, or raises, what ``read`` does, for each path; begun at once where the storage is far."""
+        return [partial(self.read, path, bytes_max) for path in paths]
 
     @abstractmethod
     def names(self, folder: str) -> list[str]:
@@ -259,11 +273,17 @@ class _FsspecFiles(Files):
 
 
 class _S3Files(Files):
-    """Objects of a bucket. Layers are read and written side by side, by threads that the first such call starts."""
+    """Objects of a bucket. Layers are read and written side by side, by threads that the first such call starts.
 
-    def __init__(self, store: S3Store, threads: int) -> None:
+    Args:
+        threads: that read, at first.
+        threads_max: of all.
+    """
+
+    def __init__(self, store: S3Store, threads: int, threads_max: int) -> None:
         self._store = store
-        self._threads = threads
+        self._threads_max = max(threads, threads_max)
+        self._reading = Concurrency(threads, threads_max)
         self._starting = threading.Lock()  # guards _pool
         self._pool: DaemonPool | None = None
 
@@ -282,27 +302,46 @@ class _S3Files(Files):
             raise BlobNotFoundError("is not there", key=path)
         return found[1]
 
+    def present(self, runs: Sequence[Sequence[str]]) -> list[int]:
+        asked = iter(self._store.size_many([path for run in runs for path in run], may_list=False))
+        sizes = [list(islice(asked, len(run))) for run in runs]
+        return [sum(1 for _ in takewhile(lambda size: isinstance(size, int), found)) for found in sizes]
+
+    def reading(self, paths: Sequence[str], bytes_max: int) -> list[Callable[[], bytes]]:
+        if len(paths) == 1:  # the caller waits for it at once
+            return super().reading(paths, bytes_max)
+        return [partial(_result, self._submit(self.read, path, bytes_max)) for path in paths]
+
     def read_all(self, files: Mapping[str, tuple[str, int]]) -> Iterator[tuple[str, memoryview]]:
         biggest = max((size for _, size in files.values()), default=0)
+        threads = self._reading.threads
+        started, cpu_s = time.monotonic(), 0.0
         to_begin = iter(files.items())
-        ahead: deque[tuple[str, memoryview, memoryview, Future[None]]] = deque()
+        ahead: deque[tuple[str, memoryview, memoryview, Future[float]]] = deque()
 
         def begin(buffer: memoryview) -> None:
             for name, (path, size) in islice(to_begin, 1):
-                read = self._submit(self._store.get_into, path, [buffer[:size]])
+                read = self._submit(self._read_into, path, buffer[:size])
                 ahead.append((name, buffer, buffer[:size], read))
 
-        for _ in range(min(self._threads, len(files))):
+        for _ in range(min(threads, len(files), max(FILES_MIN, BUFFERS_BYTES_MAX // max(1, biggest)))):
             begin(memoryview(bytearray(biggest)))
         try:
             while ahead:
                 name, buffer, data, read = ahead.popleft()
-                read.result()
+                cpu_s += _result(read)
                 yield name, data
                 begin(buffer)
+            self._reading.learn(threads, len(files), time.monotonic() - started, cpu_s)
         finally:
             for *_, read in ahead:
                 read.cancel()
+
+    def _read_into(self, path: str, data: memoryview) -> float:
+        """Seconds of processor that it took."""
+        started = time.thread_time()
+        self._store.get_into(path, [data])
+        return time.thread_time() - started
 
     def exists(self, path: str) -> bool:
         return self._store.size(path) is not None
@@ -334,7 +373,7 @@ class _S3Files(Files):
     def _submit(self, call: Callable[..., T], *arguments: Any) -> Future[T]:
         with self._starting:
             if self._pool is None:
-                self._pool = DaemonPool(self._threads, "kvtiers-prefix-s3")
+                self._pool = DaemonPool(self._threads_max, "kvtiers-prefix-s3")
             return self._pool.submit(call, *arguments)
 
 
@@ -367,11 +406,18 @@ def files_for(place: BoundedTierConfig) -> Files:
     """
     if isinstance(place, S3TierConfig):
         store: Any = open_store(place)
-        return _S3Files(store, max(place.n_read_threads, place.n_write_threads))
+        return _S3Files(store, max(place.n_read_threads, place.n_write_threads), min(THREADS_MAX, place.n_threads_max))
     if isinstance(place, FsspecTierConfig):
         return _FsspecFiles(place.url, place.storage_options)
     assert isinstance(place, FsTierConfig | NfsTierConfig)
     return _LocalFiles(place.root_dir)
+
+
+def _result(future: Future[T]) -> T:
+    try:
+        return future.result()
+    except CancelledError:
+        raise StoreClosedError("the storage was closed") from None
 
 
 @contextlib.contextmanager

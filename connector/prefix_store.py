@@ -24,7 +24,7 @@ import logging
 import re
 import urllib.parse
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +51,7 @@ logger = logging.getLogger(__name__)
 FORMAT = "prefix-1"
 MANIFEST_BYTES_MAX = 4 << 20
 CANDIDATES_MAX = 16  # chunks that begin alike and are read to find where they part from a prompt
+AHEAD_FIRST, AHEAD_MAX = 4, 32  # chunks of one size that are asked for at once, where one of that size came before
 CHUNK_BLOCKS_MAX = 128
 USE_NOTED_S = 3600.0
 _TENSOR = "kv"
@@ -154,8 +155,8 @@ class PrefixStore:
             chunk = self._longest(hashes[position : position + CHUNK_BLOCKS_MAX])
             if chunk is None:
                 break
-            chunks.append(chunk)
-            position += chunk.blocks
+            chunks += [chunk, *self._like(chunk, hashes[position:])]
+            position = sum(chunk.blocks for chunk in chunks)
         return chunks
 
     def publish(self, hashes: Sequence[bytes], layers: Mapping[str, torch.Tensor]) -> bool:
@@ -174,8 +175,7 @@ class PrefixStore:
         """
         if not 1 <= len(hashes) <= CHUNK_BLOCKS_MAX:
             raise ValueError(f"a chunk of {len(hashes)} blocks; accepted are 1..{CHUNK_BLOCKS_MAX}")
-        folder = f"{self._base}/{hashes[0].hex()}"
-        path = f"{folder}/{len(hashes)}-{hashes[-1].hex()}.json"
+        path = self._path(hashes)
         if self._files.exists(path):
             return False
         account = None if self._limits is None else self._limits.account()
@@ -232,13 +232,20 @@ class PrefixStore:
         self.counts.bytes_stored += total
         return True
 
-    def load(self, chunk: Chunk, hashes: Sequence[bytes]) -> Iterator[tuple[str, torch.Tensor]]:
+    def manifests(self, chunks: Sequence[Chunk]) -> list[Callable[[], bytes]]:
+        """For ``load``: begin to read the manifests of several chunks, side by side where the storage is far."""
+        return self._files.reading([chunk.path for chunk in chunks], MANIFEST_BYTES_MAX)
+
+    def load(
+        self, chunk: Chunk, hashes: Sequence[bytes], manifest: Callable[[], bytes] | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (layer name, tensor (tokens of the whole chunk, …)) for every layer, each verified before it is seen.
 
         A tensor's memory is lent until the next one is asked for.
 
         Args:
             hashes: of the blocks that the caller expects, ``chunk.blocks`` of them.
+            manifest: of ``manifests``; by default it is read now.
 
         Raises:
             SealError: it is not what it should be; it was removed.
@@ -246,7 +253,7 @@ class PrefixStore:
         """
         body = None
         try:
-            body = self._manifest(chunk.path)
+            body = self._manifest(chunk.path, manifest)
             if body["hashes"][: chunk.blocks] != [block.hex() for block in hashes]:
                 raise SealError(SealReason.KEY, f"{chunk.path} holds other blocks")
             folder = chunk.path.rsplit("/", 1)[0]
@@ -309,12 +316,15 @@ class PrefixStore:
                     best = Chunk(f"{folder}/{name}", blocks)
             else:
                 others.append(name)
+        if best is not None and best.blocks == len(wanted):
+            return best
         # Chunks that part from the prompt somewhere inside may still share more of it than the best whole one.
-        for name in others[:CANDIDATES_MAX]:
+        candidates = [f"{folder}/{name}" for name in others[:CANDIDATES_MAX]]
+        for path, read in zip(candidates, self._files.reading(candidates, MANIFEST_BYTES_MAX), strict=True):
             try:
-                stored = self._manifest(f"{folder}/{name}")["hashes"]
+                stored = self._manifest(path, read)["hashes"]
             except (SealError, StoreError) as e:
-                logger.debug("manifest %s/%s: %s", folder, name, e)
+                logger.debug("manifest %s: %s", path, e)
                 continue
             alike = 0
             for one, other in zip(stored, wanted, strict=False):
@@ -322,8 +332,37 @@ class PrefixStore:
                     break
                 alike += 1
             if alike > (best.blocks if best else 0):
-                best = Chunk(f"{folder}/{name}", alike)
+                best = Chunk(path, alike)
         return best
+
+    def _like(self, chunk: Chunk, hashes: Sequence[bytes]) -> list[Chunk]:
+        """The chunks behind one, the first of these blocks, as far as they have its size: an engine's steps often do.
+
+        Each that is missed here costs a listing, and those cannot be asked for side by side.
+        """
+        size = chunk.blocks
+        found: list[Chunk] = []
+        ahead = AHEAD_FIRST if chunk.path == self._path(hashes[:size]) else 0
+        while ahead:
+            first = (1 + len(found)) * size
+            starts = range(first, len(hashes) - size + 1, size)[:ahead]
+            paths = [self._path(hashes[start : start + size]) for start in starts]
+            (count,) = self._present([paths])
+            found += [Chunk(path, size) for path in paths[:count]]
+            ahead = min(2 * ahead, AHEAD_MAX) if paths and count == len(paths) else 0
+        return found
+
+    def _present(self, runs: Sequence[Sequence[str]]) -> list[int]:
+        try:
+            return self._files.present(runs)
+        except StoreError as e:
+            self.counts.errors += 1
+            logger.debug("asking for manifests: %s", e)
+            return [0] * len(runs)
+
+    def _path(self, hashes: Sequence[bytes]) -> str:
+        """Of the manifest of a chunk of these blocks."""
+        return f"{self._base}/{hashes[0].hex()}/{len(hashes)}-{hashes[-1].hex()}.json"
 
     def _discard(self, path: str, body: Mapping[str, Any] | None) -> None:
         """Remove a bad chunk: its manifest first, so that nobody goes by it any more, then its layers' files."""
@@ -352,11 +391,27 @@ class PrefixStore:
             logger.debug("listing %s: %s", folder, e)
             return []
 
-    def _manifest(self, path: str) -> dict[str, Any]:
-        body = unseal(self._files.read(path, MANIFEST_BYTES_MAX), path)
+    def _manifest(self, path: str, read: Callable[[], bytes] | None = None) -> dict[str, Any]:
+        body = unseal(self._files.read(path, MANIFEST_BYTES_MAX) if read is None else read(), path)
         if body["identity"] != self._identity:
             raise SealError(SealReason.FINGERPRINT, f"{path} is of another namespace or rank")
         return body
+
+
+def blocks_in_all(stores: Sequence[PrefixStore], hashes: Sequence[bytes]) -> int:
+    """Leading blocks that all of these have: one for each rank, in the same place.
+
+    Ranks store the same chunks, in the same steps. So the others are asked for those of the first, all at once, and
+    only one that lacks some is searched by itself.
+    """
+    first, *others = stores
+    chunks = first.match(hashes)
+    found = sum(chunk.blocks for chunk in chunks)
+    runs = [[f"{other._base}{chunk.path.removeprefix(first._base)}" for chunk in chunks] for other in others]
+    for other, count in zip(others, first._present(runs), strict=True):
+        if count < len(chunks):
+            found = min(found, sum(chunk.blocks for chunk in other.match(hashes[:found])))
+    return found
 
 
 def _bytes_max(hashes: Sequence[bytes], layers: Mapping[str, torch.Tensor]) -> int:

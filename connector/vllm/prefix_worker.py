@@ -160,16 +160,19 @@ class PrefixWorker:
     def _load(self, store: PrefixStore, transfer: Transfer, load: Load) -> None:
         size = self._block_size
         position, last = 0, len(transfer.hashes)
+        wanted = []
         for chunk in store.match(transfer.hashes):
-            begin, end = position, position + chunk.blocks
-            position = end
-            if end <= transfer.first_block:
-                continue
+            begin, position = position, position + chunk.blocks
+            if position > transfer.first_block:
+                wanted.append((begin, chunk))
+        manifests = store.manifests([chunk for _, chunk in wanted])
+        for (begin, chunk), manifest in zip(wanted, manifests, strict=True):
+            end = begin + chunk.blocks
             skip = max(0, transfer.first_block - begin)
             start = begin + skip - transfer.first_block
             slots = transfer.slot_mapping[start * size : (end - transfer.first_block) * size]
             missing = set(self._kv_caches)
-            for layer, tensor in store.load(chunk, transfer.hashes[begin:end]):
+            for layer, tensor in store.load(chunk, transfer.hashes[begin:end], manifest):
                 if layer in missing:
                     missing.discard(layer)
                     values = tensor[skip * size : chunk.blocks * size]

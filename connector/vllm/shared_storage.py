@@ -33,7 +33,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from connector.daemon_pool import DaemonPool
 from connector.prefix_limits import PrefixLimits
 from connector.prefix_place import shared_place
-from connector.prefix_store import CHUNK_BLOCKS_MAX, FORMAT, PrefixStore
+from connector.prefix_store import CHUNK_BLOCKS_MAX, FORMAT, PrefixStore, blocks_in_all
 from connector.vllm import translate, weights
 from connector.vllm.prefix_metrics import PrefixPromMetrics, PrefixReporter, PrefixStats
 from connector.vllm.prefix_requests import Request, SharedStorageMetadata, Stored, Transfer, salt_of
@@ -294,11 +294,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
                 logger.debug("which adapter is in %s is not known", state.lora.lora_path)
                 return 0
             state.hashes = self._hashes(state, adapter)
-        hashes = state.hashes[:limit_blocks]
-        found = len(hashes)
-        for store in self._stores:
-            found = min(found, sum(chunk.blocks for chunk in store.match(hashes[:found])))
-        return found
+        return blocks_in_all(self._stores, state.hashes[:limit_blocks])
 
     def _add_store(self, meta: SharedStorageMetadata, req_id: str, state: Request, computed_tokens: int) -> None:
         if not self._stores_any:

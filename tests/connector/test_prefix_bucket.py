@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.waiting import wait_for
-from tiers.errors import SealError, StoreConfigError, StoreError, StorePermissionError, StoreUnavailableError
+from tiers.errors import (
+    SealError,
+    StoreClosedError,
+    StoreConfigError,
+    StoreError,
+    StorePermissionError,
+    StoreUnavailableError,
+)
 from tiers.testing.http_faults import Fault, HttpFaultServer
 from tiers.testing.servers import S3Server
 
@@ -21,7 +28,7 @@ pytest.importorskip("safetensors", reason="prefixes are safetensors: pip install
 
 from connector.prefix_files import FILES_AT_ONCE
 from connector.prefix_place import shared_place
-from connector.prefix_store import PrefixStore
+from connector.prefix_store import PrefixStore, blocks_in_all, unseal
 from tests.connector.test_prefix_limits import BLOCK, FINGERPRINT, NAMESPACE, hashes_of
 
 LAYERS = [f"model.layers.{index}.attn" for index in range(2 * FILES_AT_ONCE + 3)]
@@ -78,6 +85,42 @@ def test_a_match_costs_one_listing_and_none_of_the_layers(server: HttpFaultServe
     (listing,) = server.requests("GET")[before:]
     assert listing.query["delimiter"] == "/"
     store.close()
+
+
+def test_a_far_bucket_is_asked_for_many_chunks_and_for_all_ranks_at_once(server: HttpFaultServer) -> None:
+    """One after the other they would take longer than lookup_deadline_s."""
+    hashes = hashes_of(*range(24))
+    tier = {"type": "s3", "bucket": "bucket", "prefix": "kv", "endpoint_url": server.endpoint_url}
+    place = shared_place({"tier": tier})
+    stores = [PrefixStore(place, NAMESPACE, FINGERPRINT, rank=rank) for rank in range(4)]
+    for store in stores:
+        for start in range(0, 24, 2):
+            assert store.publish(hashes[start : start + 2], layers_of(2))
+    server.answer_after_s, server.most_under_way = 0.2, 0
+    before = len(server.requests())
+    assert blocks_in_all(stores, hashes) == 24
+    asked = server.requests()[before:]
+    assert [request.method for request in asked if request.method != "HEAD"] == ["GET"]  # one listing
+    assert len(asked) == 1 + 11 + 3 * 12
+    assert server.most_under_way > 8
+    found = stores[0].match(hashes)
+    server.most_under_way = 0
+    for chunk, manifest in zip(found, stores[0].manifests(found), strict=True):
+        assert unseal(manifest(), chunk.path)["identity"]
+    assert server.most_under_way > 8
+    for store in stores:
+        store.close()
+
+
+def test_reads_that_a_close_has_cancelled_say_so(server: HttpFaultServer) -> None:
+    store, hashes = store_at(server), hashes_of(1, 2)
+    assert store.publish(hashes, layers_of(2))
+    (chunk,) = store.match(hashes)
+    manifests = store.manifests([chunk] * 2)
+    assert manifests[1]()
+    store.close()
+    with pytest.raises(StoreClosedError):
+        store.manifests([chunk] * 2)[1]()
 
 
 @pytest.mark.parametrize("fault", [Fault.ACCESS_DENIED, Fault.QUOTA, Fault.RESET_BEFORE])

@@ -22,7 +22,7 @@ else:
 pytest.importorskip("safetensors", reason="prefixes are safetensors: pip install 'kvtiers[torch]'")
 
 from connector.prefix_place import place_at
-from connector.prefix_store import CHUNK_BLOCKS_MAX, USE_NOTED_S, Chunk, PrefixStore
+from connector.prefix_store import CHUNK_BLOCKS_MAX, USE_NOTED_S, Chunk, PrefixStore, blocks_in_all
 
 BLOCK = 4
 LAYERS = ("model.layers.0.attn", "model.layers.1.attn")
@@ -104,6 +104,40 @@ def test_chunks_form_a_chain(url: str) -> None:
     assert [chunk.blocks for chunk in store.match(hashes)] == [3, 2]
     assert [chunk.blocks for chunk in store.match(hashes[:4])] == [3, 1]
     assert store.match(hashes[1:]) == []
+
+
+def test_a_long_chain_of_equal_chunks_is_found_up_to_its_first_gap(url: str) -> None:
+    store, hashes = store_at(url), hashes_of(*range(24))
+    for start in [*range(0, 14, 2), *range(16, 24, 2)]:  # blocks 14 and 15 are missing
+        store.publish(hashes[start : start + 2], layers_of(2))
+    found = store.match(hashes)
+    assert [chunk.blocks for chunk in found] == [2] * 7
+    assert [chunk.blocks for chunk in store.match(hashes[:13])] == [2] * 6 + [1]
+    store.publish(hashes[14:15], layers_of(1))
+    store.publish(hashes[15:16], layers_of(1))
+    assert [chunk.blocks for chunk in store.match(hashes)] == [2] * 7 + [1, 1] + [2] * 4
+    manifests = store.manifests(found)
+    for index, (chunk, manifest) in enumerate(zip(found, manifests, strict=True)):
+        assert len(list(store.load(chunk, hashes[2 * index : 2 * index + 2], manifest))) == len(LAYERS)
+
+
+def test_blocks_count_where_all_ranks_have_them(url: str) -> None:
+    hashes = hashes_of(*range(12))
+    stores = [store_at(url, rank=rank) for rank in range(3)]
+    for store in stores:
+        for start in range(0, 12, 3):
+            store.publish(hashes[start : start + 3], layers_of(3))
+    assert blocks_in_all(stores, hashes) == 12
+    assert blocks_in_all(stores, hashes[:11]) == 11  # of a part of the last one
+    assert blocks_in_all(stores, hashes_of(99)) == 0
+    assert blocks_in_all(stores[:1], hashes) == 12
+    other = store_at(url, rank=3)  # its steps were others
+    for start, end in ((0, 4), (4, 7), (7, 9)):
+        other.publish(hashes[start:end], layers_of(end - start))
+    assert blocks_in_all([*stores, other], hashes) == 9
+    stores[1]._files.delete(stores[1].match(hashes)[2].path)
+    assert blocks_in_all(stores, hashes) == 6
+    assert blocks_in_all([*stores, other], hashes) == 6
 
 
 def test_the_longest_of_several_chunks_wins(url: str) -> None:

@@ -199,17 +199,22 @@ class S3Store(Store):
         self._get_into(key, [memoryview(whole)], None, latest_start)
         return size, bytes(whole[-length:])
 
-    def size_many(self, keys: Sequence[str]) -> list[int | Exception | None]:
+    def size_many(self, keys: Sequence[str], *, may_list: bool = True) -> list[int | Exception | None]:
         """See ``SupportsSizeMany``. Many questions about one folder are first tried with a LIST; HEADs answer the rest.
+
+        Without ``may_list`` HEADs answer all of them: for keys among many others that nobody asks for.
 
         When nothing was answered for ``request_timeout_s``, the questions left become StoreTimeoutErrors.
         """
         self._raise_if_closed("")
         answers: Answers = {}
         names = self._names(keys, answers)
-        self._lookups.answer_by_listing(
-            names, answers, lambda folder, after: self._run("", lambda clients: clients.data.list_sizes(folder, after))
-        )
+        if may_list:
+            self._lookups.answer_by_listing(
+                names,
+                answers,
+                lambda folder, after: self._run("", lambda clients: clients.data.list_sizes(folder, after)),
+            )
         self._lookups.answer_by_asking([key for key in names.values() if key not in answers], answers, self.size)
         return [answers[key] for key in keys]
 
