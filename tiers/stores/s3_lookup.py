@@ -129,15 +129,19 @@ class Lookups:
                     answers[key] = e
 
         if self._head_s == _ENDLESS:
-            ask(1)  # alone, to see how far the server is
-            self._head_s = fastest_s
+            ask(2)  # alone, to see how far the server is
+            self._learn(len(keys), fastest_s)
         is_near = self._head_s * KEYS_PER_ASKER <= ASKER_S
         keys_each = KEYS_PER_ASKER if is_near else max(1, int(ASKER_S / self._head_s))
         askers = min(self._askers_max, -(-len(keys) // keys_each))
         run_in_threads("kvtiers-s3-head", askers, ask)
-        self._head_s = fastest_s
+        self._learn(len(keys), fastest_s)
         if len(keys) >= LIST_KEYS_MIN and not any(isinstance(answers[key], Exception) for key in keys):
             self._key_s = (self._clock() - started_at) / len(keys)
+
+    def _learn(self, num_keys: int, fastest_s: float) -> None:
+        if num_keys > 1:  # one alone may have waited for its connection
+            self._head_s = fastest_s
 
     def _is_worth_a_list(self, folder: str, num_keys: int) -> bool:
         last = self._listings.get(folder)
