@@ -6,8 +6,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # The pins hold in pip's isolated build environments too.
 export PIP_CONSTRAINT = $(CURDIR)/constraints.txt
 
-.PHONY: setup demo test test-full test-rest test-gpu check lint bench bench-fs bench-gc bench-gpu bench-liveness bench-lookups bench-s3 \
-	bench-seal docs soak e2e e2e-env e2e-older e2e-reduced test-vllm clean
+.PHONY: setup demo test test-full test-rest test-gpu check lint bench bench-far bench-fs bench-gc bench-gpu bench-liveness \
+	bench-lookups bench-s3 bench-seal docs soak e2e e2e-env e2e-older e2e-reduced test-vllm clean
 
 setup: $(VENV)/.stamp
 
@@ -43,7 +43,11 @@ lint: setup
 
 check: lint test
 
-bench: bench-fs bench-gpu bench-liveness bench-lookups bench-s3 bench-seal
+bench: bench-far bench-fs bench-gpu bench-liveness bench-lookups bench-s3 bench-seal
+
+# Takes nginx and its echo module.
+bench-far: setup
+	$(BIN)/python -m tests.benchmarks.bench_far
 
 bench-fs: setup
 	$(BIN)/python -m tests.benchmarks.bench_fs
