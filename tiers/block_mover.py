@@ -7,6 +7,7 @@ block which is stored encrypted is encrypted into its thread's buffer.
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
@@ -101,9 +102,9 @@ class BlockMover:
         self._rows = rows
         self._clock = clock
 
-    def blocks_at_once(self, *, is_load: bool) -> int:  # noqa: ARG002
-        """How many blocks of a batch are under way at once."""
-        return 1
+    def batch_blocks(self, *, is_load: bool) -> tuple[float, float]:  # noqa: ARG002
+        """How many blocks a batch should have, at least and at most."""
+        return 0, math.inf
 
     def store_batch(self, pairs: Iterable[tuple[OffloadKey, int]], deadline: float) -> Batch:
         """Store the blocks that are not there in good order. ``deadline`` is for beginning one."""

@@ -8,6 +8,7 @@ few, asks for more while the worker mostly waits and more bring more, and for fe
 
 from __future__ import annotations
 
+import math
 import threading
 from typing import Final
 
@@ -15,6 +16,7 @@ GAIN_MIN: Final = 1.15  # twice as many threads are kept where they move so much
 BUSY_MAX: Final = 0.5  # of a processor; a worker that is busier has enough to do
 WAITS_S_MAX: Final = 0.5  # a block that takes longer shares its link with enough others
 SLOW_S: Final = 1.0  # a block that takes longer, with too many
+TRIAL_BLOCKS: Final = 4  # of a batch, for each thread
 SETTLED_BATCHES: Final = 50  # so many after which more are tried again
 
 
@@ -32,11 +34,18 @@ class Concurrency:
         self._most = max(first, most)
         self._fewer: tuple[int, float] | None = None  # before the last step up: threads, and blocks a second
         self._settled = 0
+        self._has_learnt = False
 
     @property
     def threads(self) -> int:
         """For the next batch."""
         return self._threads
+
+    @property
+    def batch_blocks_max(self) -> float:
+        """For the next batch: enough for all threads, and no more while it is not known how many they should be."""
+        is_known = self._has_learnt and self._fewer is None
+        return math.inf if is_known else TRIAL_BLOCKS * self._threads
 
     def learn(self, threads: int, blocks: int, seconds: float, cpu_s: float) -> None:
         """What a batch took.
@@ -51,6 +60,7 @@ class Concurrency:
         with self._lock:
             if threads != self._threads or not blocks or seconds <= 0:
                 return  # another batch has taught us since
+            self._has_learnt = True
             block_s = seconds * at_once / blocks
             if block_s > SLOW_S:
                 self._set(max(1, at_once // 2))

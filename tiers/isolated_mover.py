@@ -9,6 +9,7 @@ they slow down to a block every 35 ms: 12 MB/s stores and 20 MB/s loads of 128 K
 from __future__ import annotations
 
 import logging
+import math
 import struct
 import time
 from collections import Counter
@@ -77,9 +78,9 @@ class IsolatedMover(BlockMover):
     def load_batch(self, pairs: Iterable[tuple[OffloadKey, int]], deadline: float) -> Batch:
         return self._send("load_batch", pairs, deadline, self.loading)
 
-    def blocks_at_once(self, *, is_load: bool) -> int:
+    def batch_blocks(self, *, is_load: bool) -> tuple[float, float]:
         concurrency = self.loading if is_load else self.storing
-        return 1 if concurrency is None else concurrency.threads
+        return (0, math.inf) if concurrency is None else (2 * concurrency.threads, concurrency.batch_blocks_max)
 
     def _send(
         self,

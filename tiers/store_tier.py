@@ -60,7 +60,7 @@ class TierOptions:
             and at most (see ``tiers.concurrency``).
         worker_begin_s: how long a worker begins blocks of a batch; None: for a part of its deadline.
         task_bytes, task_bytes_max: payload bytes of one pool task at most; where a worker has many threads, a task has
-            2 to 16 blocks for each, up to the other. A store that is latency bound gets one block a task.
+            some blocks for each, up to the other. A store that is latency bound gets one block a task.
         jobs_max, max_bytes_in_flight: a job beyond them fails at once (D4).
         checksum: of new blocks.
         make_seal: called as ``Seal``; makes one that authenticates or encrypts, say.
@@ -360,11 +360,9 @@ class StoreTierManager(SecondaryTierManager):
             return 1
         row_bytes, options = self._rows.row_bytes, self._options
         share = -(-count // self._num_threads)
-        most = options.task_bytes // row_bytes
-        at_once = self._mover.blocks_at_once(is_load=is_load)
-        if at_once > 1:  # enough that none of its threads waits for long, and not so many that it learns late
-            most = min(max(most, 2 * at_once), 16 * at_once, options.task_bytes_max // row_bytes)
-        return max(1, min(max(share, TASK_BYTES_MIN // row_bytes), most))
+        at_least, at_most = self._mover.batch_blocks(is_load=is_load)
+        most = min(max(options.task_bytes // row_bytes, at_least), at_most, options.task_bytes_max // row_bytes)
+        return max(1, int(min(max(share, TASK_BYTES_MIN // row_bytes), most)))
 
     def _book(self, finished: FinishedJob[Batch]) -> None:
         job = self._in_flight.pop(finished.job_id)

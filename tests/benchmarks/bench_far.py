@@ -102,7 +102,8 @@ def moves(server: str, url: str) -> Iterator[Moves]:
                 store_s = run(tier, tier.submit_store, keys)
                 loads = [megabytes / run(tier, tier.submit_load, keys) for _ in range(JOBS)]
                 assert isinstance(tier._mover, IsolatedMover)
-                at_once = tier._mover.blocks_at_once(is_load=True)
+                assert tier._mover.loading is not None
+                at_once = tier._mover.loading.threads
             later = statistics.median(loads[JOBS // 2 :])
             yield Moves(server, name, block_bytes, megabytes / store_s, loads[0], later, at_once)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 
@@ -37,6 +38,16 @@ def run(concurrency: Concurrency, storage: Storage, batches: int, busy: float = 
 
 def test_far_storage_gets_all_the_threads_there_may_be() -> None:
     assert run(Concurrency(8, 50), far, 5) == [8, 16, 32, 50, 50]
+
+
+def test_batches_are_small_while_it_is_tried_out_how_many_threads_pay() -> None:
+    """So that the first job of a tier is enough to know."""
+    concurrency = Concurrency(8, 32)
+    seen = []
+    for _ in range(4):
+        seen.append(concurrency.batch_blocks_max)
+        run(concurrency, far, 1)
+    assert seen == [4 * 8, 4 * 16, 4 * 32, math.inf]
 
 
 def test_a_busy_worker_gets_no_more() -> None:

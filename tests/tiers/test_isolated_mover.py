@@ -224,7 +224,7 @@ def test_a_tier_on_s3_moves_batches_by_many_threads_of_few_workers(monkeypatch: 
 
         try:
             assert isinstance(tier._mover, IsolatedMover)
-            assert tier._mover.blocks_at_once(is_load=True) == 8
+            assert tier._mover.batch_blocks(is_load=True) == (16, 32)
             stored = run(range(8), is_load=False)
             assert (stored.success, stored.transfer_bytes) == (True, 8 * ROW_BYTES)
             name = tier.mapper.relative_name(KEYS[3])
@@ -261,7 +261,7 @@ def test_far_storage_is_asked_for_more_at_once(monkeypatch: pytest.MonkeyPatch) 
             for submit, is_load in ((tier.submit_store, False), (tier.submit_load, True)):
                 server.most_under_way = 0
                 job = 0
-                while tier._mover.blocks_at_once(is_load=is_load) < 16:
+                while tier._mover.batch_blocks(is_load=is_load)[0] < 2 * 16:
                     job += 1
                     assert job < 20
                     submit(JobMetadata(job, keys[:16], np.arange(16, dtype=np.int32)))
