@@ -47,7 +47,7 @@ class Concurrency:
         is_known = self._has_learnt and self._fewer is None
         return math.inf if is_known else TRIAL_BLOCKS * self._threads
 
-    def learn(self, threads: int, blocks: int, seconds: float, cpu_s: float) -> None:
+    def learn(self, threads: int, blocks: int, seconds: float, cpu_s: float, *, failed: bool = False) -> None:
         """What a batch took.
 
         Args:
@@ -55,6 +55,7 @@ class Concurrency:
             blocks: how many it had.
             seconds: from its begin to its end.
             cpu_s: of the worker's processor, meanwhile.
+            failed: some of the blocks did; a server that refuses is not to be asked for more.
         """
         at_once = min(threads, blocks)
         with self._lock:
@@ -64,7 +65,7 @@ class Concurrency:
             block_s = seconds * at_once / blocks
             if block_s > SLOW_S:
                 self._set(max(1, at_once // 2))
-            elif at_once == threads:
+            elif at_once == threads and not failed:
                 self._climb(blocks / seconds, waits=cpu_s < BUSY_MAX * seconds and block_s < WAITS_S_MAX)
 
     def _climb(self, rate: float, *, waits: bool) -> None:

@@ -89,6 +89,14 @@ def test_what_a_batch_with_other_threads_took_is_not_believed() -> None:
     assert concurrency.threads == 16
 
 
+def test_a_server_that_refuses_is_not_asked_for_more() -> None:
+    concurrency = Concurrency(8, 64)
+    concurrency.learn(8, BLOCKS, 0.5, 0.0, failed=True)
+    assert concurrency.threads == 8
+    concurrency.learn(8, BLOCKS, 100.0, 0.0, failed=True)
+    assert concurrency.threads == 4
+
+
 def test_the_first_number_is_never_too_many() -> None:
     assert run(Concurrency(32, 8), far, 2) == [32, 32]
 
