@@ -294,7 +294,7 @@ class _S3Files(Files):
         writes = [self._submit(self.write, path, data) for path, data in files.items()]
         wait(writes)  # before any error comes out: nothing is to be written behind a caller who cleans up
         for done in writes:
-            done.result()
+            _result(done)
 
     def read(self, path: str, bytes_max: int) -> bytes:
         found = self._store.get_tail(path, bytes_max)  # its size need not be asked before
