@@ -15,7 +15,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-from connector.prefix_store import MANIFEST_BYTES_MAX, MANIFEST_NAME, unseal
+from connector.prefix_format import MANIFEST_BYTES_MAX, MANIFEST_NAME, unseal
 from tiers.errors import BlobCorruptError, BlobNotFoundError, SealError, StoreClosedError, StoreError
 from tiers.inventory import NAMESPACE
 from tiers.layers.isolate_worker import find_object

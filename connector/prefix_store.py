@@ -19,10 +19,8 @@ the next store heals it.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import re
-import urllib.parse
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +29,16 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from connector.prefix_files import FILES_AT_ONCE, files_for
+from connector.prefix_format import (
+    FORMAT,
+    MANIFEST_BYTES_MAX,
+    MANIFEST_NAME,
+    file_name,
+    seal,
+    tensor_bytes,
+    tensor_in,
+    unseal,
+)
 from tiers.errors import (
     BlobCorruptError,
     BlobNotFoundError,
@@ -48,26 +56,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FORMAT = "prefix-1"
-MANIFEST_BYTES_MAX = 4 << 20
 CANDIDATES_MAX = 16  # chunks that begin alike and are read to find where they part from a prompt
 AHEAD_FIRST, AHEAD_MAX = 4, 32  # chunks of one size that are asked for at once, where one of that size came before
 CHUNK_BLOCKS_MAX = 128
 USE_NOTED_S = 3600.0
-_TENSOR = "kv"
-#: Of KV caches: safetensors' names -> torch's.
-_DTYPES = {
-    "BF16": "bfloat16",
-    "F16": "float16",
-    "F32": "float32",
-    "F64": "float64",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "I8": "int8",
-    "U8": "uint8",
-}
-#: Pattern of a manifest's name: how many blocks, and the last one's hash.
-MANIFEST_NAME = r"([0-9]{1,6})-([0-9a-f]{8,128})\.json"
 _MANIFEST = re.compile(MANIFEST_NAME)
 
 
@@ -196,16 +188,14 @@ class PrefixStore:
             account.settle(taken, size)  # whatever it came to: that shows when storage is measured next
 
     def _write(self, path: str, hashes: Sequence[bytes], layers: Mapping[str, torch.Tensor]) -> bool:
-        import safetensors.torch
-
         folder = path.rpartition("/")[0]
         attempt = uuid.uuid4().hex
         entries, total = {}, 0
         try:
             files = {}
             for layer, tensor in layers.items():
-                data = safetensors.torch.save({_TENSOR: tensor})
-                files[f"{folder}/{attempt}/{_file_name(layer)}"] = data
+                data = tensor_bytes(tensor)
+                files[f"{folder}/{attempt}/{file_name(layer)}"] = data
                 entries[layer] = [len(data), xxhash.xxh3_128_hexdigest(data)]
                 total += len(data)
                 if len(files) == FILES_AT_ONCE:
@@ -222,7 +212,7 @@ class PrefixStore:
                 "attempt": attempt,
                 "layers": entries,
             }
-            self._files.write(path, _seal(body))
+            self._files.write(path, seal(body))
         except BaseException:
             with contextlib.suppress(StoreError):
                 self._files.delete_folder(f"{folder}/{attempt}")
@@ -258,7 +248,7 @@ class PrefixStore:
                 raise SealError(SealReason.KEY, f"{chunk.path} holds other blocks")
             folder = chunk.path.rsplit("/", 1)[0]
             files = {
-                layer: (f"{folder}/{body['attempt']}/{_file_name(layer)}", size)
+                layer: (f"{folder}/{body['attempt']}/{file_name(layer)}", size)
                 for layer, (size, _) in body["layers"].items()
             }
             for layer, data in self._files.read_all(files):
@@ -268,7 +258,7 @@ class PrefixStore:
                 if xxhash.xxh3_128_hexdigest(data) != checksum:
                     raise SealError(SealReason.PAYLOAD_CHECKSUM, f"{layer} of {chunk.path}")
                 self.counts.bytes_loaded += size
-                yield layer, _tensor_in(data)
+                yield layer, tensor_in(data)
         except (SealError, BlobNotFoundError, BlobCorruptError) as e:
             if body is None and isinstance(e, BlobNotFoundError):
                 raise  # it was removed since it was matched
@@ -294,7 +284,7 @@ class PrefixStore:
                     continue
                 body = self._manifest(chunk.path)
                 folder = f"{chunk.path.rsplit('/', 1)[0]}/{body['attempt']}"
-                for path in (*(f"{folder}/{_file_name(layer)}" for layer in body["layers"]), chunk.path):
+                for path in (*(f"{folder}/{file_name(layer)}" for layer in body["layers"]), chunk.path):
                     self._files.touch(path)
             except (SealError, StoreError) as e:  # whoever loads it will see
                 logger.debug("a use of %s is not noted: %s", chunk.path, e)
@@ -418,62 +408,3 @@ def _bytes_max(hashes: Sequence[bytes], layers: Mapping[str, torch.Tensor]) -> i
     """More than the files of a chunk will have."""
     manifest = 512 + sum(2 * len(block) + 8 for block in hashes) + sum(6 * len(layer) + 128 for layer in layers)
     return manifest + sum(tensor.nbytes + 512 for tensor in layers.values())
-
-
-def _tensor_in(data: memoryview) -> torch.Tensor:
-    """The tensor of a file of ours, over the file's memory: safetensors itself can only copy what is in memory.
-
-    Raises:
-        SealError: it is no such file.
-    """
-    import safetensors.torch
-    import torch
-
-    try:
-        begin = 8 + int.from_bytes(data[:8], "little")
-        entry = json.loads(bytes(data[8:begin]))[_TENSOR]
-        first, last = entry["data_offsets"]
-        if entry["dtype"] not in _DTYPES:
-            return safetensors.torch.load(bytes(data))[_TENSOR]
-        dtype = getattr(torch, _DTYPES[entry["dtype"]])
-        return torch.frombuffer(data[begin + first : begin + last], dtype=dtype).reshape(entry["shape"])
-    except (ValueError, KeyError, TypeError, RuntimeError) as e:
-        raise SealError(SealReason.MAGIC, f"no tensor: {e}") from e
-
-
-def _seal(body: Mapping[str, Any]) -> bytes:
-    text = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
-    return text + f"\n{xxhash.xxh3_128_hexdigest(text)}\n".encode()
-
-
-def unseal(data: bytes, path: str) -> dict[str, Any]:
-    """A manifest's content: ``hashes``, ``attempt``, ``layers`` and ``identity``, which is for the caller to compare.
-
-    Raises:
-        SealError: it is no sound manifest.
-    """
-    text, _, rest = data.partition(b"\n")
-    if rest != f"{xxhash.xxh3_128_hexdigest(text)}\n".encode():
-        raise SealError(SealReason.TRAILER_CHECKSUM, f"{path} does not match its checksum")
-    try:
-        body = json.loads(text)
-        hashes, layers = body["hashes"], body["layers"]
-        sound = (
-            isinstance(body["identity"], str)
-            and re.fullmatch(r"[0-9a-f]{32}", body["attempt"]) is not None
-            and all(isinstance(block, str) for block in hashes)
-            and all(isinstance(size, int) and isinstance(checksum, str) for size, checksum in layers.values())
-        )
-    except (ValueError, TypeError, KeyError, AttributeError) as e:
-        raise SealError(SealReason.MAGIC, f"{path} is no manifest") from e
-    if body["format"] != FORMAT:
-        raise SealError(SealReason.VERSION, f"{path} has format {body['format']!r}")
-    if not sound:
-        raise SealError(SealReason.MAGIC, f"{path} is no manifest")
-    checked: dict[str, Any] = body
-    return checked
-
-
-def _file_name(layer: str) -> str:
-    # A layer's name comes from the model; quoted, it cannot leave its folder.
-    return urllib.parse.quote(layer, safe="").replace("..", "%2E%2E") + ".safetensors"

@@ -31,9 +31,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from connector.daemon_pool import DaemonPool
+from connector.prefix_format import FORMAT
 from connector.prefix_limits import PrefixLimits
 from connector.prefix_place import shared_place
-from connector.prefix_store import CHUNK_BLOCKS_MAX, FORMAT, PrefixStore, blocks_in_all
+from connector.prefix_store import CHUNK_BLOCKS_MAX, PrefixStore, blocks_in_all
 from connector.vllm import translate, weights
 from connector.vllm.prefix_metrics import PrefixPromMetrics, PrefixReporter, PrefixStats
 from connector.vllm.prefix_requests import Request, SharedStorageMetadata, Stored, Transfer, salt_of

@@ -27,8 +27,9 @@ else:
 pytest.importorskip("safetensors", reason="prefixes are safetensors: pip install 'kvtiers[torch]'")
 
 from connector.prefix_files import FILES_AT_ONCE
+from connector.prefix_format import unseal
 from connector.prefix_place import shared_place
-from connector.prefix_store import PrefixStore, blocks_in_all, unseal
+from connector.prefix_store import PrefixStore, blocks_in_all
 from tests.connector.test_prefix_limits import BLOCK, FINGERPRINT, NAMESPACE, hashes_of
 
 LAYERS = [f"model.layers.{index}.attn" for index in range(2 * FILES_AT_ONCE + 3)]
