@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from tiers.capacity.records import PREFIXES_FOLDER
 from tiers.config import load_config, parse_tier
 from tiers.errors import ConfigError
 from tiers.registry import SecondaryTierFactory
@@ -24,7 +25,6 @@ from tiers.tier_config import (
 #: Of a tier's options those that may be given beside ``shared_storage_path``.
 SETTINGS = ("read_only", "max_bytes", "ttl", "gc_high", "gc_low", "gc_every_s")
 
-_FOLDER = "prefixes"
 _PLACES = ("bucket", "prefix", "root_dir", "url")  # options that ``shared_storage_path`` became
 
 
@@ -81,11 +81,11 @@ def place_of_prefixes(tier: TierConfig | ExternalTierConfig) -> BoundedTierConfi
     if isinstance(tier, S3TierConfig):
         if tier.embedded:
             raise ConfigError("only kvtiers demo has such a server; give an endpoint_url", field="embedded")
-        return tier.model_copy(update={"prefix": "/".join(filter(None, (tier.prefix.strip("/"), _FOLDER)))})
+        return tier.model_copy(update={"prefix": "/".join(filter(None, (tier.prefix.strip("/"), PREFIXES_FOLDER)))})
     if isinstance(tier, FsspecTierConfig):
-        return tier.model_copy(update={"url": f"{tier.url.rstrip('/')}/{_FOLDER}"})
+        return tier.model_copy(update={"url": f"{tier.url.rstrip('/')}/{PREFIXES_FOLDER}"})
     kept = {name: getattr(tier, name) for name in (*SETTINGS, "min_free") if name in tier.model_fields_set}
-    return place_at(os.path.join(tier.root_dir, _FOLDER), **kept)
+    return place_at(os.path.join(tier.root_dir, PREFIXES_FOLDER), **kept)
 
 
 def place_at(url: str, storage_options: Mapping[str, Any] | None = None, **settings: Any) -> BoundedTierConfig:

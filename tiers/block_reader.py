@@ -10,6 +10,7 @@ judge who have one.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 from tiers.errors import BlobCorruptError, BlobNotFoundError, SealError, SealReason
@@ -44,6 +45,7 @@ class BlockReader:
         self._make_seal = _KeylessSeal if takes_protected else Seal
         self._takes_unverified = takes_unverified
         self._fingerprints: dict[str, list[bytes]] = {}
+        self._shared: set[str] = set()  # namespaces that vLLM named: engines with other fingerprints use the same names
         self._buffer = bytearray()
         self.data = memoryview(b"")
 
@@ -58,7 +60,18 @@ class BlockReader:
             StoreError: it cannot be read.
         """
         if name.namespace not in self._fingerprints:
-            self._fingerprints[name.namespace] = list(read_identities(self._store, name.namespace))
+            identities = read_identities(self._store, name.namespace)
+            self._fingerprints[name.namespace] = list(identities)
+            if any(namespace_of(fields) != name.namespace for fields in identities.values()):
+                self._shared.add(name.namespace)
+        verdict = self._judge(info, name)
+        if verdict[0] == SealReason.SIZE and (size := self._store.size(info.key)) != info.size:
+            if size is None:
+                raise BlobNotFoundError("removed since it was listed", key=info.key)
+            verdict = self._judge(replace(info, size=size), name)  # healed since it was listed
+        return verdict
+
+    def _judge(self, info: KeyInfo, name: BlockName) -> tuple[str | None, bool]:
         fingerprints = self._fingerprints[name.namespace]
         if info.size <= TRAILER_BYTES or info.size % PAYLOAD_MULTIPLE_BYTES or len(name.digits) % 2:
             return SealReason.SIZE if fingerprints else NO_IDENTITY, False
@@ -72,7 +85,12 @@ class BlockReader:
                 self._store.get_into(info.key, [payload, trailer])
                 found = fingerprint_in(trailer)
                 wanted = found if found in fingerprints else next(iter(fingerprints), bytes(32))
-                seal = self._make_seal(wanted, name.rank, takes_unverified=self._takes_unverified)
+                seal = self._make_seal(
+                    wanted,
+                    name.rank,
+                    takes_unverified=self._takes_unverified,
+                    shares_folder=name.namespace in self._shared,
+                )
                 seal.verify(name.offload_key, payload, trailer)
                 return None, False
             except (SealError, BlobCorruptError) as e:

@@ -43,7 +43,6 @@ logger = logging.getLogger(__name__)
 BEGIN_SHARE_MIN = 0.2  # of job_deadline_s, however long one call may take
 TASKS_OF_BOUND = 64  # at least so many batches fill a bounded tier
 AT_ONCE_BYTES_MAX = 256 << 20  # under way, in one direction of a worker that waits
-FAR_LOOKUP_KEYS = 256  # of one question, where answers take long: the first ones are not to wait for the last
 NFS_NEWCOMER_S = 60.0  # acdirmax's default: so long other hosts may not see a new name
 
 
@@ -176,8 +175,8 @@ def _start(
         store: Store = ProcessIsolatedStore(
             StoreRecipe.of(store_class, **store_options),
             region=view,
-            # Where a batch takes long, lookups must not wait for it.
-            n_workers=options.n_read_threads + options.n_write_threads + config.lookup_threads * _waits(config),
+            # Lookups must not wait for batches: readers and writers help each other, so that all may be storing.
+            n_workers=options.n_read_threads + options.n_write_threads + config.lookup_threads,
             deadline_s=config.job_deadline_s,
         )
     else:
@@ -333,6 +332,5 @@ def _tier_options(config: TierConfig, row_bytes: int, *, in_workers: bool) -> Ti
             present_ttl_s=config.present_ttl_s,
             absent_ttl_s=config.absent_ttl_s,
             keys_max=config.lookup_cache_keys,
-            batch_keys_max=FAR_LOOKUP_KEYS if _waits(config) else LookupOptions().batch_keys_max,
         ),
     )

@@ -55,7 +55,9 @@ class FolderStore(Store):
         root_dir: the root; made where it is missing, and made again by a put where it was removed meanwhile. It may
             lie behind a symbolic link, but be none.
         publisher: how blobs become visible on this file system.
-        min_free_bytes: a put that would leave less free space than this is StoreFullError. 0: none is kept.
+        read_only: the root must be there, and opening it removes nothing. (Nobody calls what writes.)
+        min_free_bytes: a put that would leave less free space than this is StoreFullError. 0: none is kept. See
+            ``FreeSpace`` for several processes.
         quarantine_count_max: bad blobs kept in ``.quarantine``; further ones are deleted.
         now: Unix seconds, by the clock that stamps the files below a root.
         monotonic: seconds, to tell how old an answer about free space is.
@@ -70,6 +72,7 @@ class FolderStore(Store):
         root_dir: str | os.PathLike[str],
         *,
         publisher: Publisher,
+        read_only: bool,
         min_free_bytes: int,
         quarantine_count_max: int,
         now: Callable[[RootFolder], float],
@@ -84,8 +87,10 @@ class FolderStore(Store):
         self._now = now
         self._lock = threading.Lock()
         self._refused: set[str] = set()
-        root = self._open_root(make=True)
+        root = self._open_root(make=not read_only)
         self._root: RootFolder | None = root
+        if read_only:
+            return
         try:
             sweep(root, now(root))
         except (OSError, StoreError) as e:

@@ -39,7 +39,8 @@ class LookupOptions:
             is believed for ``deadline_s`` at least: a request needs the answers to all its keys at once. A failed load
             is for ``FAILED_S_MIN``.
         keys_max: cached answers of each kind.
-        batch_keys_max: keys in one probe; a larger step is split over the threads.
+        batch_keys_max: keys in one probe; a larger step is split over the threads. It is answered as a whole, and where
+            a key takes 0.6 ms (three lookups on NFS) 1,024 take longer than they may.
     """
 
     threads: int = 2
@@ -47,7 +48,7 @@ class LookupOptions:
     present_ttl_s: float = 60.0
     absent_ttl_s: float = 1.0
     keys_max: int = 262_144
-    batch_keys_max: int = 1024
+    batch_keys_max: int = 256
 
 
 @dataclass(slots=True)

@@ -18,6 +18,9 @@ CONFIG_BYTES_MAX = 1 << 20
 def open_namespace(store: Store, mapper: FileMapper, *, read_only: bool = False) -> None:
     """Write the namespace's fields, or compare them with those already there. Nothing is written with ``read_only``.
 
+    A file without bytes, or all zeros, says nothing: a power cut that came between the name's way to the disk and the
+    bytes' left it so (seen on ext4, 8 s after a first start). It is written anew.
+
     A storage that is full, or out of order for the moment (a retryable error), is no reason to keep an engine from
     starting: it is logged, and the fingerprint in each block's seal still keeps foreign blocks out.
 
@@ -28,10 +31,11 @@ def open_namespace(store: Store, mapper: FileMapper, *, read_only: bool = False)
     """
     try:
         for name, fields in mapper.get_namespace_files().items():
+            others = name in mapper.others_files
             try:
-                _open(store, name, fields, mapper.rooted(name), read_only)
+                _open(store, name, fields, mapper.rooted(name), read_only=read_only, others=others)
             except ConfigError as e:
-                if name not in mapper.others_files:
+                if not others:
                     raise
                 logger.warning("%s", e)
     except StoreError as e:
@@ -40,13 +44,18 @@ def open_namespace(store: Store, mapper: FileMapper, *, read_only: bool = False)
         logger.warning("namespace %s has no verified config.json: %s", mapper.base_path, e)
 
 
-def _open(store: Store, name: str, fields: dict[str, Any], path: str, read_only: bool) -> None:
+def _open(store: Store, name: str, fields: dict[str, Any], path: str, *, read_only: bool, others: bool) -> None:
     wanted = json.dumps(fields, indent=2, sort_keys=True).encode()
     found = _read(store, name, path)
-    if found is None and not read_only:
-        store.put(name, [memoryview(wanted)])  # publishes only if absent: of two first writers one wins
-        found = _read(store, name, path)
-    if found is None or found == wanted:
+    torn = found is not None and not found.strip(b"\0")
+    if torn and others:
+        raise ConfigError(f"has no contents ({len(found or b'')} bytes); somebody else may be writing it", field=path)
+    if torn:
+        logger.warning("%s has no contents, as after a power cut%s", path, "" if read_only else ": it is written anew")
+    if (found is None or torn) and not read_only:
+        store.put(name, [memoryview(wanted)], overwrite=torn)  # only if absent: of two first writers one wins
+        found, torn = _read(store, name, path), False
+    if found is None or torn or found == wanted:
         return
     _compare(found, fields, path)
 
@@ -55,11 +64,12 @@ def _read(store: Store, name: str, path: str) -> bytes | None:
     size = store.size(name)
     if size is None:
         return None
-    if not 0 < size <= CONFIG_BYTES_MAX:
+    if size > CONFIG_BYTES_MAX:
         raise ConfigError(f"{size} bytes, accepted are 1..{CONFIG_BYTES_MAX}", field=path)
     data = bytearray(size)
     try:
-        store.get_into(name, [memoryview(data)])
+        if size:
+            store.get_into(name, [memoryview(data)])
     except BlobCorruptError as e:
         raise ConfigError(f"cannot be read: {e}", field=path) from e
     return bytes(data)

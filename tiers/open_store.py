@@ -20,7 +20,7 @@ def store_recipe(config: TierConfig) -> tuple[type[Store], dict[str, Any]]:
         ConfigError: there is no such store.
     """
     if isinstance(config, FsTierConfig):
-        options = {"root_dir": config.root_dir, "min_free_bytes": config.min_free, "durability": config.durability}
+        options = _folder_options(config) | {"durability": config.durability}
         if config.format == FORMAT_VLLM_RAW:
             from tiers.vllm_raw import VllmRawStore
 
@@ -31,7 +31,7 @@ def store_recipe(config: TierConfig) -> tuple[type[Store], dict[str, Any]]:
     if isinstance(config, NfsTierConfig):
         from tiers.stores.nfs import NfsStore
 
-        return NfsStore, {"root_dir": config.root_dir, "min_free_bytes": config.min_free}
+        return NfsStore, _folder_options(config)
     if isinstance(config, MemoryTierConfig):
         from tiers.stores.memory import MemoryStore
 
@@ -47,6 +47,10 @@ def store_recipe(config: TierConfig) -> tuple[type[Store], dict[str, Any]]:
 
         return FsspecStore, {"url": config.url, "storage_options": config.storage_options}
     raise ConfigError(f"{config.type!r} has no store of ours", field="type")
+
+
+def _folder_options(config: FsTierConfig | NfsTierConfig) -> dict[str, Any]:
+    return {"root_dir": config.root_dir, "read_only": config.read_only, "min_free_bytes": config.min_free}
 
 
 def tool_recipe(config: TierConfig) -> tuple[type[Store], dict[str, Any]]:

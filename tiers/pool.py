@@ -68,8 +68,8 @@ class DualQueueThreadPool(Generic[T]):
         n_read_threads: threads that prefer reads, at least 1.
         n_write_threads: threads that prefer writes, at least 1.
         name: prefix of the threads' names.
-        jobs_max: jobs submitted and not yet returned by get_finished.
-        cost_max: sum of their costs (the caller's unit, such as bytes).
+        jobs_max: jobs in flight, not yet returned by get_finished, beyond which writes are refused.
+        cost_max: sum of the costs (the caller's unit, such as bytes) of writes in flight.
         clock: seconds, monotonic.
     """
 
@@ -114,17 +114,21 @@ class DualQueueThreadPool(Generic[T]):
     def submit(self, job_id: int, tasks: Sequence[Callable[[], T]], *, is_read: bool, cost: int = 0) -> None:
         """Queue a job. A job without tasks is finished at once.
 
+        Reads are not limited: the slots that they fill limit them. To refuse one would be a miss of what is there.
+
         Raises:
-            QueueFullError: a limit is reached or the pool is closed; nothing was queued.
+            QueueFullError: a limit is reached by a write, or the pool is closed; nothing was queued.
             ValueError: a job of this id is not yet reported.
         """
         if job_id in self._jobs:
             raise ValueError(f"job {job_id} is already in flight")
         if self._closing:
             raise QueueFullError("the pool is shut down")
-        if len(self._jobs) >= self._jobs_max:
+        if is_read:
+            cost = 0
+        elif len(self._jobs) >= self._jobs_max:
             raise QueueFullError(f"{self._jobs_max} jobs in flight")
-        if self._cost + cost > self._cost_max and self._jobs:
+        elif self._cost + cost > self._cost_max and self._cost:
             raise QueueFullError(f"{self._cost} of {self._cost_max} bytes in flight, the job has {cost}")
         job = _Job[T](job_id, cost, self._clock(), [None] * len(tasks), len(tasks))
         self._jobs[job_id] = job

@@ -187,11 +187,13 @@ class StoreTierManager(SecondaryTierManager):
         )
         self._clock = clock
         self._in_flight: dict[int, _InFlight] = {}
+        self._to_book: deque[FinishedJob[Batch]] = deque()
         self._results: list[JobResult] = []
         self._events: deque[OffloadingEvent] = deque(maxlen=EVENTS_MAX)
         self._closed = False
         self._openings_counted = 0
         self._doubted = False
+        self._trace_failed = False
         self._probe_key = make_offload_key(bytes(32), 0)
         self._show_zeros()
 
@@ -276,8 +278,10 @@ class StoreTierManager(SecondaryTierManager):
         self._submit(job_metadata, is_load=True)
 
     def get_finished(self) -> Iterable[JobResult]:
-        for finished in self._pool.get_finished():
-            self._book(finished)
+        # Kept until each is booked: what one of them raises must not lose the others.
+        self._to_book.extend(self._pool.get_finished())
+        while self._to_book:
+            self._book(self._to_book.popleft())
         self.metrics.set("kvtiers_jobs_in_flight", self.name, value=len(self._in_flight))
         results, self._results = self._results, []
         return results
@@ -399,8 +403,16 @@ class StoreTierManager(SecondaryTierManager):
         metrics.observe("kvtiers_job_seconds", tier, op, value=finished.duration_s)
         self._results.append(JobResult(finished.job_id, ok, tuple(succeeded), finished.duration_s, bytes_moved))
         if self._options.trace_job is not None:
-            duration_s, blocks = finished.duration_s, len(job.keys)
-            self._options.trace_job(JobTrace(op, outcome, job.submitted_ns, duration_s, blocks, bytes_moved))
+            self._trace(JobTrace(op, outcome, job.submitted_ns, finished.duration_s, len(job.keys), bytes_moved))
+
+    def _trace(self, trace: JobTrace) -> None:
+        assert self._options.trace_job is not None
+        try:
+            self._options.trace_job(trace)
+        except Exception:  # the user's exporters; a job is over all the same
+            if not self._trace_failed:
+                self._trace_failed = True
+                logger.exception("tier %s: a job was not traced; later ones that are not will not be told", self.name)
 
     def _book_batch(self, batch: Batch, op: Kind) -> None:
         tier, metrics = self.name, self.metrics

@@ -88,7 +88,9 @@ class TierConfig(Model):
         64 << 20, ge=1, description="Bytes one pool task moves at most, but a block for each thread that works on it."
     )
     trace: bool = Field(False, description="One OpenTelemetry span for each job (`pip install 'kvtiers[otel]'`).")
-    jobs_max: Annotated[int, Field(ge=1, le=1_000_000)] = Field(1024, description="Jobs in flight; more are refused.")
+    jobs_max: Annotated[int, Field(ge=1, le=1_000_000)] = Field(
+        1024, description="Jobs in flight; stores beyond it are dropped and counted."
+    )
     max_bytes_in_flight: Size = Field(
         8 << 30, ge=1, description="Payload bytes of jobs in flight; stores beyond it are dropped and counted."
     )

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import islice
 
 from tiers.block_reader import NO_IDENTITY, BlockReader
-from tiers.errors import BlobNotFoundError, StoreError
+from tiers.errors import BlobNotFoundError, StoreError, StorePermissionError
 from tiers.inventory import BlockName, Share, list_blocks
 from tiers.store import KeyInfo, Store, SupportsQuarantine
 
@@ -29,7 +29,7 @@ class UnitResult:
     Attributes:
         bad: name and reason of each block that is not what it should be.
         foreign: blocks that only a newer version can judge, or nobody, for want of a seal; they are left alone.
-        errors: blocks that could not be read, or not be moved aside.
+        errors: blocks that could not be read, or not be moved aside, and folders that may not be read.
     """
 
     unit: str
@@ -75,7 +75,7 @@ class Verifier:
         """
         result = UnitResult(unit)
         with ThreadPoolExecutor(self._threads) as pool:
-            blocks = self._list(unit)
+            blocks = self._list(unit, result)
             while batch := list(islice(blocks, BATCH_BLOCKS)):
                 if self._threads == 1:
                     self._check_some(batch, self._readers[0], result)
@@ -87,10 +87,16 @@ class Verifier:
                     _add(result, share)
         return result
 
-    def _list(self, unit: str) -> Iterator[tuple[KeyInfo, BlockName]]:
+    def _list(self, unit: str, result: UnitResult) -> Iterator[tuple[KeyInfo, BlockName]]:
         """By folders where a listing costs no request: their parent then need not be searched for each unit."""
-        prefixes = [unit] if self._store.capabilities.latency_bound else [f"{unit}{digit:x}/" for digit in range(16)]
-        return chain.from_iterable(list_blocks(self._store, prefix) for prefix in prefixes)
+        if self._store.capabilities.latency_bound:
+            yield from list_blocks(self._store, unit)
+            return
+        for digit in range(16):
+            try:
+                yield from list_blocks(self._store, f"{unit}{digit:x}/")
+            except StorePermissionError:
+                result.errors += 1  # somebody else's folder; the others are checked all the same
 
     def _check_some(self, batch: list[tuple[KeyInfo, BlockName]], reader: BlockReader, result: UnitResult) -> None:
         for info, name in batch:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -24,6 +25,7 @@ from tiers.verify import UnitResult, Verifier, decode_result
 
 def main() -> None:
     """Be a worker."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to handle
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print must not mix with the answers
     config = json.loads(sys.stdin.readline())

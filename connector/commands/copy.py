@@ -17,6 +17,7 @@ from connector.commands.places import Place, Ticker, complain, human_bytes
 from connector.commands.storage import EXIT_BAD_INPUT, EXIT_FAILED, AsJson, Config, open_places
 from tiers.builtin import bound_store
 from tiers.capacity.account import read_measured
+from tiers.capacity.records import PREFIXES_FOLDER
 from tiers.conversion import Converter
 from tiers.copying import Copier, CopyReport, find_blocks
 from tiers.errors import StoreError
@@ -153,7 +154,7 @@ def _open_target(place: Place) -> tuple[Store, int | None]:
         if read_measured(store) is not None and not isinstance(config, NfsTierConfig):
             return bound_store(store, config, max_bytes), None
         with Ticker(f"listing {place.name}", unit="blobs"):
-            used = sum(info.size for info in store.keys(""))
+            used = sum(info.size for info in store.keys("") if not info.key.startswith(f"{PREFIXES_FOLDER}/"))
         return store, max(0, max_bytes - used)
     except BaseException:
         store.close()

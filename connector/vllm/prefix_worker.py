@@ -98,15 +98,18 @@ class PrefixWorker:
         return failed
 
     def save_layer(self, layer_name: str, kv_layer: torch.Tensor, stores: Sequence[Transfer]) -> None:
-        """Copy what a step's ``stores`` take of the layer to host memory, once a step."""
-        if stores and layer_name not in self._extracted:
-            pages = self._pages(self._kv_caches.get(layer_name, kv_layer))
-            self._extracted[layer_name] = [extract_slots(pages, each.slot_mapping) for each in stores]
+        """Copy what a step's ``stores`` take of a layer that was not registered. The others are left to ``publish``.
+
+        vLLM calls once for each microbatch (``--enable-dbo``), of which others may not have come to this layer yet, and
+        not at all for what a captured graph runs.
+        """
+        if layer_name not in self._kv_caches:
+            self._extract(layer_name, kv_layer, stores)
 
     def publish(self, store: PrefixStore, stores: Sequence[Transfer]) -> None:
-        """Hand the copies of a step's ``stores`` to the publishing thread."""
-        for layer, tensor in self._kv_caches.items():  # layers that a captured graph ran without calling us
-            self.save_layer(layer, tensor, stores)
+        """Copy what a step's ``stores`` take, now that it is computed, and hand it to the publishing thread."""
+        for layer, tensor in self._kv_caches.items():
+            self._extract(layer, tensor, stores)
         extracted, self._extracted = self._extracted, {}
         for index, transfer in enumerate(stores):
             layers = {layer: copies[index] for layer, copies in extracted.items()}
@@ -116,6 +119,11 @@ class PrefixWorker:
                 continue
             job = self._save_pool.submit(store.publish, transfer.hashes, layers)
             self._saving[job] = size_bytes
+
+    def _extract(self, layer_name: str, kv_layer: torch.Tensor, stores: Sequence[Transfer]) -> None:
+        if stores:
+            pages = self._pages(kv_layer)
+            self._extracted[layer_name] = [extract_slots(pages, each.slot_mapping) for each in stores]
 
     def shutdown(self, publish_s: float, threads_end_s: float) -> None:
         """Wait so long for what is under way, and so long for the publishing thread; give up and count what is left."""

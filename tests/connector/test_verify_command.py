@@ -15,12 +15,12 @@ from typer.testing import CliRunner
 
 from connector.cli import app
 from tests.identity import FakeSpec, block_key
-from tiers.errors import StoreUnavailableError
+from tiers.errors import StorePermissionError, StoreUnavailableError
 from tiers.file_mapper import FileMapper
 from tiers.layers.worker_process import StoreRecipe
 from tiers.namespace import open_namespace
 from tiers.seal import Seal
-from tiers.store import Capabilities
+from tiers.store import Capabilities, KeyInfo
 from tiers.stores.local import LocalStore
 from tiers.stores.memory import MemoryStore
 from tiers.testing.faults import Fault, FaultyStore
@@ -132,6 +132,47 @@ def test_repair_of_a_storage_without_quarantine_deletes(config: str, root: Path)
     assert "deleted: 1 blocks" in out
     assert {str(path.relative_to(root)) for path in root.glob("*/*/*/*.bin")} == set(NAMES[1:])
     assert not (root / ".quarantine").exists()
+
+
+class Healed(LocalStore):
+    """An engine heals a block when it was listed."""
+
+    good = b""
+
+    def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
+        yield from super().keys(prefix)
+        if NAMES[0].startswith(prefix):
+            self.put(NAMES[0], [memoryview(self.good)], overwrite=True)
+
+
+def unit_of(name: str) -> str:
+    return name[: name.index("/") + 3]
+
+
+def test_a_block_that_is_healed_after_it_was_listed_stays(root: Path) -> None:
+    store = Healed(root)
+    store.good = (root / NAMES[0]).read_bytes()
+    os.truncate(root / NAMES[0], 5000)
+    result = Verifier(store, repair=True).check(unit_of(NAMES[0]))
+    assert (result.bad, result.quarantined) == ([], 0)
+    assert (root / NAMES[0]).read_bytes() == store.good
+
+
+def test_a_folder_that_may_not_be_read_keeps_no_other_from_being_checked(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    namespace, folder, _ = NAMES[0].split("/", 2)
+    refused = f"{namespace}/{folder[:2]}{'0' if folder[2] != '0' else '1'}/"
+    plain = LocalStore.keys
+
+    def keys(self: LocalStore, prefix: str = "") -> Iterator[KeyInfo]:
+        if prefix == refused:
+            raise StorePermissionError("somebody else's", key=prefix)
+        return plain(self, prefix)
+
+    monkeypatch.setattr(LocalStore, "keys", keys)
+    result = Verifier(LocalStore(root)).check(unit_of(NAMES[0]))
+    assert (result.blocks >= 1, result.errors) == (True, 1)
 
 
 @pytest.mark.parametrize("text", [None, "{}", "{", "[1]"])

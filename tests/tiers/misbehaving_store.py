@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from tiers import errors
 from tiers.store import Capabilities, KeyInfo, Store
+from tiers.stores.local import LocalStore
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,15 @@ class OptionsDataclass:
     name: str
     count: int
     inner: dict[str, list[object]]
+
+
+class HeldStore(LocalStore):
+    """Puts wait as long as there is a file beside the root, ``<root_dir>.hold``."""
+
+    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
+        while os.path.exists(f"{self.root_dir}.hold"):
+            time.sleep(0.01)
+        return super().put(key, parts, overwrite=overwrite)
 
 
 class PlainStore(Store):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,10 @@ import boto3
 import numpy as np
 import pytest
 
+from connector.shared_region import SharedOffloadRegion
 from tests.identity import FakeSpec, block_key
+from tests.tiers.misbehaving_store import HeldStore
+from tiers import builtin
 from tiers.base import JobMetadata
 from tiers.builtin import FsspecTierManager, NfsTierManager, S3TierManager
 from tiers.config import parse_tier
@@ -204,3 +208,33 @@ def test_fsspec_options_reach_the_file_system() -> None:
     tier = parse_tier({"type": "fsspec", "url": "gs://b", "storage_options": {"project": "p"}})
     assert isinstance(tier, FsspecTierConfig)
     assert tier.storage_options == {"project": "p"}
+
+
+def test_lookups_do_not_wait_for_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readers help writers, so that each worker may be storing, for seconds on a slow disk."""
+    recipe = builtin.store_recipe
+    monkeypatch.setattr(builtin, "store_recipe", lambda config: (HeldStore, recipe(config)[1]))
+    view = SharedOffloadRegion.anonymous(ROWS, ROW_BYTES).create_kv_memoryview()
+    options = {"type": "fs", "root_dir": str(tmp_path / "kv"), "min_free": 0, "lookup_deadline_s": 5}
+    tier = SecondaryTierFactory.create_secondary_tier(
+        options | {"n_read_threads": 1, "n_write_threads": 1, "isolation": "process", "task_bytes": 1}, view, FakeSpec()
+    )
+    assert isinstance(tier, StoreTierManager)
+    tier.submit_store(JobMetadata(1, KEYS[:1], np.arange(1, dtype=np.int32)))
+    tier.drain_jobs()
+    hold = tmp_path / "kv.hold"
+    hold.touch()
+    try:
+        for job_id in range(2, 6):
+            tier.submit_store(JobMetadata(job_id, KEYS[job_id : job_id + 1], np.arange(1, dtype=np.int32)))
+        tier._lookup.forget(KEYS[:1])
+        found, end = None, time.monotonic() + 5
+        while found is None and time.monotonic() < end:
+            found = tier.lookup(KEYS[0])
+            tier.on_schedule_end()
+            time.sleep(0.01)
+        assert found is True
+        assert len(list(tier.get_finished())) == 1  # the first; the others are held
+    finally:
+        hold.unlink()
+        tier.shutdown()

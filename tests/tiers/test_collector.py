@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import boto3
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from connector.prefix_place import place_of_prefixes
 from tests.identity import FakeSpec, block_key
 from tiers.capacity.account import USAGE_PREFIX, Account, read_measured
 from tiers.capacity.collector import Collector, CollectReport, is_block
@@ -37,6 +39,7 @@ from tiers.stores.memory import MemoryStore
 from tiers.testing.contract import as_parts, list_keys
 from tiers.testing.faults import Fault, FaultyStore, SyscallFaults
 from tiers.testing.servers import S3Server
+from tiers.tier_config import FsTierConfig
 
 ROOT = Path(__file__).parents[2]
 MAPPER = FileMapper.from_offloading_spec("", FakeSpec())
@@ -192,6 +195,37 @@ def test_dry_run_says_what_a_run_then_does(store: LocalStore) -> None:
     assert 0 <= done.removed_blobs["capacity"] - told.removed_blobs["capacity"] <= 1
 
 
+def test_dry_run_counts_on_what_is_in_quarantine(store: LocalStore) -> None:
+    fill(store, [10_000] * 100)
+    for number in range(6):
+        store.quarantine(name(number))
+    told, done = (collect(store, dry_run=dry_run, max_bytes=104 * SIZE, low=0.9) for dry_run in (True, False))
+    assert done.own_bytes == 0
+    assert told.removed_blobs == done.removed_blobs
+
+
+def test_dry_run_counts_on_what_its_ttl_frees(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(store, [10_000] * 20 + [1000] * 20)
+    monkeypatch.setattr(LocalStore, "free_bytes", lambda self: (90 - len(blocks(self))) * SIZE)
+    told, done = (collect(store, dry_run=dry_run, ttl_s=5000, min_free_bytes=52 * SIZE) for dry_run in (True, False))
+    assert told.removed_blobs == done.removed_blobs == {"ttl": 20, "capacity": 0}
+
+
+def test_prefixes_beside_a_tiers_blocks_are_not_its_own(store: LocalStore) -> None:
+    fill(store, [10_000] * 10)
+    beside = place_of_prefixes(FsTierConfig(type="fs", root_dir=store.root_dir))
+    assert isinstance(beside, FsTierConfig)
+    prefixes = LocalStore(beside.root_dir)
+    for number in range(30):
+        prefixes.put(f"{MAPPER.name_prefix}/chunk/{number}.safetensors", as_parts(bytes(SIZE)))
+    report = collect(store, max_bytes=30 * SIZE)
+    assert (report.blobs, report.removed_blobs["capacity"]) == (10 + 1, 0)  # its lease
+    account = Account(store, 30 * SIZE)
+    for _ in range(10):
+        account.take(SIZE, "key")
+    assert len(list_keys(prefixes)) == 30
+
+
 def test_bad_blocks_go_before_good_ones(store: LocalStore) -> None:
     fill(store, [10_000] * 12)
     for number in range(6):
@@ -325,6 +359,29 @@ def test_what_is_stored_during_a_listing_is_not_counted_twice(store: LocalStore)
     assert report is not None
     assert report.removed_blobs["capacity"] == 0
     assert len(blocks(store)) == 92
+
+
+class SlowlyListed(LocalStore):
+    """A listing takes 4 s by ``monotonic``, in which a block is stored."""
+
+    def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
+        if not prefix:
+            self.put(name(100), as_parts(bytes(SIZE)))
+            at = time.time() + 4
+            os.utime(f"{self.root_dir}/{name(100)}", (at, at))
+        return super().keys(prefix)
+
+    def monotonic(self) -> float:
+        return 5.0 * os.path.exists(f"{self.root_dir}/{name(100)}")
+
+
+@pytest.mark.parametrize("policy", [{"ttl_s": 3.0}, {"max_bytes": 4 * SIZE, "low": 0.1}])
+def test_what_is_stored_during_a_listing_that_outlasts_its_ttl_stays(tmp_path: Path, policy: dict[str, Any]) -> None:
+    store = SlowlyListed(tmp_path / "kv")
+    fill(store, [1000.0] * 4)
+    Collector(store, CapacityPolicy(**policy), monotonic=store.monotonic).run()
+    assert name(100) in blocks(store)
+    assert len(blocks(store)) < 5
 
 
 def test_a_collector_that_finds_nothing_to_remove_rests(store: LocalStore) -> None:

@@ -465,6 +465,20 @@ def test_workers_killed_at_random(make: Callable[..., ProcessIsolatedStore], reg
     wait_for(lambda: len(store._pool.idle) == 3, within_s=WAIT_S_MAX)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_to_the_whole_service_are_the_engines(
+    make: Callable[..., ProcessIsolatedStore], number: signal.Signals
+) -> None:
+    """Ctrl-C, and what systemd stops a service with: the engine has stores to finish."""
+    store = make()
+    store.put("f/a", [memoryview(b"data")])
+    pids = store.worker_pids
+    for pid in pids:
+        os.kill(pid, number)
+    assert store.size("f/a") == 4
+    assert store.worker_pids == pids
+
+
 def test_workers_die_with_their_parent(tmp_path: Path) -> None:
     """SIGKILL of the parent: idle workers see the socket close, hung ones get the kernel's signal."""
     code = f"""

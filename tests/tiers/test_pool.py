@@ -114,19 +114,38 @@ def test_any_exception_fails_its_task_only(make: Callable[..., Pool], error: Bas
 def test_limits_refuse_and_queue_nothing(make: Callable[..., Pool]) -> None:
     pool = make(1, 1, jobs_max=2, cost_max=100)
     gates = [Gate(), Gate()]
-    pool.submit(1, [gates[0]], is_read=True, cost=60)
+    pool.submit(1, [gates[0]], is_read=False, cost=60)
     with pytest.raises(QueueFullError, match="60 of 100"):
-        pool.submit(2, [lambda: 1], is_read=True, cost=50)
-    pool.submit(2, [gates[1]], is_read=True, cost=40)
+        pool.submit(2, [lambda: 1], is_read=False, cost=50)
+    pool.submit(2, [gates[1]], is_read=False, cost=40)
     with pytest.raises(QueueFullError, match="2 jobs"):
-        pool.submit(3, [lambda: 1], is_read=True)
+        pool.submit(3, [lambda: 1], is_read=False)
     with pytest.raises(ValueError, match="job 2 is already"):
         pool.submit(2, [lambda: 1], is_read=True)
     for gate in gates:
         gate.go.set()
     assert set(finish(pool)) == {1, 2}
-    pool.submit(3, [lambda: 1], is_read=True, cost=1000)  # alone, any size: or it could never run
+    pool.submit(3, [lambda: 1], is_read=False, cost=1000)  # alone, any size: or it could never run
     assert set(finish(pool)) == {3}
+
+
+def test_reads_are_never_refused_and_take_no_room_from_writes(make: Callable[..., Pool]) -> None:
+    pool = make(1, 1, jobs_max=4, cost_max=100)
+    gate = Gate()
+    pool.submit(1, [gate], is_read=False, cost=100)
+    for job_id in (2, 3):
+        pool.submit(job_id, [gate], is_read=True, cost=1000)
+    with pytest.raises(QueueFullError, match="100 of 100"):
+        pool.submit(4, [lambda: 1], is_read=False, cost=1)
+    gate.go.set()
+    assert set(finish(pool)) == {1, 2, 3}
+    gate = Gate()
+    for job_id in range(10):
+        pool.submit(job_id, [gate], is_read=True, cost=1000)
+    gate.go.set()
+    assert set(finish(pool)) == set(range(10))
+    pool.submit(11, [lambda: 1], is_read=False, cost=1000)
+    assert set(finish(pool)) == {11}
 
 
 def test_empty_job_is_finished_at_once(make: Callable[..., Pool]) -> None:

@@ -19,7 +19,7 @@ from connector.shared_region import SharedOffloadRegion
 from tests.identity import FakeSpec, block_key
 from tests.tiers.test_store_tier import Bench as StoreBench
 from tiers.base import JobMetadata, JobResult
-from tiers.errors import ConfigError, NamespaceMismatchError
+from tiers.errors import ConfigError, NamespaceMismatchError, StoreConfigError
 from tiers.keys import OffloadKey
 from tiers.registry import SecondaryTierFactory
 from tiers.store_tier import StoreTierManager
@@ -126,6 +126,22 @@ def test_a_namespace_that_nobody_has_written_is_not_made(bench: Bench, tmp_path:
     assert not present(reader, KEYS[0])
     assert bench.run(reader, KEYS, is_load=True).successful_keys == ()
     assert tree(tmp_path / "kv") == {}
+
+
+@pytest.mark.parametrize("kind", ["fs", "nfs"])
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_its_folder_must_be_there_and_is_left_as_it_is(bench: Bench, tmp_path: Path, kind: str, isolation: str) -> None:
+    with pytest.raises(StoreConfigError, match="root_dir .*kv' must be a folder"):  # a mount that is late, say
+        bench.tier(type=kind, read_only=True, isolation=isolation)
+    assert not (tmp_path / "kv").exists()
+    bench.tier(type=kind, isolation=isolation).shutdown()
+    litter = tmp_path / "kv" / ".tmp" / "other-host-1-2-3-4"
+    litter.parent.mkdir(exist_ok=True)
+    litter.write_bytes(b"x")
+    os.utime(litter, (1, 1))
+    before = tree(tmp_path / "kv")
+    bench.tier(type=kind, read_only=True, isolation=isolation).shutdown()
+    assert tree(tmp_path / "kv") == before
 
 
 def test_a_namespace_of_another_engine_is_refused_all_the_same(bench: Bench, tmp_path: Path) -> None:

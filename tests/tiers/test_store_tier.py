@@ -32,7 +32,7 @@ from tiers.keys import OffloadKey, make_offload_key
 from tiers.lookup import LookupOptions
 from tiers.seal import TRAILER_BYTES
 from tiers.store import Capabilities, Store
-from tiers.store_tier import StoreTierManager, TierOptions
+from tiers.store_tier import JobTrace, StoreTierManager, TierOptions
 from tiers.stores.local import LocalStore
 from tiers.stores.memory import MemoryStore
 from tiers.testing.faults import Fault, FaultyStore
@@ -324,6 +324,43 @@ def test_jobs_beyond_the_limit_fail_at_once_and_are_counted(bench: Bench, record
     record("D4", jobs_max=1, blocks_dropped_and_counted=2)
 
 
+def test_loads_are_not_refused_for_want_of_room_for_stores(bench: Bench) -> None:
+    """Its slots bound a load. One that was refused would be a miss of what is there, again and again."""
+    gated = GatedStore()
+    tier = bench.tier(store=gated, jobs_max=1, max_bytes_in_flight=1)
+    bench.fill(1)
+    assert bench.store(tier, KEYS[:2]).success
+    gated.gate.clear()
+    tier.submit_store(waiting := bench.job(KEYS[2:3]))
+    loads = [bench.job(KEYS[:2]) for _ in range(3)]
+    for job in loads:
+        tier.submit_load(job)
+    assert list(tier.get_finished()) == []
+    gated.gate.set()
+    tier.drain_jobs()
+    assert {result.job_id: result.success for result in tier.get_finished()} == dict.fromkeys(
+        [waiting.job_id, *(job.job_id for job in loads)], True
+    )
+
+
+def test_a_tracer_that_raises_loses_no_result(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    traced: list[JobTrace] = []
+
+    def trace(job: JobTrace) -> None:
+        traced.append(job)
+        raise RuntimeError("the exporter's")
+
+    tier = bench.tier(trace_job=trace)
+    bench.fill(1)
+    jobs = [bench.job([key]) for key in KEYS[:3]]
+    for job in jobs:
+        tier.submit_store(job)
+    tier.drain_jobs()
+    assert {result.job_id for result in tier.get_finished()} == {job.job_id for job in jobs}
+    assert len(traced) == 3
+    assert caplog.text.count("was not traced") == 1
+
+
 def test_shutdown_reports_every_job_once(bench: Bench) -> None:
     gated = GatedStore()
     tier = bench.tier(store=gated, n_read_threads=1, n_write_threads=1, shutdown_s=0.05)
@@ -446,7 +483,6 @@ class TestNamespace:
         ("content", "error", "text"),
         [
             (b"{", ConfigError, "torn or foreign"),
-            (b"", ConfigError, "0 bytes"),
             (b"[]", ConfigError, "foreign"),
             (b"\xff\xfe", ConfigError, "torn or foreign"),
             (bytes((1 << 20) + 1), ConfigError, "1048577 bytes"),
@@ -458,6 +494,20 @@ class TestNamespace:
         with pytest.raises(error, match=text):
             bench.tier()
         assert read(tier.store, tier.mapper.relative_config_name) == content
+
+    @pytest.mark.parametrize("content", [b"", bytes(700)])
+    def test_what_a_power_cut_left_is_written_anew(
+        self, bench: Bench, content: bytes, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        tier = bench.tier()
+        name = tier.mapper.relative_config_name
+        good = read(tier.store, name)
+        write(tier.store, name, content)
+        bench.tier(read_only=True)
+        assert read(tier.store, name) == content
+        bench.tier()
+        assert read(tier.store, name) == good
+        assert "as after a power cut: it is written anew" in caplog.text
 
     def test_a_mismatch_names_the_field(self, bench: Bench) -> None:
         tier = bench.tier()

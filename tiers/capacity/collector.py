@@ -11,7 +11,8 @@ A run lists everything twice at most:
    gone.
 
 Only names that FileMapper makes are removed, or those that the store calls blocks (``NamesBlocks``): ``config.json``,
-records and other people's files are counted and left.
+records and other people's files are counted and left. Prefixes beside a tier's blocks are not even counted: they have a
+bound and a collector of their own.
 A reader that meets a removed block has a miss. Two collectors at once would remove the same blocks.
 """
 
@@ -36,7 +37,7 @@ from tiers.capacity.account import (
 from tiers.capacity.histogram import AgeHistogram, bucket_of
 from tiers.capacity.lease import Lease
 from tiers.capacity.policy import CapacityPolicy
-from tiers.capacity.records import OWN_PREFIX
+from tiers.capacity.records import OWN_PREFIX, PREFIXES_FOLDER
 from tiers.errors import StoreConfigError, StoreError, StoreFullError
 from tiers.inventory import parse_block_name
 from tiers.store import KeyInfo, NamesBlocks, Store, SupportsDeleteMany, SupportsFreeBytes, SupportsSweep
@@ -59,7 +60,7 @@ class CollectReport:
     """What a run saw and did; with ``dry_run``, what it would have done.
 
     Attributes:
-        blobs, bytes: of everything listed.
+        blobs, bytes: of everything listed but prefixes.
         removed_blobs, removed_bytes: by reason: "ttl" or "capacity".
         kept_by_error: blobs that could not be removed.
         own_bytes: in the store's own folders, quarantine included.
@@ -104,6 +105,7 @@ class Collector:
         self._on_progress = on_progress
         self._clock = clock
         self._monotonic = monotonic
+        self._began_at = 0.0
         self._ran_at = 0.0
         self._rest_s = 0.0  # after a run that removed nothing
         self._largest_bytes = policy.block_bytes  # of the blocks that it knows of
@@ -152,9 +154,10 @@ class Collector:
                 logger.warning("the collector's lease stays until it expires: %s", e)
 
     def _run(self, report: CollectReport, now: float) -> CollectReport:
-        started_at = self._monotonic()
-        if isinstance(self._store, SupportsSweep) and not report.dry_run:
-            report.own_bytes = self._store.sweep(self._policy.quarantine_s)
+        self._began_at = self._monotonic()
+        if isinstance(self._store, SupportsSweep):
+            # A dry run leaves what is in quarantine. What dead writers left went when the store was opened.
+            report.own_bytes = self._store.sweep(float("inf") if report.dry_run else self._policy.quarantine_s)
         baseline = read_baseline(self._store, now=now, writer_s=self._policy.writer_s)
         histogram = self._measure(report, now)
         kept = report.bytes + report.own_bytes - report.removed_bytes["ttl"]
@@ -162,11 +165,11 @@ class Collector:
         measured = Measured(secrets.token_hex(8), kept, blobs, baseline.base, self._clock())
         if not report.dry_run and not self._publish(measured, baseline):
             logger.info("another collector has measured meanwhile")
-            report.seconds = self._monotonic() - started_at
+            report.seconds = self._monotonic() - self._began_at
             return report
-        excess = self._excess(measured, baseline)
+        excess = self._excess(measured, baseline, freed_bytes=report.removed_bytes["ttl"] if report.dry_run else 0)
         if excess > 0 and report.own_bytes and isinstance(self._store, SupportsSweep):
-            left = self._store.sweep(0.0)  # bad blocks go before good ones
+            left = 0 if report.dry_run else self._store.sweep(0.0)  # bad blocks go before good ones
             excess -= report.own_bytes - left
             measured = replace(measured, bytes=measured.bytes - (report.own_bytes - left))
             report.own_bytes = left
@@ -176,7 +179,7 @@ class Collector:
         removed = any(report.removed_blobs.values())
         self._rest_s = 0.0 if removed else min(self._policy.every_s, max(self._policy.poll_s, 2 * self._rest_s))
         self._ran_at = self._monotonic()
-        report.seconds = self._ran_at - started_at
+        report.seconds = self._ran_at - self._began_at
         return report
 
     def _measure(self, report: CollectReport, now: float) -> AgeHistogram:
@@ -189,7 +192,7 @@ class Collector:
             report.blobs += 1
             report.bytes += info.size
             tells_times = tells_times or info.mtime != 0.0
-            age_s = now - info.mtime
+            age_s = self._age_s(info, now)
             if not self._is_block(info.key):
                 continue
             self._largest_bytes = max(self._largest_bytes, info.size)
@@ -218,7 +221,7 @@ class Collector:
 
         removal = _Removal(self, report, "capacity", publish, enough_bytes=excess)
         for info in self._listing():
-            age_s = now - info.mtime
+            age_s = self._age_s(info, now)
             found = bucket_of(age_s)
             if found < bucket or not grace_s <= abs(age_s) < counted_s or not self._is_block(info.key):
                 continue
@@ -245,8 +248,13 @@ class Collector:
         limit = self._policy.max_bytes
         return used > self._policy.high * limit or used + min(wanted, int(HELD_SHARE_MAX * limit)) > limit
 
-    def _excess(self, measured: Measured, baseline: Baseline) -> int:
-        """How many bytes are to go."""
+    def _age_s(self, info: KeyInfo, now: float) -> float:
+        """A blob's age when the run began, negative where a clock was ahead; 0 of what was stored or used since."""
+        age_s = now - info.mtime
+        return 0.0 if 0.0 > age_s >= self._began_at - self._monotonic() else age_s
+
+    def _excess(self, measured: Measured, baseline: Baseline, *, freed_bytes: int) -> int:
+        """How many bytes are to go, where so many are not gone yet that count as gone."""
         excess = 0
         limit = self._policy.max_bytes
         if limit is not None:
@@ -257,8 +265,8 @@ class Collector:
             missing = used + min(wanted, most) - limit
             if used > self._policy.high * limit or missing > 0:
                 excess = max(used - int(self._policy.low * limit), missing)
-        if self._missing_free_bytes(FREE_HIGH) > 0:
-            excess = max(excess, self._missing_free_bytes(FREE_LOW))
+        if self._missing_free_bytes(FREE_HIGH) > freed_bytes:
+            excess = max(excess, self._missing_free_bytes(FREE_LOW) - freed_bytes)
         return excess
 
     def _missing_free_bytes(self, share: float) -> int:
@@ -280,7 +288,8 @@ class Collector:
         self.lease.renew()
         self._on_progress(0)
         for count, info in enumerate(self._store.keys(), 1):
-            yield info
+            if not info.key.startswith(f"{PREFIXES_FOLDER}/"):
+                yield info
             if count % RENEW_EVERY_KEYS == 0:
                 self.lease.renew()
                 self._on_progress(count)

@@ -14,6 +14,8 @@ from tiers.errors import BlobCorruptError, BlobNotFoundError, StoreUnavailableEr
 from tiers.store import Store
 
 OWN_PREFIX = "_kvtiers/"
+#: Where SharedStorageConnector keeps its prefixes beside a tier's blocks, with a bound and a collector of their own.
+PREFIXES_FOLDER = "prefixes"
 RECORD_BYTES = 512  # records are padded to a multiple, so that most readers guess the size right and ask once
 RECORD_BYTES_MAX = 1 << 20
 READ_ATTEMPTS_MAX = 8  # a record may be replaced by one of another size between the question and the read

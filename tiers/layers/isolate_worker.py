@@ -118,7 +118,9 @@ def main() -> None:
     """Serve the socket whose descriptor is the first argument, until its other end is closed."""
     fd, parent_pid = int(sys.argv[1]), int(sys.argv[2])
     die_with_parent(parent_pid)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to handle
+    # For the parent to handle, which then has stores to finish: Ctrl-C, and what systemd sends to a whole service.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with socket.socket(fileno=fd) as sock:
         try:
             config, _ = receive_frame(sock)

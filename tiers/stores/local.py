@@ -20,7 +20,7 @@ class LocalStore(FolderStore):
     """Blobs as files of this host; see ``FolderStore``.
 
     Args:
-        root_dir, min_free_bytes, quarantine_count_max, monotonic: see ``FolderStore``.
+        root_dir, read_only, min_free_bytes, quarantine_count_max, monotonic: see ``FolderStore``.
         durability: "data": a blob that was put survives a power cut (measured: 0.6 -> 8 ms for 2 MiB). "none": it
             may be lost or torn by one, which the seal finds out; a process that dies tears nothing.
         clock: Unix seconds, to tell the age of other hosts' files in ``.tmp``.
@@ -36,6 +36,7 @@ class LocalStore(FolderStore):
         self,
         root_dir: str | os.PathLike[str],
         *,
+        read_only: bool = False,
         min_free_bytes: int = 0,
         durability: Literal["none", "data"] = "none",
         quarantine_count_max: int = 1024,
@@ -47,6 +48,7 @@ class LocalStore(FolderStore):
         super().__init__(
             root_dir,
             publisher=Publisher(durable=durability == "data"),
+            read_only=read_only,
             min_free_bytes=min_free_bytes,
             quarantine_count_max=quarantine_count_max,
             now=lambda root: clock(),  # noqa: ARG005 - a local file system has this host's clock

@@ -45,7 +45,7 @@ class NfsStore(FolderStore):
     """Blobs as files that other hosts see; see ``FolderStore``.
 
     Args:
-        root_dir, min_free_bytes, quarantine_count_max, monotonic: see ``FolderStore``.
+        root_dir, read_only, min_free_bytes, quarantine_count_max, monotonic: see ``FolderStore``.
 
     Raises:
         ConfigError: an argument is not accepted.
@@ -59,6 +59,7 @@ class NfsStore(FolderStore):
         self,
         root_dir: str | os.PathLike[str],
         *,
+        read_only: bool = False,
         min_free_bytes: int = 0,
         quarantine_count_max: int = 1024,
         monotonic: Callable[[], float] = time.monotonic,
@@ -66,6 +67,7 @@ class NfsStore(FolderStore):
         super().__init__(
             root_dir,
             publisher=Publisher(unnamed_files=False),
+            read_only=read_only,
             min_free_bytes=min_free_bytes,
             quarantine_count_max=quarantine_count_max,
             now=storage_time,
