@@ -35,6 +35,7 @@ class Concurrency:
         self._fewer: tuple[int, float] | None = None  # before the last step up: threads, and blocks a second
         self._settled = 0
         self._has_learnt = False
+        self._is_slow = False  # it was, at the last batch
 
     @property
     def threads(self) -> int:
@@ -44,7 +45,7 @@ class Concurrency:
     @property
     def batch_blocks_max(self) -> float:
         """For the next batch: enough for all threads, and no more while it is not known how many they should be."""
-        is_known = self._has_learnt and self._fewer is None
+        is_known = self._has_learnt and self._fewer is None and not self._is_slow
         return math.inf if is_known else TRIAL_BLOCKS * self._threads
 
     def learn(self, threads: int, blocks: int, seconds: float, cpu_s: float, *, failed: bool = False) -> None:
@@ -64,8 +65,12 @@ class Concurrency:
             self._has_learnt = True
             block_s = seconds * at_once / blocks
             if block_s > SLOW_S:
-                self._set(max(1, at_once // 2))
-            elif at_once == threads and not failed:
+                if at_once > 1:  # a lone block has shared its link with none of ours
+                    self._set(max(1, threads // 2))
+                    self._is_slow = True
+                return
+            self._is_slow = False
+            if at_once == threads and not failed:
                 self._climb(blocks / seconds, waits=cpu_s < BUSY_MAX * seconds and block_s < WAITS_S_MAX)
 
     def _climb(self, rate: float, *, waits: bool) -> None:

@@ -191,8 +191,8 @@ class FreeSpace:
 
     Asking the file system is a system call, so an answer is used for ``PERIOD_S``, less what was written since, as
     long as it is ``NEAR_BYTES`` above the reserve. Nearer than that every put asks. So what other processes write
-    unseen (PERIOD_S long, at less than NEAR_BYTES per PERIOD_S) does not reach the reserve either. What they are writing
-    at that very moment does: one block for each other process, the workers of a tier among them.
+    unseen (PERIOD_S long, at less than NEAR_BYTES per PERIOD_S) does not reach the reserve either. What they are
+    writing at that very moment does: one block for each other process, the workers of a tier among them.
 
     Any thread may call; ``_lock`` owns the fields.
     """

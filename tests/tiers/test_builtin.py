@@ -20,6 +20,7 @@ from tiers.builtin import FsspecTierManager, NfsTierManager, S3TierManager
 from tiers.config import parse_tier
 from tiers.errors import ConfigError, StoreConfigError, StorePermissionError
 from tiers.layers.isolate import ProcessIsolatedStore
+from tiers.open_store import store_recipe
 from tiers.registry import SecondaryTierFactory
 from tiers.store_tier import StoreTierManager
 from tiers.stores.s3_options import S3Options
@@ -212,8 +213,7 @@ def test_fsspec_options_reach_the_file_system() -> None:
 
 def test_lookups_do_not_wait_for_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Readers help writers, so that each worker may be storing, for seconds on a slow disk."""
-    recipe = builtin.store_recipe
-    monkeypatch.setattr(builtin, "store_recipe", lambda config: (HeldStore, recipe(config)[1]))
+    monkeypatch.setattr(builtin, "store_recipe", lambda config: (HeldStore, store_recipe(config)[1]))
     view = SharedOffloadRegion.anonymous(ROWS, ROW_BYTES).create_kv_memoryview()
     options = {"type": "fs", "root_dir": str(tmp_path / "kv"), "min_free": 0, "lookup_deadline_s": 5}
     tier = SecondaryTierFactory.create_secondary_tier(

@@ -77,7 +77,19 @@ def test_after_a_slow_time_threads_come_back() -> None:
 def test_a_batch_with_fewer_blocks_than_threads_says_nothing_of_more() -> None:
     concurrency = Concurrency(8, 64)
     assert run(concurrency, far, 3, blocks=4) == [8, 8, 8]
-    assert run(concurrency, link(1.0), 2, blocks=4) == [8, 2]  # but of fewer
+    assert run(concurrency, link(1.0), 2, blocks=4) == [8, 4]  # but of fewer
+
+
+def test_a_lone_block_that_is_slow_says_nothing() -> None:
+    """Decoding stores blocks one by one, and a put that is tried again takes seconds."""
+    concurrency = Concurrency(8, 64)
+    run(concurrency, far, 6)
+    concurrency.learn(64, 1, 3.0, 0.0)
+    assert (concurrency.threads, concurrency.batch_blocks_max) == (64, math.inf)
+    concurrency.learn(64, 2, 3.0, 0.0)  # they may have shared a link; one step down, and small batches to see
+    assert (concurrency.threads, concurrency.batch_blocks_max) == (32, 4 * 32)
+    run(concurrency, far, 1)
+    assert concurrency.threads == 64
 
 
 def test_what_a_batch_with_other_threads_took_is_not_believed() -> None:

@@ -263,6 +263,17 @@ def test_s3_server_that_does_not_name_the_condition(s3: FsspecStore, monkeypatch
         assert server.get_object("bucket", "a") == b"new"
 
 
+def test_s3_server_that_refuses_conditions_is_asked_first(caplog: pytest.LogCaptureFixture) -> None:
+    with HttpFaultServer() as server:
+        store = FsspecStore("s3://bucket", {"key": "k", "secret": "s", "endpoint_url": server.endpoint_url})
+        server.inject(Fault.REFUSE_CONDITION)
+        assert [store.put("a", as_parts(data)) for data in (b"old", b"new")] == [True, False]
+        assert store.put("b", as_parts(b"b")) is True
+        assert [server.get_object("bucket", key) for key in "ab"] == [b"old", b"b"]
+        assert not store.capabilities.exclusive_create
+        assert caplog.text.count("refuses If-None-Match") == 1
+
+
 # -- what others do meanwhile is seen ----------------------------------------------------------------------------------
 
 

@@ -47,7 +47,7 @@ from tiers.errors import (
 from tiers.stores.chatty_loggers import cap_chatty_loggers
 from tiers.stores.s3 import S3Store
 from tiers.stores.s3_clients import RENEW_EVERY_S
-from tiers.stores.s3_credentials import ChainCredentials
+from tiers.stores.s3_credentials import ASK_EVERY_S, ChainCredentials
 from tiers.stores.s3_direct import DirectReader
 from tiers.stores.s3_errors import CredentialsExpiredError, CredentialsRefusedError
 from tiers.stores.s3_obstore import ObstoreClient
@@ -441,11 +441,13 @@ def test_chain_is_asked_once_for_all_who_wait() -> None:
         assert set(found) == {"key1"}
     assert (credentials.get_frozen_credentials().access_key, len(asked)) == ("key1", 1)
     goes_on.clear()
-    left_s[0] = 899.0  # it is asked, and nobody waits
+    left_s[0] = 899.0
+    assert (credentials.get_frozen_credentials().access_key, len(asked)) == ("key1", 1)  # it was asked just now
+    now[0] = ASK_EVERY_S  # it is asked, and nobody waits
     assert credentials.get_frozen_credentials().access_key == "key1"
     wait_for(lambda: len(asked) == 2)
     left_s[0] = 599.0
-    now[0] = 21.0  # it should have answered by now
+    now[0] += 21.0  # it should have answered by now
     assert credentials.get_frozen_credentials().access_key == "key1"
     left_s[0] = -1.0
     with pytest.raises(StoreTimeoutError, match=r"did not end within 20 s"):
@@ -454,6 +456,62 @@ def test_chain_is_asked_once_for_all_who_wait() -> None:
     wait_for(lambda: left_s[0] > 900)
     wait_for(lambda: credentials.get_frozen_credentials().access_key == "key2")
     assert len(asked) == 2
+
+
+def test_credentials_that_are_good_for_minutes_are_not_asked_for_with_each_request() -> None:
+    """STS gives out 15 minutes at the least, and helpers the same until 5 minutes before their end."""
+    now, asked, fails = [0.0], [], [False]
+
+    class Chain:
+        method = "custom"
+
+        def refresh_needed(self, seconds: float | None) -> bool:
+            return 540 - now[0] < (900 if seconds is None else seconds)
+
+        def get_frozen_credentials(self) -> ReadOnlyCredentials:
+            asked.append(now[0])
+            if fails[0]:
+                raise RuntimeError("the helper's")
+            return ReadOnlyCredentials(f"key{len(asked)}", "s", None)
+
+    credentials = ChainCredentials(Chain(), lambda _: StorePermissionError("translated"), 20.0, lambda: now[0])
+    for _ in range(100):
+        assert credentials.get_frozen_credentials().access_key == "key1"
+    assert len(asked) == 1
+    now[0] = 31.0
+    assert credentials.get_frozen_credentials().access_key == "key2"
+    now[0] = 70.0
+    fails[0] = True
+    assert credentials.get_frozen_credentials().access_key == "key2"  # it is good all the same
+    assert len(asked) == 3
+    now[0] = 541.0
+    with pytest.raises(StorePermissionError, match="translated"):
+        credentials.get_frozen_credentials()
+
+
+@pytest.mark.parametrize(
+    "variable",
+    [
+        {"AWS_CONDITIONAL_PUT": "disabled"},
+        {"AWS_SKIP_SIGNATURE": "true"},
+        {"AWS_REQUEST_PAYER": "true"},
+        {"AWS_S3_EXPRESS": "true"},
+    ],
+    ids=str,
+)
+def test_variables_of_obstores_own_change_nothing(
+    options: S3Options, monkeypatch: pytest.MonkeyPatch, variable: dict[str, str]
+) -> None:
+    for name, value in variable.items():
+        monkeypatch.setenv(name, value)
+    with HttpFaultServer() as server:
+        store = S3Store(replace(options, bucket="bucket", endpoint_url=server.endpoint_url, client="obstore"))
+        assert store.put("f/a", as_parts(DATA)) is True
+        assert store.put("f/a", as_parts(DATA)) is False
+        headers = server.requests("PUT")[0].headers
+        assert headers["authorization"].startswith("AWS4-HMAC-SHA256")
+        assert not any("payer" in name or "express" in name for name in headers)
+        store.close()
 
 
 def test_refresh_that_succeeds_while_anothers_failure_is_told(
@@ -888,7 +946,7 @@ def test_checksum_that_a_clone_refuses_is_left_out_from_then_on(
 
 
 def test_refusal_for_another_reason_does_not_drop_the_checksum(options: S3Options, server: HttpFaultServer) -> None:
-    server.inject(Fault.NOT_IMPLEMENTED, times=2)
+    server.inject(Fault.NOT_IMPLEMENTED, methods=("PUT",), times=4)
     store = S3Store(options)
     with pytest.raises(StoreConfigError, match="NotImplemented, HTTP 501"):
         store.put("a", as_parts(DATA))

@@ -116,6 +116,51 @@ def test_no_socket_to_be_had(store: S3Store, monkeypatch: pytest.MonkeyPatch) ->
     assert fetch(store, "f/a", len(DATA)) == DATA
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "host"),
+    [
+        ("http://LocalHost:80", "localhost"),
+        ("https://localhost:443", "localhost"),
+        ("http://127.0.0.1:443", "127.0.0.1:443"),
+        ("http://[::1]:9000", "[::1]:9000"),
+        ("http://[::1]:80", "[::1]"),
+    ],
+)
+def test_host_is_what_all_clients_send(store: S3Store, endpoint: str, host: str) -> None:
+    """A proxy that hands on the host that it understood (nginx' $host) changes no other, and a signature covers it."""
+    session = S3Session(replace(store.options, endpoint_url=endpoint))
+    reader = DirectReader(session)
+    assert f"\r\nhost:{host}\r\n".encode() in reader._sign("/bucket/f/a")
+    reader.close()
+    session.close()
+
+
+def test_each_of_many_addresses_has_time_to_answer(store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+
+    class Socket(socket.socket):
+        def settimeout(self, value: float | None, /) -> None:
+            if value is not None:
+                given.append(value)
+
+        def connect(self, address: object, /) -> None:
+            now[0] += given[-1]
+            raise TimeoutError
+
+    now = [0.0]
+    session = S3Session(replace(store.options, connect_timeout_s=2.0))
+    reader = DirectReader(session, clock=lambda: now[0])
+    address = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 9))
+    monkeypatch.setattr("tiers.stores.s3_direct.socket.getaddrinfo", lambda *_, **__: [address] * 8)
+    monkeypatch.setattr("tiers.stores.s3_direct.socket.socket", Socket)
+    with pytest.raises(StoreUnavailableError):
+        reader._dial()
+    assert given[:2] == [1.0, 1.0]
+    assert sum(given) <= 2.0 + 8 * 0.001
+    reader.close()
+    session.close()
+
+
 @contextmanager
 def answer(*packets: bytes) -> Iterator[str]:
     """A server that sends these to its first client, and then nothing until that leaves; yields its URL."""

@@ -573,6 +573,26 @@ def test_refused_head_is_asked_again_by_a_get_which_says_why(
         stored.size("f/a")
 
 
+def test_a_server_that_refuses_conditions_is_asked_first(
+    store: S3Store, server: HttpFaultServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Backblaze B2: 501 to a PUT with If-None-Match."""
+    server.inject(Fault.REFUSE_CONDITION)
+    server.put_object("bucket", "f/b", b"another's")
+    assert store.put("f/b", as_parts(DATA)) is False
+    promised = [store.capabilities.exclusive_create]  # of what refused it nothing is known yet
+    assert store.put("f/a", as_parts(DATA)) is True
+    assert [*promised, store.capabilities.exclusive_create] == [True, False]
+    refused = len(server.requests("PUT"))
+    assert store.put("f/a", as_parts(b"other")) is False
+    assert store.put("f/c", as_parts(DATA)) is True
+    assert len(server.requests("PUT")) == refused + 1
+    assert store.put("f/a", as_parts(b"other"), overwrite=True) is True
+    assert [server.get_object("bucket", key) for key in ("f/a", "f/b", "f/c")] == [b"other", b"another's", DATA]
+    assert caplog.text.count("refuses If-None-Match") == 1
+    assert "refuses crc64nvme" not in caplog.text
+
+
 @pytest.mark.parametrize(("method", "refusal"), [("HEAD", Fault.ACCESS_DENIED), ("PUT", Fault.REFUSE_CHECKSUM)])
 def test_second_form_of_a_refused_request_is_an_attempt_like_any_other(
     store: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch, method: str, refusal: Fault

@@ -32,10 +32,11 @@ from tiers.keys import OffloadKey, make_offload_key
 from tiers.lookup import LookupOptions
 from tiers.seal import TRAILER_BYTES
 from tiers.store import Capabilities, Store
-from tiers.store_tier import JobTrace, StoreTierManager, TierOptions
+from tiers.store_tier import StoreTierManager, TierOptions
 from tiers.stores.local import LocalStore
 from tiers.stores.memory import MemoryStore
 from tiers.testing.faults import Fault, FaultyStore
+from tiers.tracing import JobTrace
 
 ROWS, ROW_BYTES = 32, 8192
 BLOB_BYTES = ROW_BYTES + TRAILER_BYTES

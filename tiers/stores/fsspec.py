@@ -11,11 +11,12 @@ of the root and moved; temporary files that nobody moved for an hour are swept b
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -294,11 +295,19 @@ class FsspecStore(Store):
             if not create:
                 raise
             return False
-        except OSError:
+        except OSError as e:
             # Not every server says in its 412 which condition it was, which is how s3fs tells.
-            if not create or self._size(place, key) is None:
+            if not create:
                 raise
-            return False
+            if self._size(place, key) is not None:
+                return False
+            if e.errno != errno.ENOSYS:
+                raise
+        self._call("pipe_file", place.path(key), b"".join(parts))
+        if self.capabilities.exclusive_create:
+            self.capabilities = replace(self.capabilities, exclusive_create=False)
+            logger.warning("%r: the server refuses If-None-Match; it is asked what is there before each put", self)
+        return True
 
     def _read_at_once(self, path: str, parts: Sequence[memoryview], size: int) -> None:
         """One request for a byte more than is wanted, so that a longer blob shows."""

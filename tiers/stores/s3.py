@@ -1,7 +1,8 @@
 """S3Store: blobs as objects of a bucket on AWS or anything that speaks S3.
 
 A put is one request: an object is visible whole or not at all, and with ``If-None-Match: *`` the first of many writers
-wins (412 and 409: somebody else stored it, which is success, also when a lost acknowledgement made us ask twice).
+wins (412 and 409: somebody else stored it, which is success, also when a lost acknowledgement made us ask twice). A
+server that refuses that header (501 of Backblaze B2) is asked first what is there, and the last of many writers wins.
 
 Two data planes behind one protocol, chosen by ``S3Options.client``; credentials and everything rare go through boto3.
 Layers of time, inside out: an attempt has the client's own total timeout, half of ``request_timeout_s``; an operation
@@ -16,6 +17,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from dataclasses import replace
 from typing import Any, Final, TypeVar
 
 from tiers.errors import (
@@ -59,7 +61,8 @@ class S3Store(Store):
 
     Any thread may call. Clients are made by the first call, so constructing a store does no I/O. ``_process`` is
     replaced after a fork and when credentials are refused, at ``_renewed_at`` the last time and not again for
-    ``_renew_s``; ``_checksum_refused`` and ``_batches_refused`` go from False to True once.
+    ``_renew_s``; ``_checksum_refused`` and ``_batches_refused`` go from False to True once, ``exclusive_create`` of
+    ``capabilities`` from True to False.
 
     Args:
         options: where and how.
@@ -96,32 +99,24 @@ class S3Store(Store):
         return f"S3Store({self.options.bucket!r}, prefix={self.options.prefix!r}, client={self.options.client!r})"
 
     def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
-        name = self._name(key)
+        self._name(key)
         plain = _as_bytes(parts)
         latest_start = self._latest_start()
-
-        def put(*, checked: bool) -> bool:
-            return self._run(
-                key,
-                lambda clients: clients.data.put(name, plain, create=not overwrite, checked=checked),
-                latest_start,
-            )
-
-        checked = self.options.checksum != "none" and not self._checksum_refused
-        try:
-            return put(checked=checked)
-        except RequestRefusedError as e:
-            refused = e.with_traceback(None)
-        if checked and self._clock() <= latest_start:
-            with contextlib.suppress(RequestRefusedError):  # so the checksum was not the reason
-                published = put(checked=False)
-                if not self._checksum_refused:
-                    self._checksum_refused = True
-                    logger.warning(
-                        "%r: the server refuses %s; payloads are signed instead", self, self.options.checksum
-                    )
-                return published
-        raise refused
+        refused: RequestRefusedError | None = None
+        if not overwrite and self.capabilities.exclusive_create:
+            try:
+                return self._put(key, plain, latest_start, create=True)
+            except RequestRefusedError as e:
+                refused = e.with_traceback(None)
+            if self._clock() > latest_start:
+                raise refused
+        if not overwrite and self._size(key, latest_start) is not None:
+            return False
+        published = self._put(key, plain, latest_start, create=False)
+        if refused is not None and self.capabilities.exclusive_create:  # so it was "only if absent" that was refused
+            self.capabilities = replace(self.capabilities, exclusive_create=False)
+            logger.warning("%r: the server refuses If-None-Match; it is asked what is there before each put", self)
+        return published
 
     def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
         self._get_into(key, parts, None)
@@ -316,6 +311,30 @@ class S3Store(Store):
             except InvalidKeyError as e:
                 outcomes[key] = e
         return names
+
+    def _put(self, key: str, plain: list[memoryview], latest_start: float, *, create: bool) -> bool:
+        name = self._name(key)
+
+        def put(*, checked: bool) -> bool:
+            return self._run(
+                key, lambda clients: clients.data.put(name, plain, create=create, checked=checked), latest_start
+            )
+
+        checked = self.options.checksum != "none" and not self._checksum_refused
+        try:
+            return put(checked=checked)
+        except RequestRefusedError as e:
+            refused = e.with_traceback(None)
+        if checked and self._clock() <= latest_start:
+            with contextlib.suppress(RequestRefusedError):  # so the checksum was not the reason
+                published = put(checked=False)
+                if not self._checksum_refused:
+                    self._checksum_refused = True
+                    logger.warning(
+                        "%r: the server refuses %s; payloads are signed instead", self, self.options.checksum
+                    )
+                return published
+        raise refused
 
     def _list_page(self, prefix: str, token: str) -> tuple[list[KeyInfo], str]:
         return self._run("", lambda clients: clients.session.list_page(prefix, token=token))

@@ -20,6 +20,9 @@ from tiers.stores.watchdog import begin
 
 # As botocore has it: what is good for less is not used without having asked for better.
 GOOD_S_MIN: Final = 600.0
+#: botocore would ask the chain for each request when less than 15 minutes are left, and what issues credentials for
+#: less, or hands out the same until 5 minutes before their end, has no better ones each time.
+ASK_EVERY_S: Final = 30.0
 
 
 class ChainCredentials(Credentials):  # type: ignore[misc] # botocore has no types
@@ -55,12 +58,16 @@ class ChainCredentials(Credentials):  # type: ignore[misc] # botocore has no typ
         """Credentials that are good now, and for ``GOOD_S_MIN`` unless the chain does not answer in time.
 
         Raises:
-            StoreError: the chain failed, or is late and what it said before has expired.
+            StoreError: the chain failed or is late, and what it said before has expired.
         """
         with self._lock:
             is_idle = self._asked is None or self._asked.done()
             frozen = self._frozen  # after that look, so that an answer which has just come is not asked for again
             if frozen is not None and not self._ends_within(None):
+                return frozen
+            is_good = frozen is not None and not self._ends_within(0)
+            if is_good and is_idle and self._asked is not None and self._clock() - self._asked_at < ASK_EVERY_S:
+                assert frozen is not None
                 return frozen
             if self._asked is None or is_idle:
                 self._asked = begin("kvtiers-s3-credentials", self._ask)
@@ -73,6 +80,8 @@ class ChainCredentials(Credentials):  # type: ignore[misc] # botocore has no typ
             error = asked.exception()  # not raised: it would hold the memory of all who wait for it
             if error is None:
                 return asked.result()
+            if frozen is not None and not self._ends_within(0):
+                return frozen
             raise self._translate(error)  # type: ignore[arg-type] # what is no Exception does not come from the chain
         if frozen is None or self._ends_within(0):
             raise CredentialsLateError(

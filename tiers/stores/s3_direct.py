@@ -37,6 +37,7 @@ from tiers.stores.watchdog import Watchdog
 
 ERROR_BYTES_MAX: Final = 64 << 10
 PIECE_BYTES: Final = 512 << 10  # of what is looked at
+CONNECT_S_MIN: Final = 1.0  # for one of several addresses
 HEAD_BYTES_MAX: Final = 4 << 10  # of an answer's headers, to be recognised; S3's are a tenth of that
 
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d+)[ \t]*(?=\r\n)")
@@ -60,9 +61,12 @@ class DirectReader:
         subdomain, folder = (f"{bucket}.", "") if session.virtual_host else ("", f"/{bucket}")
         self._folder = f"{parts.path.rstrip('/')}{folder}/"
         self._name = subdomain + (parts.hostname or "")
-        self._port = parts.port or (443 if parts.scheme == "https" else 80)
+        usual_port = 443 if parts.scheme == "https" else 80
+        self._port = parts.port or usual_port
         self._tls = _tls_context(session) if parts.scheme == "https" else None
-        self._signer = ReadSigner(subdomain + parts.netloc, session.region)
+        # As the other clients send it. Proxies may hand on what they have made of it, and a signature covers it.
+        host = f"[{self._name}]" if ":" in self._name else self._name
+        self._signer = ReadSigner(host if self._port == usual_port else f"{host}:{self._port}", session.region)
         self._idle: list[socket.socket] = []
         self._closed = False
         self._watchdog = Watchdog(self._options.attempt_timeout_s, clock)
@@ -166,12 +170,15 @@ class DirectReader:
 
     def _dial(self) -> socket.socket:
         within_s = min(self._options.connect_timeout_s, self._options.attempt_timeout_s)
+        deadline = self._clock() + within_s
         with contextlib.suppress(OSError, ValueError):  # names too long for IDNA are ValueErrors
             addresses = socket.getaddrinfo(self._name, self._port, type=socket.SOCK_STREAM)
             for family, kind, protocol, _, address in addresses:
                 with contextlib.suppress(OSError, ValueError), contextlib.ExitStack() as undo:
                     sock = undo.enter_context(socket.socket(family, kind, protocol))
-                    sock.settimeout(within_s / len(addresses))
+                    # A share of the time, but enough for one that is far: AWS answers with eight addresses.
+                    left_s = deadline - self._clock()
+                    sock.settimeout(max(0.001, min(left_s, max(within_s / len(addresses), CONNECT_S_MIN))))
                     sock.connect(address)
                     sock.settimeout(None)  # from here on the watchdog sees to that
                     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

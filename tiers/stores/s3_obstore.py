@@ -215,6 +215,11 @@ class ObstoreClient:
             "virtual_hosted_style_request": session.virtual_host,
             # One of the two proves a put to the server: the checksum, or the payload's hash in the signature.
             "unsigned_payload": checksum is not None,
+            # Nor would others of its own that would change what is sent.
+            "conditional_put": "etag",
+            "skip_signature": False,
+            "s3_express": False,
+            "request_payer": False,
             # Bulk deletion is a POST with a checksum of its own, which clones refuse; one key needs none.
             "disable_bulk_delete": True,
         }

@@ -56,6 +56,7 @@ class Fault(StrEnum):
     STALL = "stall"
     LOST_ACK = "lost_ack"  # the work is done, the answer never comes
     REFUSE_CHECKSUM = "refuse_checksum"  # only requests that carry a checksum header
+    REFUSE_CONDITION = "refuse_condition"  # only requests that carry If-None-Match, as Backblaze B2 does
     IGNORE_RANGE = "ignore_range"  # a 200 with the whole object, as RFC 9110 allows
     # What follows spoils the body of an object; other answers are as they should be, but for those of the last.
     RESET_INSIDE = "reset_inside"
@@ -83,6 +84,7 @@ _INSTEAD: Mapping[Fault, Answer] = {
     Fault.PRECONDITION: error(412, "PreconditionFailed"),
     Fault.QUOTA: error(403, "QuotaExceeded"),
     Fault.REFUSE_CHECKSUM: error(400, "InvalidRequest"),
+    Fault.REFUSE_CONDITION: error(501, "NotImplemented"),
     Fault.HTML_WITH_200: Answer(
         200, b"<html><body>Please log in to the hotel's network</body></html>", {"Content-Type": "text/html"}
     ),
@@ -103,6 +105,7 @@ class _Rule:
             and (self.methods is None or request.method in self.methods)
             and self.path_contains in request.path
             and (self.fault is not Fault.REFUSE_CHECKSUM or any("checksum" in name for name in request.headers))
+            and (self.fault is not Fault.REFUSE_CONDITION or "if-none-match" in request.headers)
         )
 
 
