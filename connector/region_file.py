@@ -277,8 +277,9 @@ def _allocate(fd: int, geometry: RegionGeometry, directory: str) -> None:
 
 def _too_large(size: int, place: str, free: int) -> str:
     return (
-        f"a region of {show_size(size)} does not fit: {place} has {show_size(free)} free. Make region.size smaller, or "
-        "give it more room (docker: --shm-size; Kubernetes: sizeLimit of the memory volume on /dev/shm, memory limit)"
+        f"a region of {show_size(size)}, and a page for its header, does not fit: {place} has {show_size(free)} free. "
+        "Make region.size smaller, or give it more room (docker: --shm-size; Kubernetes: memory limit, and sizeLimit "
+        "of the memory volume on /dev/shm)"
     )
 
 

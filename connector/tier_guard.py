@@ -80,11 +80,15 @@ def shut_down_tiers(
         threading.Thread(target=shut_down, args=(index,), name=f"kvtiers-shutdown-{tier.name}", daemon=True)
         for index, tier in enumerate(tiers)
     ]
-    for thread in threads:
-        thread.start()
     deadline = clock() + timeout_s
+    for index, thread in enumerate(threads):
+        try:
+            thread.start()
+        except RuntimeError:  # there is none to be had, of so many processes or at the interpreter's end
+            shut_down(index)
     for thread in threads:
-        thread.join(max(0.0, deadline - clock()))
+        if thread.ident is not None:
+            thread.join(max(0.0, deadline - clock()))
     stuck = {index for index, thread in enumerate(threads) if thread.is_alive()}
     errors |= dict.fromkeys(stuck, f"did not end within {timeout_s:g} s")
     for index, error in errors.items():

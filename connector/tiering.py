@@ -6,7 +6,8 @@
   later tier also goes to the tiers before it.
 - Waiting is bounded everywhere: for a tier's answer (``lookup_deadline_s``), for room in the region
   (``promotion_wait_s``), for a load (the tier's deadline, and ``load_deadline_s``); then the key is absent.
-- A failed load makes that tier's copy absent for the request until it finishes, so no request runs in circles.
+- A failed load makes that tier's copy absent for the request until it finishes, so no request runs in circles; and for
+  those that have waited for it as well, so that they do not try one after the other.
 - Nothing a tier does reaches the engine: what it raises, reports twice or reports of no job is counted and contained.
 
 Scheduler thread only, save that shutdown calls the tiers' shutdown on threads of their own, to bound it.
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 _EVERY_TIER = -1  # as a bit mask
 _EXPIRED = float("-inf")
 _ASKED_LATELY_S = 5.0  # a request that was not asked of for so long may be forgotten
+_FAILED_S = 30.0  # how long a failed load is remembered for those that came before it failed
 
 
 @dataclass(slots=True, eq=False)
@@ -43,8 +45,11 @@ class _Request:
     """A request that missed the region.
 
     Attributes:
-        asked_at: when a key of it was last asked of the tiers.
-        asked: when a key was first asked of the tiers, while an answer is owed.
+        came_at: when a key of it was first asked of the tiers.
+        asked_at: and last.
+        waited_s: time between its questions. A long one counts in part: engines ask nothing of a request while their
+            batch is full, and what tiers had answered may be too old to be believed by then.
+        asked: ``waited_s`` when a key was first asked of the tiers, while an answer is owed.
         refused: bit mask of the tiers whose copy of a key cannot be had.
         hits: key -> tier, to be promoted.
         starved_since: since when hits wait for room.
@@ -53,7 +58,9 @@ class _Request:
     """
 
     context: ReqContext
+    came_at: float
     asked_at: float
+    waited_s: float = 0.0
     asked: dict[OffloadKey, float] = field(default_factory=dict)
     refused: dict[OffloadKey, int] = field(default_factory=dict)
     hits: dict[OffloadKey, int] = field(default_factory=dict)
@@ -111,6 +118,7 @@ class TieringOffloadingManager(OffloadingManager):
             min(self._options.load_deadline_s, _load_deadline_s(tier.tier)) for tier in self._tiers
         ]
         self._requests: OrderedDict[str, _Request] = OrderedDict()  # the one asked of last is last
+        self._failed: OrderedDict[tuple[OffloadKey, int], float] = OrderedDict()  # when which tier's load; oldest first
         self._waiting: dict[_Request, None] = {}  # an ordered set: with hits, loads under way or held blocks
         # What lookups of this step found in the region, by request.
         self._found: dict[str, dict[OffloadKey, Block]] = {}
@@ -127,6 +135,8 @@ class TieringOffloadingManager(OffloadingManager):
         if block is None:
             return self._lookup_tiers(key, req_context)
         if block.state is not BlockState.READY:
+            if self._tiers:
+                self._remember(req_context, self._clock())  # it waits from now on, should the load fail
             return None
         found = self._found.get(req_context.req_id)
         if found is None:
@@ -243,7 +253,7 @@ class TieringOffloadingManager(OffloadingManager):
         hit: int | None = None
         owing = []
         for index, tier in enumerate(self._tiers):
-            if refused >> index & 1:
+            if refused >> index & 1 or self._failed.get((key, index), _EXPIRED) > request.came_at:
                 continue
             answer = tier.call("lookup", key, req_context)
             if answer is None:
@@ -253,8 +263,8 @@ class TieringOffloadingManager(OffloadingManager):
                 break
         # A tier that has not answered yet is before the hit, so it may be the faster one: worth a bounded wait.
         if owing:
-            since = request.asked.setdefault(key, now)
-            if now - since < self._options.lookup_deadline_s:
+            since = request.asked.setdefault(key, request.waited_s)
+            if request.waited_s - since < self._options.lookup_deadline_s:
                 return None
             if since > _EXPIRED:
                 request.asked[key] = _EXPIRED  # not waited for again, and counted once
@@ -326,8 +336,13 @@ class TieringOffloadingManager(OffloadingManager):
         job.ended = True
         job.request.loading -= len(job.blocks)
         refused = job.request.refused
+        now = self._clock()
+        while self._failed and now - next(iter(self._failed.values())) >= _FAILED_S:
+            self._failed.popitem(last=False)
         for block in failed:
             refused[block.key] = refused.get(block.key, 0) | 1 << job.tier
+            self._failed[block.key, job.tier] = now
+            self._failed.move_to_end((block.key, job.tier))
 
     def _give_up_late_loads(self, now: float) -> None:
         """Their slots stay out of use until the tier reports them after all."""
@@ -352,6 +367,7 @@ class TieringOffloadingManager(OffloadingManager):
         request = self._requests.get(req_context.req_id)
         if request is not None:
             self._requests.move_to_end(req_context.req_id)
+            request.waited_s += min(now - request.asked_at, self._options.lookup_deadline_s / 2)
             request.asked_at = now
             return request
         if len(self._requests) >= self._options.requests_max:
@@ -366,7 +382,7 @@ class TieringOffloadingManager(OffloadingManager):
                 return None
             del self._requests[oldest.context.req_id]
             self._forget(oldest)
-        request = self._requests[req_context.req_id] = _Request(req_context, now)
+        request = self._requests[req_context.req_id] = _Request(req_context, now, now)
         return request
 
     def _forget(self, request: _Request) -> None:

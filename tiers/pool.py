@@ -162,6 +162,17 @@ class DualQueueThreadPool(Generic[T]):
         started = [task.started_at for task in self._current if task is not None]
         return self._clock() - min(started) if started else 0.0
 
+    def cancel_late(self, older_than_s: float) -> None:
+        """Cancel what no thread has begun, of jobs that were submitted longer ago: where all hang, none will."""
+        limit = self._clock() - older_than_s
+        for queue in (self._reads, self._writes):
+            while (task := _take(queue)) is not None:
+                if task.job.submitted_at > limit:
+                    queue.appendleft(task)
+                    self._tokens.put(None)  # a thread may have looked meanwhile, and found nothing
+                    break
+                self._account(task, Cancelled(), self._clock())
+
     def wait_idle(self, timeout_s: float) -> bool:
         """Wait until every job finished; the results stay for get_finished. False: the time was up before."""
         deadline = self._clock() + timeout_s
@@ -184,11 +195,7 @@ class DualQueueThreadPool(Generic[T]):
         """
         self._closing = True
         for queue in (self._reads, self._writes):
-            while queue:
-                try:
-                    task = queue.popleft()
-                except IndexError:  # a worker was faster
-                    break
+            while (task := _take(queue)) is not None:
                 self._account(task, Cancelled(), self._clock())
         for _ in self._threads:
             self._tokens.put(None)

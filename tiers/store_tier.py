@@ -278,6 +278,8 @@ class StoreTierManager(SecondaryTierManager):
         self._submit(job_metadata, is_load=True)
 
     def get_finished(self) -> Iterable[JobResult]:
+        if self._pool.longest_running_s() > self._options.job_deadline_s:
+            self._pool.cancel_late(self._options.job_deadline_s)
         # Kept until each is booked: what one of them raises must not lose the others.
         self._to_book.extend(self._pool.get_finished())
         while self._to_book:

@@ -37,7 +37,11 @@ def call_within(call: Callable[[], object], within_s: float, what: str) -> bool:
             logger.warning("%s did not end cleanly: %r", what, e)
 
     thread = threading.Thread(target=run, name="kvtiers-ending", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:  # there is none to be had, of so many processes or at the interpreter's end
+        run()
+        return True
     thread.join(within_s)
     if thread.is_alive():
         logger.warning("%s did not end within %.1f s and is left behind", what, within_s)

@@ -321,6 +321,54 @@ def test_all_tiers_are_asked_in_the_same_step() -> None:
     assert engine.lookup_until_known(KEYS[:2]) == [True] * 2
 
 
+def test_time_in_which_an_engine_asks_nothing_is_no_wait_for_a_tier() -> None:
+    """vLLM asks nothing of waiting requests while its batch is full; a tier's answer may be too old after that."""
+    engine = Engine(lookup_deadline_s=0.2)
+    engine.tier.put(*KEYS[:4])
+    engine.tier.silent = True
+    assert engine.lookup(KEYS[:4]) == [None] * 4
+    engine.clock.advance(61.0)
+    assert engine.lookup(KEYS[:4]) == [None] * 4  # it asks anew
+    engine.tier.silent = False
+    assert engine.lookup_until_known(KEYS[:4]) == [True] * 4
+    assert engine.counted("kvtiers_deadline_expired_total", "tier0", "lookup") == 0
+
+
+def test_a_tier_that_never_answers_is_waited_for_three_questions_at_most_however_rare_they_are() -> None:
+    engine = Engine(lookup_deadline_s=0.2)
+    engine.tier.silent = True
+    seen = []
+    for _ in range(3):
+        seen.append(engine.lookup(KEYS[:1]))
+        engine.clock.advance(10.0)
+    assert seen == [[None], [None], [False]]
+
+
+@pytest.mark.parametrize("reported", [False, True])
+def test_requests_that_wait_for_one_load_do_not_try_it_one_after_the_other(reported: bool) -> None:
+    engine = Engine(num_blocks=64, auto=False, load_deadline_s=20.0)
+    engine.tier.put(*KEYS[:8])
+    requests = [ReqContext(f"r{n}") for n in range(6)]
+    for _ in range(2):
+        for request in requests:
+            assert set(engine.lookup(KEYS[:8], request)) == {None}
+    if reported:
+        engine.clock.advance(19.0)
+        (job_id,) = engine.tier.jobs
+        engine.tier.finish(job_id, failing=KEYS[:8])
+    else:
+        engine.clock.advance(20.5)
+    engine.manager.on_schedule_end()
+    engine.clock.advance(0.1)
+    assert [engine.lookup(KEYS[:8], request)[0] for request in requests] == [False] * 6
+    assert engine.counts.quarantined == (0 if reported else 8)
+    assert engine.lookup(KEYS[:8], ReqContext("later"))[0] is None  # it may be well again
+    engine.clock.advance(31.0)
+    for request in requests:
+        engine.manager.on_request_finished(request)
+    assert engine.lookup(KEYS[8:9], ReqContext("other"))[0] is False
+
+
 def test_an_earlier_tier_is_waited_for_but_not_for_ever() -> None:
     engine = Engine(num_tiers=2, lookup_deadline_s=0.2)
     engine.tiers[0].silent = True
@@ -854,3 +902,16 @@ def test_bad_options_are_named(option: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as e:
         TieringOptions(**option)
     assert e.value.field == next(iter(option))
+
+
+def test_tiers_are_shut_down_where_no_thread_is_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(num_tiers=2)
+    engine.store(*KEYS[:4])
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    engine.manager.shutdown()
+    assert all("shutdown" in tier.calls for tier in engine.tiers)
+    assert engine.counts.pinned == 0

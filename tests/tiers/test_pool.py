@@ -148,6 +148,26 @@ def test_reads_are_never_refused_and_take_no_room_from_writes(make: Callable[...
     assert set(finish(pool)) == {11}
 
 
+def test_where_all_threads_hang_what_waits_too_long_is_cancelled(make: Callable[..., Pool]) -> None:
+    pool = make(1, 1)
+    gates = [Gate(), Gate()]
+    pool.submit(1, [*gates, lambda: "never"], is_read=True)
+    for gate in gates:
+        assert gate.entered.wait(20)
+    pool.submit(2, [lambda: "never"], is_read=True)
+    pool.submit(3, [lambda: "never"] * 3, is_read=False)
+    pool.cancel_late(60.0)
+    assert pool.get_finished() == []
+    pool.cancel_late(0.0)
+    assert {job.job_id for job in pool.get_finished()} == {2, 3}
+    for gate in gates:
+        gate.go.set()
+    (job,) = finish(pool).values()
+    assert isinstance(job.outcomes[2], Cancelled)
+    pool.submit(4, [lambda: "after"], is_read=True)
+    assert finish(pool)[4].outcomes == ("after",)
+
+
 def test_empty_job_is_finished_at_once(make: Callable[..., Pool]) -> None:
     pool = make()
     pool.submit(1, [], is_read=True)

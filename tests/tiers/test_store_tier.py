@@ -611,9 +611,9 @@ class TestLiveness:
         assert bench.store(tier, KEYS[:2]).success
         hung.gate.clear()
         hung.entered = 0
-        jobs = [bench.job(KEYS[:6]) for _ in range(2)]
-        for job in jobs:
-            tier.submit_load(job)
+        stuck, waiting = (bench.job(KEYS[:6]) for _ in range(2))
+        tier.submit_load(stuck)
+        tier.submit_load(waiting)
         wait_for(lambda: hung.entered == 2)  # each of the two threads is stuck in a read into a slot
         now[0] += 10.5
         tier.on_schedule_end()
@@ -621,20 +621,14 @@ class TestLiveness:
         assert tier.metrics.value("kvtiers_deadline_expired_total", "test", "job") == 1
         assert tier.metrics.value("kvtiers_circuit_closed", "test") == 0
         assert tier.metrics.value("kvtiers_circuit_opened_total", "test") == 1
-        # Cut off: misses and refusals at once, but the stuck jobs are not reported: their slots may still be written.
+        # Cut off: misses and refusals at once, but the stuck job is not reported: its slots may still be written.
         assert tier.lookup(KEYS[0]) is False
         tier.submit_store(refused := bench.job(KEYS[:3]))
-        assert list(tier.get_finished()) == [JobResult(refused.job_id, success=False)]
+        ended = {result.job_id: result.success for result in tier.get_finished()}
+        assert ended == {refused.job_id: False, waiting.job_id: False}
         assert tier.metrics.value("kvtiers_stores_dropped_total", "test", "circuit_open") == 3
         hung.gate.set()
-        late: list[JobResult] = []
-
-        def both() -> bool:
-            late.extend(tier.get_finished())
-            return len(late) == 2
-
-        wait_for(both)
-        assert {result.job_id for result in late} == {job.job_id for job in jobs}
+        bench.result(tier, stuck)
         now[0] += 5
         bench.wait_until_closed(tier)
         assert bench.present(tier, KEYS[0])
@@ -697,6 +691,27 @@ class TestLiveness:
         tier.drain_jobs()
         assert list(tier.get_finished()) == []
         hung.gate.set()
+
+    def test_jobs_that_wait_behind_stuck_ones_end_at_the_deadline(self, bench: Bench) -> None:
+        """Nothing touches their slots, which would be lost to the region as long as the storage hangs."""
+        now = [1000.0]
+        bench.clock = lambda: now[0]
+        hung = GatedStore()
+        tier = bench.tier(store=hung, n_read_threads=1, n_write_threads=1, job_deadline_s=10)
+        hung.gate.clear()
+        hung.entered = 0
+        stuck = [bench.job(KEYS[n : n + 1]) for n in range(2)]
+        waiting = [bench.job(KEYS[n : n + 1]) for n in range(2, 6)]
+        for job in (*stuck, *waiting):
+            tier.submit_load(job)
+        wait_for(lambda: hung.entered == 2)
+        assert list(tier.get_finished()) == []
+        now[0] += 11
+        ended = {result.job_id: result.success for result in tier.get_finished()}
+        assert ended == dict.fromkeys((job.job_id for job in waiting), False)
+        hung.gate.set()
+        tier.drain_jobs()
+        assert {result.job_id for result in tier.get_finished()} == {job.job_id for job in stuck}
 
     def test_blocks_that_wait_past_the_deadline_fail(self, bench: Bench) -> None:
         now = [1000.0]
