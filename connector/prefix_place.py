@@ -23,7 +23,10 @@ from tiers.tier_config import (
 )
 
 #: Of a tier's options those that may be given beside ``shared_storage_path``.
-SETTINGS = ("read_only", "max_bytes", "ttl", "gc_high", "gc_low", "gc_every_s")
+SETTINGS = ("read_only", "max_bytes", "ttl", "gc_high", "gc_low", "gc_every_s", "min_free")
+_WAYS = ("shared_storage_path", "tier", "config_file")
+#: What else ``kv_connector_extra_config`` may have.
+_OPTIONS = ("index", "storage_options", "lookup_deadline_s", "load_deadline_s", "storage_after_reset")
 
 _PLACES = ("bucket", "prefix", "root_dir", "url")  # options that ``shared_storage_path`` became
 
@@ -33,12 +36,16 @@ def shared_place(extra_config: Mapping[str, Any]) -> BoundedTierConfig:
 
     Args:
         extra_config: has ``shared_storage_path`` (see ``place_at``), with it ``storage_options`` and ``SETTINGS``;
-            ``tier``, a tier's options; or ``config_file``, and ``index`` for a file with several tiers.
+            ``tier``, a tier's options; or ``config_file``, and ``index`` for a file with several tiers. The connector's
+            own options are passed over.
 
     Raises:
-        ConfigError: not just one of the three is given, or the tier has no such place.
+        ConfigError: not just one of the three is given, an option is unknown, or the tier has no such place.
     """
-    ways = [name for name in ("shared_storage_path", "tier", "config_file") if extra_config.get(name)]
+    for name in sorted(extra_config.keys() - {*_WAYS, *_OPTIONS, *SETTINGS}):
+        accepted = ", ".join((*_WAYS, *_OPTIONS, *SETTINGS))
+        raise ConfigError(f"is no option of SharedStorageConnector; accepted are {accepted}", field=name)
+    ways = [name for name in _WAYS if extra_config.get(name)]
     if len(ways) != 1:
         raise ConfigError(
             f"{' and '.join(ways) or 'nothing'} is given; write one of shared_storage_path (a folder or a URL such as "
@@ -84,7 +91,7 @@ def place_of_prefixes(tier: TierConfig | ExternalTierConfig) -> BoundedTierConfi
         return tier.model_copy(update={"prefix": "/".join(filter(None, (tier.prefix.strip("/"), PREFIXES_FOLDER)))})
     if isinstance(tier, FsspecTierConfig):
         return tier.model_copy(update={"url": f"{tier.url.rstrip('/')}/{PREFIXES_FOLDER}"})
-    kept = {name: getattr(tier, name) for name in (*SETTINGS, "min_free") if name in tier.model_fields_set}
+    kept = {name: getattr(tier, name) for name in SETTINGS if name in tier.model_fields_set}
     return place_at(os.path.join(tier.root_dir, PREFIXES_FOLDER), **kept)
 
 
@@ -95,7 +102,7 @@ def place_at(url: str, storage_options: Mapping[str, Any] | None = None, **setti
         url: a folder, or any fsspec URL. A bucket, ``s3://bucket/folder``, is reached as by an ``s3`` tier, but with
             ``storage_options`` by s3fs.
         storage_options: passed to the fsspec file system; not for a folder.
-        settings: ``SETTINGS`` and other options of a tier.
+        settings: of ``SETTINGS``.
 
     Raises:
         ConfigError: names what is not accepted.

@@ -271,6 +271,13 @@ class PrefixStore:
             raise SealError(SealReason.SIZE, f"a layer of {chunk.path} is {what}") from e
         self.counts.chunks_loaded += 1
 
+    def discard(self, chunk: Chunk) -> None:
+        """Remove a chunk that is sound, and of no use to who was given it: as long as it is there none replaces it."""
+        body = None
+        with contextlib.suppress(SealError, StoreError):
+            body = self._manifest(chunk.path)
+        self._discard(chunk.path, body)
+
     @property
     def notes_uses(self) -> bool:
         """Whether ``note_uses`` does anything."""

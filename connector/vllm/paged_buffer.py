@@ -6,6 +6,11 @@ import torch
 
 from tiers.errors import ConfigError, KVTiersError
 
+
+class ShapeError(KVTiersError):
+    """KV that is whole and has another form than this engine's."""
+
+
 #: By the number of a buffer's dimensions.
 _PAGE_AND_TOKEN_DIMS = {3: ((0, 1),), 4: ((0, 2), (0, 1), (1, 2)), 5: ((0, 2), (0, 1), (1, 2))}
 
@@ -41,10 +46,14 @@ def extract_slots(pages: torch.Tensor, slot_mapping: torch.Tensor) -> torch.Tens
 
 
 def inject_slots(pages: torch.Tensor, slot_mapping: torch.Tensor, values: torch.Tensor) -> None:
-    """Write the tokens' KV into their slots; the inverse of ``extract_slots``."""
+    """Write the tokens' KV into their slots; the inverse of ``extract_slots``.
+
+    Raises:
+        ShapeError: they are none of such a buffer's.
+    """
     slots = slot_mapping.to(pages.device)
     if values.dtype != pages.dtype or values.shape[1:] != pages.shape[2:] or len(values) != len(slots):
-        raise KVTiersError(
+        raise ShapeError(
             f"{tuple(values.shape)} {values.dtype} for {len(slots)} slots of {tuple(pages.shape)} {pages.dtype}"
         )
     pages[slots // pages.shape[1], slots % pages.shape[1]] = values.to(pages.device)

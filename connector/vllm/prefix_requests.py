@@ -54,7 +54,7 @@ class Request:
     Attributes:
         hashes: of the prompt's blocks; with an adapter empty until a lookup has read its files, and for good where they
             do not say which it is: such a prompt is neither loaded nor stored.
-        salt: see ``salt_of``.
+        salts: see ``salts_of``.
         matched: the lookup.
         asked_at: when it was asked.
         found: its answer, leading blocks; None before there is one.
@@ -65,7 +65,7 @@ class Request:
 
     hashes: list[bytes]
     token_ids: list[int]
-    salt: bytes | None
+    salts: list[tuple[int, bytes | None]]
     lora: Any = None
     block_ids: list[int] = field(default_factory=list)
     matched: Future[int] | None = None
@@ -110,14 +110,25 @@ class Stored:
         return end
 
 
-def salt_of(request: Any) -> bytes | None:
-    """What else the KV of a prompt depends on, as the request tells: adapter, pictures, and the tenant's salt."""
+def salts_of(request: Any, block_size: int) -> list[tuple[int, bytes | None]]:
+    """What else the KV of a prompt depends on, as the request tells: adapter, pictures, and the tenant's salt.
+
+    Returns:
+        (first block, salt) for each run of blocks with one salt, from block 0 on. A picture counts from the block in
+        which it begins, so prompts share what comes before the first one that differs.
+    """
     lora: Any = getattr(request, "lora_request", None)
-    parts = [f"lora:{lora.lora_name}:{getattr(lora, 'lora_path', '')}"] if lora is not None else []
-    parts += [
-        f"mm:{each.identifier}:{getattr(each, 'mm_position', '')}" for each in getattr(request, "mm_features", ()) or ()
-    ]
-    if getattr(request, "cache_salt", None):
-        parts.append(f"salt:{request.cache_salt}")
-    text = "\n".join(parts)
-    return text.encode() if text else None
+    before = [f"lora:{lora.lora_name}:{getattr(lora, 'lora_path', '')}"] if lora is not None else []
+    behind = [f"salt:{request.cache_salt}"] if getattr(request, "cache_salt", None) else []
+    pictures: dict[int, list[str]] = {0: []}
+    for each in getattr(request, "mm_features", ()) or ():
+        position = getattr(each, "mm_position", None)
+        block = int(getattr(position, "offset", 0)) // block_size
+        pictures.setdefault(block, []).append(f"mm:{each.identifier}:{position or ''}")
+    salts: list[tuple[int, bytes | None]] = []
+    seen: list[str] = []
+    for block in sorted(pictures):
+        seen += pictures[block]
+        text = "\n".join((*before, *seen, *behind))
+        salts.append((block, text.encode() if text else None))
+    return salts

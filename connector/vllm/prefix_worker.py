@@ -18,7 +18,7 @@ import torch
 from connector.daemon_pool import DaemonPool
 from connector.gpu_copy import submitted_so_far
 from connector.prefix_store import PrefixStore
-from connector.vllm.paged_buffer import extract_slots, inject_slots, token_pages
+from connector.vllm.paged_buffer import ShapeError, extract_slots, inject_slots, token_pages
 from connector.vllm.prefix_loads import Load
 from connector.vllm.prefix_requests import Transfer
 from tiers.errors import KVTiersError
@@ -180,13 +180,18 @@ class PrefixWorker:
             start = begin + skip - transfer.first_block
             slots = transfer.slot_mapping[start * size : (end - transfer.first_block) * size]
             missing = set(self._kv_caches)
-            for layer, tensor in store.load(chunk, transfer.hashes[begin:end], manifest):
-                if layer in missing:
-                    missing.discard(layer)
-                    values = tensor[skip * size : chunk.blocks * size]
-                    load.write(partial(inject_slots, self._pages(self._kv_caches[layer]), slots, values))
-            if missing:
-                raise KVTiersError(f"{chunk.path} lacks the layers {sorted(missing)}")
+            try:
+                for layer, tensor in store.load(chunk, transfer.hashes[begin:end], manifest):
+                    if layer in missing:
+                        missing.discard(layer)
+                        values = tensor[skip * size : chunk.blocks * size]
+                        load.write(partial(inject_slots, self._pages(self._kv_caches[layer]), slots, values))
+                if missing:
+                    raise ShapeError(f"{chunk.path} lacks the layers {sorted(missing)}")
+            except ShapeError as e:
+                logger.warning("a prefix chunk of another engine's is of no use here, and is removed: %s", e)
+                store.discard(chunk)
+                raise
         if position < last:
             raise KVTiersError(f"{last - position} blocks that were there are gone")
 

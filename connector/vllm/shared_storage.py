@@ -18,9 +18,10 @@ does not answer within ``load_deadline_s``.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,7 +38,7 @@ from connector.prefix_place import shared_place
 from connector.prefix_store import CHUNK_BLOCKS_MAX, PrefixStore, blocks_in_all
 from connector.vllm import translate, weights
 from connector.vllm.prefix_metrics import PrefixPromMetrics, PrefixReporter, PrefixStats
-from connector.vllm.prefix_requests import Request, SharedStorageMetadata, Stored, Transfer, salt_of
+from connector.vllm.prefix_requests import Request, SharedStorageMetadata, Stored, Transfer, salts_of
 from connector.vllm.prefix_uses import PrefixUses
 from connector.vllm.prefix_worker import PrefixWorker
 from connector.vllm.resets import StorageSwitch
@@ -102,7 +103,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
                 "kv_load_failure_policy is 'fail': a request that meets a damaged chunk will fail; write 'recompute'"
             )
         self._block_size = int(kv_cache_spec.block_size)
-        self._lookup_deadline_s = float(extra.get("lookup_deadline_s", LOOKUP_DEADLINE_S))
+        self._lookup_deadline_s = _seconds(extra, "lookup_deadline_s", LOOKUP_DEADLINE_S)
         self._spec = translate.engine_spec(build_offloading_config(vllm_config, kv_cache_config))
         self._revision = self._spec.config.model.revision
         parallel = self._spec.config.parallel
@@ -125,7 +126,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         self._stored = Stored()
         self._adapters = weights.Adapters()
         self._uses = PrefixUses(self._stores)
-        load_deadline_s = float(extra.get("load_deadline_s", LOAD_DEADLINE_S))
+        load_deadline_s = _seconds(extra, "load_deadline_s", LOAD_DEADLINE_S)
         self._worker = PrefixWorker(self._pool, int(kv_cache_config.num_blocks), self._block_size, load_deadline_s)
         self._reporter = PrefixReporter()
         self._removed = dict.fromkeys(("chunks_removed", "bytes_removed"), 0)
@@ -277,15 +278,22 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
             tokens = request.prompt_token_ids
             if not tokens or getattr(request, "prompt_embeds", None) is not None:
                 return None
-            state = Request([], list(tokens), salt_of(request), getattr(request, "lora_request", None))
+            salts = salts_of(request, self._block_size)
+            state = Request([], list(tokens), salts, getattr(request, "lora_request", None))
             if state.lora is None:
                 state.hashes = self._hashes(state)
             self._requests[request.request_id] = state
         return state
 
     def _hashes(self, state: Request, adapter: str = "") -> list[bytes]:
-        salt = state.salt + f"\nadapter:{adapter}".encode() if state.salt and adapter else state.salt
-        return list(hash_blocks(state.token_ids, self._block_size, salt=salt))
+        hashes: list[bytes] = []
+        ends = [first for first, _ in state.salts[1:]] + [len(state.token_ids)]
+        for (first, salt), end in zip(state.salts, ends, strict=True):
+            if salt and adapter:
+                salt += f"\nadapter:{adapter}".encode()
+            tokens = state.token_ids[first * self._block_size : end * self._block_size]
+            hashes += hash_blocks(tokens, self._block_size, hashes[-1] if hashes else b"", salt)
+        return hashes
 
     def _match(self, state: Request, limit_blocks: int) -> int:
         """Leading blocks that every rank has stored."""
@@ -382,6 +390,13 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
                 revision,
             )
         self._revision = revision  # this was said once
+
+
+def _seconds(extra_config: Mapping[str, Any], name: str, default: float) -> float:
+    value = extra_config.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ConfigError(f"{value!r} is not accepted; write seconds, more than 0", field=name)
+    return float(value)
 
 
 def _register() -> None:

@@ -62,11 +62,16 @@ def deployment(extra_config: Mapping[str, Any]) -> DeploymentConfig:
     Raises:
         ConfigError: lists every mistake.
     """
+    for name in ("secondary_tiers", "tier"):  # of other connectors; an engine without any storage would start
+        if name in extra_config:
+            raise ConfigError("is not read by KVTiersSpec; write tiers, or config_file", field=name)
     registered = SecondaryTierFactory.tier_types()
     config_file = extra_config.get("config_file")
     if config_file is not None:
-        if "tiers" in extra_config or "cpu_bytes_to_use" in extra_config:
-            raise ConfigError("give either config_file, or cpu_bytes_to_use and tiers", field="config_file")
+        if {"tiers", "cpu_bytes_to_use", "eviction_policy"} & extra_config.keys():
+            raise ConfigError(
+                "give either config_file, or cpu_bytes_to_use, tiers and eviction_policy", field="config_file"
+            )
         return load_config(config_file, registered)
     if "cpu_bytes_to_use" not in extra_config:
         raise ConfigError("is required, or config_file; write 4GiB", field="cpu_bytes_to_use")

@@ -98,12 +98,17 @@ def kv_revision(vllm_config: Any) -> str | None:
         "indexer": _unless(getattr(attention, "indexer_kv_dtype", None), "auto"),
         "interleave": _unless(getattr(parallel, "cp_kv_cache_interleave_size", None), 1),
         "stages": os.environ.get("VLLM_PP_LAYER_PARTITION") if is_pipeline else None,
+        "routing": os.environ.get("VLLM_MOE_ROUTING_SIMULATION_STRATEGY"),  # of benchmarks: what is computed is garbage
+        "online_quant": os.environ.get("VLLM_HUMMING_ONLINE_QUANT_CONFIG"),
+        "mla_off": _unless(os.environ.get("VLLM_MLA_DISABLE", "0"), "0"),
         "classes": getattr(model, "model_class_overrides", None),
     }
     parts += [f"{name}:{value_digest(value)}" for name, value in settings.items() if value]
     speculative = getattr(vllm_config, "speculative_config", None)
     draft = getattr(speculative, "draft_model_config", None)
-    if draft is not None and draft.model != model.model:  # its layers' KV is in the blocks, too
+    if draft is not None and draft.model == model.model:  # layers of the model's own, which one stage alone can name
+        parts += [f"draft:{getattr(speculative, 'method', None)}"] if is_pipeline else []
+    elif draft is not None:  # its layers' KV is in the blocks, too
         revision = weights_revision(draft, getattr(speculative, "draft_load_config", None) or load)
         parts.append(f"draft:{value_digest([draft.model, revision])}")
     return "+".join(part for part in parts if part) or None

@@ -129,10 +129,10 @@ def test_a_path_is_a_folder_a_mount_a_bucket_or_another_url(monkeypatch: pytest.
     def place(path: str, **beside: object) -> object:
         return shared_place({"shared_storage_path": path, **beside})
 
-    folder = place("/mnt/a/", ttl="7d")
+    folder = place("/mnt/a/", ttl="7d", min_free="5GiB")
     assert isinstance(folder, FsTierConfig)
-    assert (folder.root_dir, folder.ttl) == ("/mnt/a", 7 * 86_400.0)
-    assert place("file:///mnt/a", ttl="7d") == folder
+    assert (folder.root_dir, folder.ttl, folder.min_free) == ("/mnt/a", 7 * 86_400.0, 5 << 30)
+    assert place("file:///mnt/a", ttl="7d", min_free="5GiB") == folder
     bucket = place("s3://kvs/team/a/", read_only=True)
     assert isinstance(bucket, S3TierConfig)
     assert (bucket.bucket, bucket.prefix, bucket.read_only) == ("kvs", "team/a", True)
@@ -154,6 +154,11 @@ def test_a_path_is_a_folder_a_mount_a_bucket_or_another_url(monkeypatch: pytest.
         ({"shared_storage_path": "gs://b/a", "storage_options": "anon"}, "^storage_options: "),
         ({"tier": {"type": "fs", "root_dir": "/a"}, "ttl": "7d"}, "^ttl: is an option of the tier; write it there"),
         ({"config_file": "/a.yaml", "read_only": True}, "^read_only: is an option .*, not beside config_file"),
+        (
+            {"shared_storage_path": "/a", "max_byte": "1GiB"},
+            "^max_byte: is no option of Shared.*accepted are .*max_bytes",
+        ),
+        ({"shared_storage_path": "s3://bucket/a", "min_free": "1GiB"}, "^min_free: "),
         ({"tier": "fs"}, "^tier: 'fs' is not a mapping; a tier has a type"),
         ({"tier": {"type": "fs"}}, "^tier.root_dir: is required"),
         ({"tier": {"type": "memory"}}, "^tier.type: memory has no place for prefix files"),

@@ -580,11 +580,15 @@ def test_of_what_was_stored_the_ends_of_prefixes_are_forgotten_first(monkeypatch
     assert stored.end_of(second, 0, 3) == 1
 
 
+def picture(name: str, offset: int) -> Any:
+    return SimpleNamespace(identifier=name, mm_position=SimpleNamespace(offset=offset, length=2))
+
+
 @pytest.mark.parametrize(
     "more",
     [
         {"cache_salt": "tenant"},
-        {"mm_features": [SimpleNamespace(identifier="picture", mm_position="0")]},
+        {"mm_features": [picture("one", 0)]},
     ],
     ids=["salt", "picture"],
 )
@@ -593,6 +597,60 @@ def test_what_else_the_kv_depends_on_is_part_of_the_hash(rigs: Any, more: dict[s
     store_whole(rig, TOKENS, [3, 7, 1, 9, 5], **more)
     assert rig.matched(prompt(TOKENS)) == (0, False)
     assert rig.matched(prompt(TOKENS, "same", **more)) == (16, True)
+
+
+def test_prompts_share_what_comes_before_the_first_picture_that_differs(rigs: Any) -> None:
+    """A system prompt with whatever pictures, and the turns before the one with another picture."""
+    rig = rigs()
+    first, second = picture("first", 5), picture("second", 13)
+    store_whole(rig, TOKENS, [3, 7, 1, 9, 5], mm_features=[first, second])
+    assert rig.matched(prompt(TOKENS, "same", mm_features=[first, second])) == (16, True)
+    assert rig.matched(prompt(TOKENS, "a turn before", mm_features=[first])) == (12, True)
+    assert rig.matched(prompt(TOKENS, "another one", mm_features=[first, picture("third", 13)])) == (12, True)
+    assert rig.matched(prompt(TOKENS, "others", mm_features=[picture("third", 5), second])) == (4, True)
+    assert rig.matched(prompt(TOKENS, "elsewhere", mm_features=[picture("first", 6), second])) == (4, True)
+    assert rig.matched(prompt(TOKENS, "none")) == (4, True)
+    assert rig.matched(prompt(TOKENS, "tenant", mm_features=[first, second], cache_salt="x")) == (0, False)
+
+
+def test_kv_that_a_step_computes_in_microbatches_is_stored_when_all_of_it_is(rigs: Any) -> None:
+    """``--enable-dbo``: a layer is announced once for each, when the others' KV of it is not there yet."""
+    rig = rigs()
+    ids = [3, 7, 1, 9, 5]
+    assert rig.matched(prompt(TOKENS)) == (0, False)
+    meta = rig.scheduler.build_connector_meta(step(new={"r": (ids, 0, 18)}))
+    rig.worker._connector_metadata = meta
+    rig.worker.start_load_kv(None)
+    for microbatch in (ids[:2], ids[2:]):
+        for layer, cache in rig.kv.items():
+            cache[microbatch] = torch.rand(cache[microbatch].shape)
+            rig.worker.save_kv_layer(layer, cache, None)
+    rig.worker.wait_for_save()
+    rig.saved()
+    reader = rigs()
+    request = prompt(TOKENS, "reader")
+    assert reader.matched(request) == (16, True)
+    reader.scheduler.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: ([0, 2, 4, 6, 8],)), 16)
+    reader.work(reader.scheduler.build_connector_meta(step()))
+    assert reader.loaded() == ({"reader"}, set())
+    for layer, cache in reader.kv.items():
+        assert torch.equal(cache[[0, 2, 4, 6]], rig.kv[layer][ids[:4]])
+
+
+def test_chunks_of_another_form_make_room_for_those_that_fit(rigs: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """One identity for engines whose KV differs is a fault of ours; each request would meet it, and none heal it."""
+    store_whole(rigs(), TOKENS, [3, 7, 1, 9, 5])
+    other = rigs()
+    other.kv = {layer: torch.rand(BLOCKS, SIZE, 6) for layer in other.kv}
+    other.worker.register_kv_caches(other.kv)
+    request = prompt(TOKENS, "a")
+    assert other.matched(request) == (16, True)
+    other.scheduler.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: ([0, 2, 4, 6, 8],)), 16)
+    other.work(other.scheduler.build_connector_meta(step()))
+    assert other.loaded() == ({"a"}, {0, 2, 4, 6})
+    assert "is of no use here, and is removed" in caplog.text
+    third = rigs()
+    assert third.matched(prompt(TOKENS, "b")) == (0, False)
 
 
 @pytest.fixture
@@ -1020,3 +1078,19 @@ class _Types(dict[Any, Any]):
 
     def __missing__(self, key: Any) -> Any:
         return key
+
+
+@pytest.mark.parametrize(
+    ("extra", "field"),
+    [
+        ({"max_byte": "1GiB"}, "max_byte"),
+        ({"lookup_deadline_s": "1s"}, "lookup_deadline_s"),
+        ({"load_deadline_s": -1}, "load_deadline_s"),
+        ({"load_deadline_s": float("nan")}, "load_deadline_s"),
+    ],
+    ids=str,
+)
+def test_options_that_would_do_nothing_are_refused(rigs: Any, extra: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        rigs(extra=extra)
+    assert caught.value.field == field

@@ -341,6 +341,9 @@ def test_a_request_that_refuses_storage_gets_what_is_in_the_region_only(engines:
         ({"cpu_bytes_to_use": "1GiB", "eviction_policy": "fifo"}, "region.eviction_policy"),
         ({"config_file": "/nowhere.yaml"}, "/nowhere.yaml"),
         ({"config_file": "/x.yaml", "cpu_bytes_to_use": 1}, "config_file"),
+        ({"config_file": "/x.yaml", "eviction_policy": "lru"}, "config_file"),
+        ({"cpu_bytes_to_use": "1GiB", "secondary_tiers": [{"type": "memory"}]}, "secondary_tiers"),
+        ({"cpu_bytes_to_use": "1GiB", "tier": {"type": "memory"}}, "tier"),
     ],
 )
 def test_mistakes_name_their_field(extra: dict[str, Any], field: str) -> None:

@@ -471,6 +471,29 @@ def test_how_tokens_are_dealt_to_ranks_and_layers_to_stages_is_part_of_it(monkey
     assert len({plain, *partitions}) == 3
 
 
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random"),
+        ("VLLM_HUMMING_ONLINE_QUANT_CONFIG", '{"bits": 4}'),
+        ("VLLM_MLA_DISABLE", "1"),
+    ],
+)
+def test_variables_that_change_what_is_computed_are_part_of_it(
+    variable: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert revision() == "c0ffee"
+    monkeypatch.setenv(variable, value)
+    assert revision() not in ("c0ffee", None)
+
+
+def test_layers_that_a_model_drafts_with_are_part_of_it_where_no_stage_names_them_all() -> None:
+    drafting = {"draft_model_config": SimpleNamespace(model="org/model", revision=None), "method": "mtp"}
+    stages = {"pipeline_parallel_size": 2}
+    assert revision(speculative=drafting) == "c0ffee"
+    assert revision(parallel=stages, speculative=drafting) != revision(parallel=stages)
+
+
 @pytest.mark.parametrize(("pooling", "refused"), [("MEAN", True), ("CLS", True), ("LAST", False), (None, False)])
 def test_models_that_pool_over_whole_prompts_are_refused(pooling: str | None, refused: bool, tmp_path: Path) -> None:
     """vLLM's pooler would end the engine at the first prompt of which something was loaded."""
