@@ -1,4 +1,4 @@
-"""SIGTERM as an exception, for commands that have something to put away."""
+"""SIGTERM and SIGHUP as an exception, for commands that have something to put away."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def orderly_end() -> Iterator[None]:
-    """Make SystemExit of SIGTERM, so that what is temporary goes. Nothing outside the main thread."""
+    """Make SystemExit of SIGTERM, and of SIGHUP (a lost connection) unless nohup has it ignored, so that what is
+    temporary goes. Nothing outside the main thread.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -20,8 +22,13 @@ def orderly_end() -> Iterator[None]:
         signal.signal(number, signal.SIG_IGN)  # a second one would end the clean-up of the first
         sys.exit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, end)
+    before = {
+        number: signal.signal(number, end)
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) is not signal.SIG_IGN
+    }
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

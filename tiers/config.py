@@ -168,7 +168,7 @@ def parse_config(data: object, registered: Collection[str] = ()) -> DeploymentCo
 def _shared_places(tiers: dict[int, AnyTierConfig]) -> list[tuple[str, str]]:
     """Places that are another tier's, or inside it: that one would count and remove their blocks as its own."""
     found = []
-    places = {index: place for index, tier in tiers.items() if (place := _place(tier)) is not None}
+    places = {index: place for index, tier in tiers.items() if (place := place_of(tier)) is not None}
     for (index, (name, storage, path)), (other, (other_name, other_storage, other_path)) in permutations(
         places.items(), 2
     ):
@@ -181,19 +181,30 @@ def _shared_places(tiers: dict[int, AnyTierConfig]) -> list[tuple[str, str]]:
     return [(field, f"{message}; write a place that is no other tier's, nor inside one") for field, message in found]
 
 
-def _place(tier: AnyTierConfig) -> tuple[str, object, str] | None:
-    """The field that says where, the storage, and the path in it without a slash at its end."""
-    if isinstance(tier, FsTierConfig | NfsTierConfig):
-        return "root_dir", "files", os.path.abspath(tier.root_dir).rstrip("/")
+def place_of(tier: AnyTierConfig) -> tuple[str, object, str] | None:
+    """The field that says where, the storage, and the path in it without a slash at its end; None for memory.
+
+    Links on the way to a folder are followed, but not to a mount, which may hang. (A root is none itself.)
+    """
+    if isinstance(tier, FsTierConfig):
+        return "root_dir", "files", _resolved(tier.root_dir)
+    if isinstance(tier, NfsTierConfig):
+        path = os.path.abspath(tier.root_dir).strip("/")  # it keeps a "//" in front
+        return "root_dir", "files", f"/{path}".rstrip("/")
     if isinstance(tier, S3TierConfig):
         storage = ("s3", tier.embedded, (tier.endpoint_url or "").rstrip("/"))
         return "prefix" if tier.prefix else "bucket", storage, "/".join(filter(None, (tier.bucket, tier.prefix)))
     if isinstance(tier, FsspecTierConfig):
         path = re.sub(r"^(file|local):(//)?", "", tier.url)  # as fsspec's driver of local files
         if "://" not in path and "::" not in path:
-            return "url", "files", os.path.abspath(path).rstrip("/")
+            return "url", "files", _resolved(path)
         return "url", ("fsspec", tier.storage_options), tier.url.rstrip("/")
     return None
+
+
+def _resolved(path: str) -> str:
+    parent, name = os.path.split(os.path.abspath(path))
+    return os.path.join(os.path.realpath(parent), name).rstrip("/")
 
 
 def _named(tiers: list[AnyTierConfig]) -> list[AnyTierConfig]:

@@ -20,7 +20,7 @@ from tiers.base import JobMetadata, JobResult, OffloadingEvent, ReqContext, Seco
 from tiers.block_mover import Batch, Rows
 from tiers.circuit import Circuit, CircuitState, Kind
 from tiers.errors import QueueFullError, SealReason
-from tiers.file_mapper import FileMapper
+from tiers.file_mapper import FileMapper, strict_fields
 from tiers.isolated_mover import RunsInWorkers, make_mover
 from tiers.keys import GROUP_INDEX_BYTES, OffloadKey, make_offload_key
 from tiers.lookup import AsyncLookup, LookupCounts, LookupOptions
@@ -126,7 +126,8 @@ class StoreTierManager(SecondaryTierManager):
 
     Args:
         store: where the blobs are; closed at shutdown.
-        mapper: names the blocks and carries the namespace's identity.
+        mapper: names the blocks and carries the namespace's identity. By default all that the spec says of it, strictly
+            (``strict_fields``): with less, blocks of other weights or another layout would be taken for this engine's.
         collector: removes blocks; closed at shutdown.
 
     Raises:
@@ -141,12 +142,14 @@ class StoreTierManager(SecondaryTierManager):
         tier_type: str,
         *,
         store: Store,
-        mapper: FileMapper,
+        mapper: FileMapper | None = None,
         options: TierOptions | None = None,
         collector: CollectorEnd | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type)
+        if mapper is None:
+            mapper = FileMapper.from_offloading_spec("", offloading_spec, extra_fields=strict_fields(offloading_spec))
         options = options or TierOptions()
         self.name = options.name or tier_type
         self.job_deadline_s = options.job_deadline_s

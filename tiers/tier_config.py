@@ -314,7 +314,9 @@ class S3TierConfig(BoundedTierConfig):
     )
     profile: str | None = Field(None, description="Profile of ~/.aws/config.")
     role_arn: str | None = Field(None, description="Role to assume.")
-    ca_bundle: str | None = Field(None, description="PEM file of certificate authorities for a private endpoint.")
+    ca_bundle: ExpandedPath | None = Field(
+        None, description="PEM file of certificate authorities for a private endpoint."
+    )
     verify: bool = Field(True, description="Check the server's certificate.")
     allow_insecure: bool = Field(False, description="Allow http to other hosts.")
     sse: Literal["AES256", "aws:kms"] | None = Field(None, description="Server-side encryption of new blocks.")

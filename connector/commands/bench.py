@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -21,21 +22,22 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from connector.base import CacheConfig, KVCacheGroup, ModelConfig, OffloadingConfig
-from connector.commands.places import Ticker, complain
+from connector.commands.places import Ticker, complain, human_bytes
 from connector.commands.storage import EXIT_BAD_INPUT, EXIT_FAILED, AsJson, Config, TierName
 from connector.orderly_end import orderly_end
 from connector.region_header import row_stride
 from connector.spec import TieringOffloadingSpec
 from tiers.base import JobMetadata
+from tiers.capacity.collector import listed_bytes
 from tiers.config import DeploymentConfig, load_config
 from tiers.config_values import parse_size
 from tiers.errors import ConfigError, KVTiersError, StoreError
 from tiers.keys import make_offload_key
-from tiers.open_store import store_recipe
+from tiers.open_store import store_recipe, tool_recipe
 from tiers.posix import transfer
 from tiers.publish import PRIVATE_FOLDER, PrivateNames
 from tiers.registry import SecondaryTierFactory
-from tiers.seal import Seal
+from tiers.seal import TRAILER_BYTES, Seal
 from tiers.store_tier import StoreTierManager
 from tiers.tier_config import BoundedTierConfig, TierConfig
 
@@ -125,7 +127,8 @@ class _Bench:
                 for config, name in zip(tiers, names, strict=True):
                     if tier_name in (None, name):
                         ticker.tell(0, name)
-                        made = SecondaryTierFactory.create_secondary_tier(dict(config), self._view, self._spec)
+                        options = dict(self._unbounded(config))
+                        made = SecondaryTierFactory.create_secondary_tier(options, self._view, self._spec)
                         try:
                             if isinstance(made, StoreTierManager):
                                 hops += self._tier(made, getattr(config, "root_dir", None))
@@ -136,6 +139,28 @@ class _Bench:
             self._view.release()
             self._spec.shutdown()
         return hops
+
+    def _unbounded(self, config: TierConfig) -> TierConfig:
+        """The tier without its limits: nothing of the deployment's is to leave for what goes at the end, and its
+        account is not to count it.
+
+        Raises:
+            ConfigError: there is no room for it within ``max_bytes``.
+        """
+        if not isinstance(config, BoundedTierConfig):
+            return config
+        if config.max_bytes is not None:
+            store_class, options = tool_recipe(config)
+            with closing(store_class(**options)) as store:
+                room = config.max_bytes - listed_bytes(store)
+            needed = len(self._rows) * (self._rows.shape[1] + TRAILER_BYTES)
+            if needed > room:
+                raise ConfigError(
+                    f"{human_bytes(needed)} are to be stored, and max_bytes of {config.name or config.type} leaves "
+                    f"{human_bytes(max(0, room))}; write less",
+                    field="--total",
+                )
+        return config.model_copy(update={"max_bytes": None, "ttl": None})
 
     def _memory(self) -> list[Hop]:
         into = np.empty_like(self._rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterable
@@ -17,7 +18,8 @@ from connector.commands.places import Place, Ticker, complain, human_bytes
 from connector.commands.storage import EXIT_BAD_INPUT, EXIT_FAILED, AsJson, Config, open_places
 from tiers.builtin import bound_store
 from tiers.capacity.account import read_measured
-from tiers.capacity.records import PREFIXES_FOLDER
+from tiers.capacity.collector import listed_bytes
+from tiers.config import place_of
 from tiers.conversion import Converter
 from tiers.copying import Copier, CopyReport, find_blocks
 from tiers.errors import StoreError
@@ -91,7 +93,7 @@ def _read_names(path: Path) -> list[str]:
 
 
 def _copy(command: str, source: Place, target: Place, prefixes: Iterable[str], as_json: bool) -> None:
-    if _address(source) == _address(target):
+    if _is_one_place(source, target):
         raise _refuse(command, f"{source.name} and {target.name} are one place: {source.where}; accepted are two tiers")
     if target.read_only:
         raise _refuse(command, f"{target.name} is read_only; accepted is a tier that may be written to")
@@ -154,15 +156,21 @@ def _open_target(place: Place) -> tuple[Store, int | None]:
         if read_measured(store) is not None and not isinstance(config, NfsTierConfig):
             return bound_store(store, config, max_bytes), None
         with Ticker(f"listing {place.name}", unit="blobs"):
-            used = sum(info.size for info in store.keys("") if not info.key.startswith(f"{PREFIXES_FOLDER}/"))
-        return store, max(0, max_bytes - used)
+            return store, max(0, max_bytes - listed_bytes(store))
     except BaseException:
         store.close()
         raise
 
 
-def _address(place: Place) -> tuple[str, str | None]:
-    return place.where, getattr(place.config, "endpoint_url", None)
+def _is_one_place(one: Place, other: Place) -> bool:
+    places = place_of(one.config), place_of(other.config)
+    if places[0] is not None and places[1] is not None and places[0][1:] == places[1][1:]:
+        return True
+    folder, another = (getattr(place.config, "root_dir", None) for place in (one, other))
+    try:
+        return folder is not None and another is not None and os.path.samefile(folder, another)  # by two mounts, say
+    except OSError:
+        return False  # one is not there yet
 
 
 def _tell(ticker: Ticker, report: CopyReport) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,7 +21,7 @@ from tiers.capacity.account import used_bytes
 from tiers.capacity.collector import Collector, CollectReport
 from tiers.errors import KVTiersError, StoreError
 from tiers.inventory import Inventory, block_beginnings, list_blocks
-from tiers.tier_config import BoundedTierConfig
+from tiers.tier_config import BoundedTierConfig, S3TierConfig
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -49,44 +50,39 @@ def ls(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
 ) -> None:
     """List the stored blocks: size, time of last use or write, name. Streams, however many there are."""
+    results = Results("ls")
     for place in open_places("ls", config, tier):
-        try:
-            with place.open() as store:
-                for count, (info, name) in enumerate(list_blocks(store, prefix)):
-                    if limit is not None and count >= limit:
-                        break
-                    if as_json:
-                        line = {"tier": place.name, "key": info.key, "size": info.size, "mtime": info.mtime}
-                        print(json.dumps(line | {"rank": name.rank, "group": name.group}))
-                    else:
-                        at = datetime.fromtimestamp(info.mtime, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-                        print(f"{info.size:>12} {at} {info.key}")
-        except StoreError as e:
-            raise failed("ls", place, e) from e
+        with results.of(place), place.open() as store:
+            for count, (info, name) in enumerate(list_blocks(store, prefix)):
+                if limit is not None and count >= limit:
+                    break
+                if as_json:
+                    line = {"tier": place.name, "key": info.key, "size": info.size, "mtime": info.mtime}
+                    print(json.dumps(line | {"rank": name.rank, "group": name.group}))
+                else:
+                    print(f"{info.size:>12} {_time(info.mtime)} {info.key}")
+    results.end()
 
 
 def du(config: Config, tier: TierName = None, as_json: AsJson = False) -> None:
     """Sum up what is stored: by namespace, rank and group, and by age."""
-    results = []
+    results = Results("du")
     for place in open_places("du", config, tier):
         inventory = Inventory()
         started_at = time.monotonic()
         now = time.time()
-        try:
+        with results.of(place):
             with place.open() as store, Ticker(f"listing {place.name}", unit="blobs") as ticker:
                 for count, info in enumerate(store.keys()):
                     inventory.add(info, now)
                     if count % TELL_EVERY_BLOBS == 0:
                         ticker.count(count)
                 used = used_bytes(store)
-        except StoreError as e:
-            raise failed("du", place, e) from e
-        limit = place.config.max_bytes if isinstance(place.config, BoundedTierConfig) else None
-        results.append(_du_result(place, inventory, used, limit, time.monotonic() - started_at))
-        if not as_json:
-            _show_du(results[-1])
-    if as_json:
-        print(json.dumps({"tiers": results}))
+            limit = place.config.max_bytes if isinstance(place.config, BoundedTierConfig) else None
+            results.add(_du_result(place, inventory, used, limit, time.monotonic() - started_at))
+            if not as_json:
+                _show_du(results.last)
+    results.end(as_json=as_json)
 
 
 def gc(
@@ -104,32 +100,45 @@ def gc(
     """Remove what is past its ttl and, above gc_high x max_bytes, the least recently used blocks."""
     if prefixes and lifecycle:
         raise typer.BadParameter("is for blocks, not with --prefixes", param_hint="--lifecycle")
-    results: list[dict[str, Any]] = []
-    for place in open_places("gc", config, tier, find_prefixes if prefixes else find_places):
-        policy = place.policy
-        if policy is None:
-            why = "is read_only" if place.read_only else "has neither max_bytes nor ttl"
-            results.append({"tier": place.name, "where": place.where, "skipped": why})
-        else:
-            try:
-                with place.open() as store, Ticker(f"collecting {place.name}", unit="listed") as ticker:
-                    collector = Collector(store, policy, on_progress=ticker.count)
-                    report = _run(collector, dry_run, policy.lease_s)
-                    days = math.ceil(policy.ttl_s / DAY_S) if policy.ttl_s is not None else None
-                    if lifecycle and days is not None and not dry_run and isinstance(store, _Expires):
-                        store.expire_after(days, block_beginnings(store.folders()))
-            except StoreError as e:
-                raise failed("gc", place, e) from e
-            if report is None:
-                results.append({"tier": place.name, "where": place.where, "skipped": "another collector is at work"})
-            else:
-                results.append({"tier": place.name, "where": place.where, **asdict(report)})
-        if not as_json:
-            _show_gc(results[-1], "chunks" if prefixes else "blocks")
-    if as_json:
-        print(json.dumps({"tiers": results}))
-    if any(result.get("kept_by_error") for result in results):
-        raise typer.Exit(EXIT_FAILED)
+    places = open_places("gc", config, tier, find_prefixes if prefixes else find_places)
+    if lifecycle and not any(isinstance(place.config, S3TierConfig) for place in places):
+        complain("gc", "--lifecycle: accepted are tiers of type s3, whose buckets can remove blocks by themselves")
+        raise typer.Exit(EXIT_BAD_INPUT)
+    results = Results("gc")
+    for place in places:
+        with results.of(place):
+            result = {"tier": place.name, "where": place.where, **_collect(place, dry_run=dry_run)}
+            if lifecycle and not dry_run and not place.read_only and isinstance(place.config, S3TierConfig):
+                result["expire_after_days"] = _set_lifecycle(place, place.config.ttl)
+            results.add(result)
+            if not as_json:
+                _show_gc(result, "chunks" if prefixes else "blocks")
+    results.end(as_json=as_json, failed=any(result.get("kept_by_error") for result in results.all))
+
+
+def _collect(place: Place, *, dry_run: bool) -> dict[str, Any]:
+    policy = place.policy
+    if policy is None:
+        return {"skipped": "is read_only" if place.read_only else "has neither max_bytes nor ttl"}
+    with place.open() as store, Ticker(f"collecting {place.name}", unit="listed") as ticker:
+        report = _run(Collector(store, policy, on_progress=ticker.count), dry_run, policy.lease_s)
+    return {"skipped": "another collector is at work"} if report is None else asdict(report)
+
+
+def _set_lifecycle(place: Place, ttl_s: float | None) -> int | None:
+    """Have the bucket keep to ``ttl``, or without one to none any more. Returns the days."""
+    days = None if ttl_s is None else math.ceil(ttl_s / DAY_S)
+    with place.open() as store:
+        assert isinstance(store, _Expires)
+        store.expire_after(days, [] if days is None else block_beginnings(store.folders()))
+    return days
+
+
+def _time(mtime: float) -> str:
+    try:
+        return datetime.fromtimestamp(mtime, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    except (ValueError, OverflowError, OSError):  # of a clock that was far ahead
+        return f"{mtime:.0f}"
 
 
 def _run(collector: Collector, dry_run: bool, lease_s: float) -> CollectReport | None:
@@ -154,10 +163,37 @@ def open_places(
         raise typer.Exit(EXIT_BAD_INPUT) from e
 
 
-def failed(command: str, place: Place, error: StoreError) -> typer.Exit:
-    """Say which storage failed; to be raised."""
-    complain(command, f"tier {place.name} at {place.where}: {error}")
-    return typer.Exit(EXIT_FAILED)
+class Results:
+    """What a command found, tier by tier. A storage that fails is said at once, and keeps no other from being seen."""
+
+    def __init__(self, command: str) -> None:
+        self._command = command
+        self.all: list[dict[str, Any]] = []
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """The last one."""
+        return self.all[-1]
+
+    def add(self, result: dict[str, Any]) -> None:
+        """Add one."""
+        self.all.append(result)
+
+    @contextmanager
+    def of(self, place: Place) -> Iterator[None]:
+        """While its storage is asked."""
+        try:
+            yield
+        except StoreError as e:
+            complain(self._command, f"tier {place.name} at {place.where}: {e}")
+            self.add({"tier": place.name, "where": place.where, "error": str(e)})
+
+    def end(self, *, as_json: bool = False, failed: bool = False) -> None:
+        """Print them all as JSON, where that is wanted; end the command where it has failed, or a storage has."""
+        if as_json:
+            print(json.dumps({"tiers": self.all}))
+        if failed or any("error" in result for result in self.all):
+            raise typer.Exit(EXIT_FAILED)
 
 
 def _du_result(
@@ -209,6 +245,10 @@ def _show_du(result: dict[str, Any]) -> None:
 def _show_gc(result: dict[str, Any], unit: str) -> None:
     console = Console(soft_wrap=True)
     place = f"{result['tier']} at {result['where']}"
+    if "expire_after_days" in result:
+        days = result["expire_after_days"]
+        rule = "by no rule of ours" if days is None else f"{days} days after they were written"
+        console.print(f"{place}: the bucket itself removes blocks {rule}", markup=False, highlight=False)
     if "skipped" in result:
         console.print(f"{place}: {result['skipped']}", markup=False, highlight=False)
         return

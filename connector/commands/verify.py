@@ -16,8 +16,7 @@ import typer
 from rich.console import Console
 
 from connector.commands.places import Place, Ticker, complain, human_bytes
-from connector.commands.storage import EXIT_BAD_INPUT, EXIT_FAILED, AsJson, Config, TierName, failed, open_places
-from tiers.errors import StoreError
+from connector.commands.storage import EXIT_BAD_INPUT, AsJson, Config, Results, TierName, open_places
 from tiers.layers.worker_process import StoreRecipe
 from tiers.open_store import tool_recipe
 from tiers.store import SupportsQuarantine
@@ -51,20 +50,17 @@ def verify(
         complain("verify", f"--repair: {', '.join(kept)} is read_only; accepted with --tier is one that is not")
         raise typer.Exit(EXIT_BAD_INPUT)
     ours = state is not None and _check_state(state)
-    results = []
+    results = Results("verify")
     for place in places:
-        try:
-            results.append(_verify_place(place, repair, state, n_workers))
-        except StoreError as e:
-            raise failed("verify", place, e) from e
-        if not as_json:
-            _show(results[-1])
-    if state is not None:  # all is done
+        with results.of(place):
+            results.add(_verify_place(place, repair, state, n_workers))
+            if not as_json:
+                _show(results.last)
+    checked = [result for result in results.all if "error" not in result]
+    if state is not None and checked == results.all:  # all is done
         state.unlink(missing_ok=True) if ours else os.truncate(state, 0)
-    if as_json:
-        print(json.dumps({"tiers": results}))
-    if any(result["bad_count"] > result["quarantined"] or result["errors"] for result in results):
-        raise typer.Exit(EXIT_FAILED)
+    bad = any(result["bad_count"] > result["quarantined"] or result["errors"] for result in checked)
+    results.end(as_json=as_json, failed=bad)
 
 
 def _check_state(path: Path) -> bool:

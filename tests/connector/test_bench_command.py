@@ -14,8 +14,12 @@ from typer.testing import CliRunner
 
 from connector.cli import app
 from connector.commands.bench import _FileCeiling
+from tests.connector.test_storage_commands import NAMES, root
+from tiers.capacity.records import OWN_PREFIX
 from tiers.publish import PRIVATE_FOLDER
 from tiers.stores.local import LocalStore
+
+__all__ = ["root"]  # a fixture
 
 ROOT = Path(__file__).parents[2]
 
@@ -70,15 +74,18 @@ def test_what_a_killed_run_leaves_is_removed_by_the_next_store(tmp_path: Path) -
     assert not left.exists()
 
 
-def test_a_run_that_is_ended_leaves_nothing(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_run_that_is_ended_leaves_nothing(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
     def end(self: _FileCeiling, row: object) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
 
     monkeypatch.setattr(_FileCeiling, "read", end)
-    before = signal.getsignal(signal.SIGTERM)
+    before = signal.getsignal(number)
     code, out = run(config, "--block-size", "128KiB")
-    assert code == 128 + signal.SIGTERM, out
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert code == 128 + number, out
+    assert signal.getsignal(number) is before
     left = [os.path.join(folder, name) for folder, _, names in os.walk(tmp_path) for name in names]
     assert left == [config]
 
@@ -122,8 +129,23 @@ def test_a_tier_that_takes_nothing(tmp_path: Path) -> None:
 
 def test_a_tier_that_is_full(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
-    tier = f"{{type: fs, root_dir: {tmp_path}/kv, min_free: 0, max_bytes: 1MiB, isolation: thread}}"
+    tier = f"{{type: fs, root_dir: {tmp_path}/kv, min_free: 900PiB, isolation: thread}}"
     path.write_text(f"region: {{size: 2MiB}}\ntiers:\n- {tier}\n")
     code, out = run(str(path), "--block-size", "256KiB")
     assert code == 1
     assert "of 8 blocks could be stored: max_bytes or min_free is reached; a smaller --total may fit" in out
+
+
+def test_a_deployments_limits_are_kept_and_its_blocks_stay(root: Path) -> None:
+    """``root``: ten blocks of 4 KiB."""
+    path = root.parent / "c.yaml"
+    options = f"type: fs, root_dir: {root}, min_free: 0, ttl: 1h, max_bytes: 1MiB"
+    path.write_text(f"region: {{size: 2MiB}}\ntiers:\n- {{{options}}}\n")
+    before = {name: (root / name).stat() for name in NAMES}
+    code, out = run(str(path), "--block-size", "64KiB", "--total", "1MiB")
+    assert code == 2
+    assert "--total: 1.1 MiB are to be stored, and max_bytes of fs leaves 98" in out
+    code, out = run(str(path), "--block-size", "64KiB", "--total", "768KiB")
+    assert code == 0, out
+    assert {name: (root / name).stat().st_mtime for name in NAMES} == {n: s.st_mtime for n, s in before.items()}
+    assert not (root / OWN_PREFIX).exists()  # nothing of it is accounted

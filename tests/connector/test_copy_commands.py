@@ -241,3 +241,17 @@ class SealedAnew(Converter):
 
     def convert(self, info: KeyInfo, name: BlockName) -> tuple[BlockName, Seal]:
         return name, Seal(bytes(32), name.rank)
+
+
+@pytest.mark.parametrize("spelling", ["{far}/", "{far}/../far", "{link}/far"])
+def test_one_place_by_two_names_is_no_migration(near: Path, far: Path, tmp_path: Path, spelling: str) -> None:
+    """Who then removed what it calls the old one would lose everything."""
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path)
+    other = tmp_path / "other.yaml"
+    other.write_text(
+        f"region: {{size: 1MiB}}\ntiers:\n- {{type: fs, root_dir: {spelling.format(far=far, link=link)}}}\n"
+    )
+    code, out = run("migrate", write_config(near, far), str(other), "--from", "far")
+    assert code == 2
+    assert "are one place" in out

@@ -18,6 +18,7 @@ from tiers.errors import StorePermissionError
 from tiers.file_mapper import FileMapper
 from tiers.inventory import parse_block_name
 from tiers.namespace import open_namespace
+from tiers.store import KeyInfo
 from tiers.stores.local import LocalStore
 from tiers.testing.contract import as_parts
 from tiers.testing.servers import S3Server, moto_server
@@ -229,6 +230,44 @@ def test_on_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         expiring = {name for name in names if name.startswith(rule["Filter"]["Prefix"])}
         assert expiring == {f"p/{name}" for name in NAMES}  # nobody else's object, and no config.json
         assert len(ok("ls", str(config)).splitlines()) == 10
+        config.write_text(config.read_text().replace(", ttl: 10d", ""))
+        out = ok("gc", str(config), "--lifecycle")
+        assert "the bucket itself removes blocks by no rule of ours" in out
+        with pytest.raises(client.exceptions.ClientError, match="NoSuchLifecycleConfiguration"):
+            client.get_bucket_lifecycle_configuration(Bucket="bucket")
+
+
+def test_a_lifecycle_is_a_buckets(root: Path) -> None:
+    code, out = run("gc", write_config(root, "ttl: 1h"), "--lifecycle")
+    assert code == 2
+    assert "--lifecycle: accepted are tiers of type s3" in out.replace("\n", "")
+
+
+@pytest.mark.parametrize("command", ["du", "ls", "gc", "verify"])
+def test_a_storage_that_fails_hides_no_other(root: Path, command: str) -> None:
+    path = root.parent / "two.yaml"
+    near = f"{{type: fs, name: near, root_dir: {root.parent}/absent, ttl: 9h}}"
+    path.write_text(
+        f"region: {{size: 1MiB}}\ntiers:\n- {near}\n- {{type: nfs, name: far, root_dir: {root}, ttl: 9d}}\n"
+    )
+    code, out = run(command, str(path))
+    assert code == 1
+    assert "tier near at " in out
+    assert "is not there; an engine makes it" in out.replace("\n", " ")
+    assert (NAMES[0] if command == "ls" else "far at ") in out
+    if command != "ls":
+        shown = run(command, str(path), "--json")[1]
+        near_result, far_result = json.loads(shown[shown.index('{"tiers"') :])["tiers"]
+        assert "is not there" in near_result["error"]
+        assert "error" not in far_result
+
+
+def test_a_time_that_no_calendar_has_is_shown(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = LocalStore.keys
+    monkeypatch.setattr(
+        LocalStore, "keys", lambda self, prefix="": (KeyInfo(i.key, i.size, 1e15) for i in keys(self, prefix))
+    )
+    assert len(ok("ls", write_config(root)).splitlines()) == 10
 
 
 @pytest.mark.parametrize("name", ["x", "m_r0/abc/de_g0/f0000.bin", "m_r0/abc/de_g0/abcde.tmp", "m/abc/de_g0/abcde.bin"])

@@ -238,6 +238,14 @@ def test_tiers_of_one_type_get_their_own_names() -> None:
     assert [getattr(tier, "name", None) for tier in config.tiers] == ["fs0", None, "fs2", "far"]
 
 
+def test_two_ways_to_one_folder_are_one_place(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    roots = [FS | {"root_dir": f"{tmp_path}/{name}/kv"} for name in ("real", "link")]
+    with pytest.raises(ConfigError, match=r"tiers\[1\].root_dir: is the place of tiers\[0\].root_dir, too"):
+        parse_config({"region": REGION, "tiers": roots})
+
+
 FSSPEC = {"type": "fsspec", "url": "gs://b/kv"}
 
 
@@ -246,6 +254,8 @@ FSSPEC = {"type": "fsspec", "url": "gs://b/kv"}
     [
         ([FS, FS], ["tiers[1].root_dir: is the place of tiers[0].root_dir, too"]),
         ([FS, {"type": "nfs", "root_dir": "/a/../kv/"}], ["tiers[1].root_dir: is the place of tiers[0].root_dir, too"]),
+        ([FS, FS | {"root_dir": "//kv"}], ["tiers[1].root_dir: is the place of tiers[0].root_dir, too"]),
+        ([FS, {"type": "nfs", "root_dir": "//kv"}], ["tiers[1].root_dir: is the place of tiers[0].root_dir, too"]),
         ([FS | {"root_dir": "/kv/inner"}, FS], ["tiers[0].root_dir: is inside tiers[1].root_dir"]),
         ([FS | {"root_dir": "/"}, FS], ["tiers[1].root_dir: is inside tiers[0].root_dir"]),
         ([S3, S3], ["tiers[1].bucket: is the place of tiers[0].bucket, too"]),

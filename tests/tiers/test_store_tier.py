@@ -55,14 +55,12 @@ class Bench:
 
     def tier(self, spec: FakeSpec | None = None, store: Store | None = None, **options: Any) -> StoreTierManager:
         spec = spec or FakeSpec()
-        mapper = FileMapper.from_offloading_spec("", spec, extra_fields=strict_fields(spec))
         lookup = LookupOptions(deadline_s=20, absent_ttl_s=0)  # tests wait for answers; deadlines have their own test
         made = StoreTierManager(
             spec,
             self.region.data,
             "test",
             store=store or self.make_store(),
-            mapper=mapper,
             options=TierOptions(**{"lookup": lookup, "task_bytes": 3 * ROW_BYTES, **options}),
             clock=self.clock,
         )
@@ -470,6 +468,23 @@ class GatedStore(Store):
     def close(self) -> None:
         self.closed = True
         self.inner.close()
+
+
+def test_a_tier_without_a_mapper_of_its_own_takes_no_other_revisions_blocks(bench: Bench) -> None:
+    """W6, for tiers of other people's."""
+
+    def tier(revision: str) -> StoreTierManager:
+        spec = FakeSpec().changed("model", revision=revision)
+        bench.tiers.append(StoreTierManager(spec, bench.region.data, "theirs", store=store))
+        return bench.tiers[-1]
+
+    store = MemoryStore()
+    bench.fill(1)
+    first, second = tier("a"), tier("b")
+    assert bench.store(first, KEYS).success
+    assert not bench.present(second, KEYS[0])
+    second.submit_load(job := bench.job(KEYS))
+    assert bench.result(second, job).successful_keys == ()
 
 
 class TestNamespace:

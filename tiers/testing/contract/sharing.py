@@ -20,7 +20,7 @@ from tiers.store import (
     SupportsTail,
     SupportsTouch,
 )
-from tiers.testing.contract.data import as_parts, fetch, list_keys, make_data, run_in_threads
+from tiers.testing.contract.data import LARGE_BYTES, as_parts, fetch, list_keys, make_data, run_in_threads
 from tiers.testing.contract.place import StorePlace
 
 
@@ -155,6 +155,38 @@ class SharingRules(StorePlace):
                     assert published.count(True) == 1, published
                 else:
                     assert self.peek(store, key) in versions
+
+    def test_readers_of_many_keys_get_their_own(self, store: Store) -> None:
+        whole = {f"f{i % 3}/{i}": make_data(70_000, seed=i) for i in range(8)}
+        for key, data in whole.items():
+            self.plant(store, key, data)
+
+        def read(key: str) -> None:
+            for _ in range(20):
+                assert fetch(store, key, 70_000) == whole[key]
+
+        run_in_threads(*[lambda key=key: read(key) for key in whole])
+
+    def test_a_large_blob_is_never_seen_in_part(self, store: Store) -> None:
+        data = make_data(LARGE_BYTES)
+        ended = threading.Event()
+        seen: set[int | None] = set()
+
+        def look() -> None:
+            while not ended.is_set():
+                seen.add(store.size("f/a"))
+                seen.update(info.size for info in store.keys())  # noqa: SIM118 - not a dict
+
+        def put() -> None:
+            try:
+                for _ in range(5):
+                    store.put("f/a", as_parts(data, *range(4096, LARGE_BYTES, 1 << 16)))
+                    store.delete("f/a")
+            finally:
+                ended.set()
+
+        run_in_threads(look, put)
+        assert seen <= {None, LARGE_BYTES}
 
     def test_writers_of_many_keys(self, store: Store) -> None:
         whole = {(f"f{i % 4}/{writer}/{i}", 5000) for writer in range(8) for i in range(20)}
