@@ -325,9 +325,10 @@ def _gpu_copiers(
             for way in Direction
         )
     except ValueError:  # a method that is not here
-        for _ in Direction:
-            if memory is not None:
-                memory.release()
+        with torch.cuda.device(device):
+            for _ in Direction:
+                if memory is not None:
+                    memory.release()
         raise
     return store, load
 

@@ -32,8 +32,10 @@ def parse_size(value: object) -> int:
     else:
         match = _SIZE.fullmatch(value) if isinstance(value, str) else None
         if match is None or match[2] not in _UNITS:
-            number = re.match(r"\s*(\d{1,12})(?!\d)", value) if isinstance(value, str) else None
-            raise ValueError(f"is not a size; write {number[1] if number else 10}GiB")
+            near = re.match(r"\s*(\d{1,12})(?!\d)\s*(\w*)", value) if isinstance(value, str) else None
+            number, unit = near.groups() if near else ("10", "")
+            meant = next((each for each in _UNITS if unit and each.lower() == unit.lower()), "GiB")
+            raise ValueError(f"is not a size; write {number}{meant}")
         size = int(float(match[1]) * _UNITS[match[2]]) if "." in match[1] else int(match[1]) * _UNITS[match[2]]
     if not 0 <= size <= _SIZE_MAX:
         raise ValueError("is out of range; accepted is 0 up to 1024PiB")

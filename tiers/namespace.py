@@ -6,7 +6,14 @@ import json
 import logging
 from typing import Any
 
-from tiers.errors import BlobCorruptError, ConfigError, NamespaceMismatchError, StoreError, StoreFullError
+from tiers.errors import (
+    BlobCorruptError,
+    BlobNotFoundError,
+    ConfigError,
+    NamespaceMismatchError,
+    StoreError,
+    StoreFullError,
+)
 from tiers.file_mapper import FileMapper
 from tiers.store import Store
 
@@ -70,6 +77,8 @@ def _read(store: Store, name: str, path: str) -> bytes | None:
     try:
         if size:
             store.get_into(name, [memoryview(data)])
+    except BlobNotFoundError:
+        return None  # it was removed meanwhile
     except BlobCorruptError as e:
         raise ConfigError(f"cannot be read: {e}", field=path) from e
     return bytes(data)

@@ -60,7 +60,13 @@ class PrefixWorker:
         self._say_at = float("-inf")
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """The paged buffers, by layer."""
+        """The paged buffers, by layer.
+
+        Raises:
+            ConfigError: the order of one is not known.
+        """
+        for tensor in kv_caches.values():
+            self._pages(tensor)
         self._kv_caches = kv_caches
         self._cuda = next((tensor.device for tensor in kv_caches.values() if tensor.is_cuda), None)
 

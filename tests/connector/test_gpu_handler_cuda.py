@@ -244,4 +244,6 @@ def test_no_bad_access_under_the_sanitizer() -> None:
         check=False,
         timeout=280,
     )
+    if "Device not supported" in ran.stdout + ran.stderr:  # the sanitizer's words, under a sandbox's driver
+        pytest.skip("compute-sanitizer does not know this device here")
     assert ran.returncode == 0, ran.stdout[-5000:] + ran.stderr[-2000:]

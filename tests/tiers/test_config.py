@@ -80,6 +80,14 @@ def test_the_mistake_names_path_value_and_cure() -> None:
     assert str(caught.value) == "tiers[1].max_bytes: '10 Gigs' is not a size; write 10GiB"
 
 
+@pytest.mark.parametrize(
+    ("text", "better"), [("64 mib", "64MiB"), ("5gb", "5GB"), ("7 Gigs", "7GiB"), ("much", "10GiB")]
+)
+def test_a_size_is_corrected_in_its_own_unit(text: str, better: str) -> None:
+    with pytest.raises(ValueError, match=f"is not a size; write {better}$"):
+        parse_size(text)
+
+
 FS = {"type": "fs", "root_dir": "/kv"}
 S3 = {"type": "s3", "bucket": "bucket"}
 

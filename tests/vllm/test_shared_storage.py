@@ -239,7 +239,8 @@ def test_a_worker_of_another_cuda_device_loads_on_that_device(rigs: Any, monkeyp
     writer, reader = rigs(), rigs()
     store_whole(writer, TOKENS, [3, 7, 1, 9, 5])
     second = torch.device("cuda", 1)
-    reader.worker.register_kv_caches({"layer": SimpleNamespace(is_cuda=True, device=second)})
+    shape = {"ndim": 4, "shape": (BLOCKS, 3, SIZE, 10), "movedim": lambda *_: None}
+    reader.worker.register_kv_caches({"layer": SimpleNamespace(is_cuda=True, device=second, **shape)})
     assert reader.worker._worker._cuda == second
     reader.worker._worker._kv_caches = reader.kv
     current: list[torch.device] = []
@@ -1094,3 +1095,8 @@ def test_options_that_would_do_nothing_are_refused(rigs: Any, extra: dict[str, A
     with pytest.raises(ConfigError) as caught:
         rigs(extra=extra)
     assert caught.value.field == field
+
+
+def test_a_buffer_of_an_unknown_order_ends_the_engine_at_its_start(rigs: Any) -> None:
+    with pytest.raises(ConfigError, match="is the shape of no known layout"):
+        rigs().worker.register_kv_caches({"layer": torch.rand(BLOCKS + 1, 3, SIZE, 10)})

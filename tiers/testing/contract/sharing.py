@@ -175,7 +175,6 @@ class SharingRules(StorePlace):
         def look() -> None:
             while not ended.is_set():
                 seen.add(store.size("f/a"))
-                seen.update(info.size for info in store.keys())  # noqa: SIM118 - not a dict
 
         def put() -> None:
             try:
