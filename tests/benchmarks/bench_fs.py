@@ -2,15 +2,16 @@
 
     python -m tests.benchmarks.bench_fs [--quick] [--json FILE] [--where FOLDER ...]
 
-Ratios are what counts: each round measures the raw files and ours one after the other, and the median of the rounds'
-ratios is reported, so that a machine whose speed drifts does not decide. The raw ceiling is the same number of files
-of the same payload at the same paths, made and read in batches by the same number of threads with plain open,
-pwritev / preadv and close: no seal, no check, no publish protocol. "main busy" is the tier's speed beside a main thread
-that runs Python without a pause. Stores are measured twice, each time into fresh roots: with each block's folders
-still to be made (both sides make them), and with folders that are there. Nothing is deleted and written again: ext4
-looks at each inode that was deleted in the last minutes before it takes one, which decided everything else.
-Before each store as many pages are freed as it takes: a guest gives pages that were free for a second or two back to
-its host, and to get them again costs more than to write them (1 MiB in 1.1 ms against 0.4).
+Ratios are what counts: each round moves the blocks in slices, each by raw files and by ours, who goes first in turn,
+and the median of the rounds' ratios is reported, so that a machine whose speed drifts, or a host that is slow to give
+pages, hits both. The raw ceiling is the same number of files of the same payload at the same paths, made and read in
+batches by the same number of threads with plain open, pwritev / preadv and close: no seal, no check, no publish
+protocol. "main busy" is the tier's speed beside a main thread that runs Python without a pause. Stores are measured
+twice, each time into fresh roots: with each block's folders still to be made (both sides make them), and with folders
+that are there. Nothing is deleted and written again: ext4 looks at each inode that was deleted in the last minutes
+before it takes one, which decided everything else.
+Before each slice is stored as many pages are freed as it takes: a guest gives pages that were free for a second or two
+back to its host, and to get them again costs more than to write them (1 MiB in 1.1 ms against 0.4).
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from tiers.tier_config import default_threads
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (128 * KIB, 512 * KIB, MIB, 4 * MIB, 16 * MIB)
 TASK_BYTES = 64 * MIB
+SLICES = 4  # of a round, each a job: one long prompt's blocks
 STORE_GOAL, LOAD_GOAL, STALL_GOAL_MS = 0.85, 0.75, 5.0
 LOOKUP_GOAL, CALL_GOAL_US = 50_000, 100.0
 
@@ -101,17 +103,22 @@ class Setup:
             job_deadline_s=600, task_bytes=TASK_BYTES, min_free=0, max_bytes_in_flight=1 << 40,
         )  # fmt: skip
 
-    def job(self) -> JobMetadata:
+    def job(self, part: slice = slice(None)) -> JobMetadata:
         self.job_id += 1
-        return JobMetadata(self.job_id, self.keys, self.blocks)
+        return JobMetadata(self.job_id, self.keys[part], self.blocks[part])
+
+    def slices(self) -> list[slice]:
+        size = -(-self.count // SLICES)
+        return [slice(start, min(start + size, self.count)) for start in range(0, self.count, size)]
 
 
-def in_batches(setup: Setup, do: Callable[[int], None]) -> None:
-    """Run ``do`` for every block, in batches of TASK_BYTES, on the setup's threads."""
+def in_batches(setup: Setup, do: Callable[[int], None], part: slice) -> None:
+    """Run ``do`` for every block of a part, in batches of TASK_BYTES, on the setup's threads."""
     # As many as the tier has: both of its kinds of threads help each other out.
     num_threads = 2 * setup.threads
-    size = max(1, min(TASK_BYTES // setup.block_bytes, -(-setup.count // num_threads)))
-    batches = iter([range(start, min(start + size, setup.count)) for start in range(0, setup.count, size)])
+    blocks = range(setup.count)[part]
+    size = max(1, min(TASK_BYTES // setup.block_bytes, -(-len(blocks) // num_threads)))
+    batches = iter([blocks[start : start + size] for start in range(0, len(blocks), size)])
     lock = threading.Lock()
 
     def work() -> None:
@@ -130,7 +137,7 @@ def in_batches(setup: Setup, do: Callable[[int], None]) -> None:
         thread.join()
 
 
-def raw_store(setup: Setup, paths: Sequence[str]) -> None:
+def raw_store(setup: Setup, paths: Sequence[str], part: slice) -> None:
     def write(index: int) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
@@ -141,20 +148,20 @@ def raw_store(setup: Setup, paths: Sequence[str]) -> None:
         assert os.pwritev(fd, [setup.region[index]], 0) == setup.block_bytes
         os.close(fd)
 
-    in_batches(setup, write)
+    in_batches(setup, write, part)
 
 
-def raw_load(setup: Setup, paths: Sequence[str]) -> None:
+def raw_load(setup: Setup, paths: Sequence[str], part: slice = slice(None)) -> None:
     def read(index: int) -> None:
         fd = os.open(paths[index], os.O_RDONLY | os.O_CLOEXEC)
         assert os.preadv(fd, [setup.region[index]], 0) == setup.block_bytes
         os.close(fd)
 
-    in_batches(setup, read)
+    in_batches(setup, read, part)
 
 
-def run_job(setup: Setup, tier: FileSystemTierManager, *, is_load: bool) -> None:
-    (tier.submit_load if is_load else tier.submit_store)(setup.job())
+def run_job(setup: Setup, tier: FileSystemTierManager, part: slice = slice(None), *, is_load: bool) -> None:
+    (tier.submit_load if is_load else tier.submit_store)(setup.job(part))
     tier.drain_jobs()
     (result,) = tier.get_finished()
     assert result.success
@@ -287,15 +294,20 @@ def measure(where: Path, label: str, block_bytes: int, total_bytes: int, rounds:
         name: [] for name in ("raw_new", "new", "raw_store", "store", "raw_load", "load")
     }
 
-    def run_pair(raw: str, raw_run: Callable[[], None], ours: str, our_run: Callable[[], None]) -> None:
-        # Who goes first changes from round to round, so that neither profits from a warmer machine.
+    def run_pair(raw: str, raw_run: Callable[[slice], None], ours: str, our_run: Callable[[slice], None]) -> None:
         pair = ((raw, raw_run), (ours, our_run))
-        for name, run in pair if round_number % 2 else reversed(pair):
-            if "load" not in name:
-                free_pages(setup.region, where)
-            value = speed(setup, run)
-            if round_number:
-                results[name].append(value)
+        seconds = dict.fromkeys((raw, ours), 0.0)
+        for number, part in enumerate(setup.slices()):
+            # Who goes first changes, so that neither profits from a warmer machine.
+            for name, run in pair if (round_number + number) % 2 else reversed(pair):
+                if "load" not in name:
+                    free_pages(setup.region[part], where)
+                started = time.perf_counter()
+                run(part)
+                seconds[name] += time.perf_counter() - started
+        if round_number:
+            for name, took in seconds.items():
+                results[name].append(setup.count * setup.block_bytes / took / 1e6)
 
     for round_number in range(rounds + 1):  # the first one warms up
         with placed(setup, where) as (tier, paths):
