@@ -271,12 +271,13 @@ class PrefixStore:
             raise SealError(SealReason.SIZE, f"a layer of {chunk.path} is {what}") from e
         self.counts.chunks_loaded += 1
 
-    def discard(self, chunk: Chunk) -> None:
-        """Remove a chunk that is sound, and of no use to who was given it: as long as it is there none replaces it."""
-        body = None
-        with contextlib.suppress(SealError, StoreError):
-            body = self._manifest(chunk.path)
-        self._discard(chunk.path, body)
+    def discard(self, chunk: Chunk, manifest: Callable[[], bytes]) -> None:
+        """Remove a chunk that is sound, and of no use to who loaded it: as long as it is there none replaces it.
+
+        Args:
+            manifest: what it was loaded by. One that has replaced it stays.
+        """
+        self._discard(chunk.path, self._manifest(chunk.path, manifest))
 
     @property
     def notes_uses(self) -> bool:

@@ -135,7 +135,7 @@ class TieringOffloadingManager(OffloadingManager):
         if block is None:
             return self._lookup_tiers(key, req_context)
         if block.state is not BlockState.READY:
-            if self._tiers:
+            if self._tiers and (req_context.req_id in self._requests or not self._is_crowded):
                 self._remember(req_context, self._clock())  # it waits from now on, should the load fail
             return None
         found = self._found.get(req_context.req_id)
@@ -370,7 +370,7 @@ class TieringOffloadingManager(OffloadingManager):
             request.waited_s += min(now - request.asked_at, self._options.lookup_deadline_s / 2)
             request.asked_at = now
             return request
-        if len(self._requests) >= self._options.requests_max:
+        if self._is_crowded:
             oldest = next(iter(self._requests.values()))
             if now - oldest.asked_at < _ASKED_LATELY_S:
                 self.metrics.inc("kvtiers_lookups_refused_total")
@@ -384,6 +384,10 @@ class TieringOffloadingManager(OffloadingManager):
             self._forget(oldest)
         request = self._requests[req_context.req_id] = _Request(req_context, now, now)
         return request
+
+    @property
+    def _is_crowded(self) -> bool:
+        return len(self._requests) >= self._options.requests_max
 
     def _forget(self, request: _Request) -> None:
         """Its loads go on, for whoever asks next; it is no longer waited for."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -156,30 +157,21 @@ def _start(
 ) -> None:
     """The rest of every built-in tier's constructor: makes the store, and closes what it made if anything fails."""
     assert isinstance(config, TierConfig)
+    name = config.name or tier_type
     unmappable = _why_unmappable(view) if config.isolation != "thread" else None
     mapped = config.isolation != "thread" and unmappable is None
     if config.isolation == "auto" and unmappable is not None:
-        logger.info(
-            "tier %s: isolation: auto is threads of this process here: %s", config.name or tier_type, unmappable
-        )
+        logger.info("tier %s: isolation: auto is threads of this process here: %s", name, unmappable)
     row_bytes = Rows(view).row_bytes
-    options = _tier_options(config, row_bytes, in_workers=mapped)
-    store_class, store_options = store_recipe(config)
     policy = config.capacity_policy() if isinstance(config, BoundedTierConfig) else None
     if policy is not None:
         policy = replace(policy, block_bytes=row_bytes + TRAILER_BYTES)
-        _check_room(config.name or tier_type, policy)
-    if mapped or config.isolation == "process":
-        from tiers.layers.isolate import ProcessIsolatedStore, StoreRecipe
-
-        store: Store = ProcessIsolatedStore(
-            StoreRecipe.of(store_class, **store_options),
-            region=view,
-            # Lookups must not wait for batches: readers and writers help each other, so that all may be storing.
-            n_workers=options.n_read_threads + options.n_write_threads + config.lookup_threads,
-            deadline_s=config.job_deadline_s,
-        )
-    else:
+        _check_room(name, policy)
+    options = _tier_options(config, row_bytes, in_workers=mapped)
+    store = _open_in_workers(name, config, options, view) if mapped or config.isolation == "process" else None
+    if store is None:
+        options = _tier_options(config, row_bytes, in_workers=False)
+        store_class, store_options = store_recipe(config)
         store = store_class(**store_options)
     collector = None
     try:
@@ -212,6 +204,37 @@ def _start(
         raise
     if policy is not None and policy.max_bytes is not None:
         tier.metrics.set("kvtiers_storage_max_bytes", tier.name, value=policy.max_bytes)
+
+
+def _open_in_workers(name: str, config: TierConfig, options: TierOptions, view: memoryview) -> Store | None:
+    """The store in worker processes; None where those cannot be had and ``auto`` does without.
+
+    Raises:
+        ConfigError: they cannot be had, and are asked for.
+        StoreError: as the store's constructor.
+    """
+    from tiers.layers.isolate import ProcessIsolatedStore, StoreRecipe
+    from tiers.layers.worker_pool import WorkersUnavailableError
+
+    store_class, store_options = store_recipe(config)
+    try:
+        return ProcessIsolatedStore(
+            StoreRecipe.of(store_class, **store_options),
+            region=view,
+            # Lookups must not wait for batches: readers and writers help each other, so that all may be storing.
+            n_workers=options.n_read_threads + options.n_write_threads + config.lookup_threads,
+            deadline_s=config.job_deadline_s,
+            hidden_variables=_key_variables(config),
+        )
+    except WorkersUnavailableError as e:
+        if config.isolation == "process":
+            raise ConfigError(
+                f"worker processes cannot be had: {e}. Their interpreter is {sys.executable!r}; write thread to do "
+                "without them",
+                field="isolation",
+            ) from e
+        logger.warning("tier %s: isolation: auto is threads of this process here: %s", name, e)
+        return None
 
 
 def _check_room(name: str, policy: CapacityPolicy) -> None:
@@ -264,7 +287,13 @@ def _start_collector(
         policy,
         mapper,
         notes_uses=issubclass(store_class, SupportsTouch),
+        hidden_variables=_key_variables(config),
     )
+
+
+def _key_variables(config: TierConfig) -> tuple[str, ...]:
+    """Of the environment: no process but the engine's needs keys of all namespaces."""
+    return () if config.keys_env is None else (config.keys_env,)
 
 
 def _why_unmappable(view: memoryview) -> str | None:

@@ -19,6 +19,7 @@ import importlib.metadata
 import os
 import re
 from collections.abc import Collection
+from dataclasses import dataclass, field
 from datetime import date
 from itertools import permutations
 from typing import Annotated, Any, Literal
@@ -169,42 +170,66 @@ def _shared_places(tiers: dict[int, AnyTierConfig]) -> list[tuple[str, str]]:
     """Places that are another tier's, or inside it: that one would count and remove their blocks as its own."""
     found = []
     places = {index: place for index, tier in tiers.items() if (place := place_of(tier)) is not None}
-    for (index, (name, storage, path)), (other, (other_name, other_storage, other_path)) in permutations(
-        places.items(), 2
-    ):
-        if storage != other_storage:
-            continue
-        if path == other_path and index > other:
-            found.append((f"tiers[{index}].{name}", f"is the place of tiers[{other}].{other_name}, too"))
-        elif path.startswith(f"{other_path}/"):
-            found.append((f"tiers[{index}].{name}", f"is inside tiers[{other}].{other_name}"))
+    for (index, place), (other, other_place) in permutations(places.items(), 2):
+        if index > other and place.is_same(other_place):
+            found.append((f"tiers[{index}].{place.name}", f"is the place of tiers[{other}].{other_place.name}, too"))
+        elif place.is_inside(other_place):
+            found.append((f"tiers[{index}].{place.name}", f"is inside tiers[{other}].{other_place.name}"))
     return [(field, f"{message}; write a place that is no other tier's, nor inside one") for field, message in found]
 
 
-def place_of(tier: AnyTierConfig) -> tuple[str, object, str] | None:
-    """The field that says where, the storage, and the path in it without a slash at its end; None for memory.
+@dataclass(frozen=True, slots=True)
+class TierPlace:
+    """Where a tier keeps its blocks.
 
-    Links on the way to a folder are followed, but not to a mount, which may hang. (A root is none itself.)
+    Attributes:
+        name: of the field that says so.
+        storage: paths of one storage can be compared.
+        paths: in it, without a slash at the end: as it is spelled, and with links on the way followed.
     """
+
+    name: str
+    storage: object = field(repr=False)  # has a driver's options, and with them secrets
+    paths: frozenset[str]
+
+    def is_same(self, other: TierPlace) -> bool:
+        """Whether both are one place."""
+        return self.storage == other.storage and not self.paths.isdisjoint(other.paths)
+
+    def is_inside(self, other: TierPlace) -> bool:
+        """Whether it is below the other one."""
+        return self.storage == other.storage and any(
+            path.startswith(f"{above}/") for path in self.paths for above in other.paths
+        )
+
+
+def place_of(tier: AnyTierConfig) -> TierPlace | None:
+    """Where a tier keeps its blocks; None for memory, and for tiers of other people."""
     if isinstance(tier, FsTierConfig):
-        return "root_dir", "files", _resolved(tier.root_dir)
+        return TierPlace("root_dir", "files", frozenset((_spelled(tier.root_dir), _resolved(tier.root_dir))))
     if isinstance(tier, NfsTierConfig):
-        path = os.path.abspath(tier.root_dir).strip("/")  # it keeps a "//" in front
-        return "root_dir", "files", f"/{path}".rstrip("/")
+        return TierPlace("root_dir", "files", frozenset((_spelled(tier.root_dir),)))  # a mount may hang
     if isinstance(tier, S3TierConfig):
         storage = ("s3", tier.embedded, (tier.endpoint_url or "").rstrip("/"))
-        return "prefix" if tier.prefix else "bucket", storage, "/".join(filter(None, (tier.bucket, tier.prefix)))
+        path = "/".join(filter(None, (tier.bucket, tier.prefix)))
+        return TierPlace("prefix" if tier.prefix else "bucket", storage, frozenset((path,)))
     if isinstance(tier, FsspecTierConfig):
         path = re.sub(r"^(file|local):(//)?", "", tier.url)  # as fsspec's driver of local files
         if "://" not in path and "::" not in path:
-            return "url", "files", _resolved(path)
-        return "url", ("fsspec", tier.storage_options), tier.url.rstrip("/")
+            return TierPlace("url", "files", frozenset((_spelled(path), _resolved(path))))
+        return TierPlace("url", ("fsspec", tier.storage_options), frozenset((tier.url.rstrip("/"),)))
     return None
 
 
+def _spelled(path: str) -> str:
+    # abspath keeps a "//" in front, and of "/" nothing is to be left.
+    return f"/{os.path.abspath(path).strip('/')}".rstrip("/")
+
+
 def _resolved(path: str) -> str:
-    parent, name = os.path.split(os.path.abspath(path))
-    return os.path.join(os.path.realpath(parent), name).rstrip("/")
+    """Links on the way are followed; a root is none itself."""
+    parent, name = os.path.split(_spelled(path))
+    return _spelled(os.path.join(os.path.realpath(parent), name))
 
 
 def _named(tiers: list[AnyTierConfig]) -> list[AnyTierConfig]:

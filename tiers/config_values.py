@@ -6,7 +6,7 @@ import os
 import re
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from tiers.errors import public_url
 
@@ -81,4 +81,11 @@ def _expand_path(value: object) -> object:
 
 Size = Annotated[int, BeforeValidator(parse_size), Field(json_schema_extra={"type": ["integer", "string"]})]
 Duration = Annotated[float, BeforeValidator(parse_duration), Field(json_schema_extra={"type": ["number", "string"]})]
+#: As it is meant now: what changes its working directory later, or is started elsewhere, is to find the same.
+AbsolutePath = Annotated[
+    str,
+    BeforeValidator(_expand_path),
+    Field(min_length=1, max_length=3072),
+    AfterValidator(os.path.abspath),
+]
 ExpandedPath = Annotated[str, BeforeValidator(_expand_path), Field(min_length=1, max_length=3072)]

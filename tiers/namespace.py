@@ -20,6 +20,7 @@ from tiers.store import Store
 logger = logging.getLogger(__name__)
 
 CONFIG_BYTES_MAX = 1 << 20
+READ_ATTEMPTS_MAX = 3
 
 
 def open_namespace(store: Store, mapper: FileMapper, *, read_only: bool = False) -> None:
@@ -68,20 +69,22 @@ def _open(store: Store, name: str, fields: dict[str, Any], path: str, *, read_on
 
 
 def _read(store: Store, name: str, path: str) -> bytes | None:
-    size = store.size(name)
-    if size is None:
-        return None
-    if size > CONFIG_BYTES_MAX:
-        raise ConfigError(f"{size} bytes, accepted are 1..{CONFIG_BYTES_MAX}", field=path)
-    data = bytearray(size)
-    try:
-        if size:
-            store.get_into(name, [memoryview(data)])
-    except BlobNotFoundError:
-        return None  # it was removed meanwhile
-    except BlobCorruptError as e:
-        raise ConfigError(f"cannot be read: {e}", field=path) from e
-    return bytes(data)
+    for _ in range(READ_ATTEMPTS_MAX):
+        size = store.size(name)
+        if size is None:
+            return None
+        if size > CONFIG_BYTES_MAX:
+            raise ConfigError(f"{size} bytes, accepted are 1..{CONFIG_BYTES_MAX}", field=path)
+        data = bytearray(size)
+        try:
+            if size:
+                store.get_into(name, [memoryview(data)])
+            return bytes(data)
+        except BlobNotFoundError:
+            return None  # it was removed meanwhile
+        except BlobCorruptError as e:
+            corrupt = e  # or another engine has written it anew meanwhile
+    raise ConfigError(f"cannot be read: {corrupt}", field=path) from corrupt
 
 
 def _compare(found: bytes, fields: dict[str, Any], path: str) -> None:

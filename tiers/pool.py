@@ -225,6 +225,8 @@ class DualQueueThreadPool(Generic[T]):
         while True:
             self._tokens.get()
             task = _take(own) or _take(other)
+            while task is None and (own or other):  # one came between the two looks; another thread has its token
+                task = _take(own) or _take(other)
             if task is None:
                 if self._closing:
                     return

@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from tiers.capacity.policy import CapacityPolicy
-from tiers.config_values import Duration, ExpandedPath, Size
+from tiers.config_values import AbsolutePath, Duration, ExpandedPath, Size
 from tiers.errors import HIDDEN, ConfigError, public_url
 from tiers.file_mapper import FORMAT_SEALED, FORMAT_VLLM_RAW
 from tiers.keyring import KEY_BYTES
@@ -222,7 +222,9 @@ class FsTierConfig(BoundedTierConfig):
     """Blocks as files under a local folder."""
 
     type: Literal["fs"] = "fs"
-    root_dir: ExpandedPath = Field(description="Folder of the blocks; made if absent. ~ and $VARIABLES are expanded.")
+    root_dir: AbsolutePath = Field(
+        description="Folder of the blocks; made if absent, unless read_only. ~ and $VARIABLES are expanded."
+    )
     min_free: Size = Field(1 << 30, description="Free space the tier leaves on the file system.")
     isolation: Literal["auto", "thread", "process"] = Field(
         "auto", description="process: as fast beside a busy engine as beside an idle one. auto: where it can be."
@@ -260,7 +262,9 @@ class NfsTierConfig(BoundedTierConfig):
     """Blocks as files on an NFS mount that several hosts share."""
 
     type: Literal["nfs"] = "nfs"
-    root_dir: ExpandedPath = Field(description="Folder on the mount; made if absent. ~ and $VARIABLES are expanded.")
+    root_dir: AbsolutePath = Field(
+        description="Folder on the mount; made if absent, unless read_only. ~ and $VARIABLES are expanded."
+    )
     min_free: Size = Field(1 << 30, description="Free space the tier leaves on the file system.")
     isolation: Literal["auto", "thread", "process"] = Field(
         "process", description="thread: only where the mount gives up by itself (soft, softerr)."
@@ -314,7 +318,7 @@ class S3TierConfig(BoundedTierConfig):
     )
     profile: str | None = Field(None, description="Profile of ~/.aws/config.")
     role_arn: str | None = Field(None, description="Role to assume.")
-    ca_bundle: ExpandedPath | None = Field(
+    ca_bundle: AbsolutePath | None = Field(
         None, description="PEM file of certificate authorities for a private endpoint."
     )
     verify: bool = Field(True, description="Check the server's certificate.")

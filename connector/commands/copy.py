@@ -163,8 +163,8 @@ def _open_target(place: Place) -> tuple[Store, int | None]:
 
 
 def _is_one_place(one: Place, other: Place) -> bool:
-    places = place_of(one.config), place_of(other.config)
-    if places[0] is not None and places[1] is not None and places[0][1:] == places[1][1:]:
+    place, another_place = place_of(one.config), place_of(other.config)
+    if place is not None and another_place is not None and place.is_same(another_place):
         return True
     folder, another = (getattr(place.config, "root_dir", None) for place in (one, other))
     try:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -186,6 +186,7 @@ class PrefixWorker:
             start = begin + skip - transfer.first_block
             slots = transfer.slot_mapping[start * size : (end - transfer.first_block) * size]
             missing = set(self._kv_caches)
+            manifest = cache(manifest)
             try:
                 for layer, tensor in store.load(chunk, transfer.hashes[begin:end], manifest):
                     if layer in missing:
@@ -196,7 +197,7 @@ class PrefixWorker:
                     raise ShapeError(f"{chunk.path} lacks the layers {sorted(missing)}")
             except ShapeError as e:
                 logger.warning("a prefix chunk of another engine's is of no use here, and is removed: %s", e)
-                store.discard(chunk)
+                store.discard(chunk, manifest)
                 raise
         if position < last:
             raise KVTiersError(f"{last - position} blocks that were there are gone")

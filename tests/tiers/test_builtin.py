@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -238,3 +239,21 @@ def test_lookups_do_not_wait_for_stores(tmp_path: Path, monkeypatch: pytest.Monk
     finally:
         hold.unlink()
         tier.shutdown()
+
+
+def test_where_no_process_can_be_started_auto_is_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "executable", "")
+    view = SharedOffloadRegion.anonymous(ROWS, ROW_BYTES).create_kv_memoryview()
+    options = {"type": "fs", "root_dir": str(tmp_path / "kv"), "min_free": 0}
+    with pytest.raises(ConfigError, match="isolation: worker processes cannot be had"):
+        SecondaryTierFactory.create_secondary_tier(options | {"isolation": "process"}, view, FakeSpec())
+    tier = SecondaryTierFactory.create_secondary_tier(options, view, FakeSpec())
+    assert "isolation: auto is threads of this process here" in caplog.text
+    for is_load in (False, True):
+        job = JobMetadata(int(is_load), KEYS, np.arange(ROWS, dtype=np.int32))
+        (tier.submit_load if is_load else tier.submit_store)(job)
+        tier.drain_jobs()
+        assert [result.success for result in tier.get_finished()] == [True]
+    tier.shutdown()

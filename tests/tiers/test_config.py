@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import traceback
 from pathlib import Path
 from typing import Any
@@ -232,7 +233,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 def test_paths_are_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/x")
     monkeypatch.setenv("KV_ROOT", "/mnt/kv")
-    for given, expected in (("~/kv", "/home/x/kv"), ("$KV_ROOT/a", "/mnt/kv/a"), ("./~x/kv", "./~x/kv")):
+    for given, expected in (("~/kv", "/home/x/kv"), ("$KV_ROOT/a", "/mnt/kv/a"), ("./~x/kv", f"{os.getcwd()}/~x/kv")):
         tier = parse_tier(FS | {"root_dir": given})
         assert isinstance(tier, FsTierConfig)
         assert tier.root_dir == expected
@@ -249,9 +250,18 @@ def test_tiers_of_one_type_get_their_own_names() -> None:
 def test_two_ways_to_one_folder_are_one_place(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    roots = [FS | {"root_dir": f"{tmp_path}/{name}/kv"} for name in ("real", "link")]
-    with pytest.raises(ConfigError, match=r"tiers\[1\].root_dir: is the place of tiers\[0\].root_dir, too"):
-        parse_config({"region": REGION, "tiers": roots})
+    by_link = {"root_dir": f"{tmp_path}/link/kv"}
+    for other in (FS | {"root_dir": f"{tmp_path}/real/kv"}, {"type": "nfs"} | by_link):
+        with pytest.raises(ConfigError, match=r"tiers\[1\].root_dir: is the place of tiers\[0\].root_dir, too"):
+            parse_config({"region": REGION, "tiers": [FS | by_link, other]})
+
+
+def test_a_folder_is_the_one_that_is_meant_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that replace others, and engines started elsewhere, would use another one."""
+    monkeypatch.chdir(tmp_path)
+    for given in ("kv", "./kv", "../" + tmp_path.name + "/kv"):
+        assert dict(parse_tier(FS | {"root_dir": given}))["root_dir"] == f"{tmp_path}/kv"
+    assert dict(parse_tier(S3 | {"ca_bundle": "ca.pem"}))["ca_bundle"] == f"{tmp_path}/ca.pem"
 
 
 FSSPEC = {"type": "fsspec", "url": "gs://b/kv"}

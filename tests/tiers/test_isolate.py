@@ -37,6 +37,7 @@ from tiers.errors import (
 from tiers.layers.isolate import LISTINGS_MAX, RUN_MODULES, ProcessIsolatedStore, StoreRecipe
 from tiers.layers.isolate_worker import decode_error, encode_error
 from tiers.layers.mapped_file import address_of, open_mapped_file
+from tiers.layers.worker_pool import WorkersUnavailableError
 from tiers.layers.worker_process import Message, WorkerProcess
 from tiers.store import Capabilities, Store, SupportsGetMany, SupportsQuarantine, SupportsTail
 from tiers.stores.local import LocalStore
@@ -101,7 +102,11 @@ def make(tmp_path: Path, region: Region) -> Iterator[Callable[..., ProcessIsolat
     made: list[ProcessIsolatedStore] = []
 
     def make(store_class: type[Store] = LocalStore, **options: object) -> ProcessIsolatedStore:
-        limits = {name: options.pop(name) for name in ("n_workers", "deadline_s", "close_s") if name in options}
+        limits = {
+            name: options.pop(name)
+            for name in ("n_workers", "deadline_s", "close_s", "hidden_variables")
+            if name in options
+        }
         limits.setdefault("deadline_s", WAIT_S_MAX)
         recipe = StoreRecipe.of(store_class, **{"root_dir": tmp_path / "root", **options})
         made.append(ProcessIsolatedStore(recipe, region=region.view, **limits))  # type: ignore[arg-type]
@@ -463,6 +468,53 @@ def test_workers_killed_at_random(make: Callable[..., ProcessIsolatedStore], reg
         except BlobNotFoundError:
             pass
     wait_for(lambda: len(store._pool.idle) == 3, within_s=WAIT_S_MAX)
+
+
+def test_a_fork_that_lives_does_not_hold_up_the_end(make: Callable[..., ProcessIsolatedStore]) -> None:
+    store = make(close_s=20.0)
+    store.put("f/a", [memoryview(b"data")])
+    pids = store.worker_pids
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if not child:
+        store.close()  # of what is its parent's
+        os.read(read_end, 1)
+        os._exit(0)
+    try:
+        assert store.size("f/a") == 4
+        started_at = time.monotonic()
+        store.close()
+        assert (
+            time.monotonic() - started_at < 10.0
+        )  # idle workers see the end, and are not waited for until they are killed
+        assert all(is_gone(pid) for pid in pids)
+    finally:
+        os.write(write_end, b"x")
+        os.waitpid(child, 0)
+        os.close(read_end)
+        os.close(write_end)
+
+
+def test_where_no_worker_can_be_started_it_is_said(
+    make: Callable[..., ProcessIsolatedStore], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for program in ("", str(tmp_path / "none"), "/bin/false"):
+        monkeypatch.setattr(sys, "executable", program)
+        with pytest.raises(WorkersUnavailableError):
+            make()
+
+
+def test_workers_do_not_see_what_is_hidden_from_them(
+    make: Callable[..., ProcessIsolatedStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KEYS", "CANARY")
+    monkeypatch.setenv("OTHER", "CANARY")
+    store = make(hidden_variables=("KEYS",))
+    store.put("f/a", [memoryview(b"data")])
+    for pid in store.worker_pids:
+        seen = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        assert b"OTHER=CANARY" in seen
+        assert b"KEYS=CANARY" not in seen
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -3,11 +3,13 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from tests.promises import Record
 from tests.waiting import wait_for
+from tiers import pool as pool_module
 from tiers.errors import QueueFullError
 from tiers.pool import Cancelled, DualQueueThreadPool, FinishedJob
 
@@ -166,6 +168,42 @@ def test_where_all_threads_hang_what_waits_too_long_is_cancelled(make: Callable[
     assert isinstance(job.outcomes[2], Cancelled)
     pool.submit(4, [lambda: "after"], is_read=True)
     assert finish(pool)[4].outcomes == ("after",)
+
+
+def test_a_task_that_comes_between_two_looks_is_not_left_behind(
+    make: Callable[..., Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread finds nothing of its own kind; before it looks for the other kind, another one takes that."""
+    pool = make(1, 1)
+    gate, held, looked = Gate(), threading.Event(), threading.Event()
+    names: list[str] = []
+
+    def busy() -> object:
+        names.append(threading.current_thread().name)
+        return gate()
+
+    pool.submit(1, [busy], is_read=True)
+    assert gate.entered.wait(20)
+    busy_reads = "read" in names[0]
+    take = pool_module._take
+
+    def slowly(queue: Any) -> Any:
+        task = take(queue)
+        if task is None and not looked.is_set() and threading.current_thread().name != names[0]:
+            looked.set()
+            assert held.wait(20)
+        return task
+
+    monkeypatch.setattr(pool_module, "_take", slowly)
+    second = Gate()
+    pool.submit(2, [second], is_read=busy_reads)
+    assert looked.wait(20)
+    gate.go.set()
+    pool.submit(3, [lambda: "third"], is_read=not busy_reads)
+    assert second.entered.wait(20)  # by the one that was busy: its kind comes first
+    held.set()
+    second.go.set()
+    assert set(finish(pool)) == {1, 2, 3}
 
 
 def test_empty_job_is_finished_at_once(make: Callable[..., Pool]) -> None:

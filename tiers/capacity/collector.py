@@ -49,6 +49,7 @@ RENEW_EVERY_KEYS = 1024
 # The collector begins when less than 1.05 x min_free and one block is free, because a put that would leave less than
 # min_free is refused already.
 FREE_HIGH, FREE_LOW = 1.05, 1.25
+STAMP_S = 1.0  # S3 and some file systems cut times to seconds, the run's own begin too
 HELD_SHARE_MAX = 0.5  # of max_bytes: whatever writers' records say, a root is not emptied for what they hold or want
 NO_TIMES = (
     "this storage (or its fsspec driver) does not say when a blob was written: ttl and max_bytes cannot work here"
@@ -251,7 +252,8 @@ class Collector:
     def _age_s(self, info: KeyInfo, now: float) -> float:
         """A blob's age when the run began, negative where a clock was ahead; 0 of what was stored or used since."""
         age_s = now - info.mtime
-        return 0.0 if 0.0 > age_s >= self._began_at - self._monotonic() else age_s
+        passed_s = self._monotonic() - self._began_at + STAMP_S
+        return 0.0 if 0.0 > age_s >= -passed_s else age_s
 
     def _excess(self, measured: Measured, baseline: Baseline, *, freed_bytes: int) -> int:
         """How many bytes are to go, where so many are not gone yet that count as gone."""

@@ -9,7 +9,7 @@ import subprocess
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict
 from queue import Full, Queue
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 from tiers.capacity.policy import CapacityPolicy
 from tiers.file_mapper import FileMapper
 from tiers.keys import OffloadKey
-from tiers.layers.worker_process import StoreRecipe, python_command
+from tiers.layers.worker_process import StoreRecipe, environment_without, python_command
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +41,7 @@ class CollectorLink:
         policy: the limits.
         mapper: names the tier's own blocks, the only ones whose removal is told.
         notes_uses: whether the store can record uses.
+        hidden_variables: of the environment, that the process is not to have.
         clock: monotonic seconds.
     """
 
@@ -52,6 +53,7 @@ class CollectorLink:
         mapper: FileMapper,
         *,
         notes_uses: bool = True,
+        hidden_variables: Collection[str] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._name = name
@@ -60,6 +62,7 @@ class CollectorLink:
         # A use must be noted well before the block would be taken for unused.
         self._touch_every_s = min(TOUCH_EVERY_S, policy.ttl_s / 4) if policy.ttl_s else TOUCH_EVERY_S
         self._notes_uses = notes_uses
+        self._hidden_variables = hidden_variables
         self._clock = clock
         self._touched: OrderedDict[OffloadKey, float] = OrderedDict()
         self._uses: Queue[tuple[OffloadKey, ...] | None] = Queue(TOUCH_BATCHES_MAX)
@@ -132,6 +135,7 @@ class CollectorLink:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            env=environment_without(self._hidden_variables),
         )
         assert process.stdin is not None
         assert process.stdout is not None

@@ -28,7 +28,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import starmap
 from typing import Any
 
@@ -41,7 +41,7 @@ from tiers.errors import (
     StoreUnavailableError,
 )
 from tiers.layers.isolate_worker import OPTIONAL_METHODS, decode_error
-from tiers.layers.worker_pool import WorkerPool
+from tiers.layers.worker_pool import WorkerPool, WorkersUnavailableError
 from tiers.layers.worker_process import MappedRegion, Message, StoreRecipe, WorkerProcess
 from tiers.store import Capabilities, KeyInfo, Store
 
@@ -71,11 +71,13 @@ class ProcessIsolatedStore(Store):
         deadline_s: of one call, whether about one blob or a batch, from when a worker has it. A call waits for a free
             worker as long at most, so that a healthy worker is not killed because of others' hangs.
         close_s: what ``close`` takes at most, whatever hangs; calls under way have half of it to end.
+        hidden_variables: of the environment, that workers are not to have.
         clock: monotonic seconds.
 
     Raises:
         StoreError: what the store's constructor raises, unless it is retryable and the recipe names a class with
             ``capabilities``: then the storage may come back, and calls fail until it does.
+        WorkersUnavailableError: no worker process can be started, or none lives.
         StoreConfigError: the recipe cannot be handed over or used.
     """
 
@@ -87,6 +89,7 @@ class ProcessIsolatedStore(Store):
         n_workers: int = 2,
         deadline_s: float = 10.0,
         close_s: float = 3.0,
+        hidden_variables: Collection[str] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if n_workers < 1 or deadline_s <= 0 or close_s <= 0:
@@ -99,7 +102,9 @@ class ProcessIsolatedStore(Store):
         self._region = MappedRegion(region) if region is not None else None
         imports = RUN_MODULES if region is not None else ()
         config = {**recipe.encode(), "imports": imports}
-        self._pool = WorkerPool(config, region=self._region, n_workers=n_workers, clock=clock)
+        self._pool = WorkerPool(
+            config, region=self._region, n_workers=n_workers, clock=clock, hidden_variables=hidden_variables
+        )
         try:
             self.capabilities, extras = self._describe(recipe)
         except BaseException:
@@ -315,13 +320,19 @@ class ProcessIsolatedStore(Store):
                     self._pool.discard(worker)
                 else:
                     self._pool.give_back(worker)
-        raise StoreUnavailableError(f"{REDELIVERIES_MAX} workers died before they took the call", key=key)
+        raise WorkersUnavailableError(f"{REDELIVERIES_MAX} workers died before they took the call", key=key)
 
     def _describe(self, recipe: StoreRecipe) -> tuple[Capabilities, Sequence[str]]:
-        """What the store can do: by its own word, else by its class's."""
+        """What the store can do: by its own word, else by its class's.
+
+        Raises:
+            WorkersUnavailableError: no worker lives to say so.
+        """
         try:
             (capabilities, extras), _ = self._ask("describe", [], "")
             return Capabilities(**capabilities), extras
+        except WorkersUnavailableError:
+            raise
         except StoreError as e:
             found: Any = getattr(sys.modules.get(recipe.module), recipe.name, None)
             capabilities = getattr(found, "capabilities", None)

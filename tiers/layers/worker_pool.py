@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -14,6 +14,10 @@ from tiers.errors import StoreClosedError, StoreUnavailableError
 from tiers.layers.worker_process import MappedRegion, WorkerProcess
 
 logger = logging.getLogger(__name__)
+
+
+class WorkersUnavailableError(StoreUnavailableError):
+    """No worker process can be started, or none lives long enough to take a call: no fault of the storage's."""
 
 
 class WorkerPool:
@@ -26,6 +30,7 @@ class WorkerPool:
         region: memory that workers map.
         n_workers: workers for calls; those that end are replaced.
         clock: monotonic seconds.
+        hidden_variables: of the environment, that workers are not to have.
 
     Attributes:
         idle: the last used is the next used: its caches are warm.
@@ -42,11 +47,13 @@ class WorkerPool:
         region: MappedRegion | None,
         n_workers: int,
         clock: Callable[[], float],
+        hidden_variables: Collection[str] = (),
     ) -> None:
         self._config = config
         self._region = region
         self._n_workers = n_workers
         self._clock = clock
+        self._hidden_variables = hidden_variables
         self._pid = os.getpid()
         self._lock = threading.RLock()  # reentrant: a listing may be collected, and its worker ended, under it
         self._waiting: deque[Future[WorkerProcess]] = deque()  # who comes first is served first
@@ -126,6 +133,8 @@ class WorkerPool:
         Returns:
             Whether nothing is left that uses what workers were given. False, at once, where it was closed before.
         """
+        if os.getpid() != self._pid:
+            return False  # in a fork: they are the parent's
         with self._lock:
             if self.closed:
                 return False
@@ -198,7 +207,7 @@ class WorkerPool:
             with self._lock:
                 self._starting -= 1
                 waiting = self._all_waiting()
-            _refuse(waiting, StoreUnavailableError(f"no worker could be started: {type(e).__name__}: {e}"))
+            _refuse(waiting, WorkersUnavailableError(f"no worker could be started: {type(e).__name__}: {e}"))
             return
         with self._lock:
             self._starting -= 1
@@ -206,7 +215,7 @@ class WorkerPool:
             self._reap(worker, self.workers)
 
     def _start(self, table: set[WorkerProcess]) -> WorkerProcess:
-        worker = WorkerProcess.start(self._config, self._region, self._clock)
+        worker = WorkerProcess.start(self._config, self._region, self._clock, self._hidden_variables)
         with self._lock:
             table.add(worker)
         return worker

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -25,10 +26,19 @@ BOUNCE_KEEP_BYTES = 16 << 20  # of a worker's bounce file, between calls
 
 
 def python_command(module: str, *arguments: str) -> list[str]:
-    """The command of a fresh interpreter that calls ``main`` of a module, found by this process's ``sys.path``."""
+    """The command of a fresh interpreter that calls ``main`` of a module, found by this process's ``sys.path``.
+
+    It has this one's flags, as multiprocessing's have: what these ignore (-E) or ask for (-X utf8) concerns it, too.
+    """
     start = f"import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from {module} import main; main()"
     path = [entry for entry in sys.path if isinstance(entry, str)]  # imports ignore what is none, such as a Path
-    return [sys.executable, "-P", "-c", start, *arguments, json.dumps(path)]
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return [sys.executable, *flags, "-P", "-c", start, *arguments, json.dumps(path)]
+
+
+def environment_without(variables: Collection[str]) -> dict[str, str]:
+    """This process's environment for one that is not to see some of it."""
+    return {name: value for name, value in os.environ.items() if name not in variables}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +78,18 @@ class WorkerProcess:
     ) -> None:
         self.process = process
         self.bounce_fd = bounce_fd
+        self._pid = os.getpid()
         self._sock = sock
         self._clock = clock
 
     @classmethod
-    def start(cls, config: Mapping[str, Any], region: MappedRegion | None, clock: Callable[[], float]) -> WorkerProcess:
+    def start(
+        cls,
+        config: Mapping[str, Any],
+        region: MappedRegion | None,
+        clock: Callable[[], float],
+        hidden_variables: Collection[str] = (),
+    ) -> WorkerProcess:
         ours, theirs = socket.socketpair()
         bounce_fd = -1
         try:
@@ -88,6 +105,7 @@ class WorkerProcess:
                     pass_fds=passed,
                     stdin=subprocess.DEVNULL,
                     stdout=2,  # what a library prints must not mix with the parent's output
+                    env=environment_without(hidden_variables),
                 )
             worker = cls(process, ours, bounce_fd, clock)
         except BaseException:
@@ -112,6 +130,9 @@ class WorkerProcess:
 
     def hang_up(self) -> None:
         """Close our end: an idle worker then exits."""
+        if self._pid == os.getpid():  # a fork of ours may have it open, too; and in one it is not ours to end
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
         if self.bounce_fd >= 0:
             os.close(self.bounce_fd)
