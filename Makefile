@@ -7,7 +7,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PIP_CONSTRAINT = $(CURDIR)/constraints.txt
 
 .PHONY: setup demo test test-full test-rest test-gpu check lint bench bench-far bench-fs bench-gc bench-gpu bench-liveness \
-	bench-lookups bench-s3 bench-seal docs soak e2e e2e-env e2e-older e2e-reduced test-vllm clean
+	bench-lookups bench-s3 bench-seal bench-steps docs soak e2e e2e-env e2e-older e2e-reduced test-vllm clean
 
 setup: $(VENV)/.stamp
 
@@ -43,7 +43,7 @@ lint: setup
 
 check: lint test
 
-bench: bench-far bench-fs bench-gpu bench-liveness bench-lookups bench-s3 bench-seal
+bench: bench-far bench-fs bench-gpu bench-liveness bench-lookups bench-s3 bench-seal bench-steps
 
 # Takes nginx and its echo module.
 bench-far: setup
@@ -73,6 +73,10 @@ soak: setup
 
 bench-lookups: setup
 	$(BIN)/python -m tests.benchmarks.bench_lookups
+
+# What checksum, trailer and publishing cost by themselves: the most that bench-fs can reach.
+bench-steps: setup
+	$(BIN)/python -m tests.benchmarks.bench_steps
 
 bench-seal: setup
 	$(BIN)/python -m tests.benchmarks.bench_seal

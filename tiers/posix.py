@@ -248,14 +248,21 @@ def _make_folders(path: str) -> None:
 
 
 def transfer(
-    call: Callable[[int, Sequence[memoryview], int], int], fd: int, parts: Sequence[memoryview], offset: int = 0
+    call: Callable[[int, Sequence[memoryview], int], int],
+    fd: int,
+    parts: Sequence[memoryview],
+    offset: int = 0,
+    size: int | None = None,
 ) -> int:
     """Move all parts with ``os.preadv``, ``os.pwritev`` or their like for a socket, however often a call stops short.
+
+    Args:
+        size: of the parts, where it is known.
 
     Returns:
         Bytes moved: fewer than the parts have only where a call moved none, which is the end of a file or stream.
     """
-    size = parts_size(parts)
+    size = parts_size(parts) if size is None else size
     done = 0
     while done < size:
         moved = call(fd, parts[:IOV_COUNT_MAX], offset + done)
@@ -301,14 +308,15 @@ def look_at(look: Look, offset: int, run: Sequence[memoryview]) -> None:
 
 def write_all(fd: int, parts: Sequence[memoryview], look: Look | None = None) -> None:
     """Write the parts to the start of an empty file. ``look``: see ``tiers.store.SupportsPieces``."""
+    size = parts_size(parts)
     written = 0
     if look is None:
-        written = transfer(os.pwritev, fd, parts)
+        written = transfer(os.pwritev, fd, parts, size=size)
     else:
         for offset, run in runs(parts, WRITE_PIECE_BYTES):
             look_at(look, offset, run)
             written += transfer(os.pwritev, fd, run, offset)
-    if written != parts_size(parts):
+    if written != size:
         raise OSError(errno.EIO, "a write call wrote nothing")
 
 
@@ -318,14 +326,15 @@ def read_all(fd: int, parts: Sequence[memoryview], key: str, look: Look | None =
     Raises:
         BlobCorruptError: it ends before.
     """
+    size = parts_size(parts)
     filled = 0
     if look is None:
-        filled = transfer(os.preadv, fd, parts)
+        filled = transfer(os.preadv, fd, parts, size=size)
     else:
         for offset, run in runs(parts, READ_PIECE_BYTES):
             filled += transfer(os.preadv, fd, run, offset)
             look_at(look, offset, run)
-    if filled != parts_size(parts):
+    if filled != size:
         raise BlobCorruptError("it was cut while it was read", key=key)
 
 
