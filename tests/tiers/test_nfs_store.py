@@ -169,7 +169,7 @@ def test_estale_while_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     def stale(*arguments: object, size: int) -> int:
         if errors:
             raise OSError(errors.pop(), "stale")
-        return real(*arguments, size=size)  # type: ignore[arg-type]
+        return real(*arguments, size=size)  # type: ignore[arg-type, misc]
 
     monkeypatch.setattr(posix, "transfer", stale)
     assert fetch(store, "f/a", 5000) == make_data(5000)
