@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
-from tiers.base import SecondaryTierManager
+from tiers.base import JobResult, SecondaryTierManager
+from tiers.keys import OffloadKey
 from tiers.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,20 @@ class GuardedTier:
         except Exception as e:  # noqa: BLE001 - as in call
             self.contain(method, repr(e))
         return collected
+
+    @property
+    def job_deadline_s(self) -> float:
+        """By which it ends a job, where it says so."""
+        own = getattr(self.tier, "job_deadline_s", None)
+        return float("inf") if own is None else float(own)
+
+    def succeeded_in(self, result: JobResult) -> frozenset[OffloadKey]:
+        """The keys of a failed job that succeeded after all. None names none: as with vLLM, all share its fate then."""
+        try:
+            return frozenset(result.successful_keys or ())
+        except Exception as e:  # noqa: BLE001 - whatever a tier calls its keys, its job has ended
+            self.contain("get_finished", f"successful_keys of job {result.job_id}: {e!r}")
+            return frozenset()
 
     def contain(self, where: str, what: str) -> None:
         """Count a tier's fault."""

@@ -115,7 +115,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._jobs: dict[int, _Job] = {}
         self._loads: list[deque[_Job]] = [deque() for _ in self._tiers]  # of each tier, in the order of their deadlines
         self._load_deadlines_s = [
-            min(self._options.load_deadline_s, _load_deadline_s(tier.tier)) for tier in self._tiers
+            min(self._options.load_deadline_s, tier.job_deadline_s + LOAD_GRACE_S) for tier in self._tiers
         ]
         self._requests: OrderedDict[str, _Request] = OrderedDict()  # the one asked of last is last
         self._failed: OrderedDict[tuple[OffloadKey, int], float] = OrderedDict()  # when which tier's load; oldest first
@@ -430,7 +430,7 @@ class TieringOffloadingManager(OffloadingManager):
                     tier.contain("get_finished", f"job {result.job_id} is unknown or was reported before")
                     continue
                 self._finish(
-                    result.job_id, [b.key for b in job.blocks] if result.success else _named_keys(tier, result)
+                    result.job_id, [b.key for b in job.blocks] if result.success else tier.succeeded_in(result)
                 )
             self._cascade.send(index)
 
@@ -445,17 +445,3 @@ class TieringOffloadingManager(OffloadingManager):
         if what not in self._logged:
             self._logged.add(what)
             logger.warning("%s", message)
-
-
-def _named_keys(tier: GuardedTier, result: JobResult) -> frozenset[OffloadKey]:
-    """The keys of a failed job that succeeded after all. None names none: with vLLM, all then share the job's fate."""
-    try:
-        return frozenset(result.successful_keys or ())
-    except Exception as e:  # noqa: BLE001 - whatever a tier calls its keys, its job has ended
-        tier.contain("get_finished", f"successful_keys of job {result.job_id}: {e!r}")
-        return frozenset()
-
-
-def _load_deadline_s(tier: SecondaryTierManager) -> float:
-    own = getattr(tier, "job_deadline_s", None)
-    return float("inf") if own is None else own + LOAD_GRACE_S

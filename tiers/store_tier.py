@@ -10,19 +10,19 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from operator import itemgetter
 from typing import Any, Protocol
 
 from tiers.base import JobMetadata, JobResult, OffloadingEvent, ReqContext, SecondaryTierManager
+from tiers.batches import deal, side_by_side
 from tiers.block_mover import Batch, Rows
 from tiers.circuit import Circuit, CircuitState, Kind
 from tiers.errors import QueueFullError, SealReason
 from tiers.file_mapper import FileMapper, strict_fields
 from tiers.isolated_mover import RunsInWorkers, make_mover
-from tiers.keys import GROUP_INDEX_BYTES, OffloadKey, make_offload_key
+from tiers.keys import OffloadKey, make_offload_key
 from tiers.lookup import AsyncLookup, LookupCounts, LookupOptions
 from tiers.metrics import Metrics
 from tiers.namespace import open_namespace
@@ -32,8 +32,6 @@ from tiers.store import Store, SupportsGetMany
 from tiers.tracing import JobTrace
 
 logger = logging.getLogger(__name__)
-
-_Pair = tuple[OffloadKey, int]  # a key and its slot
 
 EVENTS_MAX = 65_536
 TASK_BYTES_MIN = 1 << 20  # less is not worth another thread's wake-up
@@ -61,7 +59,7 @@ class TierOptions:
         worker_begin_s: how long a worker begins blocks of a batch; None: for a part of its deadline.
         task_bytes, task_bytes_max: payload bytes of one pool task at most; where a worker has many threads, a task has
             some blocks for each, up to the other. A store that is latency bound gets one block a task.
-        jobs_max, max_bytes_in_flight: a job beyond them fails at once (D4).
+        jobs_max, max_bytes_in_flight: a store beyond them fails at once (D4).
         checksum: of new blocks.
         make_seal: called as ``Seal``; makes one that authenticates or encrypts, say.
         job_deadline_s: blocks of a job that have not begun to move by then fail (L3); a task that runs longer cuts
@@ -343,7 +341,7 @@ class StoreTierManager(SecondaryTierManager):
         run = self._mover.load_batch if is_load else self._mover.store_batch
         size = self._blocks_per_task(len(pairs), is_load=is_load)
         deadline = self._clock() + self._options.job_deadline_s
-        tasks = [partial(run, batch, deadline) for batch in _deal(_side_by_side(pairs), size, self._num_threads)]
+        tasks = [partial(run, batch, deadline) for batch in deal(side_by_side(pairs), size, self._num_threads)]
         keys = tuple(job.keys)
         submitted_ns = time.time_ns()
         refused = "circuit_open" if not self._circuit.closed else ""
@@ -441,29 +439,3 @@ class StoreTierManager(SecondaryTierManager):
 
 def _op(is_load: bool) -> Kind:
     return "load" if is_load else "store"
-
-
-def _side_by_side(pairs: list[_Pair]) -> list[_Pair]:
-    """Blocks of several KV groups, each in its order, with those of one part of the prompt together.
-
-    Engines name one group after the other; a prefix is of use where the blocks of all groups are there.
-    """
-    groups: dict[bytes, list[_Pair]] = {key[-GROUP_INDEX_BYTES:]: [] for key, _ in pairs}
-    if len(groups) < 2:
-        return pairs
-    for pair in pairs:
-        groups[pair[0][-GROUP_INDEX_BYTES:]].append(pair)
-    placed = [((place + 1) / len(group), pair) for group in groups.values() for place, pair in enumerate(group)]
-    return [pair for _, pair in sorted(placed, key=itemgetter(0))]
-
-
-def _deal(pairs: Sequence[_Pair], size: int, num_threads: int) -> Iterator[Sequence[_Pair]]:
-    """Batches of at most ``size``, dealt out so that threads advance side by side from the first pair on.
-
-    A prefix is of use up to its first gap. Where a job ends halfway (a deadline, a full disk, an engine that dies), its
-    first blocks are done this way, and not the first ones of each batch.
-    """
-    for start in range(0, len(pairs), size * num_threads):
-        hand = pairs[start : start + size * num_threads]
-        num_batches = -(-len(hand) // size)
-        yield from (hand[i::num_batches] for i in range(num_batches))
