@@ -108,11 +108,13 @@ def gc(
     for place in places:
         with results.of(place):
             result = {"tier": place.name, "where": place.where, **_collect(place, dry_run=dry_run)}
-            if lifecycle and not dry_run and not place.read_only and isinstance(place.config, S3TierConfig):
-                result["expire_after_days"] = _set_lifecycle(place, place.config.ttl)
             results.add(result)
             if not as_json:
                 _show_gc(result, "chunks" if prefixes else "blocks")
+            if lifecycle and not dry_run and not place.read_only and isinstance(place.config, S3TierConfig):
+                result["expire_after_days"] = days = _set_lifecycle(place, place.config.ttl)
+                if not as_json:
+                    _show_lifecycle(place, days)
     results.end(as_json=as_json, failed=any(result.get("kept_by_error") for result in results.all))
 
 
@@ -242,13 +244,15 @@ def _show_du(result: dict[str, Any]) -> None:
         console.print(f"  no blocks: {other['blobs']:,} files, {human_bytes(other['bytes'])}", highlight=False)
 
 
+def _show_lifecycle(place: Place, days: int | None) -> None:
+    rule = "by no rule of ours" if days is None else f"{days} days after they were written"
+    text = f"{place.name} at {place.where}: the bucket itself removes blocks {rule}"
+    Console(soft_wrap=True).print(text, markup=False, highlight=False)
+
+
 def _show_gc(result: dict[str, Any], unit: str) -> None:
     console = Console(soft_wrap=True)
     place = f"{result['tier']} at {result['where']}"
-    if "expire_after_days" in result:
-        days = result["expire_after_days"]
-        rule = "by no rule of ours" if days is None else f"{days} days after they were written"
-        console.print(f"{place}: the bucket itself removes blocks {rule}", markup=False, highlight=False)
     if "skipped" in result:
         console.print(f"{place}: {result['skipped']}", markup=False, highlight=False)
         return

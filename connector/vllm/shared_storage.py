@@ -104,6 +104,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
             )
         self._block_size = int(kv_cache_spec.block_size)
         self._lookup_deadline_s = _seconds(extra, "lookup_deadline_s", LOOKUP_DEADLINE_S)
+        load_deadline_s = _seconds(extra, "load_deadline_s", LOAD_DEADLINE_S)
         self._spec = translate.engine_spec(build_offloading_config(vllm_config, kv_cache_config))
         self._revision = self._spec.config.model.revision
         parallel = self._spec.config.parallel
@@ -126,7 +127,6 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         self._stored = Stored()
         self._adapters = weights.Adapters()
         self._uses = PrefixUses(self._stores)
-        load_deadline_s = _seconds(extra, "load_deadline_s", LOAD_DEADLINE_S)
         self._worker = PrefixWorker(self._pool, int(kv_cache_config.num_blocks), self._block_size, load_deadline_s)
         self._reporter = PrefixReporter()
         self._removed = dict.fromkeys(("chunks_removed", "bytes_removed"), 0)

@@ -311,7 +311,7 @@ class S3Session:
     @property
     def _is_aws(self) -> bool:
         host = urlsplit(self.endpoint_url).hostname or ""
-        return host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
+        return host.endswith((".amazonaws.com", ".amazonaws.com.cn", ".amazonaws.eu"))
 
 
 def lifecycle_rule(rule_id: str, prefix: str, days: int) -> dict[str, Any]:
