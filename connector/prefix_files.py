@@ -120,12 +120,16 @@ class Files(ABC):
 
 
 class _LocalFiles(Files):
-    """Files in a folder: 0600 in folders of 0700, written beside and renamed. Used last is modified last."""
+    """Files in a folder: 0600 in folders of 0700, written beside and renamed. Used last is modified last.
+
+    A write that would leave less than ``min_free_bytes`` free is StoreFullError.
+    """
 
     has_uses = True
 
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, min_free_bytes: int) -> None:
         self._root = root
+        self._min_free_bytes = min_free_bytes
 
     def write(self, path: str, data: bytes) -> None:
         full = self._full(path)
@@ -134,6 +138,7 @@ class _LocalFiles(Files):
             fd = _create(part)
             try:
                 with os.fdopen(fd, "wb", buffering=0) as file:
+                    self._check_room(fd, len(data), path)
                     view = memoryview(data)
                     while view:
                         view = view[file.write(view) :]
@@ -185,6 +190,12 @@ class _LocalFiles(Files):
                 self.delete(f"{folder}/{name}")
             os.rmdir(self._full(folder))
 
+    def _check_room(self, fd: int, size: int, path: str) -> None:
+        status = os.fstatvfs(fd)
+        if status.f_bavail * status.f_frsize - size < self._min_free_bytes:
+            text = f"{size} bytes would leave less than min_free = {self._min_free_bytes} bytes free"
+            raise StoreFullError(text, key=path)
+
     def _open(self, path: str) -> int:
         return os.open(self._full(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
 
@@ -224,10 +235,12 @@ class _FsspecFiles(Files):
         for start in range(0, len(names), FILES_AT_ONCE):
             some = names[start : start + FILES_AT_ONCE]
             full = [self._full(files[name][0]) for name in some]
+            ends = [files[name][1] + 1 for name in some]  # one byte more shows that there is more
             with _storage_errors(files[some[0]][0]):
-                found = self._fs.cat(full) if len(full) > 1 else {full[0]: self._fs.cat_file(full[0])}
-            for name, path in zip(some, full, strict=True):
-                yield name, memoryview(bytearray(found[path]))  # which a tensor may lie over; nobody may write bytes
+                # Not cat(), which takes a path with a bracket for a pattern.
+                found = self._fs.cat_ranges(full, [0] * len(full), ends, on_error="raise")
+            for name, data in zip(some, found, strict=True):
+                yield name, memoryview(bytearray(data))  # which a tensor may lie over; nobody may write bytes
 
     def write_all(self, files: Mapping[str, bytes]) -> None:
         if not self._is_atomic:
@@ -410,7 +423,7 @@ def files_for(place: BoundedTierConfig) -> Files:
     if isinstance(place, FsspecTierConfig):
         return _FsspecFiles(place.url, place.storage_options)
     assert isinstance(place, FsTierConfig | NfsTierConfig)
-    return _LocalFiles(place.root_dir)
+    return _LocalFiles(place.root_dir, place.min_free)
 
 
 def _result(future: Future[T]) -> T:

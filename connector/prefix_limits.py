@@ -10,10 +10,9 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 
-from connector.prefix_store import USE_NOTED_S
 from tiers.builtin import NFS_NEWCOMER_S
 from tiers.capacity.account import Account
-from tiers.capacity.link import TOUCH_EVERY_S, CollectorLink
+from tiers.capacity.link import CollectorLink
 from tiers.capacity.policy import CapacityPolicy
 from tiers.file_mapper import FileMapper
 from tiers.layers.worker_process import StoreRecipe
@@ -32,12 +31,10 @@ class PrefixLimits:
 
     Attributes:
         policy: as given.
-        use_noted_s: for so long a use need not be noted again.
     """
 
     def __init__(self, policy: CapacityPolicy, place: BoundedTierConfig) -> None:
         self.policy = policy
-        self.use_noted_s = min(USE_NOTED_S, TOUCH_EVERY_S, (policy.ttl_s or 4 * TOUCH_EVERY_S) / 4)
         self._place = place
         self._lock = threading.Lock()
         self._account: Account | None = None

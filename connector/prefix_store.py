@@ -39,6 +39,8 @@ from connector.prefix_format import (
     tensor_in,
     unseal,
 )
+from tiers.capacity.link import TOUCH_EVERY_S
+from tiers.capacity.policy import CapacityPolicy
 from tiers.errors import (
     BlobCorruptError,
     BlobNotFoundError,
@@ -120,7 +122,7 @@ class PrefixStore:
         self._identity = f"{fingerprint.hex()}:{rank}"
         self._read_only = place.read_only
         self._limits = limits
-        self.use_noted_s = USE_NOTED_S if limits is None else limits.use_noted_s
+        self.use_noted_s = use_noted_s(place.capacity_policy())
         self.counts = PrefixCounts()
 
     def prepare(self) -> None:
@@ -260,8 +262,8 @@ class PrefixStore:
                 self.counts.bytes_loaded += size
                 yield layer, tensor_in(data)
         except (SealError, BlobNotFoundError, BlobCorruptError) as e:
-            if body is None and isinstance(e, BlobNotFoundError):
-                raise  # it was removed since it was matched
+            if isinstance(e, BlobNotFoundError) and (body is None or self._is_gone(chunk.path)):
+                raise  # it was removed since it was matched: a collector takes the manifest first
             self.counts.verify_failures += 1
             logger.warning("prefix chunk is not what it should be and counts as absent: %s", e)
             self._discard(chunk.path, body)
@@ -321,7 +323,12 @@ class PrefixStore:
         for path, read in zip(candidates, self._files.reading(candidates, MANIFEST_BYTES_MAX), strict=True):
             try:
                 stored = self._manifest(path, read)["hashes"]
-            except (SealError, StoreError) as e:
+            except SealError as e:  # it may be the prompt's own, of which all but the last block is asked for
+                self.counts.verify_failures += 1
+                logger.warning("prefix chunk is not what it should be and counts as absent: %s", e)
+                self._discard(path, None)
+                continue
+            except StoreError as e:
                 logger.debug("manifest %s: %s", path, e)
                 continue
             alike = 0
@@ -373,6 +380,12 @@ class PrefixStore:
             with contextlib.suppress(StoreError):
                 self._files.delete_folder(f"{path.rsplit('/', 1)[0]}/{body['attempt']}")
 
+    def _is_gone(self, path: str) -> bool:
+        try:
+            return not self._files.exists(path)
+        except StoreError:
+            return False
+
     def _is_bad(self, path: str, body: Mapping[str, Any] | None) -> bool:
         """Read again: False where another one has healed it meanwhile."""
         try:
@@ -394,6 +407,13 @@ class PrefixStore:
         if body["identity"] != self._identity:
             raise SealError(SealReason.FINGERPRINT, f"{path} is of another namespace or rank")
         return body
+
+
+def use_noted_s(policy: CapacityPolicy | None) -> float:
+    """For so long a use need not be noted again, whoever uses it: before it counts for what is to go."""
+    if policy is None:
+        return USE_NOTED_S
+    return min(USE_NOTED_S, TOUCH_EVERY_S, (policy.ttl_s or 4 * TOUCH_EVERY_S) / 4)
 
 
 def blocks_in_all(stores: Sequence[PrefixStore], hashes: Sequence[bytes]) -> int:

@@ -61,6 +61,7 @@ class Request:
         stored_blocks: leading blocks that are on storage, or on their way.
         loading: ids of the blocks that workers fill.
         load_first: index in the prompt of the first of them.
+        load_began_at: when that load was asked for.
     """
 
     hashes: list[bytes]
@@ -76,6 +77,7 @@ class Request:
     loads: int = 0
     loading: frozenset[int] = frozenset()
     load_first: int = 0
+    load_began_at: float = 0.0
 
 
 class Stored:

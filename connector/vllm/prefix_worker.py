@@ -21,7 +21,7 @@ from connector.prefix_store import PrefixStore
 from connector.vllm.paged_buffer import ShapeError, extract_slots, inject_slots, token_pages
 from connector.vllm.prefix_loads import Load
 from connector.vllm.prefix_requests import Transfer
-from tiers.errors import KVTiersError
+from tiers.errors import KVTiersError, StoreTimeoutError
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +50,7 @@ class PrefixWorker:
         self._block_size = block_size
         self._load_deadline_s = load_deadline_s
         self._kv_caches: dict[str, torch.Tensor] = {}
+        self._token_bytes = 0  # of one token in all of them
         self._cuda: torch.device | None = None
         self._loading: dict[str, Load] = {}
         self._failed_blocks: set[int] = set()
@@ -68,6 +69,7 @@ class PrefixWorker:
         for tensor in kv_caches.values():
             self._pages(tensor)
         self._kv_caches = kv_caches
+        self._token_bytes = sum(tensor.nbytes for tensor in kv_caches.values()) // (self._num_blocks * self._block_size)
         self._cuda = next((tensor.device for tensor in kv_caches.values() if tensor.is_cuda), None)
 
     def load(self, store: PrefixStore, transfer: Transfer) -> None:
@@ -76,7 +78,11 @@ class PrefixWorker:
         load = Load(blocks, time.monotonic() + self._load_deadline_s)
         # The model may still read these blocks, or fill them with zeros.
         submitted = None if self._cuda is None else submitted_so_far(self._cuda)
-        load.future = self._pool.submit(self._load_on_device, store, transfer, load, submitted)
+        if self._pool.hangs(self._load_deadline_s):  # it would only be waited for in vain
+            load.future = Future()
+            load.future.set_exception(StoreTimeoutError("all threads hang in loads that were given up"))
+        else:
+            load.future = self._pool.submit(self._load_on_device, store, transfer, load, submitted)
         self._loading[transfer.req_id] = load
 
     def ended(self, *, idle: bool) -> set[str]:
@@ -109,27 +115,24 @@ class PrefixWorker:
         vLLM calls once for each microbatch (``--enable-dbo``), of which others may not have come to this layer yet, and
         not at all for what a captured graph runs.
         """
-        if layer_name not in self._kv_caches:
-            self._extract(layer_name, kv_layer, stores)
+        if stores and layer_name not in self._kv_caches:
+            pages = self._pages(kv_layer)
+            self._extracted[layer_name] = [extract_slots(pages, each.slot_mapping) for each in stores]
 
     def publish(self, store: PrefixStore, stores: Sequence[Transfer]) -> None:
         """Copy what a step's ``stores`` take, now that it is computed, and hand it to the publishing thread."""
-        for layer, tensor in self._kv_caches.items():
-            self._extract(layer, tensor, stores)
         extracted, self._extracted = self._extracted, {}
         for index, transfer in enumerate(stores):
-            layers = {layer: copies[index] for layer, copies in extracted.items()}
-            size_bytes = sum(tensor.nbytes for tensor in layers.values())
+            size_bytes = sum(copies[index].nbytes for copies in extracted.values())
+            size_bytes += len(transfer.slot_mapping) * self._token_bytes
             if sum(self._saving.values()) + size_bytes > SAVE_BYTES_MAX:
                 self.dropped_blocks += len(transfer.hashes)
                 continue
+            layers = {layer: copies[index] for layer, copies in extracted.items()}
+            for layer, tensor in self._kv_caches.items():
+                layers[layer] = extract_slots(self._pages(tensor), transfer.slot_mapping)
             job = self._save_pool.submit(store.publish, transfer.hashes, layers)
             self._saving[job] = size_bytes
-
-    def _extract(self, layer_name: str, kv_layer: torch.Tensor, stores: Sequence[Transfer]) -> None:
-        if stores:
-            pages = self._pages(kv_layer)
-            self._extracted[layer_name] = [extract_slots(pages, each.slot_mapping) for each in stores]
 
     def shutdown(self, publish_s: float, threads_end_s: float) -> None:
         """Wait so long for what is under way, and so long for the publishing thread; give up and count what is left."""

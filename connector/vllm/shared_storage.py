@@ -104,7 +104,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
             )
         self._block_size = int(kv_cache_spec.block_size)
         self._lookup_deadline_s = _seconds(extra, "lookup_deadline_s", LOOKUP_DEADLINE_S)
-        load_deadline_s = _seconds(extra, "load_deadline_s", LOAD_DEADLINE_S)
+        self._load_deadline_s = _seconds(extra, "load_deadline_s", LOAD_DEADLINE_S)
         self._spec = translate.engine_spec(build_offloading_config(vllm_config, kv_cache_config))
         self._revision = self._spec.config.model.revision
         parallel = self._spec.config.parallel
@@ -127,7 +127,8 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         self._stored = Stored()
         self._adapters = weights.Adapters()
         self._uses = PrefixUses(self._stores)
-        self._worker = PrefixWorker(self._pool, int(kv_cache_config.num_blocks), self._block_size, load_deadline_s)
+        num_blocks = int(kv_cache_config.num_blocks)
+        self._worker = PrefixWorker(self._pool, num_blocks, self._block_size, self._load_deadline_s)
         self._reporter = PrefixReporter()
         self._removed = dict.fromkeys(("chunks_removed", "bytes_removed"), 0)
         self._collector: CollectorLink | None = None
@@ -218,15 +219,19 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         block_ids = list(blocks.get_block_ids()[0])
         self._loads.append(self._transfer(request.request_id, state, block_ids, first, last, is_store=False))
         state.loading, state.load_first = frozenset(block_ids[first:last]), first
+        state.load_began_at = time.monotonic()
         state.loads += 1
         state.matched = state.found = None  # should it come again, what is there has to be asked again
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Store what could not be loaded again, when it was computed."""
+        """Store what could not be loaded again, when it was computed. What came too late is not asked for again."""
+        hung_since = time.monotonic() - self._load_deadline_s
         failed = connector_output.invalid_block_ids or ()
         for state in self._requests.values() if failed else ():
             if not state.loading.isdisjoint(failed):
                 state.stored_blocks = state.load_first
+                if state.load_began_at <= hung_since:
+                    state.loads = LOADS_MAX
                 self._stored.discard(state.hashes[state.load_first :])
         for req_id in connector_output.finished_recving or ():
             if (loaded := self._requests.get(req_id)) is not None:

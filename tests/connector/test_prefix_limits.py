@@ -15,12 +15,13 @@ import pytest
 
 from tests.identity import FakeSpec
 from tests.tiers import test_local_store
+from tests.tiers.test_account import measure
 from tests.waiting import wait_for
 from tiers.capacity.collector import Collector
 from tiers.capacity.policy import CapacityPolicy
 from tiers.capacity.records import RECORD_BYTES
 from tiers.config import parse_tier
-from tiers.errors import ConfigError, SealError, StoreFullError, StoreUnavailableError
+from tiers.errors import BlobNotFoundError, ConfigError, StoreFullError, StoreUnavailableError
 from tiers.file_mapper import FileMapper
 from tiers.keys import hash_blocks
 from tiers.open_store import tool_recipe
@@ -39,7 +40,7 @@ from connector import prefix_files
 from connector.prefix_chunks import ChunkStore
 from connector.prefix_limits import PrefixLimits
 from connector.prefix_place import place_at, place_of_prefixes
-from connector.prefix_store import PrefixStore
+from connector.prefix_store import PrefixStore, use_noted_s
 
 BLOCK = 4
 LAYERS = ("model.layers.0.attn", "model.layers.1.attn")
@@ -492,8 +493,29 @@ def test_without_limits_nothing_is_bound(tmp_path: Path) -> None:
     assert PrefixLimits.of(at(max_bytes=None, ttl=None)) is None
     assert PrefixLimits.of(at(max_bytes="1GiB", read_only=True)) is None
     assert limits_of(at(ttl="7d")).account() is None
-    assert limits_of(at(ttl="20min")).use_noted_s == 300
-    assert limits_of(at(max_bytes="1GiB")).use_noted_s == 600
+    assert use_noted_s(at(ttl="20min").capacity_policy()) == 300
+    assert use_noted_s(at(max_bytes="1GiB").capacity_policy()) == 600
+
+
+def test_who_only_loads_notes_uses_as_often(tmp_path: Path) -> None:
+    """It has no limits to keep, and what nobody else uses is to stay."""
+    assert PrefixStore(place_at(str(tmp_path), ttl="20min"), NAMESPACE, FINGERPRINT, limits=None).use_noted_s == 300
+
+
+@pytest.mark.parametrize("more", [{}, {"max_bytes": "1PiB"}, {"ttl": "7d"}])
+def test_writers_stop_at_the_reserve(tmp_path: Path, more: dict[str, Any]) -> None:
+    """D1, as a tier of the same options does."""
+    place = place_at(str(tmp_path / "p"), min_free="1PiB", **more)
+    limits = PrefixLimits.of(place)
+    if "max_bytes" in more:
+        assert limits is not None
+        account = limits.account()
+        assert account is not None
+        measure(account._store, 0)
+    store = PrefixStore(place, NAMESPACE, FINGERPRINT, limits=limits)
+    with pytest.raises(StoreFullError, match="would leave less than min_free"):
+        store.publish([b"a" * 32], {"layer": torch.zeros(16, 8)})
+    assert not [path for path in (tmp_path / "p" / f"{NAMESPACE}_r0").rglob("*") if path.is_file()]
 
 
 def test_a_folder_on_nfs_is_kept_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -532,6 +554,7 @@ def test_a_chunk_that_went_between_its_match_and_its_load_is_a_miss(tmp_path: Pa
     reading = store.load(chunk, hashes)
     next(reading)
     chunks_at(tmp_path).delete(chunk.path)
-    with pytest.raises(SealError, match="is gone"):
+    with pytest.raises(BlobNotFoundError):
         list(reading)
+    assert store.counts.verify_failures == 0
     assert store.publish(hashes, layers_of(2))

@@ -477,3 +477,39 @@ def test_a_use_of_what_is_gone_or_bad_is_not_noted_and_harmless(tmp_path: Path) 
     manifest.unlink()
     store.note_uses(chunks)
     assert not store_at("memory://uses").notes_uses
+
+
+def test_a_damaged_manifest_that_is_a_candidate_only_is_healed(url: str) -> None:
+    """A prompt that ends with a block is asked for without that, so its own chunk is one that parts from it."""
+    hashes = hashes_of(1, 2, 3)
+    store = store_at(url)
+    assert store.publish(hashes, layers_of(3))
+    (chunk,) = store.match(hashes[:2])
+    store._files.write(chunk.path, b"{")
+    assert store.match(hashes[:2]) == []
+    assert store.counts.verify_failures == 1
+    assert store.publish(hashes, layers_of(3))
+    assert sum(found.blocks for found in store.match(hashes[:2])) == 2
+
+
+def test_what_a_collector_took_during_a_long_load_is_no_damage(url: str) -> None:
+    hashes = hashes_of(1, 2)
+    store = store_at(url)
+    store.publish(hashes, layers_of(2))
+    (chunk,) = store.match(hashes)
+    manifest = store._files.read(chunk.path, 1 << 20)
+    folder = f"{chunk.path.rpartition('/')[0]}/{store._manifest(chunk.path)['attempt']}"
+    store._files.delete(chunk.path)
+    store._files.delete_folder(folder)
+    with pytest.raises(BlobNotFoundError):
+        list(store.load(chunk, hashes, lambda: manifest))
+    assert store.counts.verify_failures == 0
+
+
+def test_a_folder_with_brackets_is_no_pattern(tmp_path: Path) -> None:
+    pytest.importorskip("fsspec")
+    hashes = hashes_of(1, 2)
+    store = store_at(f"memory://{tmp_path.name}/run[1]/p")
+    store.publish(hashes, layers_of(2))
+    (chunk,) = store.match(hashes)
+    assert list(load(store, chunk, hashes)) == list(LAYERS)

@@ -239,7 +239,7 @@ def test_a_worker_of_another_cuda_device_loads_on_that_device(rigs: Any, monkeyp
     writer, reader = rigs(), rigs()
     store_whole(writer, TOKENS, [3, 7, 1, 9, 5])
     second = torch.device("cuda", 1)
-    shape = {"ndim": 4, "shape": (BLOCKS, 3, SIZE, 10), "movedim": lambda *_: None}
+    shape = {"ndim": 4, "shape": (BLOCKS, 3, SIZE, 10), "movedim": lambda *_: None, "nbytes": 0}
     reader.worker.register_kv_caches({"layer": SimpleNamespace(is_cuda=True, device=second, **shape)})
     assert reader.worker._worker._cuda == second
     reader.worker._worker._kv_caches = reader.kv
@@ -1100,3 +1100,36 @@ def test_options_that_would_do_nothing_are_refused(rigs: Any, extra: dict[str, A
 def test_a_buffer_of_an_unknown_order_ends_the_engine_at_its_start(rigs: Any) -> None:
     with pytest.raises(ConfigError, match="is the shape of no known layout"):
         rigs().worker.register_kv_caches({"layer": torch.rand(BLOCKS + 1, 3, SIZE, 10)})
+
+
+def test_storage_that_hangs_delays_a_request_by_one_deadline(rigs: Any) -> None:
+    """vLLM asks again about a request of which nothing could be loaded."""
+    store_whole(rigs(), TOKENS, [3, 7, 1, 9, 5])
+    reader = rigs(extra={"load_deadline_s": 0.2})
+    given_up = []
+    with hanging(reader.worker):
+        for name in ("a", "b", "c"):
+            request = prompt(TOKENS, name)
+            late = []
+            while reader.matched(request)[0]:
+                _, failed = load(reader, request, [2, 4, 6, 8, 10], 16)
+                late.append(len(reader.worker._worker._pool._waiting) + len(reader.worker._worker._pool._began))
+                reader.report(name, failed)
+            given_up.append(late)
+    assert given_up == [[1], [2], [2] * module.LOADS_MAX]  # where both threads hang a load fails at once
+
+
+def test_what_is_beyond_the_bound_is_not_even_copied(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = rigs()
+    copied: list[int] = []
+    extract = extract_slots
+
+    def note(*arguments: Any) -> Any:
+        copied.append(1)
+        return extract(*arguments)
+
+    monkeypatch.setattr(prefix_worker, "extract_slots", note)
+    monkeypatch.setattr(prefix_worker, "SAVE_BYTES_MAX", 100)
+    rig.matched(prompt(TOKENS))
+    rig.work(rig.scheduler.build_connector_meta(step(new={"r": ([3, 7, 1, 9, 5], 0, 18)})))
+    assert (copied, rig.worker._worker.dropped_blocks) == ([], 4)
