@@ -170,7 +170,8 @@ def _start(
     options = _tier_options(config, row_bytes, in_workers=mapped)
     store = _open_in_workers(name, config, options, view) if mapped or config.isolation == "process" else None
     if store is None:
-        options = _tier_options(config, row_bytes, in_workers=False)
+        if mapped:
+            options = _tier_options(config, row_bytes, in_workers=False)
         store_class, store_options = store_recipe(config)
         store = store_class(**store_options)
     collector = None

@@ -121,7 +121,7 @@ class FileMapper:
         if getattr(offloading_spec, "config", None) is not None:
             fields = _fields_of_config(offloading_spec)
             config = offloading_spec.config
-            agnostic = getattr(config.parallel, "is_parallelism_agnostic", False) or getattr(
+            agnostic = getattr(getattr(config, "parallel", None), "is_parallelism_agnostic", False) or getattr(
                 config, "replicated_layout", False
             )
             parallel_agnostic = bool(parallel_agnostic and agnostic)
@@ -284,7 +284,7 @@ def strict_fields(offloading_spec: Any) -> dict[str, Any]:
 
 def _fields_of_config(spec: Any) -> dict[str, Any]:
     config = spec.config
-    parallel = config.parallel
+    parallel = getattr(config, "parallel", None)
     chunk = getattr(spec, "blocks_per_chunk", None) or getattr(config.cache, "blocks_per_chunk", 1)
     return {
         "model_name": config.model.name,
@@ -302,7 +302,7 @@ def _fields_of_config(spec: Any) -> dict[str, Any]:
 
 def _fields_of_older_spec(spec: Any) -> dict[str, Any]:
     config = spec.vllm_config
-    parallel = config.parallel_config
+    parallel = getattr(config, "parallel_config", None)
     groups = getattr(getattr(spec, "kv_cache_config", None), "kv_cache_groups", ())
     return {
         "model_name": config.model_config.model,

@@ -177,3 +177,12 @@ def test_extra_fields_cannot_shadow_the_ten() -> None:
         mapper(extra_fields={"dtype": "x"})
     with pytest.raises(ConfigError, match="JSON"):
         mapper(extra_fields={"x": object()})
+
+
+def test_a_spec_that_says_nothing_of_parallel_sizes_has_the_neutral_ones() -> None:
+    model = SimpleNamespace(name="m", dtype="float16")
+    config = SimpleNamespace(model=model, cache=SimpleNamespace(tokens_per_hash=16, blocks_per_chunk=1))
+    made = FileMapper.from_offloading_spec("/r", SimpleNamespace(config=config))
+    fields = made.get_run_config()
+    assert [fields[f"{name}_size"] for name in ("tp", "pp", "pcp", "dcp")] == [1, 1, 1, 1]
+    assert made.rank == 0

@@ -135,32 +135,6 @@ def test_host_is_what_all_clients_send(store: S3Store, endpoint: str, host: str)
     session.close()
 
 
-def test_each_of_many_addresses_has_time_to_answer(store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[float] = []
-
-    class Socket(socket.socket):
-        def settimeout(self, value: float | None, /) -> None:
-            if value is not None:
-                given.append(value)
-
-        def connect(self, address: object, /) -> None:
-            now[0] += given[-1]
-            raise TimeoutError
-
-    now = [0.0]
-    session = S3Session(replace(store.options, connect_timeout_s=2.0))
-    reader = DirectReader(session, clock=lambda: now[0])
-    address = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 9))
-    monkeypatch.setattr("tiers.stores.s3_direct.socket.getaddrinfo", lambda *_, **__: [address] * 8)
-    monkeypatch.setattr("tiers.stores.s3_direct.socket.socket", Socket)
-    with pytest.raises(StoreUnavailableError):
-        reader._dial()
-    assert given[:2] == [1.0, 1.0]
-    assert sum(given) <= 2.0 + 8 * 0.001
-    reader.close()
-    session.close()
-
-
 @contextmanager
 def answer(*packets: bytes) -> Iterator[str]:
     """A server that sends these to its first client, and then nothing until that leaves; yields its URL."""

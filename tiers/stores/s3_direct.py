@@ -37,7 +37,6 @@ from tiers.stores.watchdog import Watchdog
 
 ERROR_BYTES_MAX: Final = 64 << 10
 PIECE_BYTES: Final = 512 << 10  # of what is looked at
-CONNECT_S_MIN: Final = 1.0  # for one of several addresses
 HEAD_BYTES_MAX: Final = 4 << 10  # of an answer's headers, to be recognised; S3's are a tenth of that
 
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d+)[ \t]*(?=\r\n)")
@@ -170,15 +169,12 @@ class DirectReader:
 
     def _dial(self) -> socket.socket:
         within_s = min(self._options.connect_timeout_s, self._options.attempt_timeout_s)
-        deadline = self._clock() + within_s
         with contextlib.suppress(OSError, ValueError):  # names too long for IDNA are ValueErrors
             addresses = socket.getaddrinfo(self._name, self._port, type=socket.SOCK_STREAM)
             for family, kind, protocol, _, address in addresses:
                 with contextlib.suppress(OSError, ValueError), contextlib.ExitStack() as undo:
                     sock = undo.enter_context(socket.socket(family, kind, protocol))
-                    # A share of the time, but enough for one that is far: AWS answers with eight addresses.
-                    left_s = deadline - self._clock()
-                    sock.settimeout(max(0.001, min(left_s, max(within_s / len(addresses), CONNECT_S_MIN))))
+                    sock.settimeout(within_s / len(addresses))
                     sock.connect(address)
                     sock.settimeout(None)  # from here on the watchdog sees to that
                     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
