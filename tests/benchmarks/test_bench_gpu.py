@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +24,7 @@ class Handler:
         self.clock[0] += 1
         return True
 
-    def wait(self, job_ids: set[int]) -> None:
+    def wait(self, job_ids: Collection[int]) -> None:
         self.clock[0] += 10
 
     def get_finished(self) -> list[TransferResult]:
@@ -43,7 +44,7 @@ def test_a_jobs_time_is_from_its_submit_to_its_end(bench: Any) -> None:
     store, load, both = measure(bench, 3, "auto", lambda _direction: 5.5)
     nbytes = bench.shape.nbytes
     for row in (store, load):
-        assert (row.ratio, row.submit_us) == (0.5, 1e6)
+        assert (row.ratio, row.submit_us, row.submit_next_us) == (0.5, 1e6, 1e6)
         assert [row.gb_s * GB, row.copy_gb_s * GB] == pytest.approx([nbytes / 11, nbytes / 4])
     assert (both.ratio, both.submit_us) == (0.25, 1e6)
     assert [both.gb_s * GB, both.copy_gb_s * GB] == pytest.approx([2 * nbytes / 22, 2 * nbytes / 4])
