@@ -36,8 +36,8 @@ else:
     torch = pytest.importorskip("torch", reason="prefixes are tensors: pip install 'kvtiers[torch]'")
 pytest.importorskip("safetensors", reason="prefixes are safetensors: pip install 'kvtiers[torch]'")
 
-from connector import prefix_files
 from connector.prefix_chunks import ChunkStore
+from connector.prefix_files import folder as folder_files
 from connector.prefix_limits import PrefixLimits
 from connector.prefix_place import place_at, place_of_prefixes
 from connector.prefix_store import PrefixStore, use_noted_s
@@ -534,14 +534,14 @@ def test_a_folder_that_is_removed_before_its_file_is_there_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, hashes, times = store_at(str(tmp_path)), hashes_of(1), iter(range(20))
-    make_folders = prefix_files._make_folders
+    make_folders = folder_files._make_folders
 
     def make_and_lose(path: str) -> None:
         make_folders(path)
         if len(os.path.basename(path)) == 32 and next(times) < 3:
             os.rmdir(path)
 
-    monkeypatch.setattr(prefix_files, "_make_folders", make_and_lose)
+    monkeypatch.setattr(folder_files, "_make_folders", make_and_lose)
     assert store.publish(hashes, layers_of(1))
     (chunk,) = store.match(hashes)
     assert len(dict(store.load(chunk, hashes))) == len(LAYERS)

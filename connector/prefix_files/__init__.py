@@ -1,0 +1,33 @@
+"""The files of PrefixStore, by relative path: in a folder, in a bucket, or under any fsspec URL."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from connector.prefix_files.base import FILES_AT_ONCE, Files
+from connector.prefix_files.bucket import BucketFiles
+from connector.prefix_files.folder import FolderFiles
+from connector.prefix_files.fsspec_url import FsspecFiles
+from tiers.open_store import open_store
+from tiers.tier_config import BoundedTierConfig, FsspecTierConfig, FsTierConfig, NfsTierConfig, S3TierConfig
+
+__all__ = ["FILES_AT_ONCE", "Files", "files_for"]
+
+THREADS_MAX = 32  # which live in the engine's process
+
+
+def files_for(place: BoundedTierConfig) -> Files:
+    """Those of a place (see ``connector.prefix_place``). Asks no storage.
+
+    Raises:
+        ConfigError: fsspec does not know the URL, or a package is missing.
+    """
+    if isinstance(place, S3TierConfig):
+        store: Any = open_store(place)
+        return BucketFiles(
+            store, max(place.n_read_threads, place.n_write_threads), min(THREADS_MAX, place.n_threads_max)
+        )
+    if isinstance(place, FsspecTierConfig):
+        return FsspecFiles(place.url, place.storage_options)
+    assert isinstance(place, FsTierConfig | NfsTierConfig)
+    return FolderFiles(place.root_dir, place.min_free)

@@ -1,0 +1,93 @@
+"""FsspecFiles: prefixes under any fsspec URL."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from connector.prefix_files.base import FILES_AT_ONCE, Files, storage_errors
+from tiers.errors import ConfigError, public_url
+from tiers.stores.fsspec_driver import ATOMIC_PUT, TEMPORARY_FOLDER, protocols_of, put_and_move
+
+
+class FsspecFiles(Files):
+    """Files under an fsspec URL. Object stores show a put in one piece; elsewhere files are written and moved."""
+
+    def __init__(self, url: str, options: dict[str, Any]) -> None:
+        try:
+            import fsspec
+
+            self._fs, root = fsspec.core.url_to_fs(url, **options)
+        except (ImportError, ValueError) as e:
+            raise ConfigError(
+                f"{public_url(url)!r} cannot be used: {e}; see the extra kvtiers[fsspec]", field="url"
+            ) from e
+        self._root = root.rstrip("/")
+        self._is_atomic = bool(protocols_of(self._fs) & ATOMIC_PUT)
+
+    def write(self, path: str, data: bytes) -> None:
+        with storage_errors(path):
+            if self._is_atomic:
+                self._fs.pipe_file(self._full(path), data)
+            else:
+                put_and_move(self._fs, self._full(path), [memoryview(data)], self._full(TEMPORARY_FOLDER))
+
+    def read(self, path: str, bytes_max: int) -> bytes:
+        with storage_errors(path):
+            data: bytes = self._fs.cat_file(self._full(path), start=0, end=bytes_max)
+            return data
+
+    def read_all(self, files: Mapping[str, tuple[str, int]]) -> Iterator[tuple[str, memoryview]]:
+        names = list(files)
+        for start in range(0, len(names), FILES_AT_ONCE):
+            some = names[start : start + FILES_AT_ONCE]
+            full = [self._full(files[name][0]) for name in some]
+            ends = [files[name][1] + 1 for name in some]  # one byte more shows that there is more
+            with storage_errors(files[some[0]][0]):
+                # Not cat(), which takes a path with a bracket for a pattern.
+                found = self._fs.cat_ranges(full, [0] * len(full), ends, on_error="raise")
+            for name, data in zip(some, found, strict=True):
+                yield name, memoryview(bytearray(data))  # which a tensor may lie over; nobody may write bytes
+
+    def write_all(self, files: Mapping[str, bytes]) -> None:
+        if not self._is_atomic:
+            super().write_all(files)
+        elif files:
+            with storage_errors(next(iter(files))):
+                self._fs.pipe({self._full(path): data for path, data in files.items()})
+
+    def exists(self, path: str) -> bool:
+        with storage_errors(path):
+            try:
+                self._fs.info(self._fresh(path))
+            except FileNotFoundError:
+                return False
+            return True
+
+    def names(self, folder: str) -> list[str]:
+        with storage_errors(folder):
+            try:
+                found = self._fs.ls(self._fresh(folder), detail=True)
+            except FileNotFoundError:
+                return []
+            return sorted(entry["name"].rsplit("/", 1)[-1] for entry in found if entry["type"] == "file")
+
+    def delete(self, path: str) -> None:
+        with storage_errors(path), contextlib.suppress(FileNotFoundError):
+            self._fs.rm_file(self._full(path))
+
+    def delete_folder(self, folder: str) -> None:
+        for name in self.names(folder):
+            self.delete(f"{folder}/{name}")
+        if not self._is_atomic:  # else there are no folders
+            with storage_errors(folder), contextlib.suppress(FileNotFoundError):
+                self._fs.rmdir(self._full(folder))
+
+    def _fresh(self, path: str) -> str:
+        full = self._full(path)
+        self._fs.invalidate_cache(full)  # others write here, too; refresh=True is known to some file systems only
+        return full
+
+    def _full(self, path: str) -> str:
+        return f"{self._root}/{path}"
