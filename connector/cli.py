@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import importlib
 import json
 import os
 import shutil
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -127,7 +129,7 @@ def vllm_config(
 ) -> None:
     """Print vLLM's --kv-transfer-config for a deployment, for each way in."""
     from connector.vllm_config import vllm_config as make
-    from connector.vllm_config import why_not_shared
+    from connector.vllm_config import why_not
 
     try:
         ways = make(config)
@@ -137,8 +139,8 @@ def vllm_config(
         print(json.dumps(ways, indent=2))
     elif way in ways:
         print(json.dumps(ways[way]))
-    elif way == "shared_storage":
-        raise typer.BadParameter(f"this file offers no shared_storage: {why_not_shared(config)}", param_hint="--way")
+    elif way in ("spec", "shared_storage"):
+        raise typer.BadParameter(f"this file offers no {way}: {why_not(way, config)}", param_hint="--way")
     else:
         raise typer.BadParameter(f"{way!r} is not one of {', '.join(ways)} for this file", param_hint="--way")
 
@@ -377,7 +379,17 @@ def _console() -> Console:
 
 def main() -> None:
     """Entry point of the ``kvtiers`` command."""
-    app()
+    try:
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
+    except OSError as e:
+        if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):  # a storage's come as StoreError
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the interpreter flushes once more
+        print(f"kvtiers: the output could not be written: {e.strerror}", file=sys.stderr)
+        sys.exit(EXIT_BAD_INPUT)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import Any
 from connector.prefix_place import place_of_prefixes
 from tiers.config import DeploymentConfig, load_config
 from tiers.errors import ConfigError, public_url
+from tiers.file_mapper import FORMAT_VLLM_RAW
 from tiers.registry import SecondaryTierFactory
 from tiers.tier_config import FsspecTierConfig, S3TierConfig, TierConfig
 
@@ -16,10 +17,10 @@ def vllm_config(deployment_path: str | os.PathLike[str]) -> dict[str, Any]:
     """What to give vLLM for a deployment.
 
     Returns:
-        Way in -> the value of ``--kv-transfer-config``: ``spec`` (our spec: everything in the file applies), ``tier``
-        (our tiers behind vLLM's own TieringOffloadingSpec) and, where a tier has a place that other processes can
-        read, ``shared_storage`` (prefixes in the first such place). None has a secret in it: where a place needs one,
-        the file is named instead.
+        Way in -> the value of ``--kv-transfer-config``: ``spec`` (our spec: everything in the file applies; not where
+        a tier has ``format: vllm-raw``, for which vLLM's own must make the region), ``tier`` (our tiers behind vLLM's
+        own TieringOffloadingSpec) and, where a tier has a place that other processes can read, ``shared_storage``
+        (prefixes in the first such place). None has a secret in it: where a place needs one, the file is named instead.
 
     Raises:
         ConfigError: lists the file's mistakes.
@@ -53,6 +54,8 @@ def vllm_config(deployment_path: str | os.PathLike[str]) -> dict[str, Any]:
             },
         },
     }
+    if _vllms_own_format(deployment):
+        del ways["spec"]
     shared = _first_place(deployment, path)
     if shared:
         ways["shared_storage"] = {
@@ -65,19 +68,35 @@ def vllm_config(deployment_path: str | os.PathLike[str]) -> dict[str, Any]:
     return ways
 
 
-def why_not_shared(deployment_path: str | os.PathLike[str]) -> str:
-    """Which key of each tier keeps the way ``shared_storage`` from a deployment that has it not.
+def why_not(way: str, deployment_path: str | os.PathLike[str]) -> str:
+    """Which key of which tier keeps the way ``spec`` or ``shared_storage`` from a deployment that has it not.
 
     Raises:
         ConfigError: lists the file's mistakes.
     """
+    deployment = load_config(deployment_path, SecondaryTierFactory.tier_types())
+    return _why_no_spec(deployment) if way == "spec" else _why_not_shared(deployment)
+
+
+def _why_no_spec(deployment: DeploymentConfig) -> str:
+    return "; ".join(
+        f"{at}.format: {FORMAT_VLLM_RAW} goes with the way tier only" for at in _vllms_own_format(deployment)
+    )
+
+
+def _why_not_shared(deployment: DeploymentConfig) -> str:
     reasons = []
-    for index, tier in enumerate(load_config(deployment_path, SecondaryTierFactory.tier_types()).tiers):
+    for index, tier in enumerate(deployment.tiers):
         try:
             place_of_prefixes(tier)
         except ConfigError as e:
             reasons.append(f"tiers[{index}].{e}")
     return "; ".join(reasons) or "tiers: there are none"
+
+
+def _vllms_own_format(deployment: DeploymentConfig) -> list[str]:
+    tiers = enumerate(deployment.tiers)
+    return [f"tiers[{index}]" for index, tier in tiers if getattr(tier, "format", "") == FORMAT_VLLM_RAW]
 
 
 def _first_place(deployment: DeploymentConfig, path: str) -> dict[str, Any] | None:

@@ -54,6 +54,11 @@ class CopyReport:
     errors: int = 0
     no_room: bool = False
 
+    @property
+    def found_none(self) -> bool:
+        """Whether there was nothing to copy."""
+        return not (self.copied or self.present or self.bad or self.errors or self.no_room)
+
 
 def find_blocks(store: Store, prefixes: Iterable[str]) -> Iterator[Block]:
     """The blocks whose names begin so; a whole name is its own beginning."""

@@ -48,7 +48,10 @@ def warm(
     if namespace is not None and names is not None:
         raise _refuse("warm", "--namespace and --names exclude each other")
     prefixes = _read_names(names) if names is not None else [f"{namespace}_r" if namespace else ""]
-    _copy("warm", source, target, prefixes, as_json)
+    report = _copy("warm", source, target, prefixes, as_json)
+    if report.found_none and prefixes != [""]:
+        complain("warm", f"{source.name} at {source.where} has no block whose name begins so; du shows the namespaces")
+        raise typer.Exit(EXIT_FAILED)
 
 
 def migrate(
@@ -92,7 +95,7 @@ def _read_names(path: Path) -> list[str]:
     return names
 
 
-def _copy(command: str, source: Place, target: Place, prefixes: Iterable[str], as_json: bool) -> None:
+def _copy(command: str, source: Place, target: Place, prefixes: Iterable[str], as_json: bool) -> CopyReport:
     if _is_one_place(source, target):
         raise _refuse(command, f"{source.name} and {target.name} are one place: {source.where}; accepted are two tiers")
     if target.read_only:
@@ -128,6 +131,7 @@ def _copy(command: str, source: Place, target: Place, prefixes: Iterable[str], a
     # A near tier that is full is as warm as it gets; a migration is not done.
     if report.bad or report.errors or (report.no_room and command == "migrate"):
         raise typer.Exit(EXIT_FAILED)
+    return report
 
 
 def _format(place: Place) -> str:

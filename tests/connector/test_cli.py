@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from threading import Barrier
@@ -238,3 +239,13 @@ def test_vllm_config(tmp_path: Path) -> None:
 
 def test_demo_refuses_bad_input(tmp_path: Path) -> None:
     assert run("demo", "--config", str(tmp_path / "none.yaml"))[0] == EXIT_BAD_INPUT
+
+
+def test_an_output_that_takes_nothing_more_is_said_in_one_line() -> None:
+    with open("/dev/full", "wb") as full:
+        command = [sys.executable, "-m", "connector.cli", "check", "--schema"]
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (
+        2,
+        "kvtiers: the output could not be written: No space left on device\n",
+    )

@@ -71,9 +71,19 @@ def test_warm_by_names_and_by_namespace(near: Path, far: Path, tmp_path: Path) -
     names.write_text(f"{NAMES[3]}\n\n{NAMES[5][:-9]}\n{NAMESPACE}_r7/\n")
     assert json.loads(ok("warm", config, "--names", str(names), "--json"))["copied"] == 2
     assert stored(near).keys() == {NAMES[3], NAMES[5]}
-    assert json.loads(ok("warm", config, "--namespace", "other_0123", "--json"))["copied"] == 0
     result = json.loads(ok("warm", config, "--namespace", NAMESPACE, "--json"))
     assert (result["copied"], result["present"]) == (COUNT - 2, 2)
+
+
+def test_warm_by_what_nothing_is_named_after_fails(near: Path, far: Path, tmp_path: Path) -> None:
+    config = write_config(near, far)
+    names = tmp_path / "names"
+    names.write_text("nothing\n")
+    for option in (("--namespace", "other_0123"), ("--names", str(names))):
+        code, out = run("warm", config, *option)
+        assert code == 1
+        assert "far at " in out
+        assert "no block whose name begins so" in out
 
 
 @pytest.fixture
