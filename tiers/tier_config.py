@@ -374,6 +374,13 @@ class FsspecTierConfig(BoundedTierConfig):
     url: ExpandedPath = Field(description="Where, such as gs://bucket/folder. $VARIABLES are expanded.")
     storage_options: dict[str, Any] = Field(default_factory=dict, description="Passed to the fsspec file system.")
 
+    def check(self) -> None:
+        super().check()
+        if any(part.partition(":")[0] == "memory" for part in self.url.split("::")):
+            wanted = {"isolation": self.isolation != "thread", "ttl": self.ttl, "max_bytes": self.max_bytes}
+            if field := next((name for name, value in wanted.items() if value), None):
+                raise ConfigError("takes other processes, which cannot see memory://; leave it out", field=field)
+
     @field_serializer("url")
     def _hide_login(self, url: str) -> str:
         return public_url(url)

@@ -153,6 +153,18 @@ S3 = {"type": "s3", "bucket": "bucket"}
             "tiers[0].isolation: process would",
         ),
         ({"region": REGION, "tiers": [{"type": "memory", "isolation": "auto"}]}, "tiers[0].isolation: auto would"),
+        *(
+            (
+                {"region": REGION, "tiers": [{"type": "fsspec", "url": url, field: value}]},
+                f"tiers[0].{field}: takes other processes, which cannot see memory://",
+            )
+            for url, field, value in (
+                ("memory://kv", "isolation", "process"),
+                ("simplecache::memory://kv", "isolation", "auto"),
+                ("memory://kv", "ttl", "1d"),
+                ("memory://kv", "max_bytes", "1GiB"),
+            )
+        ),
         ({"region": REGION, "tiers": [FS | {"n_read_threads": 0}]}, "tiers[0].n_read_threads: 0 is not accepted"),
         ({"region": REGION, "tiers": [FS | {"n_write_threads": 10**6}]}, "tiers[0].n_write_threads: 1000000 is not"),
         ({"region": REGION, "tiers": [FS | {"durability": "yes"}]}, "tiers[0].durability: 'yes' is not accepted"),
