@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from tiers.errors import ConfigError, StoreError
 from tiers.file_mapper import CONFIG_FILE_NAME
+from tiers.json_text import parse_json
 from tiers.namespace import CONFIG_BYTES_MAX
 from tiers.store import Store, SupportsDeleteMany, SupportsTail
 from tiers.stores.nfs import file_system_type, mount_findings
@@ -176,7 +177,7 @@ def _namespaces(config: TierConfig, store: Store) -> Iterator[dict[str, Any]]:
                 continue
             data = bytearray(size)
             store.get_into(name, [memoryview(data)])
-            fields = json.loads(data)
+            fields = parse_json(data)
         except (StoreError, ValueError):
             continue
         if isinstance(fields, dict):

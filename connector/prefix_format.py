@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from tiers.errors import SealError, SealReason
+from tiers.json_text import parse_json
 
 if TYPE_CHECKING:
     import torch
@@ -52,8 +53,8 @@ def unseal(data: bytes, path: str) -> dict[str, Any]:
     if rest != f"{xxhash.xxh3_128_hexdigest(text)}\n".encode():
         raise SealError(SealReason.TRAILER_CHECKSUM, f"{path} does not match its checksum")
     try:
-        body = json.loads(text)
-        hashes, layers = body["hashes"], body["layers"]
+        body = parse_json(text)
+        hashes, layers, its_format = body["hashes"], body["layers"], body["format"]
         sound = (
             isinstance(body["identity"], str)
             and re.fullmatch(r"[0-9a-f]{32}", body["attempt"]) is not None
@@ -62,8 +63,8 @@ def unseal(data: bytes, path: str) -> dict[str, Any]:
         )
     except (ValueError, TypeError, KeyError, AttributeError) as e:
         raise SealError(SealReason.MAGIC, f"{path} is no manifest") from e
-    if body["format"] != FORMAT:
-        raise SealError(SealReason.VERSION, f"{path} has format {body['format']!r}")
+    if its_format != FORMAT:
+        raise SealError(SealReason.VERSION, f"{path} has format {its_format!r}")
     if not sound:
         raise SealError(SealReason.MAGIC, f"{path} is no manifest")
     checked: dict[str, Any] = body
@@ -88,7 +89,7 @@ def tensor_in(data: memoryview) -> torch.Tensor:
 
     try:
         begin = 8 + int.from_bytes(data[:8], "little")
-        entry = json.loads(bytes(data[8:begin]))[_TENSOR]
+        entry = parse_json(bytes(data[8:begin]))[_TENSOR]
         first, last = entry["data_offsets"]
         if entry["dtype"] not in _DTYPES:
             return safetensors.torch.load(bytes(data))[_TENSOR]

@@ -177,6 +177,8 @@ class BlockMover:
         if size is None:
             raise BlobNotFoundError("not stored", key=name)
         if size != self._rows.row_bytes + TRAILER_BYTES:
+            if tail is not None and self._seal.is_of_others(tail):
+                raise _others_block(size)
             raise BlobCorruptError(f"{size} bytes, a block here has {self._rows.row_bytes + TRAILER_BYTES}", key=name)
         if tail is not None:
             self._seal.check_trailer(key, tail, self._rows.row_bytes)
@@ -258,6 +260,8 @@ class BlockMover:
                 batch.errors[type(e).__name__] += 1
                 batch.fault = str(e)
                 return False
+        if isinstance(failure, BlobCorruptError):
+            failure = self._others_block_at(name) or failure
         assert failure is not None
         reason = failure.reason if isinstance(failure, SealError) else SealReason.SIZE
         batch.verify_failures[reason] += 1
@@ -265,6 +269,14 @@ class BlockMover:
         if not (isinstance(failure, SealError) and failure.foreign):
             self._quarantine(name, batch)
         return False
+
+    def _others_block_at(self, name: str) -> SealError | None:
+        """What to say of a block of another size that is good for another engine."""
+        try:
+            found = None if self._tails is None else self._tails.get_tail(name, TRAILER_BYTES)
+        except StoreError:
+            return None
+        return _others_block(found[0]) if found is not None and self._seal.is_of_others(found[1]) else None
 
     def _quarantine(self, name: str, batch: Batch) -> None:
         if not self.removes_bad:
@@ -312,6 +324,10 @@ class BlockMover:
                 yield self.store.size(name)
             except StoreError as e:
                 yield e
+
+
+def _others_block(size: int) -> SealError:
+    return SealError(SealReason.FINGERPRINT, f"{size} bytes, of another engine that shares the folder", foreign=True)
 
 
 class Rows:

@@ -9,8 +9,9 @@ judge who have one.
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from tiers.errors import BlobCorruptError, BlobNotFoundError, SealError, SealReason
@@ -22,11 +23,13 @@ from tiers.file_mapper import (
     namespace_of,
 )
 from tiers.inventory import BlockName
+from tiers.json_text import parse_json
 from tiers.seal import PAYLOAD_MULTIPLE_BYTES, TRAILER_BYTES, Authentication, Seal, fingerprint_in
 from tiers.store import KeyInfo, Store
 
 NO_IDENTITY = "no_identity"  # its namespace's config.json is missing or another one's
 CONFIG_BYTES_MAX = 1 << 20
+_AUTHENTICATIONS: dict[str, int] = {"gmac": Authentication.AES_256_GMAC, "aes-gcm": Authentication.AES_256_GCM}
 
 
 class BlockReader:
@@ -42,9 +45,9 @@ class BlockReader:
 
     def __init__(self, store: Store, *, takes_unverified: bool = False, takes_protected: bool = True) -> None:
         self._store = store
-        self._make_seal = _KeylessSeal if takes_protected else Seal
+        self._takes_protected = takes_protected
         self._takes_unverified = takes_unverified
-        self._fingerprints: dict[str, list[bytes]] = {}
+        self._identities: dict[str, dict[bytes, dict[str, Any]]] = {}
         self._shared: set[str] = set()  # namespaces that vLLM named: engines with other fingerprints use the same names
         self._buffer = bytearray()
         self.data = memoryview(b"")
@@ -59,9 +62,8 @@ class BlockReader:
             BlobNotFoundError: it was removed since it was listed.
             StoreError: it cannot be read.
         """
-        if name.namespace not in self._fingerprints:
-            identities = read_identities(self._store, name.namespace)
-            self._fingerprints[name.namespace] = list(identities)
+        if name.namespace not in self._identities:
+            identities = self._identities[name.namespace] = read_identities(self._store, name.namespace)
             if any(namespace_of(fields) != name.namespace for fields in identities.values()):
                 self._shared.add(name.namespace)
         verdict = self._judge(info, name)
@@ -72,11 +74,11 @@ class BlockReader:
         return verdict
 
     def _judge(self, info: KeyInfo, name: BlockName) -> tuple[str | None, bool]:
-        fingerprints = self._fingerprints[name.namespace]
+        identities = self._identities[name.namespace]
         if info.size <= TRAILER_BYTES or info.size % PAYLOAD_MULTIPLE_BYTES or len(name.digits) % 2:
-            return SealReason.SIZE if fingerprints else NO_IDENTITY, False
-        if len(self._buffer) < info.size:
-            self._buffer = bytearray(info.size)
+            return SealReason.SIZE if identities else NO_IDENTITY, False
+        if len(self._buffer) < info.size and not self._grow(info.size):
+            return SealReason.SIZE, False
         self.data = memoryview(self._buffer)[: info.size]
         payload, trailer = self.data[:-TRAILER_BYTES], self.data[-TRAILER_BYTES:]
         failure: SealError | BlobCorruptError | None = None
@@ -84,29 +86,48 @@ class BlockReader:
             try:
                 self._store.get_into(info.key, [payload, trailer])
                 found = fingerprint_in(trailer)
-                wanted = found if found in fingerprints else next(iter(fingerprints), bytes(32))
-                seal = self._make_seal(
-                    wanted,
-                    name.rank,
-                    takes_unverified=self._takes_unverified,
-                    shares_folder=name.namespace in self._shared,
-                )
-                seal.verify(name.offload_key, payload, trailer)
+                wanted = found if found in identities else next(iter(identities), bytes(32))
+                self._seal(wanted, name, identities.get(wanted, {})).verify(name.offload_key, payload, trailer)
                 return None, False
             except (SealError, BlobCorruptError) as e:
                 failure = e
         if isinstance(failure, SealError) and failure.foreign:
             return failure.reason, True
-        if not fingerprints:
+        if not identities:
             return NO_IDENTITY, False
         return failure.reason if isinstance(failure, SealError) else SealReason.SIZE, False
 
+    def _seal(self, fingerprint: bytes, name: BlockName, fields: dict[str, Any]) -> Seal:
+        make_seal: Callable[..., Seal] = Seal
+        if self._takes_protected and "protection" in fields:
+            make_seal = partial(_KeylessSeal, protection=fields["protection"])
+        return make_seal(
+            fingerprint,
+            name.rank,
+            takes_unverified=self._takes_unverified,
+            shares_folder=name.namespace in self._shared,
+        )
+
+    def _grow(self, size: int) -> bool:
+        """Whether there is memory for so large a blob, which is hardly a block: a file may say any size."""
+        try:
+            self._buffer = bytearray(size)
+        except (MemoryError, OverflowError):
+            return False
+        return True
+
 
 class _KeylessSeal(Seal):
-    """Checks what can be checked of a block without its key: never to load by."""
+    """Checks what can be checked of a protected block without its key: never to load by."""
 
-    def _takes(self, authentication: int) -> bool:
-        return authentication in (Authentication.NONE, Authentication.AES_256_GMAC, Authentication.AES_256_GCM)
+    def __init__(self, *arguments: Any, protection: object, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._authentication = _AUTHENTICATIONS.get(str(protection), -1)  # -1: a newer version's
+
+    def _other_means(self, checksum: int, authentication: int) -> SealError:
+        if authentication == Authentication.NONE:
+            return SealError(SealReason.AUTHENTICATION, "it is not authenticated, as its namespace's blocks are")
+        return super()._other_means(checksum, authentication)
 
 
 def read_identities(store: Store, namespace: str) -> dict[bytes, dict[str, Any]]:
@@ -129,7 +150,7 @@ def read_identities(store: Store, namespace: str) -> dict[bytes, dict[str, Any]]
 
 def _read_fields(store: Store, key: str) -> dict[str, Any] | None:
     try:
-        fields = json.loads(read_small(store, key) or b"")
+        fields = parse_json(read_small(store, key) or b"")
     except ValueError:
         return None
     return fields if isinstance(fields, dict) and isinstance(fields.get("model_name"), str) else None

@@ -19,7 +19,7 @@ from tiers.capacity.policy import CapacityPolicy
 from tiers.config import parse_tier
 from tiers.errors import ConfigError, RegionError, StoreError
 from tiers.file_mapper import FORMAT_VLLM_RAW, FileMapper, VllmFileMapper, strict_fields
-from tiers.keyring import load_keys
+from tiers.keyring import KEY_VARIABLES, load_keys
 from tiers.lookup import LookupOptions
 from tiers.namespace import open_namespace
 from tiers.open_store import store_recipe, tool_recipe
@@ -225,7 +225,7 @@ def _open_in_workers(name: str, config: TierConfig, options: TierOptions, view: 
             # Lookups must not wait for batches: readers and writers help each other, so that all may be storing.
             n_workers=options.n_read_threads + options.n_write_threads + config.lookup_threads,
             deadline_s=config.job_deadline_s,
-            hidden_variables=_key_variables(config),
+            hidden_variables=frozenset(KEY_VARIABLES),
         )
     except WorkersUnavailableError as e:
         if config.isolation == "process":
@@ -288,13 +288,8 @@ def _start_collector(
         policy,
         mapper,
         notes_uses=issubclass(store_class, SupportsTouch),
-        hidden_variables=_key_variables(config),
+        hidden_variables=frozenset(KEY_VARIABLES),
     )
-
-
-def _key_variables(config: TierConfig) -> tuple[str, ...]:
-    """Of the environment: no process but the engine's needs keys of all namespaces."""
-    return () if config.keys_env is None else (config.keys_env,)
 
 
 def _why_unmappable(view: memoryview) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from tiers.block_reader import read_identities
 from tiers.errors import BlobNotFoundError, StoreConfigError
@@ -23,6 +23,20 @@ from tiers.file_mapper import (
 from tiers.inventory import BlockName
 from tiers.seal import NO_TRAILER, TRAILER_BYTES, Seal, fingerprint_in
 from tiers.store import KeyInfo, Store, SupportsTail
+
+
+class Conversion(NamedTuple):
+    """What becomes of a block.
+
+    Attributes:
+        name: in the target.
+        seal: makes its trailer there.
+        fingerprint: in its trailer when it was looked at; another engine may put a block of its own there.
+    """
+
+    name: BlockName
+    seal: Seal
+    fingerprint: bytes
 
 
 class Converter:
@@ -41,24 +55,28 @@ class Converter:
         self._identities: dict[str, dict[bytes, dict[str, Any]]] = {}
         self._targets: dict[bytes, tuple[str, bytes]] = {}
 
-    def convert(self, info: KeyInfo, name: BlockName) -> tuple[BlockName, Seal] | None:
-        """The block's name in the target, and what seals it there; None where nothing says whose it is.
+    def convert(self, info: KeyInfo, name: BlockName) -> Conversion | None:
+        """None where nothing says whose the block is.
 
         Raises:
             BlobNotFoundError: it was removed since it was listed.
             StoreConfigError: the target lacks the folder that an engine must have made.
             StoreError: the storage cannot be asked.
         """
-        fields = self._identity(info, name) if len(name.digits) % 2 == 0 else None
-        if fields is None:
+        found = self._identity(info, name) if len(name.digits) % 2 == 0 else None
+        if found is None:
             return None
+        fields, stored = found
         source = fingerprint_of(fields)
         if source not in self._targets:
             self._targets[source] = self._open_namespace(fields | {"format": self._to_format})
         namespace, fingerprint = self._targets[source]
-        return replace(name, namespace=namespace), Seal(fingerprint, name.rank)
+        shares_folder = self._to_format == FORMAT_VLLM_RAW
+        seal = Seal(fingerprint, name.rank, shares_folder=shares_folder)
+        return Conversion(replace(name, namespace=namespace), seal, stored)
 
-    def _identity(self, info: KeyInfo, name: BlockName) -> dict[str, Any] | None:
+    def _identity(self, info: KeyInfo, name: BlockName) -> tuple[dict[str, Any], bytes] | None:
+        """The fields of who wrote a block, and the fingerprint in its trailer."""
         if name.namespace not in self._identities:
             identities = read_identities(self._source, name.namespace)
             wanted = FORMAT_SEALED if self._to_format == FORMAT_VLLM_RAW else FORMAT_VLLM_RAW
@@ -67,13 +85,15 @@ class Converter:
             }
         identities = self._identities[name.namespace]
         if self._to_format == FORMAT_VLLM_RAW:
-            return next(iter(identities.values()), None)
+            return next(((fields, fingerprint) for fingerprint, fields in identities.items()), None)
         found = cast(SupportsTail, self._source).get_tail(info.key, TRAILER_BYTES)
         if found is None:
             raise BlobNotFoundError("removed since it was listed", key=info.key)
-        if found[1] == NO_TRAILER:
-            return next(iter(identities.values())) if self._takes_unverified and len(identities) == 1 else None
-        return identities.get(fingerprint_in(found[1]))
+        fingerprint = fingerprint_in(found[1])
+        if found[1] == NO_TRAILER and self._takes_unverified and len(identities) == 1:
+            return next(iter(identities.values())), fingerprint
+        fields = identities.get(fingerprint)
+        return None if fields is None else (fields, fingerprint)
 
     def _open_namespace(self, fields: dict[str, Any]) -> tuple[str, bytes]:
         fingerprint = fingerprint_of(fields)

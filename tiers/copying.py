@@ -18,8 +18,8 @@ from tiers.conversion import Converter
 from tiers.errors import BlobNotFoundError, StoreConfigError, StoreError, StoreFullError, StorePermissionError
 from tiers.file_mapper import CONFIG_FILE_NAME, IDENTITY_FILE_PREFIX
 from tiers.inventory import BlockName, list_blocks
-from tiers.seal import TRAILER_BYTES, Seal
-from tiers.store import KeyInfo, Store, SupportsSizeMany
+from tiers.seal import TRAILER_BYTES, Seal, fingerprint_in
+from tiers.store import KeyInfo, Store, SupportsSizeMany, SupportsTail
 
 THREADS = 8  # reading or writing mostly waits, on one side at least
 BATCH_BLOCKS = 256  # asked for at once, whether the target has them
@@ -33,6 +33,7 @@ class _Move:
     name: BlockName
     target: str
     seal: Seal | None  # None: as it is stored
+    fingerprint: bytes = b""  # of the block that the seal is for
 
 
 @dataclass(slots=True)
@@ -43,7 +44,7 @@ class CopyReport:
         copied, copied_bytes: with their trailers.
         present: blocks that the target had, of the same size.
         bad: blocks whose seal failed, that have none, or that only a newer version can judge.
-        errors: blocks that could not be read or written.
+        errors: blocks that could not be read or written, or whose names another engine's have in the target.
         no_room: the target is full, or its bound reached; the rest was not looked at.
     """
 
@@ -121,6 +122,9 @@ class Copier:
         wanted = []
         moves = [move for block in batch if (move := self._plan(*block)) is not None]
         for move, size in zip(moves, _sizes(self._target, [move.target for move in moves]), strict=True):
+            if size is not None and move.seal is not None and self._is_of_others(move):
+                self.report.errors += 1
+                continue
             if size == move.info.size:
                 self.report.present += 1
                 continue
@@ -157,8 +161,15 @@ class Copier:
         if found is None:
             self.report.bad += 1
             return None
-        target, seal = found
-        return _Move(info, name, target.path, seal)
+        return _Move(info, name, found.name.path, found.seal, found.fingerprint)
+
+    def _is_of_others(self, move: _Move) -> bool:
+        """Whether the target's name is taken by an engine that only shares the folder."""
+        assert move.seal is not None
+        if not isinstance(self._target, SupportsTail):
+            return False
+        found = self._target.get_tail(move.target, TRAILER_BYTES)
+        return found is not None and move.seal.is_of_others(found[1])
 
     def _copy_namespace(self, namespace: str) -> None:
         if not read_identities(self._source, namespace):
@@ -186,6 +197,9 @@ class Copier:
                     continue
                 payload, trailer = reader.data[:-TRAILER_BYTES], reader.data[-TRAILER_BYTES:]
                 if move.seal is not None:
+                    if fingerprint_in(trailer) != move.fingerprint:  # another engine's since it was planned
+                        report.errors += 1
+                        continue
                     trailer = memoryview(move.seal.trailer(move.name.offload_key, payload))
                 # A blob of another size is there, or none: what is there is no good block of this namespace.
                 self._target.put(move.target, [payload, trailer], overwrite=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from tiers.file_mapper import DIGEST_HEX_DIGITS, block_name
-from tiers.keys import OffloadKey, make_offload_key
+from tiers.keys import GROUP_INDEX_MAX, OffloadKey, make_offload_key
 from tiers.store import KeyInfo, Store
 
 #: Pattern of a namespace's name. One folder: what lies deeper is another root's.
@@ -47,7 +47,7 @@ class BlockName:
 def parse_block_name(key: str) -> BlockName | None:
     """None for a name that is no block's."""
     found = _NAME.fullmatch(key)
-    if found is None or not found[6].startswith(found[3] + found[4]):
+    if found is None or not found[6].startswith(found[3] + found[4]) or int(found[5]) > GROUP_INDEX_MAX:
         return None
     return BlockName(found[1], int(found[2]), int(found[5]), found[6])
 

@@ -60,6 +60,11 @@ class KeyRing:
         return {number: hmac.digest(key, info, "sha256") for number, key in self._keys.items()}
 
 
+#: Environment variables that the configurations of this process' tiers have keys in: no process of any of them, and
+#: none but the engine's, needs keys of all namespaces.
+KEY_VARIABLES: set[str] = set()
+
+
 def key_id(key: bytes) -> int:
     """Four bytes that name a key and tell nothing about it."""
     return int.from_bytes(hmac.digest(key, b"kvtiers\0key id", "sha256")[:4], "little")

@@ -15,6 +15,7 @@ from tiers.errors import (
     StoreFullError,
 )
 from tiers.file_mapper import FileMapper
+from tiers.json_text import parse_json
 from tiers.store import Store
 
 logger = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ def _read(store: Store, name: str, path: str) -> bytes | None:
 
 def _compare(found: bytes, fields: dict[str, Any], path: str) -> None:
     try:
-        there = json.loads(found)
+        there = parse_json(found)
     except ValueError as e:
         raise ConfigError(
             f"is torn or foreign ({e}); if nothing else uses this folder, delete it and start again",

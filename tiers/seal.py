@@ -306,6 +306,14 @@ class Seal:
             raise self._other_means(checksum, authentication)
         return checksum, expected
 
+    def is_of_others(self, trailer: bytes | bytearray | memoryview) -> bool:
+        """Whether a block, of whatever size, is that of an engine which only shares the folder, and none of ours."""
+        trailer = bytes(trailer)
+        if not self._shares_folder or len(trailer) != TRAILER_BYTES or trailer[: len(MAGIC)] != MAGIC:
+            return False
+        sound = _CHECK.unpack_from(trailer, _HEAD.size)[0] == xxhash.xxh3_64_intdigest(trailer[: _HEAD.size])
+        return sound and fingerprint_in(trailer) != self._fingerprint
+
     def _takes(self, authentication: int) -> bool:
         return authentication == self._authentication
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -22,7 +23,7 @@ from tiers.capacity.policy import CapacityPolicy
 from tiers.config_values import AbsolutePath, Duration, ExpandedPath, Size
 from tiers.errors import HIDDEN, ConfigError, public_url
 from tiers.file_mapper import FORMAT_SEALED, FORMAT_VLLM_RAW
-from tiers.keyring import KEY_BYTES
+from tiers.keyring import KEY_BYTES, KEY_VARIABLES
 from tiers.stores.s3_options import TIMEOUT_S_MAX, S3Options
 
 #: Keys of the s3 tier that the store takes as they are.
@@ -32,12 +33,13 @@ _S3_SAME_NAMES = (
 )  # fmt: skip
 
 MAX_BYTES_MIN = 1 << 20
-_KEY = re.compile(rf"[0-9A-Fa-f]{{{2 * KEY_BYTES}}}")
+_KEY = re.compile(rf"(0x)?[0-9A-Fa-f]{{{2 * KEY_BYTES}}}")
 POLL_S, REMOTE_POLL_S = 0.25, 15.0  # how often a collector looks whether there is something to do
 
 
 def _no_key(value: object) -> object:
-    if isinstance(value, str) and _KEY.fullmatch(value):
+    words = re.split(r"[\s,]+", value) if isinstance(value, str) else ()  # a path may have a digest in it
+    if any(_KEY.fullmatch(word) for word in words):
         raise ValueError("is a key itself; keys have no place here, write where they are")
     return value
 
@@ -131,7 +133,7 @@ class TierConfig(Model):
         "none",
         description="aes-gcm: blocks are stored encrypted and authenticated (AES-256-GCM); one more copy a store.",
     )
-    keys_file: Annotated[ExpandedPath, BeforeValidator(_no_key)] | None = Field(
+    keys_file: Annotated[ExpandedPath, BeforeValidator(_no_key), AfterValidator(_no_key)] | None = Field(
         None, description="File of keys for auth and encrypt: 64 hex digits each, the first is for new blocks."
     )
     keys_env: Annotated[str, BeforeValidator(_no_key), Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,127}$")] | None = Field(
@@ -159,6 +161,8 @@ class TierConfig(Model):
             raise ConfigError("is one too many; give either keys_file or keys_env", field="keys_env")
         if given and self.protection == "none":
             raise ConfigError("is of no use without auth: gmac or encrypt: aes-gcm", field=given[0])
+        if self.keys_env is not None:
+            KEY_VARIABLES.add(self.keys_env)
         if not given and self.protection != "none":
             name = "encrypt" if self.encrypt != "none" else "auth"
             raise ConfigError(f"{getattr(self, name)} needs keys; give keys_file or keys_env", field=name)

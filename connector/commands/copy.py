@@ -100,7 +100,11 @@ def _copy(command: str, source: Place, target: Place, prefixes: Iterable[str], a
         raise _refuse(command, f"{source.name} and {target.name} are one place: {source.where}; accepted are two tiers")
     if target.read_only:
         raise _refuse(command, f"{target.name} is read_only; accepted is a tier that may be written to")
-    if _format(source) != _format(target) and {source.config.protection, target.config.protection} != {"none"}:
+    protections = source.config.protection, target.config.protection
+    if protections[0] != protections[1]:
+        kinds = f"{source.name} has {protections[0]}, {target.name} {protections[1]}"
+        raise _refuse(command, f"an engine finds blocks of its own protection only ({kinds}); accepted are two alike")
+    if _format(source) != _format(target) and protections[0] != "none":
         raise _refuse(command, "a protected block keeps its format; accepted are two tiers of the same format")
     started_at = time.monotonic()
     try:
@@ -193,7 +197,7 @@ def _show(result: dict[str, Any]) -> None:
     for name, text in (
         ("present", "were there already"),
         ("bad", "not copied, their seal failed, or is missing, or a newer version made it (see kvtiers verify)"),
-        ("errors", "could not be read or written"),
+        ("errors", "could not be read or written, or another engine's block has the name"),
     ):
         if result[name]:
             say(f"  {text}: {result[name]:,} blocks")

@@ -40,7 +40,7 @@ from connector.base import CacheConfig, KVCacheGroup, ModelConfig, OffloadingCon
 from connector.vllm.weights import kv_revision, value_digest
 from tiers.base import JobMetadata, JobResult, OffloadingEvent
 from tiers.errors import ConfigError
-from tiers.file_mapper import VllmLayout
+from tiers.file_mapper import MODEL_NAME_BYTES_MAX, VllmLayout
 from tiers.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -207,11 +207,21 @@ def role_of(vllm_config: Any | None) -> Role:
 
 
 def _model_name(vllm_config: Any | None, name: str) -> str:
-    """A model's name; of one in a bucket its URL, as vLLM's name of it is a folder in one host's cache."""
+    """A model's name; of one in a bucket its URL, as vLLM's name of it is a folder in one host's cache.
+
+    A path as it is given, but where it is no name of a folder of ours.
+    """
     url = str(getattr(getattr(vllm_config, "model_config", None), "model_weights", None) or "")
     scheme, separator, place = url.partition("://")
     # The end will do, and folders' names are bounded: the revision has a digest of the whole URL.
-    return f"{scheme}/{place.strip('/')[-_URL_END:]}" if separator else name
+    if separator:
+        return f"{scheme}/{place.strip('/')[-_URL_END:]}"
+    if name.startswith("."):
+        name = os.path.abspath(name)
+    if len(name.encode()) > MODEL_NAME_BYTES_MAX:
+        end = name.encode()[-_URL_END:].decode(errors="ignore")
+        name = f"{value_digest(name)[:16]}/{end}"
+    return name
 
 
 def _model_revision(vllm_config: Any | None) -> str | None:

@@ -11,6 +11,7 @@ import json
 from typing import Any
 
 from tiers.errors import BlobCorruptError, BlobNotFoundError, StoreUnavailableError
+from tiers.json_text import parse_json
 from tiers.store import Store
 
 OWN_PREFIX = "_kvtiers/"
@@ -53,7 +54,7 @@ def get_record(store: Store, key: str) -> dict[str, Any] | None:
             size = store.size(key)
             continue
         try:
-            content = json.loads(data)
+            content = parse_json(data)
         except ValueError:
             return {}
         return content if isinstance(content, dict) else {}
