@@ -11,15 +11,17 @@ import boto3
 import pytest
 
 from tests.connector.test_storage_commands import ok, run
-from tests.connector.test_verify_command import COUNT, MAPPER, NAMES, SIZE, flip, put_blocks
-from tests.identity import block_key
+from tests.connector.test_verify_command import COUNT, NAMES, SIZE, flip, put_blocks
+from tests.identity import FakeSpec, block_key
 from tests.tiers.test_account import measure
 from tiers.capacity.account import Account
-from tiers.conversion import Converter
+from tiers.conversion import Conversion, Converter
 from tiers.copying import Copier, find_blocks
 from tiers.errors import StoreFullError, StorePermissionError, StoreUnavailableError
+from tiers.file_mapper import FileMapper
 from tiers.inventory import BlockName
 from tiers.keyring import KeyRing
+from tiers.namespace import open_namespace
 from tiers.protected_seal import GcmSeal, GmacSeal
 from tiers.seal import TRAILER_BYTES, Seal
 from tiers.store import KeyInfo
@@ -224,21 +226,27 @@ def test_a_block_that_may_not_be_read_stops_nothing() -> None:
     assert (report.copied, report.errors) == (COUNT - 1, 1)
 
 
-@pytest.mark.parametrize("kind", [GmacSeal, GcmSeal])
-def test_protected_blocks_are_checked_and_copied_without_a_key(near: Path, far: Path, kind: type[Seal]) -> None:
-    seal = kind(MAPPER.fingerprint, MAPPER.rank, keys=KeyRing(bytes(range(32))))  # type: ignore[call-arg]
+@pytest.mark.parametrize(("kind", "protection"), [(GmacSeal, "gmac"), (GcmSeal, "aes-gcm")])
+def test_protected_blocks_are_checked_and_copied_without_a_key(
+    near: Path, tmp_path: Path, kind: type[Seal], protection: str
+) -> None:
+    far = tmp_path / "protected"
+    mapper = FileMapper.from_offloading_spec("", FakeSpec(), extra_fields={"protection": protection})
+    names = [mapper.relative_name(block_key(number)) for number in range(COUNT)]
+    seal = kind(mapper.fingerprint, mapper.rank, keys=KeyRing(bytes(range(32))))  # type: ignore[call-arg]
     store = LocalStore(far)
-    for number, name in enumerate(NAMES):
-        store.put(name, seal.seal_parts(block_key(number), memoryview(bytes([number]) * SIZE)), overwrite=True)
+    open_namespace(store, mapper)
+    for number, name in enumerate(names):
+        store.put(name, seal.seal_parts(block_key(number), memoryview(bytes([number]) * SIZE)))
     store.close()
     config = write_config(near, far)
     assert "all are what they should be" in ok("verify", config, "--tier", "far")
-    flip(far / NAMES[0], 100)
+    flip(far / names[0], 100)
     code, out = run("verify", config, "--tier", "far")
     assert (code, "bad (payload_checksum): 1 blocks" in out) == (1, True)
     assert run("warm", config)[0] == 1
-    assert stored(near).keys() == set(NAMES[1:])
-    assert {name: blob for name, blob in stored(far).items() if name != NAMES[0]} == stored(near)
+    assert stored(near).keys() == set(names[1:])
+    assert {name: blob for name, blob in stored(far).items() if name != names[0]} == stored(near)
     to_raw = Copier(LocalStore(far), MemoryStore(), converter=SealedAnew())
     assert to_raw.copy(find_blocks(LocalStore(far), [""])).bad == COUNT  # what has a key keeps its format
 
@@ -249,8 +257,8 @@ class SealedAnew(Converter):
     def __init__(self) -> None:
         pass
 
-    def convert(self, info: KeyInfo, name: BlockName) -> tuple[BlockName, Seal]:
-        return name, Seal(bytes(32), name.rank)
+    def convert(self, info: KeyInfo, name: BlockName) -> Conversion:
+        return Conversion(name, Seal(bytes(32), name.rank), bytes(32))
 
 
 @pytest.mark.parametrize("spelling", ["{far}/", "{far}/../far", "{link}/far"])

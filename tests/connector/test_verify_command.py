@@ -15,8 +15,10 @@ from typer.testing import CliRunner
 
 from connector.cli import app
 from tests.identity import FakeSpec, block_key
-from tiers.errors import StorePermissionError, StoreUnavailableError
+from tiers.block_reader import BlockReader
+from tiers.errors import SealReason, StorePermissionError, StoreUnavailableError
 from tiers.file_mapper import FileMapper
+from tiers.inventory import parse_block_name
 from tiers.layers.worker_process import StoreRecipe
 from tiers.namespace import open_namespace
 from tiers.seal import Seal
@@ -336,3 +338,28 @@ def test_workers_end_with_their_reader(root: Path) -> None:
         and f" {os.getpid()} " in Path(f"/proc/{pid}/stat").read_text()
     ]
     assert children == []
+
+
+def test_names_and_sizes_that_no_block_has_end_nothing(root: Path, config: str, tmp_path: Path) -> None:
+    flip(root / NAMES[3], 100)
+    odd = root / NAMES[3].replace("_g0/", f"_g{2**32}/")
+    odd.parent.mkdir(parents=True)
+    odd.write_bytes(b"no block")
+    found = run_json(config)
+    assert [reason for _, reason in found["bad"]] == ["payload_checksum"]
+    assert found["blocks"] == COUNT
+
+    class Vast(MemoryStore):
+        def size(self, key: str) -> int:
+            return 1 << 60
+
+    store = Vast()
+    put_blocks(store)
+    name = parse_block_name(NAMES[0])
+    assert name is not None
+    assert BlockReader(store).read(KeyInfo(NAMES[0], 1 << 60, 0.0), name) == (SealReason.SIZE, False)
+
+
+def test_lists_in_lists_without_end_are_no_identity(root: Path, config: str) -> None:
+    (root / MAPPER.relative_config_name).write_text("[" * 200_000)
+    assert {reason for _, reason in run_json(config)["bad"]} == {"no_identity"}

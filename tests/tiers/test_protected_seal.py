@@ -17,6 +17,7 @@ import xxhash
 from tests.golden.make_golden import SEALED_FINGERPRINT, SEALED_KEY, SEALED_KEYS, SEALED_RANK, sealed_payload
 from tests.identity import block_key
 from tiers import protected_seal
+from tiers.config import parse_tier
 from tiers.errors import ConfigError, SealError, SealReason
 from tiers.keyring import KEYS_MAX, KeyRing, load_keys, parse_keys
 from tiers.keys import OffloadKey
@@ -337,6 +338,21 @@ def test_places_that_hold_no_keys(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=expected):
             load_keys(**options, environ={})
+
+
+@pytest.mark.parametrize("text", ["$K", " {}", "{}\n", "{0},{0}", "0x{}"])
+@pytest.mark.parametrize("option", ["keys_file", "keys_env"])
+def test_a_key_where_its_place_belongs_is_not_repeated(option: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("K", OLD.hex())
+    with pytest.raises(ConfigError) as caught:
+        parse_tier({"type": "fs", "root_dir": "/x", "auth": "gmac", option: text.format(OLD.hex())})
+    assert OLD.hex() not in "".join(traceback.format_exception(caught.value))
+
+
+def test_a_path_may_have_a_digest_in_it() -> None:
+    path = f"/var/lib/docker/volumes/{OLD.hex()}/_data/keys"
+    tier = parse_tier({"type": "fs", "root_dir": "/x", "auth": "gmac", "keys_file": path})
+    assert getattr(tier, "keys_file", None) == path
 
 
 @both

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +14,9 @@ import numpy as np
 import pytest
 import xxhash
 import yaml
+from typer.testing import CliRunner
 
+from connector.cli import app
 from connector.vllm_config import vllm_config
 from tests.identity import FakeSpec, block_key
 from tiers import block_mover, posix, protected_seal
@@ -21,7 +25,8 @@ from tiers.builtin import FileSystemTierManager
 from tiers.config import parse_config, parse_tier
 from tiers.errors import ConfigError
 from tiers.keys import OffloadKey
-from tiers.seal import TRAILER_BYTES
+from tiers.seal import TRAILER_BYTES, Seal
+from tiers.stores.local import LocalStore
 
 ROWS, ROW_BYTES = 8, 8192
 KEYS = [block_key(n) for n in range(ROWS)]
@@ -272,3 +277,49 @@ def test_prefix_files_are_not_offered_for_a_protected_tier(bench: Bench, tmp_pat
     tier = {"type": "fs", "root_dir": str(bench.root), "auth": "gmac", "keys_file": str(bench.keys_file)}
     path.write_text(yaml.safe_dump({"region": {"size": "1MiB"}, "tiers": [tier]}))
     assert set(vllm_config(path)) == {"spec", "tier"}
+
+
+@pytest.mark.parametrize(("near", "far"), [("none", "aes-gcm"), ("aes-gcm", "none"), ("gmac", "aes-gcm")])
+def test_copies_between_two_protections_are_refused(tmp_path: Path, near: str, far: str) -> None:
+    """No engine of the target would find them, and plain ones would lie where all is encrypted."""
+    options = {"none": "", "gmac": ", auth: gmac, keys_env: K", "aes-gcm": ", encrypt: aes-gcm, keys_env: K"}
+    config = tmp_path / "c.yaml"
+    config.write_text(
+        f"region: {{size: 1MiB}}\ntiers:\n- {{type: fs, name: near, root_dir: {tmp_path}/near{options[near]}}}\n"
+        f"- {{type: fs, name: far, root_dir: {tmp_path}/far{options[far]}}}\n"
+    )
+    result = CliRunner().invoke(app, ["warm", str(config)])
+    assert result.exit_code == 2
+    assert f"(far has {far}, near {near})" in result.output
+
+
+@both
+def test_verify_finds_blocks_that_were_written_without_a_key(
+    bench: Bench, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    bench.fill()
+    tier = bench.tier(OLD, **options)
+    bench.run(tier, "store", KEYS[:4])
+    forger, seal = LocalStore(bench.root), Seal(tier.mapper.fingerprint, 0)
+    for key in KEYS[4:]:
+        payload = memoryview(bytes(ROW_BYTES))
+        forger.put(tier.mapper.relative_name(key), [payload, memoryview(seal.trailer(key, payload))])
+    config = tmp_path / "c.yaml"
+    tiers = [{"type": "fs", "root_dir": str(bench.root), "keys_file": str(bench.keys_file), **options}]
+    config.write_text(yaml.safe_dump({"region": {"size": "1MiB"}, "tiers": tiers}))
+    result = CliRunner().invoke(app, ["verify", str(config), "--json"])
+    (report,) = json.loads(result.output)["tiers"]
+    assert result.exit_code == 1
+    assert [reason for _, reason in report["bad"]] == ["authentication"] * 4
+
+
+def test_no_tiers_processes_have_the_keys_of_another(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTIERS_SECRETS", OLD)
+    keyed = {"type": "fs", "root_dir": "/mnt/other", "auth": "gmac", "keys_env": "KVTIERS_SECRETS"}
+    parse_config({"region": {"size": "1MiB"}, "tiers": [{"type": "memory"}, keyed]})
+    bench.tier(isolation="process", max_bytes="64MiB")
+    threads = Path(f"/proc/{os.getpid()}/task").iterdir()
+    started = [pid for thread in threads for pid in (thread / "children").read_text().split()]
+    assert len(started) > 1  # a worker and the collector
+    for pid in started:
+        assert OLD.encode() not in Path(f"/proc/{pid}/environ").read_bytes()

@@ -501,6 +501,7 @@ class TestNamespace:
             (b"{", ConfigError, "torn or foreign"),
             (b"[]", ConfigError, "foreign"),
             (b"\xff\xfe", ConfigError, "torn or foreign"),
+            (b"[" * 100_000, ConfigError, "torn or foreign .it is nested too deeply"),
             (bytes((1 << 20) + 1), ConfigError, "1048577 bytes"),
         ],
     )

@@ -22,12 +22,15 @@ from tests.tiers.test_local_store import TestLocalStore
 from tests.waiting import wait_for
 from tiers import posix
 from tiers.base import JobMetadata, JobResult, SecondaryTierManager
+from tiers.conversion import Converter
+from tiers.copying import Copier, find_blocks
 from tiers.errors import BlobCorruptError, BlobNotFoundError, ConfigError, StoreConfigError, StoreError
 from tiers.file_mapper import VllmLayout
 from tiers.inventory import parse_block_name
 from tiers.registry import SecondaryTierFactory
 from tiers.seal import NO_TRAILER, TRAILER_BYTES, Seal
 from tiers.store import Store
+from tiers.stores.local import LocalStore
 from tiers.testing.faults import SyscallFaults
 from tiers.vllm_raw import VllmRawStore
 
@@ -439,12 +442,92 @@ def test_what_nobody_can_prove_is_not_migrated(root: Path, tmp_path: Path) -> No
     assert (code, json.loads(text)["bad"]) == (1, ROWS)
 
 
+OTHERS = VllmSpec(FakeSpec().changed("model", revision="other").config)
+
+
+@contextlib.contextmanager
+def others_tier(root: Path, row_bytes: int = ROW_BYTES) -> Iterator[Any]:
+    """What stores and loads the same keys for an engine with other weights."""
+    region = np.full((ROWS, row_bytes), 5, np.int8)
+    options = {"type": "fs", "root_dir": str(root), "min_free": 0, "format": "vllm-raw", "isolation": "thread"}
+    tier = SecondaryTierFactory.create_secondary_tier(options, region.data, OTHERS)
+
+    def run(operation: str) -> int:
+        getattr(tier, f"submit_{operation}")(JobMetadata(1, KEYS, np.arange(ROWS, dtype=np.int32)))
+        tier.drain_jobs()
+        (result,) = tier.get_finished()
+        return len(result.successful_keys)
+
+    yield run
+    tier.shutdown()
+
+
+def test_blocks_of_an_engine_with_another_size_are_its_own(tiers: Any, root: Path) -> None:
+    """Another model at the same path: vLLM's folder and names are the same."""
+    writer = tiers()
+    original = writer.fill(5)
+    assert writer.run("store").success
+    with others_tier(root, 2 * ROW_BYTES) as run:
+        assert run("load") == 0
+        assert run("store") == 0
+    reader = tiers()
+    assert reader.run("load").success
+    assert np.array_equal(reader.region, original)
+
+
+def test_a_block_that_another_engine_put_meanwhile_is_not_migrated_as_the_first_ones(
+    root: Path, tmp_path: Path
+) -> None:
+    class Racing(VllmRawStore):
+        """After the look at the first block all are collected, and another engine stores its own."""
+
+        has_raced = False
+
+        def get_tail(self, key: str, length: int) -> tuple[int, bytes] | None:
+            found = super().get_tail(key, length)
+            if not self.has_raced:
+                self.has_raced = True
+                for path in blocks(root):
+                    path.unlink()
+                with others_tier(root) as run:
+                    assert run("store") == ROWS
+            return found
+
+    tier = Tier(root, isolation="thread")
+    tier.fill(6)
+    tier.run("store")
+    tier.tier.shutdown()
+    with others_tier(root):  # so that the folder knows it
+        pass
+    source, target = Racing(str(root)), LocalStore(tmp_path / "sealed")
+    report = Copier(source, target, converter=Converter(source, target, "sealed-1")).copy(find_blocks(source, [""]))
+    assert (report.copied, report.errors) == (ROWS - 1, 1)  # the rest was looked at afterwards, and is the other one's
+    reader = Tier(tmp_path / "sealed", format="sealed-1", isolation="thread")
+    assert not reader.run("load").successful_keys
+    reader.tier.shutdown()
+
+
+@pytest.mark.parametrize("row_bytes", [ROW_BYTES, 2 * ROW_BYTES])
+def test_migrate_leaves_another_engines_blocks_and_says_so(root: Path, tmp_path: Path, row_bytes: int) -> None:
+    sealed = tmp_path / "sealed"
+    writer = Tier(sealed, format="sealed-1", isolation="thread")
+    writer.fill(7)
+    writer.run("store")
+    writer.tier.shutdown()
+    started(root)
+    with others_tier(root, row_bytes) as run:
+        assert run("store") == ROWS
+        code, text = migrate(sealed, root, to_raw=True)
+        assert (code, json.loads(text)["errors"], json.loads(text)["copied"]) == (1, ROWS, 0)
+        assert run("load") == ROWS
+
+
 def test_protected_blocks_keep_their_format(root: Path, tmp_path: Path) -> None:
     started(root)
     config = tmp_path / "p.yaml"
     config.write_text(
         f"region: {{size: 1MiB}}\ntiers:\n- {{type: fs, root_dir: {root}, format: vllm-raw, auth: gmac, keys_env: K}}\n"
-        f"- {{type: fs, root_dir: {tmp_path}/sealed}}\n"
+        f"- {{type: fs, root_dir: {tmp_path}/sealed, auth: gmac, keys_env: K}}\n"
     )
     result = CliRunner().invoke(app, ["migrate", str(config)])
     assert result.exit_code == 2

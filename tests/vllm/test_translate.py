@@ -625,6 +625,17 @@ def test_a_model_in_a_bucket_is_the_same_on_hosts_without_the_pulled_folder(
     assert "is not known" not in caplog.text
 
 
+def test_a_model_has_a_folder_whatever_its_path_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def of(name: str) -> str:
+        return folder(built_by(some_vllm_config(model=name), model=OffloadingModelConfig(name=name, dtype="float32")))
+
+    monkeypatch.chdir(tmp_path)
+    assert of("./models/llama") == of(f"{tmp_path}/models/llama")
+    assert of("../llama") == of(f"{tmp_path.parent}/llama")
+    assert of(f"/{'a' * 300}/llama") != of(f"/{'b' + 'a' * 299}/llama")
+    assert "_llama_" in of(f"/{'a' * 300}/llama")
+
+
 def test_a_model_in_a_bucket_has_the_same_name_on_hosts_whose_caches_are_elsewhere() -> None:
     def of(cache: str, url: str) -> str:
         name = OffloadingModelConfig(name=f"{cache}/model_streamer/ab12cd34", dtype="float32")
