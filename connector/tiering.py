@@ -1,11 +1,13 @@
 """TieringOffloadingManager: the CPU region in front, any number of tiers behind it.
 
 - Cascade (``connector.cascade``): a block that the engine has stored in the region goes to every tier.
-- Promotion: a key that is not in the region is asked of the tiers, in order. A hit is loaded into a reserved slot, one
-  job per tier and request, submitted when the step ends; until it is in, the answer is "ask again". What comes from a
-  later tier also goes to the tiers before it.
+- Promotion: a key that is not in the region is asked of the tiers, in order. A hit is loaded into a reserved slot, a
+  request's together, submitted when the step ends; until it is in, the answer is "ask again". What comes from a
+  later tier also goes to the tiers before it. What a tier has not reported is a bounded part of the region
+  (``load_share``): what is beyond waits for that, so that a tier that hangs leaves room for the others.
 - Waiting is bounded everywhere: for a tier's answer (``lookup_deadline_s``), for room in the region
-  (``promotion_wait_s``), for a load (the tier's deadline, and ``load_deadline_s``); then the key is absent.
+  (``promotion_wait_s``), for the tier's share of it (``load_deadline_s``), for a load (the tier's deadline, and
+  ``load_deadline_s``); then the key is absent.
 - A failed load makes that tier's copy absent for the request until it finishes, so no request runs in circles; and for
   those that have waited for it as well, so that they do not try one after the other.
 - Nothing a tier does reaches the engine: what it raises, reports twice or reports of no job is counted and contained.
@@ -17,16 +19,17 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from connector.base import LoadStoreSpec, OffloadingManager, PrepareStoreOutput
 from connector.cascade import Cascade
 from connector.primary import Block, BlockState, CPUPrimaryTier
+from connector.promotion import Job, Request, TierLoads
 from connector.tier_guard import RAISED, GuardedTier, shut_down_tiers
 from connector.tiering_options import LOAD_GRACE_S, TieringOptions
 from tiers.base import JobMetadata, JobResult, OffloadingEvent, ReqContext, SecondaryTierManager
@@ -38,53 +41,6 @@ _EVERY_TIER = -1  # as a bit mask
 _EXPIRED = float("-inf")
 _ASKED_LATELY_S = 5.0  # a request that was not asked of for so long may be forgotten
 _FAILED_S = 30.0  # how long a failed load is remembered for those that came before it failed
-
-
-@dataclass(slots=True, eq=False)
-class _Request:
-    """A request that missed the region.
-
-    Attributes:
-        came_at: when a key of it was first asked of the tiers.
-        asked_at: and last.
-        waited_s: time between its questions. A long one counts in part: engines ask nothing of a request while their
-            batch is full, and what tiers had answered may be too old to be believed by then.
-        asked: ``waited_s`` when a key was first asked of the tiers, while an answer is owed.
-        refused: bit mask of the tiers whose copy of a key cannot be had.
-        hits: key -> tier, to be promoted.
-        starved_since: since when hits wait for room.
-        loading: blocks on their way from tiers.
-        held: blocks pinned for this request until it loads them, finishes, or ``held_until`` passes.
-    """
-
-    context: ReqContext
-    came_at: float
-    asked_at: float
-    waited_s: float = 0.0
-    asked: dict[OffloadKey, float] = field(default_factory=dict)
-    refused: dict[OffloadKey, int] = field(default_factory=dict)
-    hits: dict[OffloadKey, int] = field(default_factory=dict)
-    starved_since: float | None = None
-    loading: int = 0
-    held: dict[OffloadKey, Block] = field(default_factory=dict)
-    held_until: float = 0.0
-    finished: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Job:
-    """A submitted job. A store pins its blocks; a load has a request.
-
-    Attributes:
-        late_at: when a load is given up.
-        ended: it was reported, or given up.
-    """
-
-    tier: int
-    blocks: list[Block]
-    request: _Request | None = None
-    late_at: float = 0.0
-    ended: bool = False
 
 
 class TieringOffloadingManager(OffloadingManager):
@@ -112,14 +68,15 @@ class TieringOffloadingManager(OffloadingManager):
         self._options = options or TieringOptions()
         self._clock = clock
         self._job_ids = itertools.count(1)
-        self._jobs: dict[int, _Job] = {}
-        self._loads: list[deque[_Job]] = [deque() for _ in self._tiers]  # of each tier, in the order of their deadlines
-        self._load_deadlines_s = [
-            min(self._options.load_deadline_s, tier.job_deadline_s + LOAD_GRACE_S) for tier in self._tiers
+        self._jobs: dict[int, Job] = {}
+        load_blocks_max = math.ceil(self._options.load_share * primary.num_blocks / max(1, len(self._tiers)))
+        self._loads = [
+            TierLoads(load_blocks_max, min(self._options.load_deadline_s, tier.job_deadline_s + LOAD_GRACE_S))
+            for tier in self._tiers
         ]
-        self._requests: OrderedDict[str, _Request] = OrderedDict()  # the one asked of last is last
+        self._requests: OrderedDict[str, Request] = OrderedDict()  # the one asked of last is last
         self._failed: OrderedDict[tuple[OffloadKey, int], float] = OrderedDict()  # when which tier's load; oldest first
-        self._waiting: dict[_Request, None] = {}  # an ordered set: with hits, loads under way or held blocks
+        self._waiting: dict[Request, None] = {}  # an ordered set: with hits, loads under way or held blocks
         # What lookups of this step found in the region, by request.
         self._found: dict[str, dict[OffloadKey, Block]] = {}
         self._cascade = Cascade(
@@ -187,7 +144,7 @@ class TieringOffloadingManager(OffloadingManager):
         """Take results, submit this step's promotions, let the tiers send this step's lookups."""
         began = self._clock()
         self._take_results()
-        if self._waiting or any(self._loads):
+        if self._waiting or any(loads.is_awaited for loads in self._loads):
             now = self._clock()
             self._give_up_late_loads(now)
             for request in list(self._waiting):
@@ -278,31 +235,63 @@ class TieringOffloadingManager(OffloadingManager):
         self._waiting[request] = None
         return None
 
-    def _serve(self, request: _Request, now: float) -> None:
+    def _serve(self, request: Request, now: float) -> None:
         """Submit loads for the hits there is room for; age those there is none for."""
         if request.hits or request.loading:
             # What it has found in the region must stay while it waits for the rest, or it would find that gone in turn.
             self._hold(request, self._found.get(request.context.req_id, {}).values())
             request.held_until = now + self._options.promotion_hold_s
-        wanted = [key for key in request.hits if self.primary.find(key) is None]  # else another request has it loaded
+        wanted = self._within_shares(request, now)
         blocks = self.primary.reserve(wanted)
         by_tier: dict[int, list[Block]] = {}
         for block in blocks:
-            by_tier.setdefault(request.hits[block.key], []).append(block)
-        request.hits = {key: request.hits[key] for key in wanted[len(blocks) :]}
+            by_tier.setdefault(request.hits.pop(block.key), []).append(block)
         for index, its_blocks in by_tier.items():
             request.loading += len(its_blocks)
-            job = _Job(index, its_blocks, request, late_at=now + self._load_deadlines_s[index])
-            self._loads[index].append(job)
-            self._submit("submit_load", job, request.context)
-        if request.hits:
+            for job in self._loads[index].begin(its_blocks, index, request, now):
+                self._submit("submit_load", job, request.context)
+        if len(blocks) < len(wanted):
             self._starve(request, now)
         else:
             request.starved_since = None
         if not request.hits and not request.loading and (not request.held or now >= request.held_until):
             self._release(request)
 
-    def _starve(self, request: _Request, now: float) -> None:
+    def _within_shares(self, request: Request, now: float) -> list[OffloadKey]:
+        """The hits that their tiers' shares of the region have room for; others wait, but for no tier that is stuck."""
+        room = [loads.room for loads in self._loads]
+        for index, loads in enumerate(self._loads):
+            if now >= request.capped_until or not (room[index] or loads.is_awaited):
+                self._bar(request, index)
+        wanted = []
+        for key, index in list(request.hits.items()) if any(room) else ():
+            if self.primary.find(key) is not None:
+                del request.hits[key]  # another request has it loaded
+            elif room[index]:
+                room[index] -= 1
+                wanted.append(key)
+        if len(wanted) == len(request.hits):
+            request.capped_until = math.inf
+        elif request.capped_until == math.inf:
+            request.capped_until = now + self._options.load_deadline_s
+        return wanted
+
+    def _bar(self, request: Request, index: int) -> None:
+        """The request's hits in a tier whose share does not come free are none: another tier may have them."""
+        barred = [key for key, tier in request.hits.items() if tier == index]
+        if not barred:
+            return
+        self.metrics.inc("kvtiers_promotion_room_expired_total", by=len(barred))
+        for key in barred:
+            del request.hits[key]
+            request.refused[key] = request.refused.get(key, 0) | 1 << index
+        self._log_once(
+            f"loads {index}",
+            f"tier {self._tiers[index].name} has not reported loads of its whole share of the region: nothing more is "
+            "loaded from it until it has (see kvtiers_promotion_room_expired_total)",
+        )
+
+    def _starve(self, request: Request, now: float) -> None:
         needed = len(request.hits) + request.loading + len(request.held)
         if needed > self.primary.num_blocks:
             self._log_once(
@@ -318,7 +307,8 @@ class TieringOffloadingManager(OffloadingManager):
             request.hits = {}
             request.starved_since = None
 
-    def _end_load(self, job: _Job, succeeded: Collection[OffloadKey]) -> None:
+    def _end_load(self, job: Job, succeeded: Collection[OffloadKey]) -> None:
+        self._loads[job.tier].end(job)
         failed = [block for block in job.blocks if block.key not in succeeded]
         if not job.ended:
             self._end_wait(job, failed)
@@ -330,7 +320,7 @@ class TieringOffloadingManager(OffloadingManager):
             request.held_until = self._clock() + self._options.promotion_hold_s
         self._cascade.add(ready, job.tier)
 
-    def _end_wait(self, job: _Job, failed: Iterable[Block]) -> None:
+    def _end_wait(self, job: Job, failed: Iterable[Block]) -> None:
         """The request waits for this job no longer, and will not ask this tier for what failed."""
         assert job.request is not None
         job.ended = True
@@ -346,19 +336,17 @@ class TieringOffloadingManager(OffloadingManager):
 
     def _give_up_late_loads(self, now: float) -> None:
         """Their slots stay out of use until the tier reports them after all."""
-        for index, loads in enumerate(self._loads):
-            while loads and (loads[0].ended or now >= loads[0].late_at):
-                job = loads.popleft()
-                if not job.ended:
-                    tier = self._tiers[index]
-                    self.metrics.inc("kvtiers_deadline_expired_total", tier.name, "load")
-                    tier.contain("submit_load", f"not reported within {self._load_deadlines_s[index]:g} s")
-                    self._end_wait(job, job.blocks)
-                    self.primary.quarantine(job.blocks)
+        for loads in self._loads:
+            for job in loads.take_late(now):
+                tier = self._tiers[job.tier]
+                self.metrics.inc("kvtiers_deadline_expired_total", tier.name, "load")
+                tier.contain("submit_load", f"not reported within {loads.deadline_s:g} s")
+                self._end_wait(job, job.blocks)
+                self.primary.quarantine(job.blocks)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    def _remember(self, req_context: ReqContext, now: float) -> _Request | None:
+    def _remember(self, req_context: ReqContext, now: float) -> Request | None:
         """The request; None where it is new and as many as there may be wait already.
 
         An engine asks of all its waiting requests in each step. If a new one took the place of one that waits, that one
@@ -382,26 +370,26 @@ class TieringOffloadingManager(OffloadingManager):
                 return None
             del self._requests[oldest.context.req_id]
             self._forget(oldest)
-        request = self._requests[req_context.req_id] = _Request(req_context, now, now)
+        request = self._requests[req_context.req_id] = Request(req_context, now, now)
         return request
 
     @property
     def _is_crowded(self) -> bool:
         return len(self._requests) >= self._options.requests_max
 
-    def _forget(self, request: _Request) -> None:
+    def _forget(self, request: Request) -> None:
         """Its loads go on, for whoever asks next; it is no longer waited for."""
         request.finished = True
         request.hits = {}
         self._release(request)
 
-    def _hold(self, request: _Request, blocks: Iterable[Block]) -> None:
+    def _hold(self, request: Request, blocks: Iterable[Block]) -> None:
         for block in blocks:
             if block.state is BlockState.READY and block.key not in request.held:
                 self.primary.pin(block)
                 request.held[block.key] = block
 
-    def _release(self, request: _Request) -> None:
+    def _release(self, request: Request) -> None:
         self._waiting.pop(request, None)
         for block in reversed(request.held.values()):  # a prefix's first blocks are to be the last to leave
             self.primary.unpin(block)
@@ -410,9 +398,9 @@ class TieringOffloadingManager(OffloadingManager):
     # -- tiers and their jobs ----------------------------------------------------------------------------------------
 
     def _submit_store(self, index: int, blocks: list[Block]) -> None:
-        self._submit("submit_store", _Job(index, blocks), ReqContext())
+        self._submit("submit_store", Job(index, blocks), ReqContext())
 
-    def _submit(self, method: str, job: _Job, req_context: ReqContext) -> None:
+    def _submit(self, method: str, job: Job, req_context: ReqContext) -> None:
         job_id = next(self._job_ids)
         self._jobs[job_id] = job
         keys = tuple(block.key for block in job.blocks)

@@ -23,6 +23,10 @@ class TieringOptions:
         store_backlog_share: part of the region that blocks on their way to tiers may pin, in equal parts for each tier;
             a tier that has used its part up gets no more. Of a job beyond that part the rest waits unpinned, and may be
             evicted meanwhile. So a hung tier takes neither the region nor the others' share.
+        load_share: part of the region that loads may hold which tiers have not reported, in equal parts for each tier.
+            Of a larger load the rest follows as they are reported, and is a miss after ``load_deadline_s``, or at once
+            where all of them were given up. By default less than ``store_backlog_share`` leaves: there is room also
+            where every tier hangs.
         promotion_hold_s: how long blocks loaded for a request are kept for it to come and use them.
         requests_max: requests remembered. One more takes the place of one that was not asked of for 5 s; while there is
             none, it is a miss.
@@ -33,6 +37,7 @@ class TieringOptions:
     lookup_deadline_s: float = LOOKUP_DEADLINE_S
     load_deadline_s: float = LOAD_DEADLINE_S
     store_backlog_share: float = 0.5
+    load_share: float = 0.4
     promotion_hold_s: float = 2.0
     requests_max: int = 8192
     shutdown_s: float = 4.8
@@ -41,9 +46,8 @@ class TieringOptions:
         for name in ("promotion_wait_s", "lookup_deadline_s", "load_deadline_s", "promotion_hold_s", "shutdown_s"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{getattr(self, name)!r} is not accepted; write 0 or more seconds", field=name)
-        if not 0 < self.store_backlog_share <= 1:
-            raise ConfigError(
-                f"{self.store_backlog_share!r}: accepted is above 0, up to 1", field="store_backlog_share"
-            )
+        for name in ("store_backlog_share", "load_share"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ConfigError(f"{getattr(self, name)!r}: accepted is above 0, up to 1", field=name)
         if self.requests_max < 1:
             raise ConfigError(f"{self.requests_max!r} is not accepted; write 1 or more", field="requests_max")

@@ -223,7 +223,7 @@ def test_a_load_is_given_up_no_sooner_than_its_tiers_own_deadline(tmp_path: Path
         for deadline_s in (5, 60)
     ]
     spec = TieringOffloadingSpec(CHUNKED, deployment(*tiers), CELL_BYTES)
-    assert spec.get_manager()._load_deadlines_s == [6, 61]
+    assert [loads.deadline_s for loads in spec.get_manager()._loads] == [6, 61]
     spec.shutdown()
 
 

@@ -300,7 +300,7 @@ def test_the_first_tier_that_has_it_loads_it() -> None:
 
 
 def test_what_comes_from_a_later_tier_fills_the_earlier_ones() -> None:
-    engine = Engine(num_tiers=3, store_backlog_share=1)
+    engine = Engine(num_tiers=3, store_backlog_share=1, load_share=1)
     engine.tiers[2].put(*KEYS[:4])
     assert engine.lookup_until_known(KEYS[:4]) == [True] * 4
     stores = [[job_keys(job) for job in tier.submitted if not job.is_load] for tier in engine.tiers]
@@ -510,7 +510,7 @@ def test_two_requests_that_do_not_fit_together_both_go_on() -> None:
 
 
 def test_loaded_blocks_wait_for_their_request_for_a_bounded_time() -> None:
-    engine = Engine(num_blocks=2, promotion_hold_s=2.0)
+    engine = Engine(num_blocks=2, promotion_hold_s=2.0, load_share=1)
     engine.tier.put(*KEYS[:2])
     engine.lookup(KEYS[:2])
     engine.manager.on_schedule_end()
@@ -614,6 +614,107 @@ def test_a_request_that_was_asked_of_lately_is_kept_and_the_one_longest_not_aske
     assert engine.lookup([KEYS[3]], ReqContext("fourth")) == [False]
 
 
+# ---- a tier's share of the region for loads
+
+
+def hung_load(num_tiers: int = 2, hung: int = 0, **options: Any) -> tuple[Engine, ScriptedTier]:
+    """A region of 20 slots, a prompt of 20 blocks in a tier that does not report, and a step in which it was asked."""
+    engine = Engine(num_blocks=20, num_tiers=num_tiers, load_share=0.4, load_deadline_s=20.0, **options)
+    tier = engine.tiers[hung]
+    tier.auto = False
+    tier.put(*KEYS[:20])
+    assert engine.lookup(KEYS[:20], ReqContext("large")) == [None] * 20
+    return engine, tier
+
+
+def test_a_hung_load_of_a_whole_region_leaves_the_others_room_in_it() -> None:
+    engine, hung = hung_load(hung=1)
+    assert [job_keys(job) for job in hung.submitted] == [KEYS[:4]]
+    engine.tier.put(*KEYS[30:36])
+    for number in range(8):  # before and after the load is given up
+        request = ReqContext(f"small{number}")
+        assert engine.lookup_until_known(KEYS[30:36], request) == [True] * 6
+        engine.load(KEYS[30:36], request)
+        engine.manager.on_request_finished(request)
+        engine.store(KEYS[40 + number])
+        engine.clock.advance(4.0)
+    assert engine.counts.pending + engine.counts.quarantined == 4
+    assert [job.is_load for job in hung.submitted].count(True) == 1
+
+
+def test_what_waits_for_the_share_of_a_tier_that_hangs_is_a_miss_as_soon_as_the_load_that_has_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine, _ = hung_load(num_tiers=1)
+    assert engine.counts.pending == 8
+    late, again = ReqContext("late"), ReqContext("again")
+    engine.clock.advance(19.9)
+    assert engine.lookup(KEYS[8:10], late) == [None] * 2
+    assert engine.lookup(KEYS[:20], ReqContext("large")) == [None] * 20
+    engine.clock.advance(0.2)
+    engine.manager.on_schedule_end()
+    assert engine.counts.quarantined == 8
+    assert engine.lookup(KEYS[:20], ReqContext("large")) == [False]
+    assert engine.lookup(KEYS[8:10], late) == [False]
+    assert engine.lookup(KEYS[8:10], again) == [None] * 2
+    assert engine.lookup(KEYS[8:10], again) == [False]
+    assert engine.counted("kvtiers_promotion_room_expired_total") == 12 + 2 + 2
+    assert len([r for r in caplog.records if "whole share of the region" in r.message]) == 1
+
+
+def test_what_a_stuck_tiers_share_has_no_room_for_is_loaded_from_the_next() -> None:
+    engine, _ = hung_load()
+    engine.tiers[1].put(*KEYS[:20])
+    engine.clock.advance(20.1)
+    engine.manager.on_schedule_end()
+    assert engine.lookup_until_known(KEYS[4:20], ReqContext("large")) == [True] * 16
+    assert engine.counts.quarantined == 4
+
+
+def test_a_prompt_as_large_as_the_region_comes_from_a_tier_that_is_slow() -> None:
+    """However long its share waits for the tier, that is no wait for room in the region."""
+    engine, slow = hung_load(num_tiers=1, promotion_wait_s=0.5)
+    for _ in range(3):
+        for _ in range(5):
+            engine.clock.advance(1.0)
+            assert None in engine.lookup(KEYS[:20], ReqContext("large"))
+        (job_id,) = slow.jobs
+        slow.finish(job_id)
+        engine.manager.on_schedule_end()
+    assert engine.lookup(KEYS[:20], ReqContext("large")) == [True] * 20
+    engine.load(KEYS[:20], ReqContext("large"))
+    assert [job_keys(job) for job in slow.submitted] == [KEYS[:8], KEYS[8:16], KEYS[16:20]]
+
+
+def test_a_wait_for_a_tiers_share_is_bounded() -> None:
+    engine, slow = hung_load(num_tiers=1)
+    engine.clock.advance(10.0)
+    slow.finish(next(iter(slow.jobs)))
+    engine.manager.on_schedule_end()
+    engine.clock.advance(9.9)
+    assert engine.lookup(KEYS[16:20], ReqContext("large")) == [None] * 4
+    engine.clock.advance(0.2)
+    engine.manager.on_schedule_end()
+    assert engine.lookup(KEYS[16:20], ReqContext("large")) == [False]
+    assert engine.lookup(KEYS[:16], ReqContext("large")) == [True] * 8 + [None] * 8  # not given up
+
+
+def test_a_large_load_is_several_jobs_so_that_one_that_hangs_keeps_no_more_than_its_own_slots() -> None:
+    keys = [block_key(number) for number in range(1000, 1300)]
+    engine = Engine(num_blocks=400, auto=False, load_share=1, load_deadline_s=20.0)
+    engine.tier.put(*keys)
+    engine.lookup(keys)
+    sizes = [len(job.metadata.keys) for job in engine.tier.submitted]
+    assert sizes == [100] * 3
+    assert [key for job in engine.tier.submitted for key in job_keys(job)] == keys
+    engine.clock.advance(19.0)
+    for job_id in list(engine.tier.jobs)[1:]:  # it has not begun these
+        engine.tier.finish(job_id, failing=keys)
+    engine.clock.advance(2.0)
+    engine.manager.on_schedule_end()
+    assert engine.counts == SlotCounts(free=300, ready=0, pinned=0, pending=0, quarantined=100)
+
+
 # ---- tiers that misbehave (S3, S4)
 
 METHODS = ["lookup", "submit_store", "submit_load", "get_finished", "get_finished_late", "touch", "on_schedule_end"]
@@ -661,7 +762,7 @@ def test_a_never_reporting_lookup_source_is_cut_by_the_deadline() -> None:
 
 
 def test_a_load_that_is_not_reported_is_given_up_and_its_slot_is_not_used_again() -> None:
-    engine = Engine(num_blocks=4, num_tiers=2, auto=False, load_deadline_s=20.0, store_backlog_share=1)
+    engine = Engine(num_blocks=4, num_tiers=2, auto=False, load_deadline_s=20.0, store_backlog_share=1, load_share=1)
     hung, good = engine.tiers
     for tier in engine.tiers:
         tier.put(*KEYS[:2])
@@ -895,6 +996,7 @@ def test_without_tiers_it_is_the_region_alone() -> None:
         {"lookup_deadline_s": float("nan")},
         {"store_backlog_share": 0},
         {"store_backlog_share": 1.1},
+        {"load_share": 0},
         {"requests_max": 0},
     ],
 )

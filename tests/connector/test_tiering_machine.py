@@ -53,8 +53,13 @@ class Transfer:
 
 
 class TieringMachine(RuleBasedStateMachine):
-    @initialize(num_blocks=st.integers(1, 12), num_tiers=st.integers(0, 2), policy=st.sampled_from(["lru", "arc"]))
-    def start(self, num_blocks: int, num_tiers: int, policy: str) -> None:
+    @initialize(
+        num_blocks=st.integers(1, 12),
+        num_tiers=st.integers(0, 2),
+        policy=st.sampled_from(["lru", "arc"]),
+        load_share=st.sampled_from([0.4, 1.0]),
+    )
+    def start(self, num_blocks: int, num_tiers: int, policy: str, load_share: float) -> None:
         self.num_blocks = num_blocks
         self.clock = FakeClock()
         self.view = make_view(num_blocks)
@@ -63,7 +68,9 @@ class TieringMachine(RuleBasedStateMachine):
         self.manager = TieringOffloadingManager(
             self.primary,
             self.tiers,
-            TieringOptions(promotion_hold_s=1.0, load_deadline_s=LOAD_DEADLINE_S, requests_max=3),
+            TieringOptions(
+                promotion_hold_s=1.0, load_deadline_s=LOAD_DEADLINE_S, load_share=load_share, requests_max=3
+            ),
             clock=self.clock,
         )
         self.stores: list[Transfer] = []
