@@ -4,13 +4,15 @@ A block that becomes loadable goes to every tier that takes stores, one job a ti
 until every tier has reported. What is more than a tier's share of the region follows in later jobs.
 
 A block that a tier did not take (it was cut off, full or behind) is offered to it again when it is used: a prefix that
-never leaves the region would else never get there. Not for ``RETRY_S`` after a refusal, though: a dead tier would be
-asked with each request.
+never leaves the region would else never get there. So it is when it has left the region and comes back from another
+tier. Not for ``RETRY_S`` after it was refused, though: a dead tier would be asked with each request. That time is each
+block's own: one that a tier never takes keeps no others from it.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import math
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
 
 from connector.primary import Block, BlockState, CPUPrimaryTier
@@ -18,6 +20,7 @@ from connector.tier_guard import GuardedTier
 from tiers.keys import OffloadKey
 
 RETRY_S = 10.0
+REFUSED_MAX = 65_536  # of a tier, or as many as the region has blocks; beyond, what was refused first is forgotten
 
 
 class Cascade:
@@ -48,32 +51,28 @@ class Cascade:
         self._takers = [index for index, tier in enumerate(tiers) if getattr(tier.tier, "takes_stores", True)]
         self._backlog_max = share * primary.num_blocks / max(1, len(self._takers))
         self._unsent: list[deque[Block]] = [deque() for _ in tiers]  # of each tier, until its backlog has room
-        self._retry_at = [float("-inf")] * len(tiers)
-        self._owing = 0  # bit mask of the tiers that ever refused a block
+        # Of each tier: what it refused, and when it may be offered that again; the last refused is last.
+        self._refused: list[OrderedDict[OffloadKey, float]] = [OrderedDict() for _ in tiers]
+        self._refused_max = max(REFUSED_MAX, primary.num_blocks)
         self._closed = False
 
     def add(self, blocks: list[Block], num_tiers: int) -> None:
-        """Store blocks to the first ``num_tiers`` tiers."""
+        """Store blocks to the first ``num_tiers`` tiers, and to those behind that refused them."""
         if blocks and not self._closed:
             for index in self._takers:
                 if index < num_tiers:
                     self._offer(index, blocks)
+                else:
+                    self._offer_again(index, blocks)
 
     def use(self, keys: Collection[OffloadKey]) -> None:
         """Blocks are used: offer them to the tiers that refused them."""
-        if not self._owing or self._closed:
+        if self._closed or not any(self._refused):
             return
-        now = self._clock()
-        for index, retry_at in enumerate(self._retry_at):
-            bit = 1 << index
-            if not self._owing & bit or now < retry_at:
-                continue
-            found = [self._primary.find(key) for key in dict.fromkeys(keys)]
-            owed = [block for block in found if block and block.owed & bit and block.state is BlockState.READY]
-            for block in owed:
-                block.owed &= ~bit
-            if owed:
-                self._offer(index, owed)
+        found = [self._primary.find(key) for key in dict.fromkeys(keys)]
+        blocks = [block for block in found if block and block.state is BlockState.READY]
+        for index in self._takers:
+            self._offer_again(index, blocks)
 
     def send(self, index: int) -> None:
         """Submit what waits for a tier, as far as its backlog has room."""
@@ -93,6 +92,14 @@ class Cascade:
             self._send(index, self._primary.num_blocks)
         self._closed = True
 
+    def _offer_again(self, index: int, blocks: list[Block]) -> None:
+        refused = self._refused[index]
+        if refused:
+            now = self._clock()
+            owed = [block for block in blocks if refused.get(block.key, math.inf) <= now]
+            if owed:
+                self._offer(index, owed)
+
     def _offer(self, index: int, blocks: list[Block]) -> None:
         if self._backlog[index] >= self._backlog_max:
             name = self._tiers[index].name
@@ -104,6 +111,9 @@ class Cascade:
                 "wait for it: it gets no more until it has stored some (see kvtiers_stores_dropped_total)",
             )
             return
+        if refused := self._refused[index]:
+            for block in blocks:
+                refused.pop(block.key, None)
         self._unsent[index].extend(blocks)
         self._send(index, self._backlog_max)
 
@@ -119,16 +129,19 @@ class Cascade:
                     batch.append(block)
                 else:  # it was evicted while it waited
                     self._drop(index, 1)
+                    self._refuse(index, [block])
             if batch:
                 self._backlog[index] += len(batch)
                 self._submit(index, batch)
 
     def _refuse(self, index: int, blocks: Sequence[Block]) -> None:
-        if blocks:
-            self._owing |= 1 << index
-            self._retry_at[index] = self._clock() + RETRY_S
-            for block in blocks:
-                block.owed |= 1 << index
+        refused = self._refused[index]
+        retry_at = self._clock() + RETRY_S
+        for block in blocks:
+            refused[block.key] = retry_at
+            refused.move_to_end(block.key)
+        while len(refused) > self._refused_max:
+            refused.popitem(last=False)
 
     def _drop(self, index: int, count: int) -> None:
         self._primary.metrics.inc("kvtiers_stores_dropped_total", self._tiers[index].name, "backlog", by=count)

@@ -60,11 +60,10 @@ class Block:
     Attributes:
         loads: the engine's loads under way.
         pins: tiers' jobs and waiting requests that need it to stay.
-        owed: bit mask of the tiers that refused it; its keeper is ``connector.cascade``.
         prepared: number of when it was last given a slot or prepared to be loaded: a prefix's are in its order.
     """
 
-    __slots__ = ("key", "loads", "owed", "pins", "prepared", "slot", "state")
+    __slots__ = ("key", "loads", "pins", "prepared", "slot", "state")
 
     def __init__(self, key: OffloadKey, slot: int, state: BlockState, prepared: int) -> None:
         self.key = key
@@ -72,7 +71,6 @@ class Block:
         self.state = state
         self.loads = 0
         self.pins = 0
-        self.owed = 0
         self.prepared = prepared
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import pytest
@@ -190,6 +190,78 @@ def test_a_block_that_a_backlog_dropped_is_offered_again_when_it_is_used() -> No
     engine.manager.on_schedule_end()
     assert engine.tier.blobs.keys() == set(KEYS[:8])
     assert engine.counted("kvtiers_stores_dropped_total", "tier0", "backlog") == 8
+
+
+def test_what_a_tier_refused_gets_there_when_it_comes_back_to_the_region_from_another() -> None:
+    """Here from the tier before it; in a region that is smaller than what is used, nothing would stay until then."""
+    engine = Engine(num_blocks=4, num_tiers=2, load_share=1, store_backlog_share=1)
+    far = engine.tiers[1]
+    far.raising.add("submit_store")
+    engine.store(*KEYS[:2])
+    engine.manager.on_schedule_end()
+    far.raising.clear()
+    engine.store(*KEYS[10:14])
+    engine.manager.on_schedule_end()
+    assert engine.primary.find(KEYS[0]) is None
+    assert engine.lookup_until_known(KEYS[:1]) == [True]
+    assert far.blobs.keys() == set(KEYS[10:14])  # at once would be too soon
+    engine.clock.advance(RETRY_S)
+    assert engine.lookup_until_known(KEYS[1:2]) == [True]
+    engine.manager.touch(KEYS[:2])
+    engine.manager.on_schedule_end()
+    assert far.blobs.keys() == {*KEYS[:2], *KEYS[10:14]}
+    stored = [key for job in engine.tier.submitted if not job.is_load for key in job_keys(job)]
+    assert stored == [*KEYS[:2], *KEYS[10:14]]  # the tier before has it, and is not offered it
+
+
+def test_what_left_the_region_while_it_waited_for_a_tier_gets_there_when_it_comes_back() -> None:
+    engine = Engine(num_blocks=8, num_tiers=2, load_share=1, store_backlog_share=0.25)
+    far = engine.tiers[1]
+    far.auto = False
+    engine.store(*KEYS[:4])
+    for _ in range(4):
+        engine.manager.on_schedule_end()
+    engine.store(*KEYS[10:17])  # evicts what waits
+    far.auto = True
+    for _ in range(8):
+        engine.manager.on_schedule_end()
+    assert not far.blobs.keys() & set(KEYS[1:4])
+    engine.clock.advance(RETRY_S)
+    assert engine.lookup_until_known(KEYS[:4]) == [True] * 4
+    for _ in range(4):
+        engine.manager.on_schedule_end()
+    assert set(KEYS[:4]) <= far.blobs.keys()
+
+
+def test_a_block_that_a_tier_never_takes_keeps_no_others_from_it() -> None:
+    engine = Engine(num_blocks=32, auto=False)
+    bad = {KEYS[0], *KEYS[20:30]}
+
+    def end_jobs(failing: Collection[OffloadKey]) -> None:
+        for job_id in list(engine.tier.jobs):
+            engine.tier.finish(job_id, failing)
+        engine.manager.on_schedule_end()
+
+    engine.store(*KEYS[:4])
+    end_jobs(KEYS[:4])
+    for second in range(60):
+        engine.clock.advance(1.0)
+        engine.manager.touch(KEYS[:1])
+        if second % 7 == 0:
+            engine.store(KEYS[20 + second // 7])
+            engine.manager.touch(KEYS[1:4])
+        end_jobs(bad)
+    assert engine.tier.blobs.keys() == set(KEYS[1:4])
+    assert [job_keys(job) for job in engine.tier.submitted].count(KEYS[:1]) == 6  # in 60 s
+
+
+def test_what_tiers_refused_is_remembered_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("connector.cascade.REFUSED_MAX", 4)
+    engine = Engine(num_blocks=4)
+    engine.tier.raising.add("submit_store")
+    for key in KEYS[:10]:
+        engine.store(key)
+    assert list(engine.manager._cascade._refused[0]) == KEYS[6:10]
 
 
 def test_a_hung_tier_keeps_neither_the_region_nor_the_other_tiers_busy() -> None:
