@@ -60,10 +60,11 @@ class Block:
     Attributes:
         loads: the engine's loads under way.
         pins: tiers' jobs and waiting requests that need it to stay.
+        promoted: it came from a tier, and the use that it came for is still to be told (``touch``).
         prepared: number of when it was last given a slot or prepared to be loaded: a prefix's are in its order.
     """
 
-    __slots__ = ("key", "loads", "pins", "prepared", "slot", "state")
+    __slots__ = ("key", "loads", "pins", "prepared", "promoted", "slot", "state")
 
     def __init__(self, key: OffloadKey, slot: int, state: BlockState, prepared: int) -> None:
         self.key = key
@@ -71,6 +72,7 @@ class Block:
         self.state = state
         self.loads = 0
         self.pins = 0
+        self.promoted = False
         self.prepared = prepared
 
 
@@ -130,6 +132,11 @@ class CPUPrimaryTier(OffloadingManager):
 
     def touch(self, keys: Collection[OffloadKey]) -> None:
         for key in reversed(list(keys)):
+            block = self._blocks.get(key)
+            if block is not None and block.promoted:
+                block.promoted = False
+                if block.loads or block.pins:
+                    continue  # the use that it was loaded for: to ARC a second one would make it a block used often
             self._policy.touch(key)
 
     def complete_load(self, keys: Collection[OffloadKey]) -> None:
@@ -234,7 +241,10 @@ class CPUPrimaryTier(OffloadingManager):
             else:
                 assert block.state is BlockState.LOADING
                 ended.append(block)
-        return self._end_filling(ended, success)
+        ready = self._end_filling(ended, success)
+        for block in ready:
+            block.promoted = True
+        return ready
 
     def quarantine(self, blocks: Iterable[Block]) -> None:
         """Forget blocks whose promotion does not end; ``end_promotion`` frees their slots when it does."""

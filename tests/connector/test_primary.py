@@ -7,6 +7,7 @@ import logging
 import pytest
 
 from connector.base import CPULoadStoreSpec
+from connector.eviction import ARCPolicy
 from connector.primary import Block, BlockState, CPUPrimaryTier, SlotCounts
 from tests.identity import block_key
 from tiers.base import OffloadingEvent, ReqContext
@@ -103,6 +104,32 @@ def test_a_prefix_keeps_its_order_where_its_end_is_told_in_another() -> None:
     output = primary.prepare_store(KEYS[8:15], REQ)
     assert output is not None
     assert output.evicted_keys == tuple(KEYS[i] for i in (3, 2, 1, 0, 5, 7, 6))
+
+
+@pytest.mark.parametrize("uses", [1, 2])
+def test_the_use_that_a_block_was_promoted_for_is_no_second_use_to_arc(uses: int) -> None:
+    """A burst of prompts found in storage would else drive out what is used all the time, as with LRU."""
+    primary = CPUPrimaryTier(8, ARCPolicy(8))
+    hot, passing = KEYS[:4], KEYS[10:14]
+    store(primary, *hot)
+    primary.touch(hot)
+    primary.end_promotion(primary.reserve(passing), success=True)
+    for _ in range(uses):
+        primary.prepare_load(passing, REQ)
+        primary.touch(passing)
+        primary.complete_load(passing)
+    output = primary.prepare_store(KEYS[20:24], REQ)
+    assert output is not None
+    assert set(output.evicted_keys) == set(passing if uses == 1 else hot)
+
+
+def test_a_promoted_block_that_its_request_did_not_load_is_used_by_any_touch() -> None:
+    primary = CPUPrimaryTier(2)
+    primary.end_promotion(primary.reserve(KEYS[:2]), success=True)
+    primary.touch(KEYS[1:2])
+    output = primary.prepare_store(KEYS[5:6], REQ)
+    assert output is not None
+    assert output.evicted_keys == (KEYS[0],)
 
 
 def test_blocks_loaded_twice_may_end_in_one_call() -> None:
