@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections import deque
 from collections.abc import Collection, Container, Iterable, Sequence
 from enum import Enum, auto
 from typing import NamedTuple
@@ -26,12 +25,11 @@ from connector.base import CPULoadStoreSpec, OffloadingManager, PrepareStoreOutp
 from connector.eviction import EvictionPolicy, LRUPolicy
 from tiers.base import OffloadingEvent, ReqContext
 from tiers.errors import ConfigError
+from tiers.events import UnreadEvents
 from tiers.keys import OffloadKey
 from tiers.metrics import Metrics
 
 logger = logging.getLogger(__name__)
-
-EVENTS_MAX = 65_536
 
 
 class SlotCounts(NamedTuple):
@@ -103,7 +101,7 @@ class CPUPrimaryTier(OffloadingManager):
         self._free = list(reversed(range(num_blocks)))  # taken from the end, so that a fresh region fills in order
         self._pinned = self._pending = self._quarantined = 0
         self._numbers = itertools.count()
-        self._events: deque[OffloadingEvent] = deque(maxlen=EVENTS_MAX)  # the oldest go if nobody takes them
+        self._events = UnreadEvents(CPULoadStoreSpec.medium())
         self._logged: set[str] = set()
         self._closed = False
 
@@ -179,9 +177,7 @@ class CPUPrimaryTier(OffloadingManager):
         self.end_store(keys, success)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        events = tuple(self._events)
-        self._events.clear()
-        return events
+        return self._events.take()
 
     def reset_cache(self) -> None:
         """Forget every block, save those the engine itself is storing.
@@ -190,7 +186,7 @@ class CPUPrimaryTier(OffloadingManager):
         end of a load is told: until then that key is neither found nor stored.
         """
         removed = [block for block in self._blocks.values() if block.state is not BlockState.STORING]
-        self._say([block.key for block in removed if block.state is BlockState.READY], removed=True)
+        self._events.add([block.key for block in removed if block.state is BlockState.READY], removed=True)
         self._blocks = {
             key: block for key, block in self._blocks.items() if block.state is BlockState.STORING or block.loads
         }
@@ -277,7 +273,7 @@ class CPUPrimaryTier(OffloadingManager):
             return None
         for key in evicted:
             self._release(self._blocks.pop(key))
-        self._say(evicted, removed=True)
+        self._events.add(evicted, removed=True)
         return evicted
 
     def _fill(self, keys: Iterable[OffloadKey], state: BlockState) -> list[Block]:
@@ -298,7 +294,7 @@ class CPUPrimaryTier(OffloadingManager):
                 self._release(block)
         if not success:
             return []
-        self._say([block.key for block in blocks], removed=False)
+        self._events.add([block.key for block in blocks], removed=False)
         return blocks
 
     def _use(self, block: Block) -> None:
@@ -338,10 +334,6 @@ class CPUPrimaryTier(OffloadingManager):
             self._quarantined -= 1
         block.state = BlockState.GONE
         self._free.append(block.slot)
-
-    def _say(self, keys: Collection[OffloadKey], *, removed: bool) -> None:
-        if keys:
-            self._events.append(OffloadingEvent(tuple(keys), CPULoadStoreSpec.medium(), removed))
 
     def _ignore(self, call: str, key: OffloadKey) -> None:
         self.metrics.inc("kvtiers_contained_errors_total", "engine", call)

@@ -20,6 +20,7 @@ from tiers.batches import deal, side_by_side
 from tiers.block_mover import Batch, Rows
 from tiers.circuit import Circuit, CircuitState, Kind
 from tiers.errors import QueueFullError, SealReason
+from tiers.events import UnreadEvents
 from tiers.file_mapper import FileMapper, strict_fields
 from tiers.isolated_mover import RunsInWorkers, make_mover
 from tiers.keys import OffloadKey, make_offload_key
@@ -33,7 +34,6 @@ from tiers.tracing import JobTrace
 
 logger = logging.getLogger(__name__)
 
-EVENTS_MAX = 65_536
 TASK_BYTES_MIN = 1 << 20  # less is not worth another thread's wake-up
 _SHOWN_FROM_THE_START: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
     ("kvtiers_circuit_opened_total", ((),)),
@@ -190,7 +190,7 @@ class StoreTierManager(SecondaryTierManager):
         self._in_flight: dict[int, _InFlight] = {}
         self._to_book: deque[FinishedJob[Batch]] = deque()
         self._results: list[JobResult] = []
-        self._events: deque[OffloadingEvent] = deque(maxlen=EVENTS_MAX)
+        self._events = UnreadEvents(self.name)
         self._closed = False
         self._openings_counted = 0
         self._doubted = False
@@ -229,7 +229,7 @@ class StoreTierManager(SecondaryTierManager):
         removed = collector.take_removed(REMOVED_KEYS_PER_STEP_MAX)
         if removed:
             self._lookup.forget(removed)
-            self._events.append(OffloadingEvent(tuple(removed), self.name, removed=True))
+            self._events.add(removed, removed=True)
         for message in collector.take_reports():
             report = message.get("report")
             self.metrics.inc("kvtiers_collector_runs_total", self.name, "ok" if report else "error", by=message["runs"])
@@ -290,9 +290,7 @@ class StoreTierManager(SecondaryTierManager):
         return results
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        events = tuple(self._events)
-        self._events.clear()
-        return events
+        return self._events.take()
 
     def drain_jobs(self) -> None:
         """Wait until no job runs or waits, but not for a stuck task: past ``job_deadline_s`` it may never end."""
@@ -396,7 +394,7 @@ class StoreTierManager(SecondaryTierManager):
             self._lookup.mark((key for key in job.keys if key not in done), present=False)
         elif done:
             self._lookup.mark(done, present=True)
-            self._events.append(OffloadingEvent(tuple(succeeded), tier, removed=False))
+            self._events.add(succeeded, removed=False)
         if used:
             self.touch(used)
         ok = len(done) == len(set(job.keys))

@@ -12,6 +12,7 @@ from connector.primary import Block, BlockState, CPUPrimaryTier, SlotCounts
 from tests.identity import block_key
 from tiers.base import OffloadingEvent, ReqContext
 from tiers.errors import ConfigError
+from tiers.events import EVENT_KEYS_MAX
 from tiers.keys import OffloadKey
 
 REQ = ReqContext("r")
@@ -334,6 +335,16 @@ def test_events_tell_what_appeared_and_left() -> None:
         OffloadingEvent((KEYS[3],), "CPU", removed=False),
     ]
     assert list(primary.take_events()) == []
+
+
+def test_events_that_nobody_takes_are_bounded_by_their_keys() -> None:
+    primary = CPUPrimaryTier(4096)
+    keys = [block_key(number) for number in range(4096)]
+    for _ in range(EVENT_KEYS_MAX // 4096):
+        store(primary, *keys)
+        primary.reset_cache()
+    told = [key for event in primary.take_events() for key in event.keys]
+    assert len(told) == EVENT_KEYS_MAX
 
 
 def test_a_region_without_slots_is_a_config_error() -> None:
