@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
-from tiers.base import JobResult, SecondaryTierManager
+from tiers.base import JobResult, ReqContext, SecondaryTierManager
 from tiers.keys import OffloadKey
 from tiers.metrics import Metrics
 
@@ -59,12 +59,28 @@ class GuardedTier:
         own = getattr(self.tier, "job_deadline_s", None)
         return float("inf") if own is None else float(own)
 
-    def succeeded_in(self, result: JobResult) -> frozenset[OffloadKey]:
-        """The keys of a failed job that succeeded after all. None names none: as with vLLM, all share its fate then."""
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        """The tier's answer; what is none, or raises, is a miss."""
         try:
-            return frozenset(result.successful_keys or ())
+            answer = self.tier.lookup(key, req_context)
+            return None if answer is None else bool(answer)
+        except Exception as e:  # noqa: BLE001 - as in call
+            self.contain("lookup", repr(e))
+            return False
+
+    def job_of(self, result: JobResult, jobs: Mapping[int, _T]) -> _T | None:
+        """The job that a result is of; None where it is of none."""
+        try:
+            return jobs.get(result.job_id)
+        except Exception:  # noqa: BLE001 - whatever a tier calls a job (it may have no hash), it is none of these
+            return None
+
+    def succeeded_in(self, result: JobResult, keys: Collection[OffloadKey]) -> frozenset[OffloadKey]:
+        """The keys of a job that succeeded. A failed job that names none has none: as with vLLM, all share its fate."""
+        try:
+            return frozenset(keys if result.success else result.successful_keys or ())
         except Exception as e:  # noqa: BLE001 - whatever a tier calls its keys, its job has ended
-            self.contain("get_finished", f"successful_keys of job {result.job_id}: {e!r}")
+            self.contain("get_finished", f"job {result.job_id}: success or successful_keys: {e!r}")
             return frozenset()
 
     def contain(self, where: str, what: str) -> None:

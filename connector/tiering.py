@@ -22,7 +22,7 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 
@@ -212,10 +212,10 @@ class TieringOffloadingManager(OffloadingManager):
         for index, tier in enumerate(self._tiers):
             if refused >> index & 1 or self._failed.get((key, index), _EXPIRED) > request.came_at:
                 continue
-            answer = tier.call("lookup", key, req_context)
+            answer = tier.lookup(key, req_context)
             if answer is None:
                 owing.append(tier)
-            elif answer is not RAISED and answer:
+            elif answer:
                 hit = index
                 break
         # A tier that has not answered yet is before the hit, so it may be the faster one: worth a bounded wait.
@@ -413,13 +413,11 @@ class TieringOffloadingManager(OffloadingManager):
             if index in but:
                 continue
             for result in tier.collect("get_finished", JobResult):
-                job = self._jobs.get(result.job_id) if isinstance(result.job_id, Hashable) else None
+                job = tier.job_of(result, self._jobs)
                 if job is None or job.tier != index:
                     tier.contain("get_finished", f"job {result.job_id} is unknown or was reported before")
                     continue
-                self._finish(
-                    result.job_id, [b.key for b in job.blocks] if result.success else tier.succeeded_in(result)
-                )
+                self._finish(result.job_id, tier.succeeded_in(result, [block.key for block in job.blocks]))
             self._cascade.send(index)
 
     def _finish(self, job_id: int, succeeded: Iterable[OffloadKey]) -> None:

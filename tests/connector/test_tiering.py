@@ -7,6 +7,7 @@ import threading
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from connector.base import CPULoadStoreSpec
@@ -922,11 +923,31 @@ def test_a_failed_job_that_names_no_keys_has_none(keys: Any, contained: int) -> 
     assert engine.counted("kvtiers_contained_errors_total", "tier0", "get_finished") == contained
 
 
-def test_a_result_whose_job_id_is_none_is_contained() -> None:
+@pytest.mark.parametrize("job_id", [[], ([],), np.array([1, 2])], ids=str)
+def test_a_result_whose_job_id_is_none_is_contained(job_id: Any) -> None:
     engine = Engine(auto=False)
-    engine.tier.results.append(JobResult([], success=True))  # type: ignore[arg-type]
+    engine.tier.results.append(JobResult(job_id, success=True))
     engine.manager.on_schedule_end()
     assert engine.counted("kvtiers_contained_errors_total", "tier0", "get_finished") == 1
+
+
+def test_a_result_that_does_not_say_whether_it_succeeded_is_a_failed_one() -> None:
+    engine = Engine(auto=False)
+    engine.store(*KEYS[:2])
+    (job_id,) = engine.tier.jobs
+    engine.tier.results.append(JobResult(job_id, success=np.array([True, False]), successful_keys=tuple(KEYS[:2])))  # type: ignore[arg-type]
+    engine.manager.on_schedule_end()
+    assert engine.counts.pinned == 0
+    assert engine.counted("kvtiers_contained_errors_total", "tier0", "get_finished") == 1
+
+
+def test_an_answer_that_is_neither_true_nor_false_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine()
+    monkeypatch.setattr(engine.tier, "lookup", lambda key, req_context: np.array([1, 2]))
+    assert engine.lookup(KEYS[:1]) == [False]
+    assert engine.counted("kvtiers_contained_errors_total", "tier0", "lookup") == 1
+    monkeypatch.setattr(engine.tier, "lookup", lambda key, req_context: np.True_)
+    assert engine.lookup(KEYS[1:2]) == [None]
 
 
 def test_a_job_that_is_never_reported_keeps_its_slots_out_of_use() -> None:
