@@ -108,10 +108,20 @@ class BlockIDsLoadStoreSpec(LoadStoreSpec):
 
     Attributes:
         block_ids: (n,) int32.
+
+    Raises:
+        ValueError: they are no flat sequence, or one is no int32.
     """
 
     def __init__(self, block_ids: Sequence[int] | NDArray[np.integer[Any]]) -> None:
-        self.block_ids: NDArray[np.int32] = np.asarray(block_ids, dtype=np.int32)
+        try:
+            self.block_ids: NDArray[np.int32] = np.asarray(block_ids, dtype=np.int32)
+            # numpy wraps what is an array already, and a wrapped id names another block.
+            fits = not isinstance(block_ids, np.ndarray) or np.array_equal(self.block_ids, block_ids)
+        except OverflowError:
+            fits = False
+        if not fits:
+            raise ValueError("block_ids has an id that is no int32")
         if self.block_ids.ndim != 1:
             raise ValueError(f"block_ids has {self.block_ids.ndim} dimensions; accepted is a flat sequence of ids")
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import numpy as np
 import pytest
@@ -86,6 +87,23 @@ def test_chunks_of_consecutive_blocks_merge() -> None:
         .plan()
     )
     assert rows(merge_neighbours(plan)) == [(500, 3 * 4096, 800), (1300, 9 * 4096, 400)]
+
+
+@pytest.mark.parametrize(
+    "block_ids",
+    [[2**32 + 5], np.array([2**32 + 5]), np.array([1, 2**31]), np.array([2**32 - 1], np.uint32), np.array([1.5])],
+    ids=str,
+)
+def test_an_id_that_is_no_int32_names_no_other_block(block_ids: Any) -> None:
+    with pytest.raises(ValueError, match="no int32"):
+        CPULoadStoreSpec(block_ids)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint16])
+def test_ids_of_any_integer_type_are_int32(dtype: Any) -> None:
+    block_ids = GPULoadStoreSpec(np.array([7, 0, 9], dtype)).block_ids
+    assert block_ids.dtype == np.int32
+    assert block_ids.tolist() == [7, 0, 9]
 
 
 def test_a_checked_transfer_does_not_follow_its_specs() -> None:
