@@ -584,6 +584,70 @@ def test_a_full_storage_is_collected_too(store: LocalStore) -> None:
     assert len(blocks(store)) <= 4
 
 
+class StoreWithQuota(LocalStore):
+    """No more files than so many, whatever is free: inodes or a quota are used up."""
+
+    files_max = 0
+
+    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
+        if len(list_keys(self)) >= self.files_max:
+            raise StoreFullError("no space left on device")
+        return super().put(key, parts, overwrite=overwrite)
+
+
+@pytest.mark.parametrize("policy", [{"max_bytes": 1 << 30}, {"ttl_s": 1e9}, {"ttl_s": 1e9, "min_free_bytes": 1}])
+def test_a_storage_that_is_full_by_its_own_measure_is_collected(tmp_path: Path, policy: dict[str, Any]) -> None:
+    store, now = StoreWithQuota(tmp_path / "kv"), [0.0]
+    store.files_max = 1000
+    fill(store, [3600.0 * (n + 1) for n in range(40)])
+    collector = Collector(store, CapacityPolicy(**policy, poll_s=0.0), monotonic=lambda: now[0])
+    collector.run()
+    assert len(blocks(store)) == 40
+    store.files_max = 41  # what is there, and the measurement
+    assert not collector.is_due()
+    now[0] += 61.0
+    assert collector.is_due()
+    report = collector.run()
+    assert report is not None
+    assert 6 <= report.removed_blobs["capacity"] <= 7  # down to 85 %
+    assert blocks(store) == {name(n) for n in range(40 - report.removed_blobs["capacity"])}
+    collector.run()
+    now[0] += 61.0
+    assert not collector.is_due()
+    store.put(name(100), as_parts(bytes(SIZE)))
+
+
+def test_a_full_storage_of_young_blocks_is_not_listed_all_the_time(tmp_path: Path) -> None:
+    store, now = StoreWithQuota(tmp_path / "kv"), [0.0]
+    store.files_max = 1000
+    fill(store, [0.0] * 4)
+    policy = CapacityPolicy(max_bytes=1 << 30, grace_s=1e6)
+    collector = Collector(store, policy, monotonic=lambda: now[0])
+    collector.run()
+    assert not collector.is_due()
+    store.files_max = 5
+    now[0] += 61.0
+    for rest_s in (0.25, 0.5, 1.0):
+        assert collector.is_due()
+        collector.run()
+        now[0] += rest_s / 2
+        assert not collector.is_due()
+        now[0] += rest_s / 2
+
+
+def test_of_many_collectors_one_tries_whether_there_is_room(store: LocalStore) -> None:
+    now = [0.0]
+    counting = FaultyStore(store)
+    first, second = (Collector(counting, CapacityPolicy(ttl_s=1e9), monotonic=lambda: now[0]) for _ in range(2))
+    first.run()
+    puts = counting.calls["put"]
+    for _ in range(10):
+        now[0] += 61.0
+        assert not first.is_due()
+        assert not second.is_due()
+    assert counting.calls["put"] == puts + 10
+
+
 # -- the lease ---------------------------------------------------------------------------------------------------------
 
 

@@ -5,10 +5,10 @@ A run lists everything twice at most:
 1. Measure: sum the sizes, remove what is past its ``ttl``, count the bytes of each age in a histogram. Publish the sum
    for the writers' accounts.
 2. Only if that, and what writers hold of the bound without having stored it, is more than ``high`` x ``max_bytes`` or
-   leaves too little for what one was refused, or if the file system is nearly full: find the age beyond which there is
-   as much as is to go, list again and remove what is older. What was used, stored or removed between the two listings
-   does no harm: a block that was just used is too young by then (if ``on_progress`` notes uses), one that is gone is
-   gone.
+   leaves too little for what one was refused, or if the file system is nearly full, or if the storage refuses a block
+   (inodes, a quota): find the age beyond which there is as much as is to go, list again and remove what is older. What
+   was used, stored or removed between the two listings does no harm: a block that was just used is too young by then
+   (if ``on_progress`` notes uses), one that is gone is gone.
 
 Only names that FileMapper makes are removed, or those that the store calls blocks (``NamesBlocks``): ``config.json``,
 records and other people's files are counted and left. Prefixes beside a tier's blocks are not even counted: they have a
@@ -38,9 +38,10 @@ from tiers.capacity.histogram import AgeHistogram, bucket_of
 from tiers.capacity.lease import Lease
 from tiers.capacity.policy import CapacityPolicy
 from tiers.capacity.records import OWN_PREFIX, PREFIXES_FOLDER
+from tiers.capacity.room import Room
 from tiers.errors import StoreConfigError, StoreError, StoreFullError
 from tiers.inventory import parse_block_name
-from tiers.store import KeyInfo, NamesBlocks, Store, SupportsDeleteMany, SupportsFreeBytes, SupportsSweep
+from tiers.store import KeyInfo, NamesBlocks, Store, SupportsDeleteMany, SupportsSweep
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +110,8 @@ class Collector:
         self._began_at = 0.0
         self._ran_at = 0.0
         self._rest_s = 0.0  # after a run that removed nothing
-        self._largest_bytes = policy.block_bytes  # of the blocks that it knows of
+        self._room = Room(store, policy, monotonic)
+        self._measured_id = ""  # of the last measurement that it published
         self._stuck_bytes = 0  # what the last run was to remove and could not
         self.lease = Lease(store, secrets.token_hex(8), lease_s=policy.lease_s, clock=monotonic)
 
@@ -125,7 +127,9 @@ class Collector:
         measured = read_measured(self._store)
         if measured is None or abs(self._clock() - measured.at) >= self._policy.every_s:
             return True
-        if not self._wants_room():
+        # One collector of a root tries for all of them.
+        is_full = measured.id == self._measured_id and self._room.is_full()
+        if not is_full and not self._wants_room():
             self._rest_s = 0.0
             return False
         return self._monotonic() - self._ran_at >= self._rest_s
@@ -169,6 +173,9 @@ class Collector:
             report.seconds = self._monotonic() - self._began_at
             return report
         excess = self._excess(measured, baseline, freed_bytes=report.removed_bytes["ttl"] if report.dry_run else 0)
+        if excess <= 0 and not report.dry_run and self._room.is_full(after_s=0.0):
+            # It is full with what there is now, so that is its bound.
+            excess = int((1 - self._policy.low) * measured.bytes)
         if excess > 0 and report.own_bytes and isinstance(self._store, SupportsSweep):
             left = 0 if report.dry_run else self._store.sweep(0.0)  # bad blocks go before good ones
             excess -= report.own_bytes - left
@@ -196,7 +203,7 @@ class Collector:
             age_s = self._age_s(info, now)
             if not self._is_block(info.key):
                 continue
-            self._largest_bytes = max(self._largest_bytes, info.size)
+            self._room.largest_bytes = max(self._room.largest_bytes, info.size)
             # A clock that was ahead has left times to come: they are as far from the truth as they are away.
             if abs(age_s) < grace_s:
                 continue
@@ -238,7 +245,7 @@ class Collector:
         self._stuck_bytes = removal.kept_bytes if report.removed_bytes["capacity"] else 2 * removal.kept_bytes
 
     def _wants_room(self) -> bool:
-        if self._missing_free_bytes(FREE_HIGH) > 0:
+        if self._room.missing_bytes(FREE_HIGH) > 0:
             return True
         if self._policy.max_bytes is None:
             return False
@@ -267,20 +274,16 @@ class Collector:
             missing = used + min(wanted, most) - limit
             if used > self._policy.high * limit or missing > 0:
                 excess = max(used - int(self._policy.low * limit), missing)
-        if self._missing_free_bytes(FREE_HIGH) > freed_bytes:
-            excess = max(excess, self._missing_free_bytes(FREE_LOW) - freed_bytes)
+        if self._room.missing_bytes(FREE_HIGH) > freed_bytes:
+            excess = max(excess, self._room.missing_bytes(FREE_LOW) - freed_bytes)
         return excess
-
-    def _missing_free_bytes(self, share: float) -> int:
-        if not self._policy.min_free_bytes or not isinstance(self._store, SupportsFreeBytes):
-            return 0
-        return int(self._policy.min_free_bytes * share) + self._largest_bytes - self._store.free_bytes()
 
     def _publish(self, measured: Measured, baseline: Baseline) -> bool:
         """False: another collector's measurement counts now."""
         try:
             if not publish_measured(self._store, measured, baseline.measured_id):
                 return False
+            self._measured_id = measured.id
             forget_writers(self._store, baseline)
         except StoreFullError as e:
             logger.debug("no room for the measurement: %s", e)  # the writers' accounts stay too high meanwhile
@@ -308,6 +311,8 @@ class Collector:
         error = next((error for error in outcomes if error is not None), None)
         if error is not None:
             logger.warning("%d of %d blocks could not be removed: %s", len(infos) - len(gone), len(infos), error)
+        if gone:
+            self._room.note_removed()
         self.lease.renew()
         self._on_removed([info.key for info in gone])
         return gone
