@@ -258,6 +258,54 @@ def test_free_space_of_the_file_system(store: LocalStore, monkeypatch: pytest.Mo
     assert blocks(store) == set()  # 17 blocks' room is missing: all that there is
 
 
+class LateStore(LocalStore):
+    """Shows freed space late, as ZFS and btrfs do; 100 blocks' room is free at first."""
+
+    def __init__(self, root: Path, late_s: float, now: list[float]) -> None:
+        super().__init__(root)
+        self.late_s, self.now = late_s, now
+        self.freed: list[tuple[float, int]] = []
+        self.taken = 0  # by others
+
+    def delete_many(self, keys: Sequence[str]) -> list[Exception | None]:
+        self.freed.append((self.now[0], len(keys) * SIZE))
+        return super().delete_many(keys)
+
+    def free_bytes(self) -> int:
+        shown = sum(size for at, size in self.freed if self.now[0] - at >= self.late_s)
+        return 100 * SIZE + shown - self.taken
+
+
+@pytest.mark.parametrize("late_s", [0.0, 5.0, 30.0])
+def test_what_becomes_free_late_is_not_removed_again_and_again(tmp_path: Path, late_s: float) -> None:
+    now = [0.0]
+    store = LateStore(tmp_path / "kv", late_s, now)
+    fill(store, [3600.0 * (n + 1) for n in range(90)])
+    policy = CapacityPolicy(ttl_s=1e9, min_free_bytes=96 * SIZE, every_s=1e6)
+    collector = Collector(store, policy, monotonic=lambda: now[0])
+    for number_left in (69, 48):  # 1.25 x 96 and one block's room: 121 blocks
+        for _ in range(200):
+            if collector.is_due():
+                collector.run()
+            now[0] += policy.poll_s
+        assert len(blocks(store)) == number_left
+        store.taken += 21 * SIZE
+
+
+def test_what_never_becomes_free_is_waited_for_one_minute(tmp_path: Path) -> None:
+    """A snapshot keeps it."""
+    now = [0.0]
+    store = LateStore(tmp_path / "kv", float("inf"), now)
+    fill(store, [3600.0 * (n + 1) for n in range(90)])
+    policy = CapacityPolicy(ttl_s=1e9, min_free_bytes=96 * SIZE, every_s=1e6)
+    collector = Collector(store, policy, monotonic=lambda: now[0])
+    collector.run()
+    now[0] += 59.0
+    assert not collector.is_due()
+    now[0] += 2.0
+    assert collector.is_due()
+
+
 @pytest.mark.parametrize(("size", "high"), [(1, 1.0), (3, 0.95), (8, 0.9)])
 def test_writers_of_any_block_get_room_below_any_mark(store: LocalStore, size: int, high: float) -> None:
     """20 blocks' room and the records'; where less is left above the mark than a block needs, none would ever go."""

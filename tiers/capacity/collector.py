@@ -160,6 +160,7 @@ class Collector:
 
     def _run(self, report: CollectReport, now: float) -> CollectReport:
         self._began_at = self._monotonic()
+        self._room.begin()
         if isinstance(self._store, SupportsSweep):
             # A dry run leaves what is in quarantine. What dead writers left went when the store was opened.
             report.own_bytes = self._store.sweep(float("inf") if report.dry_run else self._policy.quarantine_s)
@@ -312,7 +313,7 @@ class Collector:
         if error is not None:
             logger.warning("%d of %d blocks could not be removed: %s", len(infos) - len(gone), len(infos), error)
         if gone:
-            self._room.note_removed()
+            self._room.note_removed(sum(info.size for info in gone))
         self.lease.renew()
         self._on_removed([info.key for info in gone])
         return gone

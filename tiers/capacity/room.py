@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 TRIAL = f"{OWN_PREFIX}trial"
 TRIAL_BYTES_MAX = 4 << 20
 TRIAL_EVERY_S = 60.0
+LATE_S_MAX = 60.0  # ZFS shows freed space after 5 s, btrfs after 30 s
+LATE_SHARE = 1 / 16  # of what was removed; where less than that is free at once, the rest comes late
 
 
 class Room:
@@ -36,17 +38,62 @@ class Room:
         self._monotonic = monotonic
         self._tried_at = float("-inf")
         self._is_full = False
+        self._free_before_bytes = 0  # what was free before removals, the bytes of these, the most that then became free
+        self._removed_bytes = 0
+        self._risen_bytes = 0
+        self._removed_at = float("-inf")
+        self._comes_late = False
         self.largest_bytes = policy.block_bytes
 
+    def begin(self) -> None:
+        """A run begins.
+
+        Raises:
+            StoreError: the storage does not say what is free.
+        """
+        free = self._free_bytes()
+        if free is not None and self._late_bytes(free) == 0:
+            self._free_before_bytes, self._removed_bytes, self._risen_bytes = free, 0, 0
+            self._comes_late = False
+
     def missing_bytes(self, share: float) -> int:
-        """How much less is free than this share of the reserve and one block; 0 or less: enough.
+        """How much less is free, or soon will be, than this share of the reserve and one block; 0 or less: enough.
 
         Raises:
             StoreError: the storage does not say.
         """
-        if not self._min_free_bytes or not isinstance(self._store, SupportsFreeBytes):
+        free = self._free_bytes()
+        if free is None:
             return 0
-        return int(self._min_free_bytes * share) + self.largest_bytes - self._store.free_bytes()
+        return int(self._min_free_bytes * share) + self.largest_bytes - free - self._late_bytes(free)
+
+    def note_removed(self, size: int) -> None:
+        """Blocks of so many bytes were removed.
+
+        Raises:
+            StoreError: the storage does not say what is free.
+        """
+        self._is_full = False
+        free = self._free_bytes()
+        if free is not None:
+            self._removed_bytes += size
+            self._removed_at = self._monotonic()
+            self._risen_bytes = max(self._risen_bytes, free - self._free_before_bytes)
+            # Writers who take what becomes free at once look nearly the same; they then wait for LATE_S_MAX.
+            self._comes_late = self._risen_bytes < LATE_SHARE * self._removed_bytes
+
+    def _late_bytes(self, free: int) -> int:
+        """Bytes that were removed and are not free yet."""
+        if not self._comes_late or self._monotonic() - self._removed_at > LATE_S_MAX:
+            return 0
+        self._risen_bytes = max(self._risen_bytes, free - self._free_before_bytes)
+        return max(0, self._removed_bytes - self._risen_bytes)
+
+    def _free_bytes(self) -> int | None:
+        """None: nothing is reserved, or the storage knows no such figure."""
+        if not self._min_free_bytes or not isinstance(self._store, SupportsFreeBytes):
+            return None
+        return self._store.free_bytes()
 
     def is_full(self, *, after_s: float = TRIAL_EVERY_S) -> bool:
         """Whether the storage refused a block; tried again where the last answer is older than ``after_s``.
@@ -57,10 +104,6 @@ class Room:
             self._is_full = self._try()
             self._tried_at = self._monotonic()
         return self._is_full
-
-    def note_removed(self) -> None:
-        """Blocks were removed."""
-        self._is_full = False
 
     def _try(self) -> bool:
         # No zeros: some file systems keep none of them.
