@@ -665,6 +665,49 @@ def test_a_storage_that_is_full_by_its_own_measure_is_collected(tmp_path: Path, 
     store.put(name(100), as_parts(bytes(SIZE)))
 
 
+class BucketWithQuota(StoreWithQuota):
+    """Cannot note uses, so that nobody can ask for its time."""
+
+    touch: Any = None
+
+
+@pytest.mark.parametrize("ahead_s", [7200.0, -7200.0])
+@pytest.mark.parametrize("store_class", [StoreWithQuota, BucketWithQuota])
+def test_a_full_storage_is_not_judged_by_the_hosts_clock(
+    tmp_path: Path, store_class: type[StoreWithQuota], ahead_s: float
+) -> None:
+    """There is no room for a lease, which would tell the storage's time."""
+    store = store_class(tmp_path / "kv")
+    store.files_max = 1000
+    fill(store, [60.0 * (n + 1) for n in range(40)])
+    policy = CapacityPolicy(max_bytes=1 << 30, ttl_s=3600.0)
+    Collector(store, policy).run()
+    Account(store, 1 << 30).take(1, "it lives")
+    store.files_max = len(list_keys(store))
+    report = Collector(store, policy, clock=lambda: time.time() + ahead_s).run()
+    assert report is not None
+    assert report.removed_blobs["ttl"] == 0
+    assert 6 <= report.removed_blobs["capacity"] <= 7
+    assert blocks(store) == {name(n) for n in range(40 - report.removed_blobs["capacity"])}
+    assert len(list_keys(store, USAGE_PREFIX)) == 1
+
+
+@pytest.mark.parametrize("store_class", [StoreWithQuota, BucketWithQuota])
+def test_a_full_storage_loses_what_is_too_old_where_its_time_can_be_had(
+    tmp_path: Path, store_class: type[StoreWithQuota]
+) -> None:
+    store = store_class(tmp_path / "kv")
+    store.files_max = 1000
+    fill(store, [3600.0 * n + 60.0 for n in range(40)])
+    Collector(store, CapacityPolicy(max_bytes=1 << 30)).run()
+    store.files_max = len(list_keys(store))
+    policy = CapacityPolicy(ttl_s=3600.0 * 30)
+    report = Collector(store, policy, clock=lambda: time.time() + 40 * 3600.0).run()
+    assert report is not None
+    assert report.removed_blobs["ttl"] == (10 if store_class is StoreWithQuota else 0)
+    assert blocks(store) == {name(n) for n in range(40 - sum(report.removed_blobs.values()))}
+
+
 def test_a_full_storage_of_young_blocks_is_not_listed_all_the_time(tmp_path: Path) -> None:
     store, now = StoreWithQuota(tmp_path / "kv"), [0.0]
     store.files_max = 1000

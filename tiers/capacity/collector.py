@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from tiers.capacity.account import (
+    MEASURED,
     Baseline,
     Measured,
     forget_writers,
@@ -41,7 +42,7 @@ from tiers.capacity.records import OWN_PREFIX, PREFIXES_FOLDER
 from tiers.capacity.room import Room
 from tiers.errors import StoreConfigError, StoreError, StoreFullError
 from tiers.inventory import parse_block_name
-from tiers.store import KeyInfo, NamesBlocks, Store, SupportsDeleteMany, SupportsSweep
+from tiers.store import KeyInfo, NamesBlocks, Store, SupportsDeleteMany, SupportsSweep, SupportsTouch
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +110,7 @@ class Collector:
         self._monotonic = monotonic
         self._began_at = 0.0
         self._ran_at = 0.0
+        self._ttl_s = policy.ttl_s  # None also while nobody knows what is old
         self._rest_s = 0.0  # after a run that removed nothing
         self._room = Room(store, policy, monotonic)
         self._measured_id = ""  # of the last measurement that it published
@@ -137,6 +139,9 @@ class Collector:
     def run(self, *, dry_run: bool = False) -> CollectReport | None:
         """Measure and remove. None: another collector is at work, or was and has died not long ago.
 
+        A dry run writes nothing, so it judges ages by this host's clock. Where there is no room for a lease and no
+        other way to ask for the storage's time, nothing is too old and no writer is dead: only what is too much goes.
+
         Raises:
             StoreError: the storage could not be listed, or tells no times.
         """
@@ -147,24 +152,49 @@ class Collector:
                 return None
             now = self.lease.storage_time()
         except StoreFullError:
-            now = None  # no room for a lease: all the more reason to go on
+            now = None
+        knows_time = True
         try:
+            if now is None:  # no room for a lease: all the more reason to go on
+                now, knows_time = self._time_without_lease()
             if now == 0.0:
                 raise StoreConfigError(NO_TIMES)
-            return self._run(CollectReport(), self._clock() if now is None else now)
+            return self._run(CollectReport(), now, knows_time=knows_time)
         finally:
             try:
                 self.lease.release()
             except StoreError as e:
                 logger.warning("the collector's lease stays until it expires: %s", e)
 
-    def _run(self, report: CollectReport, now: float) -> CollectReport:
+    def _time_without_lease(self) -> tuple[float, bool]:
+        """Unix seconds, and whether it is now by the storage's clock; if not, it tells only which of two is older.
+
+        Raises:
+            StoreError: the storage could not be listed.
+        """
+        if self._measured_at() is None:
+            return self._clock(), True  # nobody has measured: there is nothing that could be asked
+        knows_time = isinstance(self._store, SupportsTouch)
+        if isinstance(self._store, SupportsTouch):
+            try:
+                self._store.touch(MEASURED)
+            except StoreError as e:
+                logger.debug("the storage's time is not known: %s", e)
+                knows_time = False
+        measured_at = self._measured_at()
+        return (self._clock(), False) if measured_at is None else (measured_at, knows_time)
+
+    def _measured_at(self) -> float | None:
+        return next((info.mtime for info in self._store.keys(MEASURED) if info.key == MEASURED), None)
+
+    def _run(self, report: CollectReport, now: float, *, knows_time: bool = True) -> CollectReport:
+        self._ttl_s, writer_s = (self._policy.ttl_s, self._policy.writer_s) if knows_time else (None, float("inf"))
         self._began_at = self._monotonic()
         self._room.begin()
         if isinstance(self._store, SupportsSweep):
             # A dry run leaves what is in quarantine. What dead writers left went when the store was opened.
             report.own_bytes = self._store.sweep(float("inf") if report.dry_run else self._policy.quarantine_s)
-        baseline = read_baseline(self._store, now=now, writer_s=self._policy.writer_s)
+        baseline = read_baseline(self._store, now=now, writer_s=writer_s)
         histogram = self._measure(report, now)
         kept = report.bytes + report.own_bytes - report.removed_bytes["ttl"]
         blobs = report.blobs - report.removed_blobs["ttl"]
@@ -195,7 +225,7 @@ class Collector:
         """List everything; remove what is past its ttl."""
         histogram = AgeHistogram()
         tells_times = False
-        ttl_s, grace_s = self._policy.ttl_s, self._policy.grace_s
+        ttl_s, grace_s = self._ttl_s, self._policy.grace_s
         removal = _Removal(self, report, "ttl")
         for info in self._listing():
             report.blobs += 1
@@ -222,7 +252,7 @@ class Collector:
         bucket, bytes_left = cut
         grace_s = self._policy.grace_s
         # What is past its ttl was counted, and where it is still there it could not be removed, or it is a dry run.
-        counted_s = self._policy.ttl_s if self._policy.ttl_s is not None else float("inf")
+        counted_s = self._ttl_s if self._ttl_s is not None else float("inf")
 
         def publish(removed_bytes: int) -> None:
             left = replace(measured, bytes=measured.bytes - removed_bytes)
