@@ -16,7 +16,15 @@ from itertools import groupby
 from typing import Any
 
 from connector.prefix_format import MANIFEST_BYTES_MAX, MANIFEST_NAME, unseal
-from tiers.errors import BlobCorruptError, BlobNotFoundError, SealError, StoreClosedError, StoreError
+from tiers.errors import (
+    BlobCorruptError,
+    BlobNotFoundError,
+    SealError,
+    StoreClosedError,
+    StoreError,
+    StorePermissionError,
+    StoreUnavailableError,
+)
 from tiers.inventory import NAMESPACE
 from tiers.layers.isolate_worker import find_object
 from tiers.layers.layer import Layer
@@ -74,7 +82,7 @@ class ChunkStore(Layer):
             else:
                 yield info
         # The usual folder has one of each; only a removal must be sure that they belong together.
-        read = (self._attempt_of(info.key) for info in manifests) if len(attempts) > 1 else iter([*attempts])
+        read = (self._attempt_if_readable(info.key) for info in manifests) if len(attempts) > 1 else iter([*attempts])
         for manifest in manifests:
             layers = attempts.pop(next(read, None) or "", [])
             yield KeyInfo(manifest.key, manifest.size + _bytes_of(layers), manifest.mtime)
@@ -98,7 +106,7 @@ class ChunkStore(Layer):
         if _ATTEMPT.fullmatch(key):
             attempt = None if self._is_named(key) else key
         else:
-            attempt = self._attempt_of(key) if _MANIFEST.fullmatch(key) else None
+            attempt = self._attempt_if_readable(key) if _MANIFEST.fullmatch(key) else None
             self.inner.delete(key)
         if attempt is not None:
             attempts[key] = attempt
@@ -115,6 +123,13 @@ class ChunkStore(Layer):
         folder = attempt.rpartition("/")[0]
         manifests = [info.key for info in self.inner.keys(f"{folder}/") if _MANIFEST.fullmatch(info.key)]
         return any(self._attempt_of(key) == attempt for key in manifests)
+
+    def _attempt_if_readable(self, manifest: str) -> str | None:
+        """As ``_attempt_of``; None also where it cannot be read: one that is damaged must not keep all others."""
+        try:
+            return self._attempt_of(manifest)
+        except (StorePermissionError, StoreUnavailableError):
+            return None
 
     def _attempt_of(self, manifest: str) -> str | None:
         """Folder of the layers that it names; None: it is gone, or cannot be understood."""

@@ -14,18 +14,22 @@ from tiers.errors import InvalidKeyError
 from tiers.posix import OPEN_LISTING, RootFolder, close_reader, is_absent
 from tiers.store import KeyInfo, check_key
 
+DAMAGED = (errno.EIO, errno.EUCLEAN, errno.EBADMSG)  # by the last two ext4 and XFS say that a checksum does not fit
+DAMAGED_MAX = 16  # in one listing; where there are more the device or its connection is gone, and nothing can be told
+
 
 def walk(root: RootFolder, prefix: str, on_refused: Callable[[str, OSError], None]) -> Iterator[KeyInfo]:
     """Yield the regular files below the root whose key starts with ``prefix``, in the order of the folders.
 
     Dot names, symbolic links and names that are no keys are passed over, and so is what this user may not look into:
     a root that is a mount point has a ``lost+found``, and a command that was run by root leaves folders of root's. One
-    such folder must not hide all others; nor must one that is removed meanwhile, here or by another host. Holds one
-    listing (two descriptors) per level of folders and nothing else, however many files there are.
+    such folder must not hide all others; nor must one that is removed meanwhile, here or by another host, nor what is
+    damaged: a folder's listing ends there. Holds one listing (two descriptors) per level of folders and nothing else,
+    however many files there are.
 
     Args:
-        on_refused: told the name below the root of each that was refused, and the error. The root itself, and the
-            folder that ``prefix`` names, raise.
+        on_refused: told the name below the root of each that was refused or is damaged, and the error. The root itself,
+            and the folder that ``prefix`` names, raise, and so does whatever is damaged beyond ``DAMAGED_MAX``.
     """
     start, slash, name_prefix = prefix.rpartition("/")
     if slash:
@@ -39,6 +43,16 @@ def walk(root: RootFolder, prefix: str, on_refused: Callable[[str, OSError], Non
         if is_absent(e):
             return
         raise
+    damaged_count = 0
+
+    def pass_over(name: str, e: OSError) -> None:
+        nonlocal damaged_count
+        damaged_count += e.errno in DAMAGED
+        if isinstance(e, PermissionError) or (e.errno in DAMAGED and damaged_count <= DAMAGED_MAX):
+            on_refused(name, e)
+        else:
+            _check_is_gone(e, root)
+
     try:
         while stack:
             listing = stack[-1]
@@ -47,7 +61,7 @@ def walk(root: RootFolder, prefix: str, on_refused: Callable[[str, OSError], Non
             except OSError as e:
                 if len(stack) == 1:
                     raise
-                _check_is_gone(e, root)
+                pass_over(listing.prefix.rstrip("/"), e)
                 entry = None
             if entry is None:
                 stack.pop().close()
@@ -56,11 +70,8 @@ def walk(root: RootFolder, prefix: str, on_refused: Callable[[str, OSError], Non
             else:
                 try:
                     found = listing.find(entry)
-                except PermissionError as e:
-                    on_refused(listing.prefix + entry.name, e)
-                    continue
                 except OSError as e:
-                    _check_is_gone(e, root)
+                    pass_over(listing.prefix + entry.name, e)
                     continue
                 if isinstance(found, KeyInfo):
                     yield found

@@ -246,7 +246,8 @@ class FolderStore(Store):
         raise StoreUnavailableError("its folder was removed again and again", key=key)
 
     def _tell_refused(self, name: str, e: OSError) -> None:
-        self._tell_once(name, f"is passed over, uid {os.geteuid()} may not look into it", e)
+        why = f"uid {os.geteuid()} may not look into it" if isinstance(e, PermissionError) else "it cannot be read"
+        self._tell_once(name, f"is passed over, {why}", e)
 
     def _tell_kept(self, folder: str, e: OSError) -> None:
         self._tell_once(folder, "stays, also when it is empty", e)

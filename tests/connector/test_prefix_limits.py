@@ -286,6 +286,29 @@ def test_a_chunk_whose_manifest_is_damaged_goes_in_two_steps(tmp_path: Path) -> 
         assert bool(list(tmp_path.rglob("*.safetensors"))) is left
 
 
+def test_a_manifest_that_cannot_be_read_keeps_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sector is damaged, in a folder with another chunk."""
+    store, whole, damaged, others = store_at(str(tmp_path)), hashes_of(1, 2), hashes_of(1, 2, 3), hashes_of(4)
+    for hashes in (whole, damaged, others):
+        store.publish(hashes, layers_of(len(hashes)))
+    (manifest,) = (path.relative_to(tmp_path) for path in tmp_path.rglob("3-*.json"))
+    read = LocalStore.get_into
+
+    def refuse(self: LocalStore, key: str, parts: Sequence[memoryview]) -> None:
+        if key == str(manifest):
+            raise StoreUnavailableError("Input/output error (EIO)", key=key)
+        read(self, key, parts)
+
+    monkeypatch.setattr(LocalStore, "get_into", refuse)
+    chunks = chunks_at(tmp_path)
+    assert sum(info.size for info in listed_by(chunks).values()) == bytes_below(tmp_path)
+    age(tmp_path / f"{NAMESPACE}_r0", 2 * DAY_S)
+    collect(chunks, ttl_s=DAY_S)
+    assert not store.match(others) + store.match(damaged)
+    collect(chunks, ttl_s=DAY_S)
+    assert not bytes_below(tmp_path)
+
+
 def test_what_cannot_be_removed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, hashes, others = store_at(str(tmp_path)), hashes_of(1, 2), hashes_of(3)
     for each in (hashes, others):

@@ -15,12 +15,13 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.identity import FakeSpec, block_key
 from tests.promises import Record
-from tiers import posix
+from tiers import folder_listing, posix
 from tiers.capacity.collector import Collector
 from tiers.capacity.policy import CapacityPolicy
 from tiers.errors import (
@@ -62,7 +63,8 @@ class Operation:
         after: what is under ``key`` when it succeeded.
         after_failure: what may be there when it did not.
         again: what ``call`` returns where its work had been done already; None: ``answer`` too.
-        passes_over: what this user may not read, or another host has removed, is missing in the answer, and no error.
+        passes_over: what this user may not read, another host has removed or is damaged is missing in the answer, and
+            no error.
     """
 
     call: Callable[[LocalStore], object]
@@ -162,7 +164,7 @@ def check(place: Place, operation: Operation, faults: SyscallFaults, expected: t
         succeeded = False
     assert open_fds() <= fds, f"{faults.calls} left a descriptor"
     if succeeded:
-        if operation.passes_over and faults._error in (errno.EACCES, errno.ESTALE):
+        if operation.passes_over and faults._error in (errno.EACCES, errno.ESTALE, errno.EIO):
             assert isinstance(answer, list)
             assert isinstance(operation.answer, list)
             assert set(answer) <= set(operation.answer)
@@ -479,3 +481,51 @@ def test_what_somebody_else_keeps_to_himself_is_passed_over(tmp_path: Path, capl
             (tmp_path / "root" / name).chmod(0o700)
 
     assert run_in_child(use) == 0
+
+
+class Damaged:
+    """The module ``os`` on a file system where a damaged folder cannot be opened, nor a file's inode read."""
+
+    def __init__(self, names: set[str], code: int) -> None:
+        self.names, self.code = names, code
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def open(self, path: str, flags: int, **options: Any) -> int:
+        self._check(path)
+        return os.open(path, flags, **options)
+
+    def stat(self, path: str, **options: Any) -> os.stat_result:
+        self._check(path)
+        return os.stat(path, **options)
+
+    def _check(self, path: str) -> None:
+        if path in self.names:
+            raise OSError(self.code, os.strerror(self.code))
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EUCLEAN])
+def test_what_is_damaged_is_passed_over(
+    tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = LocalStore(tmp_path)
+    for key in ("a/1", "a/2", "b/1", "c/3"):
+        store.put(key, as_parts(b"1"))
+    monkeypatch.setattr(folder_listing, "os", Damaged({"b", "2"}, code))
+    for _ in range(2):
+        assert list_keys(store) == ["a/1", "c/3"]
+    told = [record.getMessage() for record in caplog.records]
+    assert sorted(text.split()[1] for text in told) == ["a/2", "b"]
+    assert all("is passed over, it cannot be read: " in text for text in told)
+
+
+def test_where_much_is_damaged_nothing_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that is gone, or a soft mount: what it still lists would be taken for all that is stored."""
+    store = LocalStore(tmp_path)
+    names = {f"f{number}" for number in range(20)}
+    for name in sorted(names):
+        store.put(f"{name}/1", as_parts(b"1"))
+    monkeypatch.setattr(folder_listing, "os", Damaged(names, errno.EIO))
+    with pytest.raises(StoreUnavailableError, match="EIO"):
+        list_keys(store)
