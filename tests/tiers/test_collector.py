@@ -496,6 +496,38 @@ def test_what_is_used_during_a_run_stays(store: LocalStore) -> None:
     assert name(2) not in blocks(store)
 
 
+class VastStore(LocalStore):
+    """Listed at ten blobs a second by ``now``; notes how long listed blocks waited for their removal at most."""
+
+    def __init__(self, root: Path, now: list[float]) -> None:
+        super().__init__(root)
+        self.now = now
+        self.listed_at: dict[str, float] = {}
+        self.waited_s = 0.0
+
+    def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
+        for info in super().keys(prefix):
+            self.listed_at[info.key] = self.now[0]
+            yield info
+            self.now[0] += 0.1
+
+    def delete_many(self, keys: Sequence[str]) -> list[Exception | None]:
+        self.waited_s = max(self.waited_s, *(self.now[0] - self.listed_at[key] for key in keys))
+        return super().delete_many(keys)
+
+
+@pytest.mark.parametrize("policy", [{"ttl_s": 5000.0}, {"max_bytes": 100 * SIZE, "low": 0.5}])
+def test_what_is_chosen_goes_before_the_listing_ends(tmp_path: Path, policy: dict[str, Any]) -> None:
+    """It may be used meanwhile, and a listing may take an hour."""
+    now = [0.0]
+    store = VastStore(tmp_path / "kv", now)
+    fill(store, [10_000.0 if number % 20 == 0 else 1000.0 for number in range(100)])
+    report = Collector(store, CapacityPolicy(**policy), monotonic=lambda: now[0]).run()
+    assert report is not None
+    assert sum(report.removed_blobs.values()) >= 5
+    assert 0 < store.waited_s < 1.5
+
+
 class StoreInConstantUse(LocalStore):
     """For each use that is noted, which takes a while, two more come."""
 

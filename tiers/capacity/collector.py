@@ -47,6 +47,7 @@ from tiers.store import KeyInfo, NamesBlocks, Store, SupportsDeleteMany, Support
 logger = logging.getLogger(__name__)
 
 DELETE_BATCH_KEYS = 512
+DELETE_WAIT_S_MAX = 1.0  # who uses a block after it was listed finds it gone; below grace_s, so that few are met
 RENEW_EVERY_KEYS = 1024
 # The collector begins when less than 1.05 x min_free and one block is free, because a put that would leave less than
 # min_free is refused already.
@@ -226,8 +227,9 @@ class Collector:
         histogram = AgeHistogram()
         tells_times = False
         ttl_s, grace_s = self._ttl_s, self._policy.grace_s
-        removal = _Removal(self, report, "ttl")
+        removal = _Removal(self, report, "ttl", clock=self._monotonic)
         for info in self._listing():
+            removal.flush_late()
             report.blobs += 1
             report.bytes += info.size
             tells_times = tells_times or info.mtime != 0.0
@@ -258,8 +260,9 @@ class Collector:
             left = replace(measured, bytes=measured.bytes - removed_bytes)
             self._publish(left, Baseline(measured_id=measured.id))
 
-        removal = _Removal(self, report, "capacity", publish, enough_bytes=excess)
+        removal = _Removal(self, report, "capacity", publish, enough_bytes=excess, clock=self._monotonic)
         for info in self._listing():
+            removal.flush_late()
             age_s = self._age_s(info, now)
             found = bucket_of(age_s)
             if found < bucket or not grace_s <= abs(age_s) < counted_s or not self._is_block(info.key):
@@ -350,7 +353,10 @@ class Collector:
 
 
 class _Removal:
-    """Blobs on their way out, in batches; no batch goes on once there is enough."""
+    """Blobs on their way out, in batches of ``DELETE_BATCH_KEYS`` that wait no longer than ``DELETE_WAIT_S_MAX``.
+
+    No batch goes on once there is enough.
+    """
 
     def __init__(
         self,
@@ -360,6 +366,7 @@ class _Removal:
         publish: Callable[[int], None] = lambda _: None,
         *,
         enough_bytes: float = float("inf"),
+        clock: Callable[[], float],
     ) -> None:
         self._collector = collector
         self._report = report
@@ -368,13 +375,22 @@ class _Removal:
         self._enough_bytes = enough_bytes
         self._batch: list[KeyInfo] = []
         self._batch_bytes = 0
+        self._clock = clock
+        self._begun_at = 0.0  # when the batch's first was added
         self.kept_bytes = 0  # of those that could not be removed
 
     def add(self, info: KeyInfo) -> None:
+        if not self._batch:
+            self._begun_at = self._clock()
         self._batch.append(info)
         self._batch_bytes += info.size
         hoped_bytes = self._report.removed_bytes[self._reason] + self._batch_bytes
         if len(self._batch) >= DELETE_BATCH_KEYS or hoped_bytes >= self._enough_bytes:
+            self.flush()
+
+    def flush_late(self) -> None:
+        """Remove a batch that has waited long enough; to be called for each blob that is listed."""
+        if self._batch and self._clock() - self._begun_at >= DELETE_WAIT_S_MAX:
             self.flush()
 
     def flush(self) -> None:
