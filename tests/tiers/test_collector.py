@@ -454,6 +454,33 @@ def test_a_collector_that_finds_nothing_to_remove_rests(store: LocalStore) -> No
     assert collector.is_due()
 
 
+@pytest.mark.parametrize("ahead_s", [0.0, 660.0])
+def test_hosts_whose_clocks_differ_measure_no_more_often(store: LocalStore, ahead_s: float) -> None:
+    now = [0.0]
+    policy = CapacityPolicy(max_bytes=1 << 30, every_s=600.0)
+    first = Collector(store, policy, clock=lambda: now[0], monotonic=lambda: now[0])
+    second = Collector(store, policy, clock=lambda: now[0] + ahead_s, monotonic=lambda: now[0])
+    runs = 0
+    while now[0] < 3000.0:
+        for collector in (first, second):
+            if collector.is_due():
+                runs += collector.run() is not None
+        now[0] += 50.0
+    assert runs == 5 + (ahead_s > 0)  # at first sight the time is all that there is
+
+
+@pytest.mark.parametrize(("age_s", "due_s"), [(0.0, 600.0), (500.0, 100.0), (700.0, 0.0)])
+def test_a_root_that_was_measured_long_ago_is_measured_at_once(store: LocalStore, age_s: float, due_s: float) -> None:
+    passed_s = [0.0]
+    policy = CapacityPolicy(max_bytes=1 << 30, every_s=600.0)
+    Collector(store, policy, clock=lambda: 0.0).run()
+    collector = Collector(store, policy, clock=lambda: age_s, monotonic=lambda: passed_s[0])
+    while not collector.is_due() and passed_s[0] < 1000.0:
+        passed_s[0] += 50.0
+    assert passed_s[0] == due_s
+    assert collector.is_due()  # until somebody has measured
+
+
 # -- others at work ----------------------------------------------------------------------------------------------------
 
 

@@ -114,6 +114,7 @@ class Collector:
         self._ttl_s = policy.ttl_s  # None also while nobody knows what is old
         self._rest_s = 0.0  # after a run that removed nothing
         self._room = Room(store, policy, monotonic)
+        self._seen: tuple[str, float] | None = None  # id of the last measurement, and since when it is that
         self._measured_id = ""  # of the last measurement that it published
         self._stuck_bytes = 0  # what the last run was to remove and could not
         self.lease = Lease(store, secrets.token_hex(8), lease_s=policy.lease_s, clock=monotonic)
@@ -128,7 +129,7 @@ class Collector:
             StoreError: they cannot be read.
         """
         measured = read_measured(self._store)
-        if measured is None or abs(self._clock() - measured.at) >= self._policy.every_s:
+        if self._seen_s(measured) >= self._policy.every_s or measured is None:
             return True
         # One collector of a root tries for all of them.
         is_full = measured.id == self._measured_id and self._room.is_full()
@@ -136,6 +137,19 @@ class Collector:
             self._rest_s = 0.0
             return False
         return self._monotonic() - self._ran_at >= self._rest_s
+
+    def _seen_s(self, measured: Measured | None) -> float:
+        """For how many seconds a measurement has been the last one.
+
+        Its time is another host's and is believed once only: of two clocks that differ by more than ``every_s`` one
+        would call each measurement of the other's old, and the other those.
+        """
+        now = self._monotonic()
+        if self._seen is None and measured is not None:
+            self._seen = measured.id, now - abs(self._clock() - measured.at)
+        elif self._seen is None or measured is None or self._seen[0] != measured.id:
+            self._seen = "" if measured is None else measured.id, now
+        return now - self._seen[1]
 
     def run(self, *, dry_run: bool = False) -> CollectReport | None:
         """Measure and remove. None: another collector is at work, or was and has died not long ago.
