@@ -98,8 +98,11 @@ class Room:
     def is_full(self, *, after_s: float = TRIAL_EVERY_S) -> bool:
         """Whether the storage refused a block; tried again where the last answer is older than ``after_s``.
 
-        Inodes, a user's quota and a bucket's are no free bytes that could be asked for, and are found by trying only.
+        Inodes and a user's quota are no free bytes that could be asked for, and are found by trying only. Not in a
+        bucket, though, which may keep every version of what is put there.
         """
+        if not isinstance(self._store, SupportsFreeBytes):
+            return False
         if self._monotonic() - self._tried_at >= after_s:
             self._is_full = self._try()
             self._tried_at = self._monotonic()
