@@ -62,6 +62,9 @@ class FolderStore(Store):
         now: Unix seconds, by the clock that stamps the files below a root.
         monotonic: seconds, to tell how old an answer about free space is.
 
+    Attributes:
+        damaged: how many folders and files listings have passed over because the disk could not read them.
+
     Raises:
         ConfigError: an argument is not accepted.
         StoreConfigError, StorePermissionError, StoreUnavailableError: the root is no folder or cannot be made.
@@ -87,6 +90,7 @@ class FolderStore(Store):
         self._now = now
         self._lock = threading.Lock()
         self._refused: set[str] = set()
+        self.damaged = 0
         root = self._open_root(make=not read_only)
         self._root: RootFolder | None = root
         if read_only:
@@ -246,7 +250,9 @@ class FolderStore(Store):
         raise StoreUnavailableError("its folder was removed again and again", key=key)
 
     def _tell_refused(self, name: str, e: OSError) -> None:
-        why = f"uid {os.geteuid()} may not look into it" if isinstance(e, PermissionError) else "it cannot be read"
+        is_damaged = not isinstance(e, PermissionError)
+        self.damaged += is_damaged
+        why = "it cannot be read" if is_damaged else f"uid {os.geteuid()} may not look into it"
         self._tell_once(name, f"is passed over, {why}", e)
 
     def _tell_kept(self, folder: str, e: OSError) -> None:

@@ -132,6 +132,9 @@ def _copy(command: str, source: Place, target: Place, prefixes: Iterable[str], a
         print(json.dumps(result))
     else:
         _show(result)
+    if damaged := getattr(from_store, "damaged", 0):
+        complain(command, f"{source.name} at {source.where} has {damaged} folders or files that cannot be read")
+        raise typer.Exit(EXIT_FAILED)
     # A near tier that is full is as warm as it gets; a migration is not done.
     if report.bad or report.errors or (report.no_room and command == "migrate"):
         raise typer.Exit(EXIT_FAILED)

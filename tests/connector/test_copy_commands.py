@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import time
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from tests.connector.test_storage_commands import ok, run
 from tests.connector.test_verify_command import COUNT, NAMES, SIZE, flip, put_blocks
 from tests.identity import FakeSpec, block_key
 from tests.tiers.test_account import measure
+from tests.tiers.test_local_faults import Damaged
+from tiers import folder_listing
 from tiers.capacity.account import Account
 from tiers.conversion import Conversion, Converter
 from tiers.copying import Copier, find_blocks
@@ -86,6 +89,15 @@ def test_warm_by_what_nothing_is_named_after_fails(near: Path, far: Path, tmp_pa
         assert code == 1
         assert "far at " in out
         assert "no block whose name begins so" in out
+
+
+def test_a_folder_that_the_disk_cannot_read_is_told(near: Path, far: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = NAMES[0].split("/")[1]
+    monkeypatch.setattr(folder_listing, "os", Damaged({folder}, errno.EIO))
+    code, out = run("migrate", write_config(near, far), "--from", "far", "--to", "near")
+    assert code == 1
+    assert "has 1 folders or files that cannot be read" in out
+    assert stored(near).keys() == {name for name in NAMES if name.split("/")[1] != folder}
 
 
 @pytest.fixture

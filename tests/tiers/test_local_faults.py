@@ -515,6 +515,7 @@ def test_what_is_damaged_is_passed_over(
     monkeypatch.setattr(folder_listing, "os", Damaged({"b", "2"}, code))
     for _ in range(2):
         assert list_keys(store) == ["a/1", "c/3"]
+    assert store.damaged == 4
     told = [record.getMessage() for record in caplog.records]
     assert sorted(text.split()[1] for text in told) == ["a/2", "b"]
     assert all("is passed over, it cannot be read: " in text for text in told)
