@@ -1,16 +1,31 @@
-"""From a deployment's YAML to vLLM's ``--kv-transfer-config``, for each of the three ways in. Imports no vllm."""
+"""From a deployment's YAML to vLLM's ``--kv-transfer-config``, for each of the three ways in; and back, for ``spec``.
+
+Imports no vllm.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from connector.prefix_place import place_of_prefixes
-from tiers.config import DeploymentConfig, load_config
+from tiers.config import DeploymentConfig, load_config, parse_config
 from tiers.errors import ConfigError, public_url
 from tiers.file_mapper import FORMAT_VLLM_RAW
 from tiers.registry import SecondaryTierFactory
 from tiers.tier_config import FsspecTierConfig, S3TierConfig, TierConfig
+
+logger = logging.getLogger(__name__)
+
+_INLINE = ("cpu_bytes_to_use", "eviction_policy", "tiers")
+#: What else KVTiersSpec reads, and what vLLM's OffloadingConnector does, whichever spec it runs.
+_OURS = ("config_file", "storage_after_reset")
+_VLLMS = (
+    "spec_name", "spec_module_path", "blocks_per_chunk", "block_size", "canonical_layout", "offload_prompt_only",
+    "self_describing_kv_events", "max_recompute_pending_tokens",
+)  # fmt: skip
 
 
 def vllm_config(deployment_path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -66,6 +81,42 @@ def vllm_config(deployment_path: str | os.PathLike[str]) -> dict[str, Any]:
             "kv_connector_extra_config": shared,
         }
     return ways
+
+
+def deployment_from(extra_config: Mapping[str, Any]) -> DeploymentConfig:
+    """The deployment that the ``kv_connector_extra_config`` of the way ``spec`` describes.
+
+    Args:
+        extra_config: has ``config_file``; or inline ``cpu_bytes_to_use`` (a size), and with it ``eviction_policy`` and
+            ``tiers``. What else the spec and vLLM's connector read is passed over.
+
+    Raises:
+        ConfigError: lists every mistake, or names an option that nobody reads.
+    """
+    for name in sorted(extra_config.keys() - {*_INLINE, *_OURS, *_VLLMS}):
+        accepted = ", ".join((*_OURS, *_INLINE, *_VLLMS))
+        absent = "" if {"tiers", "config_file"} & extra_config.keys() else " (tiers is absent)"
+        raise ConfigError(
+            f"is no option of KVTiersSpec{absent}; accepted are {accepted}; what else a deployment has goes into the "
+            "file that config_file names",
+            field=name,
+        )
+    registered = SecondaryTierFactory.tier_types()
+    config_file = extra_config.get("config_file")
+    if config_file is not None:
+        if set(_INLINE) & extra_config.keys():
+            raise ConfigError(
+                "give either config_file, or cpu_bytes_to_use, tiers and eviction_policy", field="config_file"
+            )
+        return load_config(config_file, registered)
+    if "cpu_bytes_to_use" not in extra_config:
+        raise ConfigError("is required, or config_file; write 4GiB", field="cpu_bytes_to_use")
+    if "tiers" not in extra_config:
+        logger.warning("tiers: none are given, so blocks live in the region only and are gone at exit")
+    region = {"size": extra_config["cpu_bytes_to_use"]}
+    if "eviction_policy" in extra_config:
+        region["eviction_policy"] = extra_config["eviction_policy"]
+    return parse_config({"region": region, "tiers": extra_config.get("tiers", [])}, registered)
 
 
 def why_not(way: str, deployment_path: str | os.PathLike[str]) -> str:

@@ -5,7 +5,8 @@
     "kv_connector_extra_config": {"spec_name": "KVTiersSpec", "spec_module_path": "connector.vllm.spec",
                                   "config_file": "configs/local-fs.yaml"}
 
-or inline, ``"cpu_bytes_to_use": "4GiB", "tiers": [{"type": "fs", …}]``. Works on CUDA and on vLLM's CPU platform.
+or inline, ``"cpu_bytes_to_use": "4GiB", "tiers": [{"type": "fs", …}]``; ``deployment_from`` says what is accepted.
+Works on CUDA and on vLLM's CPU platform.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from vllm.v1.kv_offload.base import LookupResult, OffloadingMetricMetadata
@@ -40,10 +41,9 @@ from connector.vllm import ending, hosts, translate
 from connector.vllm.metrics import StatsExporter, definitions, tiering_definitions
 from connector.vllm.pacing import Pacer
 from connector.vllm.resets import StorageSwitch
-from tiers.config import DeploymentConfig, load_config, parse_config
+from connector.vllm_config import deployment_from
 from tiers.errors import ConfigError, RegionError
 from tiers.keys import OffloadKey
-from tiers.registry import SecondaryTierFactory
 
 logger = logging.getLogger(__name__)
 
@@ -54,31 +54,6 @@ _JOBS_MAX = 1 << 20
 
 #: Engine steps that may be on their way at once, beyond one a pipeline stage.
 _STEPS_IN_FLIGHT = 3
-
-
-def deployment(extra_config: Mapping[str, Any]) -> DeploymentConfig:
-    """The deployment that ``kv_connector_extra_config`` describes, by file or inline.
-
-    Raises:
-        ConfigError: lists every mistake.
-    """
-    for name in ("secondary_tiers", "tier"):  # of other connectors; an engine without any storage would start
-        if name in extra_config:
-            raise ConfigError("is not read by KVTiersSpec; write tiers, or config_file", field=name)
-    registered = SecondaryTierFactory.tier_types()
-    config_file = extra_config.get("config_file")
-    if config_file is not None:
-        if {"tiers", "cpu_bytes_to_use", "eviction_policy"} & extra_config.keys():
-            raise ConfigError(
-                "give either config_file, or cpu_bytes_to_use, tiers and eviction_policy", field="config_file"
-            )
-        return load_config(config_file, registered)
-    if "cpu_bytes_to_use" not in extra_config:
-        raise ConfigError("is required, or config_file; write 4GiB", field="cpu_bytes_to_use")
-    region = {"size": extra_config["cpu_bytes_to_use"]}
-    if "eviction_policy" in extra_config:
-        region["eviction_policy"] = extra_config["eviction_policy"]
-    return parse_config({"region": region, "tiers": extra_config.get("tiers", [])}, registered)
 
 
 class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed where mypy runs
@@ -93,7 +68,7 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
 
     def __init__(self, config: Any) -> None:
         translate.warn_of_adapters()
-        self.deployment = deployment(config.extra_config)
+        self.deployment = deployment_from(config.extra_config)
         self._storage = StorageSwitch(config.extra_config)
         # vLLM's single-copy region for MLA is not ours: here every worker has a cell.
         config = dataclasses.replace(config, replicated_layout=False)

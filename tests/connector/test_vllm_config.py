@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from connector.cli import EXIT_BAD_INPUT, app
 from connector.prefix_place import shared_place
-from connector.vllm_config import vllm_config
+from connector.vllm_config import deployment_from, vllm_config
 from tiers.errors import ConfigError
 from tiers.tier_config import FsspecTierConfig, FsTierConfig, NfsTierConfig, S3TierConfig
 
@@ -225,3 +227,51 @@ def test_a_mistake_is_the_files(tmp_path: Path) -> None:
 
 def test_it_needs_no_vllm() -> None:
     assert "vllm" not in sys.modules
+
+
+SPEC = {"spec_name": "KVTiersSpec", "spec_module_path": "connector.vllm.spec", "blocks_per_chunk": 4}
+
+
+def test_what_is_printed_for_the_way_spec_is_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "one.yaml"
+    path.write_text("blocks_per_chunk: 4\nregion: {size: 1GiB}\ntiers: [{type: fs, root_dir: /mnt/a}]\n")
+    read = deployment_from(vllm_config(path)["spec"]["kv_connector_extra_config"] | {"storage_after_reset": "keep"})
+    assert [tier.model_dump()["root_dir"] for tier in read.tiers if isinstance(tier, FsTierConfig)] == ["/mnt/a"]
+    inline = {"cpu_bytes_to_use": "1GiB", "eviction_policy": "arc", "tiers": [{"type": "fs", "root_dir": "/mnt/a"}]}
+    of_vllm = {"block_size": 64, "offload_prompt_only": False, "self_describing_kv_events": True}
+    read = deployment_from(SPEC | inline | of_vllm)
+    assert (read.region.size_bytes, read.region.eviction_policy, len(read.tiers)) == (1 << 30, "arc", 1)
+
+
+@pytest.mark.parametrize(
+    ("extra", "field"),
+    [
+        ({}, "cpu_bytes_to_use"),
+        ({"cpu_bytes_to_use": "10 Gigs"}, "region.size"),
+        ({"cpu_bytes_to_use": "1GiB", "tiers": [{"type": "nosuch"}]}, r"tiers\[0\].type"),
+        ({"cpu_bytes_to_use": "1GiB", "eviction_policy": "fifo"}, "region.eviction_policy"),
+        ({"config_file": "/nowhere.yaml"}, "/nowhere.yaml"),
+        ({"config_file": "/x.yaml", "cpu_bytes_to_use": 1}, "config_file"),
+        ({"config_file": "/x.yaml", "eviction_policy": "lru"}, "config_file"),
+        ({"cpu_bytes_to_use": "1GiB", "secondary_tiers": [{"type": "memory"}]}, "secondary_tiers"),
+        ({"cpu_bytes_to_use": "1GiB", "tier": {"type": "memory"}}, "tier"),
+    ],
+)
+def test_mistakes_in_the_way_spec_name_their_field(extra: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError, match=field):
+        deployment_from(extra)
+
+
+@pytest.mark.parametrize("name", ["Tiers", "teirs", "metrics", "handler", "region", "promotion_wait_s"])
+@pytest.mark.parametrize("beside", [{"config_file": "/x.yaml"}, {"cpu_bytes_to_use": "1GiB", "tiers": []}])
+def test_an_option_that_nobody_reads_is_refused(name: str, beside: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"^{name}: is no option of KVTiersSpec; accepted are config_file, "):
+        deployment_from(SPEC | beside | {name: {}})
+
+
+def test_an_engine_without_tiers_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ConfigError, match=r"^teirs: is no option of KVTiersSpec \(tiers is absent\); "):
+        deployment_from(SPEC | {"cpu_bytes_to_use": "1GiB", "teirs": [{"type": "memory"}]})
+    with caplog.at_level(logging.WARNING):
+        assert not deployment_from(SPEC | {"cpu_bytes_to_use": "1GiB"}).tiers
+    assert "blocks live in the region only" in caplog.text

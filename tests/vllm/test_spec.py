@@ -18,7 +18,7 @@ from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from connector.host_copy import HostCopier
 from connector.vllm import translate
-from connector.vllm.spec import KVTiersManager, KVTiersSpec, KVTiersWorker, deployment
+from connector.vllm.spec import KVTiersManager, KVTiersSpec, KVTiersWorker
 from tests.vllm.engines import BLOCK_BYTES, LAYERS, keys, kv_caches, offloading_config, request, spied_stores
 from tests.waiting import wait_for
 from tiers.errors import ConfigError
@@ -330,25 +330,6 @@ def test_a_request_that_refuses_storage_gets_what_is_in_the_region_only(engines:
     storage = TierFilter(matchers=(TierMatcher(medium=Medium.STORAGE, locality=Locality.LOCAL),))
     assert LookupResult.MISS not in answers(storage)
     assert engine.find(some) == [LookupResult.HIT] * 3
-
-
-@pytest.mark.parametrize(
-    ("extra", "field"),
-    [
-        ({}, "cpu_bytes_to_use"),
-        ({"cpu_bytes_to_use": "10 Gigs"}, "region.size"),
-        ({"cpu_bytes_to_use": "1GiB", "tiers": [{"type": "nosuch"}]}, r"tiers\[0\].type"),
-        ({"cpu_bytes_to_use": "1GiB", "eviction_policy": "fifo"}, "region.eviction_policy"),
-        ({"config_file": "/nowhere.yaml"}, "/nowhere.yaml"),
-        ({"config_file": "/x.yaml", "cpu_bytes_to_use": 1}, "config_file"),
-        ({"config_file": "/x.yaml", "eviction_policy": "lru"}, "config_file"),
-        ({"cpu_bytes_to_use": "1GiB", "secondary_tiers": [{"type": "memory"}]}, "secondary_tiers"),
-        ({"cpu_bytes_to_use": "1GiB", "tier": {"type": "memory"}}, "tier"),
-    ],
-)
-def test_mistakes_name_their_field(extra: dict[str, Any], field: str) -> None:
-    with pytest.raises(ConfigError, match=field):
-        deployment(extra)
 
 
 def test_what_does_not_fit_the_engine_is_refused() -> None:
