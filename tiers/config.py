@@ -264,6 +264,8 @@ def parse_tier(data: object, registered: Collection[str] = ()) -> AnyTierConfig:
     model: type[TierConfig] | type[ExternalTierConfig]
     if not isinstance(tier_type, str):
         raise _Mistakes([("type", f"{_show(tier_type)} is no tier type; accepted: {', '.join(known)}")])
+    if data.get("module_path") in (None, ""):  # as left out
+        data = {name: value for name, value in data.items() if name != "module_path"}
     if "module_path" in data or (tier_type not in TIER_MODELS and tier_type in known):
         model = ExternalTierConfig
     elif tier_type in TIER_MODELS:

@@ -325,6 +325,17 @@ def test_places_that_only_look_alike_are_accepted(tiers: list[dict[str, Any]]) -
     assert len(parse_config({"region": REGION, "tiers": tiers}).tiers) == len(tiers)
 
 
+@pytest.mark.parametrize("module_path", [None, ""])
+def test_an_empty_module_path_is_none(module_path: str | None) -> None:
+    assert isinstance(parse_tier({**FS, "module_path": module_path}), FsTierConfig)
+    with pytest.raises(ConfigError, match=r"max_bites: is no key"):
+        parse_tier({**FS, "module_path": module_path, "max_bites": "5GiB"})
+    with pytest.raises(ConfigError, match=r"type: 'nosuch' is no tier type"):
+        parse_tier({"type": "nosuch", "module_path": module_path})
+    mine = parse_tier({"type": "mine", "module_path": module_path, "place": "p"}, registered=["mine"])
+    assert (mine.type, mine.model_dump()["module_path"]) == ("mine", None)
+
+
 def test_tiers_of_others_keep_their_options() -> None:
     tier = parse_tier({"type": "MyTier", "module_path": "my.module", "anything": [1]})
     assert isinstance(tier, ExternalTierConfig)
