@@ -306,6 +306,11 @@ def json_schema() -> dict[str, Any]:
         "anyOf": [{"$ref": f"#/$defs/{name}"} for name in (*tier_names, "ExternalTierConfig")]
     }
     definitions.pop("TierConfig", None)
+    # Else it would take what the model of a built-in tier refuses: any key goes with a tier that is not ours.
+    definitions["ExternalTierConfig"]["anyOf"] = [
+        {"required": ["module_path"], "properties": {"module_path": {"type": "string", "minLength": 1}}},
+        {"properties": {"type": {"not": {"enum": sorted(TIER_MODELS)}}}},
+    ]
     return schema
 
 

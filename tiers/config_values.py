@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Annotated
+from collections.abc import Iterable
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -79,8 +80,22 @@ def _expand_path(value: object) -> object:
     return path
 
 
-Size = Annotated[int, BeforeValidator(parse_size), Field(json_schema_extra={"type": ["integer", "string"]})]
-Duration = Annotated[float, BeforeValidator(parse_duration), Field(json_schema_extra={"type": ["number", "string"]})]
+def _in_schema(kind: str, number: str, units: Iterable[str]) -> dict[str, Any]:
+    """What a JSON schema says of a number that may have a unit; its patterns bind texts only."""
+    unit = "|".join(filter(None, units))
+    return {"type": [kind, "string"], "pattern": rf"^\s*{number}\s*({unit})?\s*$"}
+
+
+Size = Annotated[
+    int,
+    BeforeValidator(parse_size),
+    Field(json_schema_extra=_in_schema("integer", r"\d{1,40}(\.\d{1,40})?", _UNITS)),
+]
+Duration = Annotated[
+    float,
+    BeforeValidator(parse_duration),
+    Field(json_schema_extra=_in_schema("number", r"\d+(\.\d+)?", _SECONDS)),
+]
 #: As it is meant now: what changes its working directory later, or is started elsewhere, is to find the same.
 AbsolutePath = Annotated[
     str,

@@ -12,10 +12,10 @@ import yaml
 from tests.identity import FakeSpec
 from tiers.builtin import FileSystemTierManager, MemoryTierManager, _tier_options
 from tiers.config import json_schema, load_config, parse_config, parse_tier
-from tiers.config_values import parse_size
+from tiers.config_values import parse_duration, parse_size
 from tiers.errors import ConfigError, StoreFullError, public_url
 from tiers.seal import Checksum
-from tiers.tier_config import ExternalTierConfig, FsTierConfig, MemoryTierConfig, TierConfig
+from tiers.tier_config import TIER_MODELS, ExternalTierConfig, FsTierConfig, MemoryTierConfig, TierConfig
 from tiers.yaml_file import read_yaml
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
@@ -451,6 +451,64 @@ def test_json_schema_describes_the_shipped_configs() -> None:
         jsonschema.validate(yaml.safe_load(path.read_text()), schema)
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate({"region": {"size": []}}, schema)
+
+
+PLACES = {
+    "fs": {"root_dir": "/kv"},
+    "fsspec": {"url": "gs://bucket/kv"},
+    "memory": {},
+    "nfs": {"root_dir": "/mnt/kv"},
+    "s3": {"bucket": "bucket"},
+}
+
+
+@pytest.mark.parametrize(
+    "typo",
+    [
+        {"max_bites": "3GiB"},
+        {"max_bytes": "3 Gigs"},
+        {"isolation": "nonsense"},
+        {"task_bytes": 1.5},
+        {"type": ["fs"]},
+        {"module_path": ""},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("tier_type", TIER_MODELS)
+def test_json_schema_finds_a_typo_in_each_tier(tier_type: str, typo: dict[str, Any]) -> None:
+    import jsonschema
+
+    schema, good = json_schema(), {"type": tier_type, **PLACES[tier_type]}
+    jsonschema.validate({"region": REGION, "tiers": [good, {**good, "max_bytes": "1.5 GiB"}]}, schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"region": REGION, "tiers": [good | typo]}, schema)
+    if PLACES[tier_type]:
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate({"region": REGION, "tiers": [{"type": tier_type}]}, schema)
+
+
+@pytest.mark.parametrize("tier", [{"type": "Mine", "module_path": "a.b", "k": 1}, {"type": "registered", "k": 1}])
+def test_json_schema_takes_tiers_of_others(tier: dict[str, Any]) -> None:
+    import jsonschema
+
+    jsonschema.validate({"region": REGION, "tiers": [tier]}, json_schema())
+
+
+@pytest.mark.parametrize(
+    "text", ["4096", " 10 GiB ", "1.5MB", "7B", "2K", "10gib", "1e9", "1,5GiB", "7d", "90 min", "h"]
+)
+def test_json_schema_takes_the_texts_that_are_read(text: str) -> None:
+    import jsonschema
+
+    for key, read in (("max_bytes", parse_size), ("ttl", parse_duration)):
+        config = {"region": REGION, "tiers": [{**FS, key: text}]}
+        try:
+            read(text)
+        except ValueError:
+            with pytest.raises(jsonschema.ValidationError):
+                jsonschema.validate(config, json_schema())
+        else:
+            jsonschema.validate(config, json_schema())
 
 
 #: Every key that all tiers share, with a value that is not its default, and where it must arrive.
