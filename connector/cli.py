@@ -379,6 +379,8 @@ def _console() -> Console:
 
 def main() -> None:
     """Entry point of the ``kvtiers`` command."""
+    if sys.stdout is None:  # started with >&-; left open, descriptor 1 would become some file's
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for as long as the process lives
     try:
         try:
             app()

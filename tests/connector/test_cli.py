@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -239,6 +240,20 @@ def test_vllm_config(tmp_path: Path) -> None:
 
 def test_demo_refuses_bad_input(tmp_path: Path) -> None:
     assert run("demo", "--config", str(tmp_path / "none.yaml"))[0] == EXIT_BAD_INPUT
+
+
+@pytest.mark.parametrize(
+    "arguments", [("check",), ("check", "--json"), ("gc",), ("verify", "--json"), ("ls",), ("--help",)]
+)
+def test_a_closed_output_is_no_error(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    (tmp_path / "kv").mkdir()
+    config = tmp_path / "c.yaml"
+    config.write_text(
+        f"region: {{size: 1MiB}}\ntiers: [{{type: fs, root_dir: {tmp_path / 'kv'}, min_free: 0, ttl: 7d}}]\n"
+    )
+    command = shlex.join([sys.executable, "-m", "connector.cli", *arguments, str(config)])
+    ended = subprocess.run(["/bin/sh", "-c", f"{command} >&-"], stderr=subprocess.PIPE, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_an_output_that_takes_nothing_more_is_said_in_one_line() -> None:
