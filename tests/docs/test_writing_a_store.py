@@ -5,20 +5,43 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 
+from connector.spec import TieringOffloadingSpec
+from tests.identity import CONFIG
+from tiers.config import parse_config
+
 ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "writing-a-store.md"
 RUN_S_MAX = 120
 
 
 def example() -> str:
-    found = re.findall(
-        r"<!-- tested -->\n```python\n(.*?)```", (ROOT / "docs" / "writing-a-store.md").read_text(), re.DOTALL
-    )
+    found = re.findall(r"<!-- tested -->\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     (code,) = found
     return str(code)
+
+
+def test_two_tiers_of_the_recipe_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (recipe,) = [block for block in blocks if "class MyTier" in block]
+    store = "from tiers.stores.local import LocalStore as MyStore\n\n"
+    (tmp_path / "my_recipe.py").write_text(store + textwrap.dedent(recipe))
+    monkeypatch.syspath_prepend(tmp_path)
+    tiers = [
+        {"type": "MyTier", "module_path": "my_recipe", "name": name, "place": str(tmp_path / name)}
+        for name in ("near", "far")
+    ]
+    spec = TieringOffloadingSpec(CONFIG, parse_config({"region": {"size": "4MiB"}, "tiers": tiers}), 65_536)
+    try:
+        spec.get_manager()
+        labels = [dict(each.labels) for each in spec.metrics.snapshot() if each.name == "kvtiers_circuit_closed"]
+    finally:
+        spec.shutdown()
+    assert sorted(each["tier"] for each in labels) == ["far", "near"]
 
 
 def run(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
