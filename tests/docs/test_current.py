@@ -25,6 +25,11 @@ def test_the_benchmarks() -> None:
     assert shown == make_benchmarks.page(), "run python -m tests.docs.make_benchmarks"
 
 
+def test_kvtiers_is_not_installed_from_an_index() -> None:
+    pages = [path for path in DOCS.iterdir() if path.suffix in (".md", ".yaml")]
+    assert [page.name for page in pages if re.search(r"pip install kvtiers\b", page.read_text(encoding="utf-8"))] == []
+
+
 @pytest.mark.parametrize("page", sorted([*DOCS.glob("*.md"), *DOCS.parent.glob("*.md")]), ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8"))
