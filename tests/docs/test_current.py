@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from tests.docs import make_benchmarks, make_reference
 from tests.docs.make_reference import DOCS
+
+LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
 
 
 def test_the_configuration_reference() -> None:
@@ -25,6 +28,21 @@ def test_the_benchmarks() -> None:
     assert shown == make_benchmarks.page(), "run python -m tests.docs.make_benchmarks"
 
 
+def test_the_source_distribution_has_what_the_pages_name() -> None:
+    root = DOCS.parent.resolve()
+    project = tomllib.loads((root / "pyproject.toml").read_text())
+    included = project["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
+    assert all(pattern.startswith("/") and list(root.glob(pattern[1:])) for pattern in included)
+    have = {path for pattern in included for path in root.glob(pattern[1:])}
+    linked = {
+        (page.parent / link).resolve()
+        for page in [*DOCS.glob("*.md"), *root.glob("*.md")]
+        for link in LINK.findall(page.read_text(encoding="utf-8"))
+        if "://" not in link
+    }
+    assert [path for path in sorted(linked) if have.isdisjoint({path, *path.parents})] == []
+
+
 def test_kvtiers_is_not_installed_from_an_index() -> None:
     pages = [path for path in DOCS.iterdir() if path.suffix in (".md", ".yaml")]
     assert [page.name for page in pages if re.search(r"pip install kvtiers\b", page.read_text(encoding="utf-8"))] == []
@@ -32,5 +50,5 @@ def test_kvtiers_is_not_installed_from_an_index() -> None:
 
 @pytest.mark.parametrize("page", sorted([*DOCS.glob("*.md"), *DOCS.parent.glob("*.md")]), ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8"))
+    links = LINK.findall(page.read_text(encoding="utf-8"))
     assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
