@@ -193,7 +193,7 @@ def serve_metrics(
             probe_every_s=probe_every,
             scan_every_s=scan_every,
             stop=stop,
-            started=lambda listening: print(f"metrics are served on http://{address}:{listening}/metrics", flush=True),
+            started=lambda url: print(f"metrics are served on {url}", flush=True),
         )
     except KVTiersError as e:
         raise _refused("serve-metrics", e) from e

@@ -149,7 +149,7 @@ class TieringOffloadingSpec(OffloadingSpec):
             # Another engine of this host has the port, say: no reason not to serve the model.
             logger.warning("metrics are not served on %s:%d: %s", where.address, where.port, e)
             return None
-        logger.info("metrics are served on http://%s:%d/metrics", where.address, server.port)
+        logger.info("metrics are served on %s", server.url)
         return server
 
     def _make_manager(self) -> TieringOffloadingManager:

@@ -297,12 +297,12 @@ def serve_metrics(
     probe_every_s: float,
     scan_every_s: float,
     stop: threading.Event,
-    started: Callable[[int], None],
+    started: Callable[[str], None],
 ) -> None:
     """Serve the storage's metrics until ``stop`` is set.
 
     Args:
-        started: told the port once it listens.
+        started: told the URL once it listens.
 
     Raises:
         ConfigError: no tier can be seen from here, prometheus_client is missing, or the port cannot be had.
@@ -321,7 +321,7 @@ def serve_metrics(
         raise ConfigError(f"{address!r} is no host name", field="--address") from e
     try:
         monitor.start()
-        started(server.port)
+        started(server.url)
         while not stop.wait(PUBLISH_EVERY_S):
             monitor.publish()
     finally:

@@ -16,6 +16,7 @@ _UNITS = {"": 1, "B": 1} | {
     for power, letter in enumerate("KMGTP", 1)
     for suffix, base in (("", 1024), ("iB", 1024), ("B", 1000))
 }
+_UNIT_WORDS = ("kilo", "meg", "gig", "tera", "peta")
 # So few digits that no float overflows.
 _SIZE = re.compile(r"\s*(\d{1,40}(?:\.\d{1,40})?)\s*([A-Za-z]*)\s*")
 _SIZE_MAX = 1 << 60
@@ -33,14 +34,23 @@ def parse_size(value: object) -> int:
     else:
         match = _SIZE.fullmatch(value) if isinstance(value, str) else None
         if match is None or match[2] not in _UNITS:
-            near = re.match(r"\s*(\d{1,12})(?!\d)\s*(\w*)", value) if isinstance(value, str) else None
-            number, unit = near.groups() if near else ("10", "")
-            meant = next((each for each in _UNITS if unit and each.lower() == unit.lower()), "GiB")
-            raise ValueError(f"is not a size; write {number}{meant}")
+            raise ValueError(f"is not a size; write {_instead_of(value)}")
         size = int(float(match[1]) * _UNITS[match[2]]) if "." in match[1] else int(match[1]) * _UNITS[match[2]]
     if not 0 <= size <= _SIZE_MAX:
         raise ValueError("is out of range; accepted is 0 up to 1024PiB")
     return size
+
+
+def _instead_of(value: object) -> str:
+    """The size that is meant, where all of it is understood: advice must not change the amount. Else an example."""
+    near = re.fullmatch(r"\s*(\d{1,12}(?:\.\d{1,12})?)\s*([A-Za-z]+)\s*", value) if isinstance(value, str) else None
+    if near is not None:
+        number, unit = near[1], near[2].lower()
+        meant = [each for each in _UNITS if each.lower() == unit]
+        meant += [f"{word[0].upper()}iB" for word in _UNIT_WORDS if unit.rstrip("s") == word]
+        if meant:
+            return f"{number}{meant[0]}"
+    return "a number and a unit, such as 10GiB"
 
 
 _SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}

@@ -70,6 +70,7 @@ class MetricsServer:
 
     Attributes:
         port: where it listens.
+        url: of what it serves there.
 
     Raises:
         OSError: the port is taken, or the address is not this machine's.
@@ -80,6 +81,8 @@ class MetricsServer:
         registry.register(MetricsCollector(metrics))
         self._server, self._thread = start_http_server(port, addr=address, registry=registry)
         self.port = int(self._server.server_port)
+        host = f"[{address}]" if ":" in address else address  # IPv6
+        self.url = f"http://{host}:{self.port}/metrics"
 
     def close(self) -> None:
         """Stop listening. Idempotent."""

@@ -82,11 +82,20 @@ def test_the_mistake_names_path_value_and_cure() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "better"), [("64 mib", "64MiB"), ("5gb", "5GB"), ("7 Gigs", "7GiB"), ("much", "10GiB")]
+    ("text", "better"),
+    [("64 mib", "64MiB"), ("5gb", "5GB"), ("7 Gigs", "7GiB"), ("1.5 gib", "1.5GiB"), ("10 Megs", "10MiB")],
 )
 def test_a_size_is_corrected_in_its_own_unit(text: str, better: str) -> None:
     with pytest.raises(ValueError, match=f"is not a size; write {better}$"):
         parse_size(text)
+
+
+@pytest.mark.parametrize(
+    "value", ["much", "1,5GiB", "1e9", "1e9 GiB", "1_000MiB", "10 pages", "1.5.2GiB", "", None, 1.5]
+)
+def test_advice_does_not_change_the_amount(value: object) -> None:
+    with pytest.raises(ValueError, match="is not a size; write a number and a unit, such as 10GiB$"):
+        parse_size(value)
 
 
 FS = {"type": "fs", "root_dir": "/kv"}

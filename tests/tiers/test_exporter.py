@@ -40,6 +40,19 @@ def deployment(tmp_path: Path, **metrics: object) -> TieringOffloadingSpec:
     return TieringOffloadingSpec(CONFIG, config, 64 << 10)
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_the_url_can_be_asked(address: str) -> None:
+    try:
+        server = MetricsServer([Metrics()], port=0, address=address)
+    except OSError as e:
+        pytest.skip(f"{address} cannot be had here: {e}")
+    try:
+        with urllib.request.urlopen(server.url, timeout=5) as answer:
+            assert answer.status == 200
+    finally:
+        server.close()
+
+
 def test_values_labels_and_buckets_are_what_was_counted() -> None:
     metrics = Metrics()
     metrics.inc("kvtiers_bytes_total", "fs", "load", by=15)
