@@ -7,7 +7,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
+from connector.cli import app
 from tests.docs import make_benchmarks, make_reference
 from tests.docs.make_reference import DOCS
 
@@ -26,6 +28,14 @@ def test_the_tables_of_metrics() -> None:
 def test_the_benchmarks() -> None:
     shown = (DOCS / "benchmarks.md").read_text()
     assert shown == make_benchmarks.page(), "run python -m tests.docs.make_benchmarks"
+
+
+def test_the_commands_that_take_a_tier() -> None:
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    taking = {name for name, each in commands.items() if any("--tier" in option.opts for option in each.params)}
+    said = re.search(r"one object\. (.*?) take `--tier NAME`", (DOCS / "operations.md").read_text(), re.DOTALL)
+    assert said is not None
+    assert set(re.findall(r"`([\w-]+)`", said[1])) == taking
 
 
 def test_the_source_distribution_has_what_the_pages_name() -> None:
