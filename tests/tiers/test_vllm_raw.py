@@ -313,6 +313,20 @@ def test_an_engine_with_other_weights_takes_none_of_them(tiers: Any, root: Path)
     assert tiers().run("load").success  # nothing was removed or replaced
 
 
+def test_what_was_stored_without_a_key_keeps_its_place(tiers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As docs/security.md says: vLLM's folder is the same with keys and without."""
+    pytest.importorskip("cryptography")
+    monkeypatch.setenv("KEYS", "ab" * 32)
+    writer = tiers()
+    writer.fill(5)
+    writer.run("store")
+    protected = tiers(auth="gmac", keys_env="KEYS")
+    assert not protected.run("load").successful_keys
+    assert not protected.run("store").successful_keys
+    assert set(protected.failures()) == {"fingerprint"}
+    assert tiers().run("load").success
+
+
 @pytest.mark.parametrize("content", [b"", b'{\n  "blocks_per_'])
 def test_a_config_that_vllm_is_writing_does_not_stop_the_engine(tiers: Any, root: Path, content: bytes) -> None:
     path = root / LAYOUT.namespace / "config.json"
