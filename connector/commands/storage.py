@@ -266,6 +266,10 @@ def _show_gc(result: dict[str, Any], unit: str) -> None:
     for reason, count in result["removed_blobs"].items():
         size = human_bytes(result["removed_bytes"][reason])
         console.print(f"  {verb} by {reason}: {count:,} {unit}, {size}", highlight=False)
+    if result["gave_up"]:
+        console.print(
+            "  another collector has measured meanwhile, and removes by capacity what is too much", highlight=False
+        )
     if result["kept_by_error"]:
         console.print(f"  could not be removed: {result['kept_by_error']:,} {unit}", highlight=False)
     if result["own_bytes"]:

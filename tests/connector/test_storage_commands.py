@@ -131,7 +131,17 @@ def test_gc_while_another_collector_works(root: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("connector.commands.storage._run", lambda collector, dry_run, lease_s: collector.run())
     assert Lease(LocalStore(root), "another").try_acquire()
     assert "another collector is at work" in ok("gc", write_config(root, "ttl: 1s"))
+    (result,) = json.loads(ok("gc", write_config(root, "ttl: 1s"), "--json"))["tiers"]
+    assert result["skipped"] == "another collector is at work"
     assert len(list(root.rglob("*.bin"))) == 10
+
+
+def test_gc_that_gives_up_to_another_collector_says_so(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiers.capacity.collector.publish_measured", lambda *_: False)
+    config = write_config(root, "ttl: 5.5h")
+    assert "another collector has measured meanwhile" in ok("gc", config)
+    (result,) = json.loads(ok("gc", config, "--json"))["tiers"]
+    assert result["gave_up"]
 
 
 def test_which_tier(root: Path) -> None:

@@ -68,6 +68,7 @@ class CollectReport:
         removed_blobs, removed_bytes: by reason: "ttl" or "capacity".
         kept_by_error: blobs that could not be removed.
         own_bytes: in the store's own folders, quarantine included.
+        gave_up: another collector has measured meanwhile, so nothing was removed for capacity.
     """
 
     dry_run: bool = False
@@ -77,6 +78,7 @@ class CollectReport:
     removed_bytes: dict[str, int] = field(default_factory=lambda: {"ttl": 0, "capacity": 0})
     kept_by_error: int = 0
     own_bytes: int = 0
+    gave_up: bool = False
     seconds: float = 0.0
 
 
@@ -216,6 +218,7 @@ class Collector:
         measured = Measured(secrets.token_hex(8), kept, blobs, baseline.base, self._clock())
         if not report.dry_run and not self._publish(measured, baseline):
             logger.info("another collector has measured meanwhile")
+            report.gave_up = True
             report.seconds = self._monotonic() - self._began_at
             return report
         excess = self._excess(measured, baseline, freed_bytes=report.removed_bytes["ttl"] if report.dry_run else 0)
