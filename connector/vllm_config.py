@@ -8,10 +8,11 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from connector.prefix_place import place_of_prefixes
-from tiers.config import DeploymentConfig, load_config, parse_config
+from tiers.config import DeploymentConfig, RegionConfig, load_config, parse_config
 from tiers.errors import ConfigError, public_url
 from tiers.file_mapper import FORMAT_VLLM_RAW
 from tiers.registry import SecondaryTierFactory
@@ -20,6 +21,8 @@ from tiers.tier_config import FsspecTierConfig, S3TierConfig, TierConfig
 logger = logging.getLogger(__name__)
 
 _INLINE = ("cpu_bytes_to_use", "eviction_policy", "tiers")
+#: What is read elsewhere: in the file, or by other connectors.
+_ELSEWHERE = {*DeploymentConfig.model_fields, *RegionConfig.model_fields, "secondary_tiers", "tier"}
 #: What else KVTiersSpec reads, and what vLLM's OffloadingConnector does, whichever spec it runs.
 _OURS = ("config_file", "storage_after_reset")
 _VLLMS = (
@@ -91,10 +94,14 @@ def deployment_from(extra_config: Mapping[str, Any]) -> DeploymentConfig:
             ``tiers``. What else the spec and vLLM's connector read is passed over.
 
     Raises:
-        ConfigError: lists every mistake, or names an option that nobody reads.
+        ConfigError: lists every mistake, or names an option that is meant for us and not read: one of the file's, of
+            another connector's, or a misspelt one.
     """
     for name in sorted(extra_config.keys() - {*_INLINE, *_OURS, *_VLLMS}):
         accepted = ", ".join((*_OURS, *_INLINE, *_VLLMS))
+        if name not in _ELSEWHERE and not get_close_matches(name.lower(), (*_OURS, *_INLINE), cutoff=0.75):
+            logger.warning("%s in kv_connector_extra_config is not read by KVTiersSpec, which knows %s", name, accepted)
+            continue  # another release of vLLM may read it
         absent = "" if {"tiers", "config_file"} & extra_config.keys() else " (tiers is absent)"
         raise ConfigError(
             f"is no option of KVTiersSpec{absent}; accepted are {accepted}; what else a deployment has goes into the "

@@ -269,6 +269,13 @@ def test_an_option_that_nobody_reads_is_refused(name: str, beside: dict[str, Any
         deployment_from(SPEC | beside | {name: {}})
 
 
+def test_what_a_newer_vllm_may_read_is_passed_over_and_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        read = deployment_from(SPEC | {"cpu_bytes_to_use": "1GiB", "tiers": [], "store_threshold": 2})
+    assert read.region.size_bytes == 1 << 30
+    assert "store_threshold in kv_connector_extra_config is not read by KVTiersSpec" in caplog.text
+
+
 def test_an_engine_without_tiers_is_told(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ConfigError, match=r"^teirs: is no option of KVTiersSpec \(tiers is absent\); "):
         deployment_from(SPEC | {"cpu_bytes_to_use": "1GiB", "teirs": [{"type": "memory"}]})
