@@ -115,7 +115,7 @@ class WatchedTier:
         error = ""
         free_bytes = None
         try:
-            self._open().size(PROBE_KEY)
+            self._ask(self._open())
             free_bytes = _free_bytes(self.config)
         except Exception as e:  # whatever hinders it, the storage was not seen to answer
             error = type(e).__name__
@@ -150,6 +150,13 @@ class WatchedTier:
     def close(self) -> None:
         """Release the store."""
         self._forget()
+
+    def _ask(self, store: Store) -> None:
+        store.size(PROBE_KEY)
+        if isinstance(self.config, S3TierConfig):
+            # A HEAD's 404 has no body: it is the same of a bucket that is gone, and of a server that speaks no S3. The
+            # answer to a LIST tells.
+            next(iter(store.keys(PROBE_KEY)), None)
 
     def _open(self) -> Store:
         if self._store is None:

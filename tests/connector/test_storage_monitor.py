@@ -7,7 +7,9 @@ import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import yaml
@@ -19,7 +21,8 @@ from tiers.errors import ConfigError, StoreUnavailableError
 from tiers.metrics import METRICS, MetricKind
 from tiers.store import Store
 from tiers.stores.memory import MemoryStore
-from tiers.tier_config import FsTierConfig, TierConfig
+from tiers.testing.servers import moto_server
+from tiers.tier_config import FsTierConfig, S3TierConfig, TierConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -166,6 +169,46 @@ def test_an_absent_root_is_down_and_not_made(tmp_path: Path) -> None:
     tier = WatchedTier("fs", FsTierConfig(root_dir=str(root)))
     assert tier.probe().error == "ConfigError"
     assert not root.exists()
+
+
+@pytest.mark.parametrize("client", ["obstore", "boto3"])
+def test_a_bucket_that_is_gone_is_down(client: Literal["obstore", "boto3"], monkeypatch: pytest.MonkeyPatch) -> None:
+    with moto_server() as server:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        config = S3TierConfig(bucket="kvbucket", endpoint_url=server.endpoint_url, region="us-east-1", client=client)
+        server.client().create_bucket(Bucket="kvbucket")
+        tier = WatchedTier("s3", config)
+        assert tier.probe().error == ""
+        server.client().delete_bucket(Bucket="kvbucket")
+        assert tier.probe().error == "StoreConfigError"
+        tier.close()
+
+
+@pytest.mark.parametrize("status", [200, 404])
+def test_a_server_that_speaks_no_s3_is_down(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Website(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", "6")
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(b"<html>")
+
+        do_HEAD = do_GET  # noqa: N815 - as http.server calls it
+
+        def log_message(self, format: str, *_: object) -> None:
+            pass
+
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Website) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        tier = WatchedTier("s3", S3TierConfig(bucket="kvbucket", endpoint_url=url, region="us-east-1"))
+        assert tier.probe().error in ("StoreConfigError", "StoreUnavailableError")
+        tier.close()
+        server.shutdown()
 
 
 def test_memory_and_foreign_tiers_cannot_be_watched(tmp_path: Path) -> None:
