@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 TASK_BYTES_MIN = 1 << 20  # less is not worth another thread's wake-up
 _SHOWN_FROM_THE_START: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
+    ("kvtiers_blocks_total", tuple(("store", outcome) for outcome in ("moved", "already_stored", "failed", "dropped"))),
     ("kvtiers_circuit_opened_total", ((),)),
     ("kvtiers_deadline_expired_total", (("lookup",), ("job",))),
     ("kvtiers_lookups_total", (("hit",), ("miss",), ("error",), ("deadline",))),

@@ -171,6 +171,12 @@ def test_the_four_alerts_that_must_be_there() -> None:
     assert {"KVTiersCircuitOpen", "KVTiersVerifyFailures", "KVTiersDiskReserve", "KVTiersHitRateFell"} <= alerts
 
 
+def test_a_tier_that_stores_nothing_has_an_alert_whose_series_begin_at_zero(exported: Series) -> None:
+    assert "KVTiersStoresFail" in {rule["alert"] for rule in rules()}
+    shown = {labels["outcome"] for labels in exported["kvtiers_blocks_total"] if labels["op"] == "store"}
+    assert shown == {"moved", "already_stored", "failed", "dropped"}
+
+
 def test_promtool_accepts_the_rules_and_their_tests() -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
