@@ -52,7 +52,10 @@ def tiering_definitions() -> dict[str, OffloadingMetricMetadata]:
 
 
 class StatsExporter:
-    """What changed in a Metrics since the last ``take``. Scheduler thread only.
+    """What changed in a Metrics since the last ``take``, and each new series. Scheduler thread only.
+
+    vLLM's endpoint shows a series from when it is told of it, so one that has counted nothing yet is told as well:
+    Prometheus sees no increase in a series that begins at 500.
 
     Args:
         tiering_names: also feed vLLM's own ``kv_offload_tiering`` metrics.
@@ -68,10 +71,12 @@ class StatsExporter:
         stats = OffloadingConnectorStats()
         for sample in self._metrics.snapshot():
             metric = METRICS[sample.name]
-            labels = tuple(sample.labels[name] for name in metric.labels)
+            # Plain texts, which any message between vLLM's processes takes: a reason is a StrEnum.
+            labels = tuple(str(sample.labels[name]) for name in metric.labels)
             value = sample.total if metric.kind is MetricKind.HISTOGRAM else sample.value
-            change = value - self._seen.get((sample.name, labels), 0)
-            if not change:
+            seen = self._seen.get((sample.name, labels))
+            change = value - (seen or 0)
+            if not change and seen is not None:
                 continue
             self._seen[sample.name, labels] = value
             if metric.kind is MetricKind.GAUGE:

@@ -195,7 +195,7 @@ def test_a_server_that_speaks_no_s3_is_down(status: int, monkeypatch: pytest.Mon
             if self.command == "GET":
                 self.wfile.write(b"<html>")
 
-        do_HEAD = do_GET  # noqa: N815 - as http.server calls it
+        do_HEAD = do_GET
 
         def log_message(self, format: str, *_: object) -> None:
             pass

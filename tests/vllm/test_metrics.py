@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import pytest
+
+from connector.vllm.metrics import StatsExporter
+from tiers.errors import SealReason
+from tiers.metrics import Metrics
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    metrics = Metrics()
+    metrics.inc("kvtiers_verify_failures_total", "fs", SealReason.AUTHENTICATION, by=0)
+    metrics.set("kvtiers_jobs_in_flight", "fs", value=0)
+    return metrics
+
+
+def test_each_series_is_told_once_before_it_has_counted(metrics: Metrics) -> None:
+    """vLLM's endpoint has a series once it is told of it. Prometheus sees no increase in one that begins at 500."""
+    exporter = StatsExporter(metrics)
+    first = exporter.take()
+    assert first is not None
+    assert first.data["data"] == {
+        "vllm:kvtiers_verify_failures": {("fs", "authentication"): 0},
+        "vllm:kvtiers_jobs_in_flight": {("fs",): 0},
+    }
+    assert {type(label) for values in first.data["data"].values() for labels in values for label in labels} == {str}
+    assert exporter.take() is None
+    metrics.inc("kvtiers_verify_failures_total", "fs", "authentication", by=500)
+    second = exporter.take()
+    assert second is not None
+    assert second.data["data"] == {"vllm:kvtiers_verify_failures": {("fs", "authentication"): 500}}
+
+
+def test_only_changes_are_told(metrics: Metrics) -> None:
+    exporter = StatsExporter(metrics)
+    exporter.take()
+    for _ in range(2):
+        metrics.set("kvtiers_jobs_in_flight", "fs", value=3)
+        metrics.inc("kvtiers_bytes_total", "fs", "load", by=0)
+        stats = exporter.take()
+        told = {} if stats is None else stats.data["data"]
+        metrics.inc("kvtiers_bytes_total", "fs", "load", by=10)
+    assert told == {"vllm:kvtiers_bytes": {("fs", "load"): 10}}
