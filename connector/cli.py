@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait
 from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,6 +26,7 @@ from connector.commands import copy, storage
 from connector.commands.bench import bench
 from connector.commands.places import human_age, human_bytes
 from connector.commands.verify import verify
+from connector.daemon_pool import DaemonPool
 from connector.region_file import free_bytes
 from tiers.builtin import make_seal
 from tiers.config import DeploymentConfig, json_schema, load_config
@@ -48,6 +49,9 @@ from tiers.tracing import make_job_tracer
 EXIT_FINDING = 1  # the command ran and found something wrong
 EXIT_BAD_INPUT = 2
 TIERS_AT_ONCE = 16
+TIERS_S_MAX = 10.0  # what `kvtiers check` waits for storage; a bucket has said what is wrong with it long before
+
+_NO_ANSWER = ": no answer within {:g} s; is the server up, and is the mount not hung?"
 
 _SAID_OTHERWISE = {*TierConfig.model_fields, "read_only", "ttl", "gc_high", "gc_low", "gc_every_s"}
 
@@ -218,10 +222,14 @@ def find_problems(deployment: DeploymentConfig) -> list[str]:
     if not deployment.tiers:
         findings.append("tiers: the list is empty, so blocks live in the region only and are gone at exit")
     if deployment.tiers:
-        # At once: a bucket that does not answer takes seconds to say so.
-        with ThreadPoolExecutor(min(TIERS_AT_ONCE, len(deployment.tiers))) as pool:
-            for index, problems in enumerate(pool.map(_tier_problems, deployment.tiers)):
-                findings += [f"tiers[{index}]{problem}" for problem in problems]
+        # At once: a bucket that does not answer takes seconds to say so. A mount that hangs never does.
+        pool = DaemonPool(min(TIERS_AT_ONCE, len(deployment.tiers)), "kvtiers-check")
+        asked = [pool.submit(_tier_problems, tier) for tier in deployment.tiers]
+        wait(asked, TIERS_S_MAX)
+        for index, future in enumerate(asked):
+            problems = future.result() if future.done() else [_NO_ANSWER.format(TIERS_S_MAX)]
+            findings += [f"tiers[{index}]{problem}" for problem in problems]
+        pool.shutdown(0.0)
     return findings
 
 

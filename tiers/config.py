@@ -18,6 +18,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
+import threading
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from datetime import date
@@ -42,6 +43,7 @@ from tiers.tier_config import (
 from tiers.yaml_file import read_yaml
 
 ENTRY_POINT_GROUP = "kvtiers.tiers"
+RESOLVE_S_MAX = 2.0  # links of a root are followed for so long: a mount that hangs keeps its caller
 _MAY_HOLD_SECRETS = {"storage_options", "url", "endpoint_url", "keys_file", "keys_env"}
 
 
@@ -185,7 +187,8 @@ class TierPlace:
     Attributes:
         name: of the field that says so.
         storage: paths of one storage can be compared.
-        paths: in it, without a slash at the end: as it is spelled, and with links on the way followed.
+        paths: in it, without a slash at the end: as it is spelled, and with links on the way followed where
+            that does not hang.
     """
 
     name: str
@@ -227,9 +230,15 @@ def _spelled(path: str) -> str:
 
 
 def _resolved(path: str) -> str:
-    """Links on the way are followed; a root is none itself."""
+    """Links on the way are followed; a root is none itself. As it is spelled where a mount on the way hangs."""
     parent, name = os.path.split(_spelled(path))
-    return _spelled(os.path.join(os.path.realpath(parent), name))
+    found: list[str] = []
+    thread = threading.Thread(
+        target=lambda: found.append(os.path.realpath(parent)), name="kvtiers-resolve", daemon=True
+    )
+    thread.start()
+    thread.join(RESOLVE_S_MAX)
+    return _spelled(os.path.join(found[0] if found else parent, name))
 
 
 def _named(tiers: list[AnyTierConfig]) -> list[AnyTierConfig]:

@@ -6,18 +6,19 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from threading import Barrier
+from threading import Barrier, Event
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from connector import cli
 from connector.cli import EXIT_BAD_INPUT, EXIT_FINDING, app, find_problems
 from connector.spec import TieringOffloadingSpec
 from tests.identity import CONFIG
 from tiers.config import parse_config
 from tiers.errors import ConfigError, StoreError
-from tiers.tier_config import S3TierConfig
+from tiers.tier_config import FsTierConfig, NfsTierConfig, S3TierConfig
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -105,6 +106,24 @@ def test_problems_of_this_machine_are_found(tmp_path: Path) -> None:
     assert find_problems(parse_config({"region": {"size": "1MiB"}})) == [
         "tiers: the list is empty, so blocks live in the region only and are gone at exit"
     ]
+
+
+def test_storage_that_hangs_is_a_problem_and_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answered = Event()
+
+    def hang(_: FsTierConfig | NfsTierConfig) -> list[str]:
+        assert answered.wait(20)
+        return []
+
+    monkeypatch.setattr(cli, "_folder_problems", hang)
+    monkeypatch.setattr(cli, "TIERS_S_MAX", 0.2)
+    tiers = [fs(tmp_path / "kv"), {"type": "none_such", "module_path": "none_such"}]
+    try:
+        hung, absent = find_problems(parse_config({"region": {"size": "1MiB"}, "tiers": tiers}))
+        assert hung == "tiers[0]: no answer within 0.2 s; is the server up, and is the mount not hung?"
+        assert absent.startswith("tiers[1]")
+    finally:
+        answered.set()
 
 
 def test_folders_that_no_store_would_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import traceback
 from pathlib import Path
 from typing import Any
@@ -266,6 +267,19 @@ def test_tiers_of_one_type_get_their_own_names() -> None:
     more = [FS | {"root_dir": "/b"}, FS | {"root_dir": "/c", "name": "far"}]
     config = parse_config({"region": REGION, "tiers": [FS, {"type": "memory"}, *more]})
     assert [getattr(tier, "name", None) for tier in config.tiers] == ["fs0", None, "fs2", "far"]
+
+
+def test_a_mount_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    answered = threading.Event()
+    monkeypatch.setattr(os.path, "realpath", lambda path: answered.wait(20) and path)
+    monkeypatch.setattr("tiers.config.RESOLVE_S_MAX", 0.01)
+    try:
+        parse_config({"region": REGION, "tiers": [FS, FS | {"root_dir": "/other"}, FSSPEC | {"url": "file:///third"}]})
+        with pytest.raises(ConfigError, match=r"tiers\[1\].root_dir: is the place of tiers\[0\].root_dir, too"):
+            parse_config({"region": REGION, "tiers": [FS, FS]})
+        assert not answered.is_set()
+    finally:
+        answered.set()
 
 
 def test_two_ways_to_one_folder_are_one_place(tmp_path: Path) -> None:
