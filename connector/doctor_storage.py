@@ -11,15 +11,17 @@ import errno
 import itertools
 import json
 import os
+import re
 import secrets
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from tiers.errors import ConfigError, StoreError
 from tiers.file_mapper import CONFIG_FILE_NAME
+from tiers.inventory import NAMESPACE
 from tiers.json_text import parse_json
 from tiers.namespace import CONFIG_BYTES_MAX
 from tiers.store import Store, SupportsDeleteMany, SupportsTail
@@ -138,9 +140,18 @@ def examine_store(
 def examine_namespaces(where: str, config: TierConfig, store: Store) -> Iterator[Finding]:
     """Namespaces of one model side by side: what keeps replicas from sharing blocks."""
     by_model: dict[str, list[dict[str, Any]]] = {}
-    for fields in _namespaces(config, store):
+    names, is_cut = _identity_files(config, store)
+    namespaces = list(itertools.islice(_namespaces(store, names), NAMESPACES_MAX + 1))
+    is_cut = is_cut or len(namespaces) > NAMESPACES_MAX
+    for fields in namespaces[:NAMESPACES_MAX]:
         by_model.setdefault(str(fields.get("model_name")), []).append(fields)
     for model, found in sorted(by_model.items()):
+        if len(found) == 1 and is_cut:
+            yield Finding(
+                "note", where, "namespaces", f"{model}: one was found, but not all that is stored was looked through",
+                "kvtiers ls lists all",
+            )  # fmt: skip
+            continue
         if len(found) == 1:
             yield Finding("ok", where, "namespaces", f"{model}: one, so all replicas that write here share blocks")
             continue
@@ -151,7 +162,8 @@ def examine_namespaces(where: str, config: TierConfig, store: Store) -> Iterator
         )
         values = "; ".join(f"{name}: {_values(found, name)}" for name in differing)
         yield Finding(
-            "note", where, "namespaces", f"{model}: {len(found)}, which share nothing, by {values}",
+            "note", where, "namespaces",
+            f"{model}: {'at least ' if is_cut else ''}{len(found)}, which share nothing, by {values}",
             "give replicas that are to share blocks the same values; others may be removed when nothing uses them",
         )  # fmt: skip
 
@@ -161,16 +173,21 @@ def _values(found: list[dict[str, Any]], name: str) -> str:
     return ", ".join(value if len(value) <= 40 else value[:39] + "…" for value in values)
 
 
-def _namespaces(config: TierConfig, store: Store) -> Iterator[dict[str, Any]]:
+def _identity_files(config: TierConfig, store: Store) -> tuple[list[str], bool]:
+    """Names that namespaces' ``config.json`` may have, and whether there may be more of them."""
     root = getattr(config, "root_dir", None)
+    folders = getattr(store, "folders", None)
     if root is not None:
-        names = (f"{entry.name}/{CONFIG_FILE_NAME}" for entry in os.scandir(root) if not entry.name.startswith("."))
-    else:
-        names = (info.key for info in itertools.islice(store.keys(), LISTED_MAX))
-    found = 0
+        return [f"{e.name}/{CONFIG_FILE_NAME}" for e in os.scandir(root) if not e.name.startswith(".")], False
+    if folders is not None:  # a bucket lists in the order of names: the blocks of one namespace hide the next one
+        return [f"{name}/{CONFIG_FILE_NAME}" for name in folders() if re.fullmatch(NAMESPACE, name)], False
+    listed = [info.key for info in itertools.islice(store.keys(), LISTED_MAX)]
+    names = [key for key in listed if key.count("/") == 1 and key.endswith(f"/{CONFIG_FILE_NAME}")]
+    return names, len(listed) == LISTED_MAX
+
+
+def _namespaces(store: Store, names: Iterable[str]) -> Iterator[dict[str, Any]]:
     for name in names:
-        if name.count("/") != 1 or not name.endswith(f"/{CONFIG_FILE_NAME}") or found == NAMESPACES_MAX:
-            continue
         try:
             size = store.size(name)
             if size is None or not 0 < size <= CONFIG_BYTES_MAX:
@@ -181,7 +198,6 @@ def _namespaces(config: TierConfig, store: Store) -> Iterator[dict[str, Any]]:
         except (StoreError, ValueError):
             continue
         if isinstance(fields, dict):
-            found += 1
             yield fields
 
 

@@ -250,6 +250,51 @@ def test_namespaces_of_a_bucket_are_looked_for_within_bounds() -> None:
     assert found.level == "ok"
 
 
+class InOrder(MemoryStore):
+    """Lists by name, as a bucket does: a namespace's blocks come right after its config.json."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        for namespace, revision in ("m_aaaaaaaaaaaa", "abc"), ("m_bbbbbbbbbbbb", "def"):
+            fields = json.dumps({"model_name": "m", "model_revision": revision}).encode()
+            self.put(f"{namespace}/config.json", [memoryview(fields)])
+            for number in range(blocks):
+                self.put(f"{namespace}_r0/000/00_g0/{number}.bin", [memoryview(b"x")])
+
+    def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
+        yield from sorted(super().keys(prefix), key=lambda info: info.key)
+
+
+class WithFolders(InOrder):
+    def folders(self) -> list[str]:
+        return sorted({info.key.partition("/")[0] for info in MemoryStore.keys(self)})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [(InOrder, "m: one was found, but not all that is stored was looked through"), (WithFolders, "m: 2, which share")],
+)
+def test_a_listing_that_was_cut_is_not_said_to_be_all(
+    make: Callable[[int], MemoryStore], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor_storage, "LISTED_MAX", 10)
+    (found,) = examine_namespaces("s3", MemoryTierConfig(), make(20))
+    assert found.level == "note"
+    assert found.message.startswith(message)
+    (found,) = examine_namespaces("s3", MemoryTierConfig(), make(2))
+    assert found.message.startswith("m: 2, which share nothing, by model_revision")
+
+
+def test_more_namespaces_than_are_looked_at_are_not_said_to_be_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor_storage, "NAMESPACES_MAX", 1)
+    for name in ("m_aaaaaaaaaaaa", "m_bbbbbbbbbbbb"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"model_name": "m", "name": name}))
+    assert one(examine(deployment(fs(tmp_path))), "namespaces").level == "note"
+
+
 def test_the_hosts_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (64, 64))
     findings = examine(parse_config({"region": {"size": "900PiB"}, "tiers": [{"type": "memory"}]}), environ={})
