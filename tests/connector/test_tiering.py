@@ -834,7 +834,9 @@ def test_a_never_reporting_lookup_source_is_cut_by_the_deadline() -> None:
     assert engine.lookup_until_known(KEYS[:1]) == [False]
 
 
-def test_a_load_that_is_not_reported_is_given_up_and_its_slot_is_not_used_again() -> None:
+def test_a_load_that_is_not_reported_is_given_up_and_its_slot_is_not_used_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     engine = Engine(num_blocks=4, num_tiers=2, auto=False, load_deadline_s=20.0, store_backlog_share=1, load_share=1)
     hung, good = engine.tiers
     for tier in engine.tiers:
@@ -848,6 +850,8 @@ def test_a_load_that_is_not_reported_is_given_up_and_its_slot_is_not_used_again(
     engine.load(KEYS[:2])
     assert engine.counts == SlotCounts(free=0, ready=0, pinned=2, pending=0, quarantined=2)
     assert engine.counted("kvtiers_deadline_expired_total", "tier0", "load") == 1
+    assert engine.counted("kvtiers_contained_errors_total", "tier0", "submit_load") == 0  # no code failed
+    assert "tier tier0: loads that take over 20 s are given up" in caplog.text
     late, *stores = hung.jobs
     hung.finish(late)
     engine.manager.on_schedule_end()
