@@ -69,7 +69,9 @@ METRICS: Mapping[str, MetricDef] = {
         "Blocks that this process's collector removed.", "tier", "reason"
     ),
     "kvtiers_collector_removed_bytes_total": _counter("Their bytes.", "tier", "reason"),
-    "kvtiers_collector_runs_total": _counter("Runs of this process's collector: ok, error.", "tier", "outcome"),
+    "kvtiers_collector_runs_total": _counter(
+        "Runs of this process's collector: ok, error; an end of it is one.", "tier", "outcome"
+    ),
     "kvtiers_contained_errors_total": _counter("Errors of a tier that were kept from the engine.", "tier", "where"),
     "kvtiers_deadline_expired_total": _counter("Answers that came too late.", "tier", "what"),
     "kvtiers_healed_blobs_total": _counter("Bad blobs that a store replaced.", "tier"),

@@ -327,6 +327,9 @@ class StoreTierManager(SecondaryTierManager):
         for name, values in _SHOWN_FROM_THE_START:
             for value in values:
                 self.metrics.inc(name, self.name, *value, by=0)
+        if self._collector is not None:
+            for outcome in ("ok", "error"):
+                self.metrics.inc("kvtiers_collector_runs_total", self.name, outcome, by=0)
         self.metrics.set("kvtiers_circuit_closed", self.name, value=1.0)
 
     def _submit(self, job: JobMetadata, *, is_load: bool) -> None:

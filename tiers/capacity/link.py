@@ -91,7 +91,10 @@ class CollectorLink:
         return removed
 
     def take_reports(self) -> list[dict[str, Any]]:
-        """What the process told of its runs since: ``report`` and ``used``, or ``error``; and of how many ``runs``."""
+        """What the process told of its runs since: ``report`` and ``used``, or ``error``; and of how many ``runs``.
+
+        That it ended by itself is an ``error``, too.
+        """
         reports: list[dict[str, Any]] = []
         while True:
             try:
@@ -126,6 +129,7 @@ class CollectorLink:
                 return
             pause_s = RESTART_S[0] if self._clock() - started_at > RESTART_S[1] else min(RESTART_S[1], 2 * pause_s)
             logger.warning("tier %s: its collector ended; another is started in %.0f s", self._name, pause_s)
+            self._report({"error": "it ended"})  # one that is killed at each run would be seen by nobody
             self._closed.wait(pause_s)
 
     def _serve(self) -> None:
@@ -170,11 +174,14 @@ class CollectorLink:
         if "error" in message:
             logger.warning("tier %s: its collector: %s", self._name, message["error"])
         if message:
-            message["runs"] = 1
-            reports = {"error" in report: report for report in self.take_reports()}
-            before = reports.get("error" in message)
-            reports["error" in message] = message if before is None else _merged(before, message)
-            self._reports.extend(reports.values())
+            self._report(message)
+
+    def _report(self, message: dict[str, Any]) -> None:
+        message["runs"] = 1
+        reports = {"error" in report: report for report in self.take_reports()}
+        before = reports.get("error" in message)
+        reports["error" in message] = message if before is None else _merged(before, message)
+        self._reports.extend(reports.values())
 
     def _feed(self) -> None:
         while (keys := self._uses.get()) is not None and not self._closed.is_set():
