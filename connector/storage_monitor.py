@@ -272,7 +272,9 @@ class StorageMonitor:
                 metrics.inc("kvtiers_storage_probes_total", name, last.error or ("timeout" if is_late else "ok"))
             metrics.set("kvtiers_storage_probe_seconds", name, value=last.took_s)
             metrics.set("kvtiers_storage_up", name, value=float(not last.error and not is_late))
-            if last.free_bytes is not None:
+            if last.free_bytes is None:
+                metrics.forget("kvtiers_storage_free_bytes", name)  # what it was before the error is no news of now
+            else:
                 metrics.set("kvtiers_storage_free_bytes", name, value=last.free_bytes)
         has_ended = last is not None and last.began == since  # between the two reads above
         if since is not None and not has_ended and self._clock() - since > self._probe_every_s:
@@ -281,7 +283,7 @@ class StorageMonitor:
                 self._overdue[name] = since
                 metrics.inc("kvtiers_storage_probes_total", name, "timeout")
         reserve = getattr(tier.config, "min_free", None)
-        if reserve is not None:
+        if reserve is not None and not getattr(tier.config, "read_only", False):  # there nothing is stored anyway
             metrics.set("kvtiers_storage_reserve_bytes", name, value=reserve)
 
     def _publish_usage(self, tier: WatchedTier) -> None:

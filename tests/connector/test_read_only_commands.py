@@ -90,8 +90,12 @@ def test_doctor_writes_nothing(root: Path) -> None:
     assert tree(root) == before
 
 
-def test_doctor_says_where_there_is_nothing_to_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("files", [(), ("m_aaaaaaaaaaaa/config.json", "_kvtiers/usage/one")])
+def test_doctor_says_where_there_is_nothing_to_read(tmp_path: Path, files: tuple[str, ...]) -> None:
     (tmp_path / "empty").mkdir()
+    for name in files:  # of a writer that has stored no block
+        (tmp_path / "empty" / name).parent.mkdir(parents=True)
+        (tmp_path / "empty" / name).write_text("{}")
     tier = parse_tier({"type": "fs", "root_dir": str(tmp_path / "empty"), "read_only": True})
     store = open_store(tier)  # type: ignore[arg-type]
     (finding,) = examine_store("shared", tier, store)  # type: ignore[arg-type]

@@ -94,6 +94,34 @@ def test_an_error_is_down_until_it_answers_again(bench: Bench, error: Exception)
     assert bench.opened == 1  # credentials or a root may be what was wrong: the store is made anew
 
 
+def test_free_space_of_a_root_that_is_gone_is_not_known(tmp_path: Path) -> None:
+    root = tmp_path / "kv"
+    root.mkdir()
+    tier = WatchedTier("fs", FsTierConfig(root_dir=str(root)))
+    monitor = StorageMonitor([tier], probe_every_s=15, scan_every_s=0)
+
+    def shown() -> set[str]:
+        tier.probe()
+        monitor.publish()
+        return {sample.name for sample in monitor.metrics.snapshot()}
+
+    assert "kvtiers_storage_free_bytes" in shown()
+    root.rmdir()
+    assert "kvtiers_storage_free_bytes" not in shown()
+    root.mkdir()
+    assert "kvtiers_storage_free_bytes" in shown()
+
+
+def test_a_tier_that_is_only_read_has_no_reserve(tmp_path: Path) -> None:
+    tier = WatchedTier("fs", FsTierConfig(root_dir=str(tmp_path), read_only=True, min_free=1 << 60))
+    monitor = StorageMonitor([tier], probe_every_s=15, scan_every_s=0)
+    tier.probe()
+    monitor.publish()
+    shown = {sample.name for sample in monitor.metrics.snapshot()}
+    assert "kvtiers_storage_free_bytes" in shown
+    assert "kvtiers_storage_reserve_bytes" not in shown
+
+
 def test_a_tier_that_hangs_is_down_while_it_hangs_and_counted_once(bench: Bench) -> None:
     bench.gate.clear()
     thread = threading.Thread(target=bench.tier.probe)
