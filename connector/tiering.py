@@ -341,7 +341,7 @@ class TieringOffloadingManager(OffloadingManager):
                 name = self._tiers[index].name
                 self.metrics.inc("kvtiers_deadline_expired_total", name, "load")
                 # Storage that hangs: no fault of the tier's.
-                self._log_once(f"late {index}", f"tier {name}: loads that take over {loads.deadline_s:g} s are given up")
+                self._log_once(f"late {index}", f"tier {name}: loads over {loads.deadline_s:g} s are given up")
                 self._end_wait(job, job.blocks)
                 self.primary.quarantine(job.blocks)
 
