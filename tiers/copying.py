@@ -125,7 +125,7 @@ class Copier:
             if size is not None and move.seal is not None and self._is_of_others(move):
                 self.report.errors += 1
                 continue
-            if size == move.info.size:
+            if size is not None and size == move.info.size:
                 self.report.present += 1
                 continue
             if self._room_bytes is not None:

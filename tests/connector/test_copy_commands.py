@@ -16,6 +16,7 @@ from tests.connector.test_verify_command import COUNT, NAMES, SIZE, flip, put_bl
 from tests.identity import FakeSpec, block_key
 from tests.tiers.test_account import measure
 from tests.tiers.test_local_faults import Damaged
+from tests.web_server import serve_folder
 from tiers import folder_listing
 from tiers.capacity.account import Account
 from tiers.conversion import Conversion, Converter
@@ -214,6 +215,20 @@ def test_to_a_bucket_and_back(near: Path, far: Path, tmp_path: Path, bucket: str
     assert "all are what they should be" in ok("verify", str(there))
     assert json.loads(ok("migrate", str(there), config, "--to", "near", "--json"))["copied"] == COUNT
     assert stored(near) == stored(far)
+
+
+def test_from_a_web_server(near: Path, far: Path, tmp_path: Path) -> None:
+    """Whose listings have names and no sizes."""
+    config = write_config(near, far)
+    there = tmp_path / "web.yaml"
+    with serve_folder(far) as server:
+        there.write_text(f"region: {{size: 1MiB}}\ntiers:\n- {{type: fsspec, url: '{server.url}', read_only: true}}\n")
+        assert json.loads(ok("migrate", str(there), config, "--to", "near", "--json"))["copied"] == COUNT
+        assert stored(near) == stored(far)
+        assert json.loads(ok("migrate", str(there), config, "--to", "near", "--json"))["present"] == COUNT
+        assert "all are what they should be" in ok("verify", str(there))
+        assert f"{COUNT} blocks" in ok("du", str(there))
+        assert len(ok("ls", str(there)).splitlines()) >= COUNT
 
 
 def test_faults_on_the_way() -> None:

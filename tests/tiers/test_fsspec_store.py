@@ -22,6 +22,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from moto.core.models import DEFAULT_ACCOUNT_ID
 from moto.s3.models import s3_backends
 
+from tests.web_server import WebServer, serve_folder
 from tiers.errors import (
     BlobCorruptError,
     BlobNotFoundError,
@@ -35,6 +36,7 @@ from tiers.errors import (
 from tiers.store import Store, SupportsSizeMany, SupportsTail
 from tiers.stores.fsspec import FsspecStore
 from tiers.stores.fsspec_driver import mtime_of
+from tiers.stores.local import LocalStore
 from tiers.testing.contract import StoreContract, as_parts, fetch, list_keys, make_data, run_in_threads
 from tiers.testing.http_faults import Fault, HttpFaultServer
 from tiers.testing.servers import S3Server
@@ -294,6 +296,51 @@ def test_stores_do_not_share_an_instance_with_other_users_of_fsspec() -> None:
     FsspecStore("memory://kv")
     other = fsspec.filesystem("memory")
     assert other.dircache.use_listings_cache
+
+
+# -- web servers -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def web(tmp_path: Path) -> Iterator[tuple[FsspecStore, WebServer]]:
+    """A store at a web server over the files of ``tmp_path / "kv"``."""
+    (tmp_path / "kv").mkdir()
+    with serve_folder(tmp_path) as server:
+        yield FsspecStore(f"{server.url}/kv"), server
+
+
+def test_sizes_that_a_listing_does_not_have_are_asked_for(
+    web: tuple[FsspecStore, WebServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiers.stores.fsspec.ASKED_AT_ONCE", 4)
+    files = LocalStore(tmp_path / "kv")
+    for i in range(10):
+        files.put(f"n_r0/{i % 3:03x}/0{i}_g0/k.bin", as_parts(bytes(i)))
+    for prefix in ("", "n_r0/", "n_r0/001", "n_r0/001/04_g0/k", "none/"):
+        expected = [(info.key, info.size) for info in files.keys(prefix)]
+        assert sorted((info.key, info.size) for info in web[0].keys(prefix)) == sorted(expected)
+    web[1].status = 503
+    with pytest.raises(StoreUnavailableError):
+        list(web[0].keys())
+
+
+def test_what_has_no_size_when_it_is_asked_for_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = FsspecStore(f"memory://kv-{next(_numbers)}")
+    for key in ("f/a", "f/b"):
+        store.put(key, as_parts(b"12"))
+    find, info = MemoryFileSystem.find, MemoryFileSystem.info
+
+    def find_without_sizes(self: MemoryFileSystem, *args: Any, **options: Any) -> Any:
+        return {path: entry | {"size": None} for path, entry in find(self, *args, **options).items()}
+
+    def info_of_one(self: MemoryFileSystem, path: str, **options: Any) -> Any:
+        found = info(self, path, **options)
+        return found | {"size": None} if path.endswith("b") else found
+
+    monkeypatch.setattr(MemoryFileSystem, "find", find_without_sizes)
+    monkeypatch.setattr(MemoryFileSystem, "info", info_of_one)
+    monkeypatch.setattr("tiers.stores.fsspec.LISTED_DEPTH", 0)
+    assert [(each.key, each.size) for each in store.keys("f/")] == [("f/a", 2)]
 
 
 # -- lookups -----------------------------------------------------------------------------------------------------------

@@ -150,19 +150,31 @@ class FsspecStore(Store):
             pass
 
     def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
-        """List blobs. Holds about a 4,096th of them in memory."""
+        """List blobs. Holds about a 4,096th of them in memory.
+
+        A web server's listing has names alone: each blob's size is asked for, and what has none is passed over.
+        """
         place = self._current("")
         folder = prefix.rpartition("/")[0]
         if any(part in ("", "..", ".") for part in folder.split("/") if folder):
             return
+        unsized: dict[str, float] = {}
         for info in self._walk(place, place.path(folder) if folder else place.root, 0, place.path(prefix)):
             key = info["name"].removeprefix(place.root).removeprefix("/")
             try:
                 check_key(key)
             except InvalidKeyError:
                 continue
-            if key.startswith(prefix):
+            if not key.startswith(prefix):
+                continue
+            if info["size"] is not None:
                 yield KeyInfo(key, info["size"], mtime_of(info))
+                continue
+            unsized[key] = mtime_of(info)
+            if len(unsized) == ASKED_AT_ONCE:
+                yield from self._with_sizes(unsized)
+                unsized = {}
+        yield from self._with_sizes(unsized)
 
     def close(self) -> None:
         self._closed = True
@@ -352,11 +364,19 @@ class FsspecStore(Store):
         except BlobNotFoundError:
             return
         for entry in entries:
-            name = entry["name"]
+            name = entry["name"].rstrip("/")  # a web server's folders end in one
             if entry["type"] != "directory":
                 yield entry
             elif (name.startswith(wanted) or wanted.startswith(f"{name}/")) and not _is_hidden(name):
                 yield from self._walk(place, name, depth + 1, wanted)
+
+    def _with_sizes(self, mtimes: Mapping[str, float]) -> Iterator[KeyInfo]:
+        """What is listed without sizes: the blobs whose size the driver says when it is asked for each."""
+        for (key, mtime), size in zip(mtimes.items(), self.size_many(list(mtimes)), strict=True):
+            if isinstance(size, Exception):
+                raise size
+            if size is not None:
+                yield KeyInfo(key, size, mtime)
 
     def _sweep(self) -> None:
         """Remove temporary files of writers that died."""

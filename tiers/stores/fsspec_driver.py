@@ -88,10 +88,13 @@ def _write(fs: Any, path: str, parts: Sequence[memoryview]) -> None:
 
 
 def size_of(info: Any) -> int | None:
-    """The size of a blob; None of a folder. Raises what stands in the place of an info."""
+    """The size of a blob in bytes; None of a folder, and where the driver does not know it.
+
+    Raises what stands in the place of an info.
+    """
     if isinstance(info, BaseException):
         raise info
-    return None if info["type"] == "directory" else int(info["size"])
+    return None if info["type"] == "directory" or info["size"] is None else int(info["size"])
 
 
 def mtime_of(info: Mapping[str, Any]) -> float:
