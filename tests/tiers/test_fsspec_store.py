@@ -324,6 +324,51 @@ def test_sizes_that_a_listing_does_not_have_are_asked_for(
         list(web[0].keys())
 
 
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [
+        (401, StorePermissionError),
+        (403, StorePermissionError),
+        (429, StoreUnavailableError),
+        (503, StoreUnavailableError),
+        (404, None),
+        (410, None),
+        (None, StoreUnavailableError),  # nobody answers
+    ],
+)
+def test_a_web_server_that_cannot_say_is_not_one_that_has_nothing(
+    web: tuple[FsspecStore, WebServer], status: int | None, error: type[StoreError] | None
+) -> None:
+    store, server = web
+    server.status = status
+    if status is None:
+        server.shutdown()
+        server.server_close()
+    (several,) = store.size_many(["a/b"])
+    if error is None:
+        assert [store.size("a/b"), store.get_tail("a/b", 1), several] == [None] * 3
+    else:
+        assert isinstance(several, error)
+        for call in (lambda: store.size("a/b"), lambda: store.get_tail("a/b", 1)):
+            with pytest.raises(error):
+                call()
+    with pytest.raises(error or BlobNotFoundError):
+        fetch(store, "a/b", 1)
+
+
+def test_a_read_that_fails_of_what_is_absent_when_it_is_asked_for_keeps_its_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = FsspecStore(f"memory://kv-{next(_numbers)}")
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", fail)
+    with pytest.raises(StoreUnavailableError):
+        fetch(store, "a", 1)
+
+
 def test_what_has_no_size_when_it_is_asked_for_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     store = FsspecStore(f"memory://kv-{next(_numbers)}")
     for key in ("f/a", "f/b"):

@@ -139,7 +139,7 @@ class FsspecStore(Store):
     def size(self, key: str) -> int | None:
         check_key(key)
         place = self._current(key)
-        return self._run(key, lambda: self._size(place, key))
+        return self._run(key, lambda: self._size(place.path(key)))
 
     def delete(self, key: str) -> None:
         check_key(key)
@@ -185,7 +185,7 @@ class FsspecStore(Store):
         """See ``SupportsTail``."""
         check_key(key)
         place = self._current(key)
-        size = self._run(key, lambda: self._size(place, key))
+        size = self._run(key, lambda: self._size(place.path(key)))
         start = max(0, (size or 0) - length)
         if size is None or start == size:
             return None if size is None else (size, b"")
@@ -289,11 +289,12 @@ class FsspecStore(Store):
         found: list[Any] = sync(fs.loop, ask)
         return found
 
-    def _size(self, place: _Place, key: str) -> int | None:
+    def _size(self, path: str) -> int | None:
+        """None: no blob is there. Raises whatever the driver raises."""
         try:
-            return size_of(self._call("info", place.path(key)))
+            return size_of(self._call("info", path))
         except OSError as e:
-            if isinstance(e, FileNotFoundError) or is_absent(e):
+            if isinstance(translate(e, ""), BlobNotFoundError) or is_absent(e):
                 return None
             raise
 
@@ -311,7 +312,7 @@ class FsspecStore(Store):
             # Not every server says in its 412 which condition it was, which is how s3fs tells.
             if not create:
                 raise
-            if self._size(place, key) is not None:
+            if self._size(place.path(key)) is not None:
                 return False
             if e.errno != errno.ENOSYS:
                 raise
@@ -329,10 +330,10 @@ class FsspecStore(Store):
             raise
         except OSError:
             # An empty object has no range: some drivers make an error of it.
-            actual = size_of(self._call("info", path))
+            actual = self._size(path)
             if actual == 0 == size:
                 return
-            if actual != size:
+            if actual is not None and actual != size:
                 raise BlobCorruptError(f"{actual} bytes are stored, {size} were asked for") from None
             raise
         if len(data) != size:

@@ -40,6 +40,9 @@ _TIME_FIELDS: Final = (
 )
 
 
+_ABSENT_STATUSES: Final = (404, 410)
+
+
 def protocols_of(fs: Any) -> frozenset[str]:
     """The names that a file system goes by."""
     return frozenset([fs.protocol] if isinstance(fs.protocol, str) else fs.protocol)
@@ -123,12 +126,18 @@ def _parse_time(text: str) -> datetime | None:
 
 def translate(error: Exception, key: str) -> StoreError:
     """Our exception for whatever a driver raised: by its class, by its errno, never by its text."""
+    error = _behind_not_found(error)
     name = type(error).__name__
+    status = getattr(error, "status", None)  # of a web server's answer
     if isinstance(error, TimeoutError) or name == "FSTimeoutError":
         return StoreTimeoutError(f"the driver was not done in time ({name})", key=key)
-    if isinstance(error, PermissionError) or name.endswith(("CredentialsError", "AuthenticationError", "RefreshError")):
+    if (
+        isinstance(error, PermissionError)
+        or name.endswith(("CredentialsError", "AuthenticationError", "RefreshError"))
+        or status in (401, 403)
+    ):
         return StorePermissionError(f"the driver got no access ({name}); check its storage_options", key=key)
-    if isinstance(error, FileNotFoundError):
+    if isinstance(error, FileNotFoundError) or status in _ABSENT_STATUSES:
         return BlobNotFoundError("not stored", key=key)
     if isinstance(error, OSError):
         # The kind by the errno; without the text, which may hold a URL with a signature in it.
@@ -136,6 +145,18 @@ def translate(error: Exception, key: str) -> StoreError:
     if isinstance(error, (ValueError, TypeError, NotImplementedError)):
         return StoreConfigError(f"the driver does not do this ({name})", key=key)
     return StoreUnavailableError(f"the driver failed ({name})", key=key)
+
+
+def _behind_not_found(error: Exception) -> Exception:
+    """What is behind a FileNotFoundError that says nothing about a file.
+
+    fsspec's http makes one of whatever the network or a server says: a dead server, 403, 429 and 503 alike.
+    """
+    cause = error.__cause__
+    if not isinstance(error, FileNotFoundError) or not isinstance(cause, Exception):
+        return error
+    is_web = type(cause).__module__.partition(".")[0] == "aiohttp" or isinstance(cause, (TimeoutError, ConnectionError))
+    return cause if is_web and getattr(cause, "status", None) not in _ABSENT_STATUSES else error
 
 
 def check_drivers(url: str) -> None:
