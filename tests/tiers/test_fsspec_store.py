@@ -35,7 +35,7 @@ from tiers.errors import (
 )
 from tiers.store import Store, SupportsSizeMany, SupportsTail
 from tiers.stores.fsspec import FsspecStore
-from tiers.stores.fsspec_driver import mtime_of
+from tiers.stores.fsspec_driver import check_drivers, mtime_of
 from tiers.stores.local import LocalStore
 from tiers.testing.contract import StoreContract, as_parts, fetch, list_keys, make_data, run_in_threads
 from tiers.testing.http_faults import Fault, HttpFaultServer
@@ -520,6 +520,20 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
     with pytest.raises(StoreConfigError, match=r"pip install 'kvtiers\[fsspec\]'"):
         FsspecStore("memory://kv")
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        (f"{cache}::file:///nowhere/kv", f"{cache}:// is not accepted: its cache keeps what was")
+        for cache in ("simplecache", "filecache", "blockcache", "cached")
+    ],
+)
+def test_protocols_that_break_promises_are_refused(url: str, expected: str) -> None:
+    with pytest.raises(StoreConfigError, match=expected):
+        check_drivers(url)
+    with pytest.raises(StoreConfigError, match=expected):
+        FsspecStore(url)
 
 
 @pytest.mark.parametrize("url", ["nosuch://kv", "s3://"])

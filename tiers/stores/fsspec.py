@@ -76,13 +76,14 @@ class FsspecStore(Store):
     """Blobs below a URL. Any thread may call; ``_place`` is replaced after a fork.
 
     Args:
-        url: of the root folder; what it may say besides is the driver's affair, chains with ``::`` included.
+        url: of the root folder; what it may say besides is the driver's affair, chains with ``::`` included, but for
+            protocols that are ``REFUSED``, such as those that cache.
         storage_options: for the driver. May hold secrets: they are shown nowhere.
         request_timeout_s: of one operation, for drivers that are asynchronous (all of object stores).
         clock: Unix seconds.
 
     Raises:
-        StoreConfigError: fsspec or the driver is not installed, or the URL or an option is not accepted.
+        StoreConfigError: fsspec or the driver is not installed, or the URL, its protocol or an option is not accepted.
         StoreError: the driver connects at once (``ftp``), and could not.
     """
 

@@ -30,6 +30,14 @@ ATOMIC_PUT: Final = frozenset(
 )
 #: Protocols whose drivers put with If-None-Match.
 EXCLUSIVE_CREATE: Final = frozenset(["s3", "s3a"])
+_CACHES: Final = (
+    "its cache keeps what was, so that a block that was replaced or removed is read as before, and has no limit; "
+    "take it out of the URL, or put an fs tier in front"
+)
+#: Protocols that break what a store promises, and why.
+REFUSED: Final[Mapping[str, str]] = {
+    **dict.fromkeys(["blockcache", "cached", "filecache", "simplecache"], _CACHES),
+}
 #: Of a root, for files that are not whole yet.
 TEMPORARY_FOLDER: Final = ".tmp"
 #: Where drivers keep a file's time.
@@ -163,13 +171,14 @@ def check_drivers(url: str) -> None:
     """Import what fsspec takes for a URL and all it is chained of. No storage is asked.
 
     Raises:
-        StoreConfigError: fsspec or a driver is not installed, or there is none for a protocol.
+        StoreConfigError: fsspec or a driver is not installed, there is none for a protocol, or it is ``REFUSED``.
     """
     try:
         from fsspec.core import get_filesystem_class
     except ImportError:
         raise StoreConfigError("fsspec is not installed: pip install 'kvtiers[fsspec]'") from None
     links = url.split("::")
+    protocols = []
     for link in links:
         protocol, has_path, _ = link.partition("://")
         if not has_path and (len(links) == 1 or not link.isalpha()):
@@ -181,6 +190,10 @@ def check_drivers(url: str) -> None:
             raise StoreConfigError(text) from None
         except ValueError:
             raise StoreConfigError(f"{protocol}://: fsspec has no such driver") from None
+        protocols.append(protocol)
+    for protocol in protocols:
+        if protocol in REFUSED:
+            raise StoreConfigError(f"{protocol}:// is not accepted: {REFUSED[protocol]}")
 
 
 def missing_package(error: ImportError) -> str:
