@@ -45,7 +45,8 @@ def store_recipe(config: TierConfig) -> tuple[type[Store], dict[str, Any]]:
     if isinstance(config, FsspecTierConfig):
         from tiers.stores.fsspec import FsspecStore
 
-        return FsspecStore, {"url": config.url, "storage_options": config.storage_options}
+        options = {"url": config.url, "storage_options": config.storage_options, "read_only": config.read_only}
+        return FsspecStore, options
     raise ConfigError(f"{config.type!r} has no store of ours", field="type")
 
 

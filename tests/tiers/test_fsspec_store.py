@@ -6,7 +6,9 @@ import errno
 import logging
 import os
 import signal
+import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -33,6 +35,7 @@ from tiers.errors import (
     StoreTimeoutError,
     StoreUnavailableError,
 )
+from tiers.open_store import open_store
 from tiers.store import Store, SupportsSizeMany, SupportsTail
 from tiers.stores.fsspec import FsspecStore
 from tiers.stores.fsspec_driver import check_drivers, mtime_of
@@ -40,6 +43,7 @@ from tiers.stores.local import LocalStore
 from tiers.testing.contract import StoreContract, as_parts, fetch, list_keys, make_data, run_in_threads
 from tiers.testing.http_faults import Fault, HttpFaultServer
 from tiers.testing.servers import S3Server
+from tiers.tier_config import FsspecTierConfig
 
 TOKEN = "CanaryTokenOfAStorageOption"
 SECRET = "CanarySecretOfAStorageOption"
@@ -223,6 +227,39 @@ def test_temporary_files_of_dead_writers_are_swept(tmp_path: Path) -> None:
     os.utime(folder / ".old", (time.time() - 4000,) * 2)
     FsspecStore(f"file://{tmp_path}/kv").close()
     assert [path.name for path in folder.iterdir()] == [".young"]
+
+
+def test_who_only_reads_sweeps_nothing_and_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    litter = tmp_path / "kv" / ".tmp" / ".old"
+    litter.parent.mkdir(parents=True)
+    litter.write_bytes(b"1")
+    os.utime(litter, (1, 1))
+    open_store(FsspecTierConfig(url=f"file://{tmp_path}/kv", read_only=True)).close()
+    with serve_folder(tmp_path) as server:
+        server.status = 503
+        open_store(FsspecTierConfig(url=f"{server.url}/kv", read_only=True)).close()
+        assert caplog.text == ""
+        open_store(FsspecTierConfig(url=f"{server.url}/kv")).close()
+        assert "temporary files could not be swept" in caplog.text
+    assert litter.exists()
+    open_store(FsspecTierConfig(url=f"file://{tmp_path}/kv")).close()
+    assert not litter.exists()
+
+
+def test_opening_ends_where_a_server_never_answers(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        opened: list[FsspecStore] = []
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/kv"
+        opening = threading.Thread(
+            target=lambda: opened.append(FsspecStore(url, request_timeout_s=0.2)),
+            daemon=True,  # one that hangs fails the test and not the run
+        )
+        opening.start()
+        opening.join(20.0)
+    assert len(opened) == 1
+    assert "temporary files could not be swept: FSTimeoutError" in caplog.text
 
 
 def test_temporary_files_stay_where_the_driver_tells_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

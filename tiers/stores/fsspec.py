@@ -80,6 +80,7 @@ class FsspecStore(Store):
             protocols that are ``REFUSED``, such as those that cache.
         storage_options: for the driver. May hold secrets: they are shown nowhere.
         request_timeout_s: of one operation, for drivers that are asynchronous (all of object stores).
+        read_only: opening it removes nothing. (Nobody calls what writes.)
         clock: Unix seconds.
 
     Raises:
@@ -93,6 +94,7 @@ class FsspecStore(Store):
         storage_options: Mapping[str, Any] | None = None,
         *,
         request_timeout_s: float = 30.0,
+        read_only: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._url = url
@@ -111,7 +113,7 @@ class FsspecStore(Store):
             shared="memory" not in protocols,
             latency_bound=not protocols & {*LOCAL, "memory"},
         )
-        if not self._is_atomic:
+        if not self._is_atomic and not read_only:
             self._sweep()
 
     def __repr__(self) -> str:
@@ -384,10 +386,10 @@ class FsspecStore(Store):
         """Remove temporary files of writers that died."""
         try:
             folder = self._place.path(TEMPORARY_FOLDER)
-            for entry in self._place.fs.ls(folder, detail=True):
+            for entry in self._call("ls", folder, detail=True):
                 written_at = mtime_of(entry)
                 if written_at and self._clock() - written_at > TEMPORARY_S_MAX:  # 0.0: it may be a living writer's
-                    self._place.fs.rm_file(entry["name"])
+                    self._call("rm_file", entry["name"])
         except Exception as e:  # noqa: BLE001 - any driver, any exception; litter is no reason not to start
             if not isinstance(e, FileNotFoundError):
                 logger.warning("%r: temporary files could not be swept: %s", self, type(e).__name__)
