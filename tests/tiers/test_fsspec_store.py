@@ -564,7 +564,8 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (f"{cache}::file:///nowhere/kv", f"{cache}:// is not accepted: its cache keeps what was")
         for cache in ("simplecache", "filecache", "blockcache", "cached")
-    ],
+    ]
+    + [("ftp://host/kv", "ftp:// is not accepted: its driver has one connection for all threads")],
 )
 def test_protocols_that_break_promises_are_refused(url: str, expected: str) -> None:
     with pytest.raises(StoreConfigError, match=expected):
@@ -595,9 +596,10 @@ def test_a_driver_that_connects_at_once_and_cannot(
     def connect(*_: object, **__: object) -> None:
         raise raised
 
-    monkeypatch.setattr("fsspec.implementations.ftp.FTPFileSystem._connect", connect)
-    with pytest.raises(expected, match=r"^FsspecStore\('ftp://host/kv'\): ") as caught:
-        FsspecStore("ftp://host/kv")
+    fsspec.register_implementation("plain", PlainFileSystem, clobber=True)
+    monkeypatch.setattr(PlainFileSystem, "__init__", connect)
+    with pytest.raises(expected, match=r"^FsspecStore\('plain://host/kv'\): ") as caught:
+        FsspecStore("plain://host/kv")
     assert SECRET not in "".join(traceback.format_exception(caught.value))
 
 

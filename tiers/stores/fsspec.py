@@ -85,7 +85,7 @@ class FsspecStore(Store):
 
     Raises:
         StoreConfigError: fsspec or the driver is not installed, or the URL, its protocol or an option is not accepted.
-        StoreError: the driver connects at once (``ftp``), and could not.
+        StoreError: the driver connects at once (such as ``sftp``), and could not.
     """
 
     def __init__(

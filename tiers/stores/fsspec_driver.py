@@ -37,6 +37,7 @@ _CACHES: Final = (
 #: Protocols that break what a store promises, and why.
 REFUSED: Final[Mapping[str, str]] = {
     **dict.fromkeys(["blockcache", "cached", "filecache", "simplecache"], _CACHES),
+    "ftp": "its driver has one connection for all threads, which get each other's answers; use sftp://",
 }
 #: Of a root, for files that are not whole yet.
 TEMPORARY_FOLDER: Final = ".tmp"
