@@ -565,7 +565,11 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         (f"{cache}::file:///nowhere/kv", f"{cache}:// is not accepted: its cache keeps what was")
         for cache in ("simplecache", "filecache", "blockcache", "cached")
     ]
-    + [("ftp://host/kv", "ftp:// is not accepted: its driver has one connection for all threads")],
+    + [
+        ("ftp://host/kv", "ftp:// is not accepted: its driver has one connection for all threads"),
+        ("dir::file:///nowhere/kv", "dir:// is not accepted: what it stands on .* write the folder into the URL"),
+        ("dir://kv::s3://bucket", "dir:// is not accepted"),
+    ],
 )
 def test_protocols_that_break_promises_are_refused(url: str, expected: str) -> None:
     with pytest.raises(StoreConfigError, match=expected):

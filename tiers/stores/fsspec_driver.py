@@ -37,6 +37,7 @@ _CACHES: Final = (
 #: Protocols that break what a store promises, and why.
 REFUSED: Final[Mapping[str, str]] = {
     **dict.fromkeys(["blockcache", "cached", "filecache", "simplecache"], _CACHES),
+    "dir": "what it stands on keeps its listings, or cannot be called at all; write the folder into the URL of that",
     "ftp": "its driver has one connection for all threads, which get each other's answers; use sftp://",
 }
 #: Of a root, for files that are not whole yet.
