@@ -406,6 +406,12 @@ def test_a_read_that_fails_of_what_is_absent_when_it_is_asked_for_keeps_its_erro
         fetch(store, "a", 1)
 
 
+def test_a_tail_from_a_server_that_knows_no_ranges(web: tuple[FsspecStore, WebServer], tmp_path: Path) -> None:
+    (tmp_path / "kv" / "a").write_bytes(b"12345")
+    for length, expected in ((2, b"45"), (5, b"12345"), (9, b"12345"), (0, b"")):
+        assert web[0].get_tail("a", length) == (5, expected)
+
+
 def test_what_has_no_size_when_it_is_asked_for_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     store = FsspecStore(f"memory://kv-{next(_numbers)}")
     for key in ("f/a", "f/b"):

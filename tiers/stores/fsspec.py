@@ -193,6 +193,8 @@ class FsspecStore(Store):
         if size is None or start == size:
             return None if size is None else (size, b"")
         tail = self._run(key, lambda: self._call("cat_file", place.path(key), start=start, end=size))
+        if len(tail) == size:
+            tail = tail[start:]  # a web server may answer with the whole blob
         return size, bytes(tail)
 
     def size_many(self, keys: Sequence[str]) -> list[int | Exception | None]:
