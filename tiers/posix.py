@@ -188,6 +188,7 @@ class RootFolder:
 
     def __init__(self, path: str, *, make: bool) -> None:
         self.fd = -1
+        self._path = path
         try:
             self.fd = os.open(path, OPEN_FOLDER)
         except FileNotFoundError:
@@ -228,11 +229,21 @@ class RootFolder:
             close_reader(parent_fd)
 
     def is_removed(self) -> bool:
-        """Whether the folder was removed since it was opened; what its path leads to now is another one, if any."""
+        """Whether the folder was removed or moved since it was opened: its path leads to another one now, if any."""
         try:
-            return os.fstat(self.fd).st_nlink == 0
+            opened = os.fstat(self.fd)
         except OSError:
             return True  # ESTALE is how NFS says it
+        if opened.st_nlink == 0:
+            return True
+        # overlayfs counts links to a folder of an image's layer also when it was removed.
+        try:
+            named = os.stat(self._path)
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False  # nobody knows
+        return (named.st_dev, named.st_ino) != (opened.st_dev, opened.st_ino)
 
 
 def _make_folders(path: str) -> None:

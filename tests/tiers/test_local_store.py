@@ -9,6 +9,7 @@ import os
 import shutil
 import socket
 import stat
+import subprocess
 import threading
 import time
 import tracemalloc
@@ -392,6 +393,39 @@ def test_root_removed_and_made_again_by_somebody_else(store: LocalStore, tmp_pat
     with contextlib.suppress(BlobNotFoundError):
         MISSES[miss](store)
     assert fetch(store, "f/a", 3) == b"new"
+
+
+@pytest.mark.parametrize("miss", MISSES)
+def test_root_moved_aside_and_made_again_by_somebody_else(store: LocalStore, tmp_path: Path, miss: str) -> None:
+    (tmp_path / "root").rename(tmp_path / "aside")
+    LocalStore(tmp_path / "root").put("f/a", as_parts(b"new"))
+    with contextlib.suppress(BlobNotFoundError):
+        MISSES[miss](store)
+    assert fetch(store, "f/a", 3) == b"new"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount")
+@pytest.mark.parametrize("made_again", [False, True])
+def test_root_of_an_images_layer_removed_while_running(tmp_path: Path, made_again: bool) -> None:
+    """overlayfs counts links to such a folder also when it was removed."""
+    for name in ("lower/root", "upper", "work", "merged"):
+        (tmp_path / name).mkdir(parents=True)
+    layers = ",".join(f"{name}dir={tmp_path / name}" for name in ("lower", "upper", "work"))
+    subprocess.run(["mount", "-t", "overlay", "none", "-o", layers, str(tmp_path / "merged")], check=True)
+    try:
+        root = tmp_path / "merged" / "root"
+        store = LocalStore(root)
+        store.put("f/a", as_parts(b"1"))
+        shutil.rmtree(root)
+        if made_again:
+            LocalStore(root).put("f/a", as_parts(b"2"))
+            store.size("f/a")
+            assert fetch(store, "f/a", 1) == b"2"
+        store.put("f/b", as_parts(b"3"))
+        assert (root / "f" / "b").read_bytes() == b"3"
+        store.close()
+    finally:
+        subprocess.run(["umount", "--lazy", str(tmp_path / "merged")], check=True)
 
 
 def test_root_removed_again_and_again_under_writers(store: LocalStore, tmp_path: Path) -> None:
