@@ -89,6 +89,10 @@ def _check_is_gone(e: OSError, root: RootFolder) -> None:
     os.fstat(root.fd)  # where all is gone, a listing that ends without an error would say that nothing is stored
 
 
+# Folders on the way to a blob. Ours have a handful; a foreign tree that is deep must not take all descriptors.
+FOLDERS_DEEP_MAX = 64
+
+
 class _Listing:
     """A folder being listed; owns ``fd``."""
 
@@ -108,7 +112,9 @@ class _Listing:
         return self.info(entry.name) if entry.is_file(follow_symlinks=False) else None
 
     def enter(self, name: str) -> _Listing | None:
-        """A folder in this one; None where it was removed or replaced since it was listed."""
+        """A folder in this one; None where it was removed or replaced since it was listed, or is too deep for blobs."""
+        if self.prefix.count("/") >= FOLDERS_DEEP_MAX:
+            return None
         try:
             return _Listing(os.open(name, OPEN_LISTING, dir_fd=self.fd), f"{self.prefix}{name}/")
         except OSError as e:

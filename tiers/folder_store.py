@@ -136,6 +136,7 @@ class FolderStore(Store):
                 raise store_error(e, key) from e
 
     def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
+        """List blobs, but those below more than ``FOLDERS_DEEP_MAX`` folders."""
         self._after_miss(self._use_root(None))  # a listing of a removed root would be empty
         root = self._use_root(None)
         try:

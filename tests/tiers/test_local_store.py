@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import resource
 import shutil
 import socket
 import stat
@@ -29,6 +30,7 @@ from tiers.errors import (
     StoreError,
     StoreFullError,
 )
+from tiers.folder_listing import FOLDERS_DEEP_MAX
 from tiers.store import Store
 from tiers.stores.local import LocalStore
 from tiers.testing.contract import StoreContract, as_parts, fetch, list_keys, make_data
@@ -601,6 +603,20 @@ def test_listing_memory_does_not_grow(tmp_path: Path) -> None:
         return peak
 
     assert peak_bytes(4000) < peak_bytes(40) + 32_768
+
+
+def test_a_foreign_tree_that_is_deep_does_not_end_a_listing(store: LocalStore, tmp_path: Path) -> None:
+    """A listing holds two descriptors for each folder on the way."""
+    deepest = "/".join(["f"] * FOLDERS_DEEP_MAX) + "/a"
+    for key in ("b", deepest):
+        store.put(key, as_parts(b"1"))
+    (tmp_path / "root" / "d" / "/".join("d" * 300)).mkdir(parents=True)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (300, limits[1]))
+    try:
+        assert sorted(list_keys(store)) == ["b", deepest]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_foreign_names_are_not_listed(tmp_path: Path) -> None:
