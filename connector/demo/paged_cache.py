@@ -18,6 +18,23 @@ from connector.canonical import canonicalize_kv_caches
 from tiers.errors import ConfigError
 
 
+def _refuse_rope_by_length(module: Any) -> None:
+    """Raise ConfigError where rotations change with the prompt's length.
+
+    With these, transformers computes each forward for the length that it reaches. The keys of a prompt read in pieces
+    are of several lengths then, and a stored prefix serves only prompts of the length it was computed with.
+    """
+    for part in module.modules():
+        of_part = getattr(part, "rope_type", None)
+        for rope_type in of_part.values() if isinstance(of_part, dict) else [of_part]:
+            if isinstance(rope_type, str) and (rope_type == "longrope" or "dynamic" in rope_type):
+                raise ConfigError(
+                    f"this model's keys depend on the prompt's length (rope_type {rope_type!r}), so stored ones are "
+                    "not those of another prompt; the demo's engine runs models with another rope_type",
+                    field="--model",
+                )
+
+
 @dataclass(frozen=True, slots=True)
 class KVLayout:
     """What one token's KV looks like: in each layer ``kv_heads`` keys and as many values of ``head_dim`` numbers."""
@@ -32,8 +49,10 @@ class KVLayout:
         """Ask the model itself, by one forward of one token: configs of different families spell it differently.
 
         Raises:
-            ConfigError: not every layer keeps keys and values of one shape for every token.
+            ConfigError: not every layer keeps keys and values of one shape for every token, or a token's depend on how
+                long the prompt is.
         """
+        _refuse_rope_by_length(module)
         cache = DynamicCache()
         with torch.inference_mode():
             module(torch.zeros((1, 1), dtype=torch.long, device=module.device), past_key_values=cache, use_cache=True)

@@ -122,6 +122,35 @@ def test_a_model_without_plain_attention_is_refused() -> None:
         KVLayout.of_model(transformers.MambaForCausalLM(config).eval())
 
 
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0},
+        {
+            "rope_type": "longrope",
+            "short_factor": [1.0] * 4,
+            "long_factor": [4.0] * 4,
+            "original_max_position_embeddings": 32,
+            "rope_theta": 10_000.0,
+        },
+    ],
+    ids=["dynamic", "longrope"],
+)
+def test_a_model_whose_keys_depend_on_the_length_is_refused(rope: dict[str, Any]) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=48,
+        intermediate_size=96,
+        num_hidden_layers=1,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        rope_parameters=rope,
+    )
+    with pytest.raises(ConfigError, match=rf"--model: .* the prompt's length \(rope_type '{rope['rope_type']}'\)"):
+        KVLayout.of_model(transformers.LlamaForCausalLM(config).eval())
+
+
 # ---- with offloading: a new engine on the same folder is another process --------------------------------------------
 
 Start = Callable[..., tuple[Engine, TieringOffloadingSpec]]
