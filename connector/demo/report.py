@@ -124,10 +124,14 @@ class DemoReport:
         """Why this demo failed; empty where it did not."""
         if not self.warm.answer.blocks_hit:
             return "nothing was found: the second process computed the whole prompt again"
+        if not self.warm.answer.tokens_loaded:
+            return "nothing was loaded of what was found: the second process computed the whole prompt again"
         if not self.tokens_equal:
             return "the tokens differ: the KV that came back is not the KV that was stored"
         if self.warm.edited and not self.warm.edited.blocks_hit:
             return "nothing of the edited prompt was found, although it shares its first half"
+        if self.warm.edited and not self.warm.edited.tokens_loaded:
+            return "nothing was loaded of what was found of the edited prompt: it was computed again"
         if self.partial_tokens_equal is False:
             return "the tokens of the edited prompt differ from those of a cold computation"
         return ""

@@ -247,6 +247,11 @@ def figures(main: Answer, edited: Answer | None = None, edited_cold: Answer | No
         (figures(answer(), answer((3,), hit=2), answer((3,), hit=0)), ""),
         (figures(answer((1, 3))), "tokens differ"),
         (figures(answer(hit=0)), "nothing was found"),
+        (figures(replace(answer(), tokens_loaded=0)), "nothing was loaded of what was found: "),
+        (
+            figures(answer(), replace(answer((3,), hit=2), tokens_loaded=0), answer((3,), hit=0)),
+            "nothing was loaded of what was found of the edited prompt",
+        ),
         (figures(answer(), answer((3,), hit=0), answer((3,), hit=0)), "nothing of the edited prompt was found"),
         (figures(answer(), answer((3,), hit=2), answer((4,), hit=0)), "tokens of the edited prompt differ"),
     ],
