@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
+from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 REGION = "region"
 KV_TENSORS = "KV tensors"
+_DONE = {"load": "loaded", "store": "stored"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,8 @@ class Hop:
 
     Attributes:
         op: "load" or "store".
+        already_stored: blocks that were there, so that nothing had to go.
+        lost: blocks that failed or were dropped, by reason.
     """
 
     op: str
@@ -54,11 +58,20 @@ class Hop:
     destination: str
     bytes: int
     seconds: float
+    already_stored: int = 0
+    lost: dict[str, int] = field(default_factory=dict)
 
     @property
     def gb_s(self) -> float:
         """Rate in 10^9 bytes a second; 0 where nothing moved."""
         return self.bytes / self.seconds / 1e9 if self.seconds else 0.0
+
+    @property
+    def loss(self) -> str:
+        """How many blocks were lost and why; empty where none was."""
+        reasons = ", ".join(f"{count} by {reason}" for reason, count in self.lost.items())
+        lost = f"{sum(self.lost.values())} blocks did not get from {self.source} to {self.destination} ({reasons})"
+        return lost if self.lost else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +83,7 @@ class ProcessFigures:
         edited, edited_cold: to the prompt edited in its middle, with its prefix's KV and without; warm process only.
         hops: of the prompt, in the order of the bytes' way.
         start_s: from the process's start until it could answer.
+        last_warning: what was logged last at that level or above; empty where nothing was.
     """
 
     pid: int
@@ -83,6 +97,7 @@ class ProcessFigures:
     model_bytes: int
     kv_bytes: int
     region_bytes: int
+    last_warning: str = ""
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ProcessFigures:
@@ -122,19 +137,43 @@ class DemoReport:
     @property
     def problem(self) -> str:
         """Why this demo failed; empty where it did not."""
-        if not self.warm.answer.blocks_hit:
+        failure = self._failure()
+        if not failure:
+            return ""
+        losses = [hop.loss for hop in self.cold.hops if hop.op == "store" and hop.loss]
+        if self._is_partial:
+            losses += [hop.loss for hop in self.warm.hops if hop.op == "load" and hop.loss]
+        warnings = [
+            f"last warning of the {name} process: {process.last_warning}"
+            for name, process in (("cold", self.cold), ("warm", self.warm))
+            if process.last_warning
+        ]
+        return "; ".join([failure, *losses, *warnings])
+
+    def _failure(self) -> str:
+        warm, edited = self.warm.answer, self.warm.edited
+        if not warm.blocks_hit:
             return "nothing was found: the second process computed the whole prompt again"
-        if not self.warm.answer.tokens_loaded:
+        if not warm.tokens_loaded:
             return "nothing was loaded of what was found: the second process computed the whole prompt again"
         if not self.tokens_equal:
             return "the tokens differ: the KV that came back is not the KV that was stored"
-        if self.warm.edited and not self.warm.edited.blocks_hit:
+        if edited and not edited.blocks_hit:
             return "nothing of the edited prompt was found, although it shares its first half"
-        if self.warm.edited and not self.warm.edited.tokens_loaded:
+        if edited and not edited.tokens_loaded:
             return "nothing was loaded of what was found of the edited prompt: it was computed again"
         if self.partial_tokens_equal is False:
             return "the tokens of the edited prompt differ from those of a cold computation"
+        if any(hop.lost for hop in self.cold.hops if hop.op == "store"):
+            return f"not all was stored, and {warm.blocks_hit} of the prompt's {warm.blocks_total} blocks were found"
+        if self._is_partial and any(hop.lost for hop in self.warm.hops if hop.op == "load"):
+            return f"not all was loaded, and {warm.blocks_hit} of the prompt's {warm.blocks_total} blocks were found"
         return ""
+
+    @property
+    def _is_partial(self) -> bool:
+        """Whether a part of the prompt had to be computed again."""
+        return self.warm.answer.blocks_hit < self.warm.answer.blocks_total
 
     def as_json(self) -> dict[str, Any]:
         """Figures by name; times in seconds, rates in 10^9 bytes a second."""
@@ -193,8 +232,11 @@ class DemoReport:
         console.print(self._hops())
         console.print(Group(*self._answers()))
         if self.problem:
-            console.print(f"[bold red]✘ {self.problem}[/]")
+            console.print(f"[bold red]✘ {escape(self.problem)}[/]")
             return
+        if self._is_partial:
+            found = f"{self.warm.answer.blocks_hit} of the prompt's {self.warm.answer.blocks_total} blocks"
+            console.print(f"[yellow]Only {found} were found; the rest was computed again.[/]")
         console.print(
             f"[bold green]✔ The same {len(self.warm.answer.token_ids)} tokens, {self.speedup:.1f}x sooner[/]: "
             f"{_megabytes(self.warm.answer.bytes_loaded)} of KV came back from another process's store in "
@@ -241,7 +283,7 @@ class DemoReport:
                 if hop.bytes:
                     figures = _megabytes(hop.bytes), _milliseconds(hop.seconds), f"{hop.gb_s:.1f}"
                 else:
-                    figures = "was there", "", ""
+                    figures = "was there" if hop.already_stored else f"nothing {_DONE[hop.op]}", "", ""
                 table.add_row(name, f"{hop.source} → {hop.destination}", *figures)
             table.add_section()
         return table

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TextIO
 
 from connector.base import CacheConfig, KVCacheGroup, ModelConfig, OffloadingConfig
@@ -27,6 +28,7 @@ from tiers.errors import ConfigError, KVTiersError
 
 ADDED_LINE = "This line was added in the middle of the text."
 PROMPT_BLOCKS_MIN = 2
+WARNING_CHARS_MAX = 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,30 @@ class Events:
         """Report how far a request's stage is."""
         if self.prompt_name is not None:
             self.progress(f"{stage}{self.prompt_name}", done, total)
+
+
+class LastWarning(logging.StreamHandler[TextIO]):
+    """Prints warnings and errors of ours on standard error, as without it, and keeps the last; a context manager."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setLevel(logging.WARNING)
+        self.message = ""
+        self._loggers = [logging.getLogger(package) for package in ("connector", "tiers")]
+
+    def __enter__(self) -> LastWarning:
+        for logger in self._loggers:
+            logger.addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for logger in self._loggers:
+            logger.removeHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Any thread."""
+        self.message = record.getMessage()[:WARNING_CHARS_MAX]
+        super().emit(record)
 
 
 def serve(task: WorkerTask, events: Events) -> ProcessFigures:
@@ -172,11 +198,12 @@ def main() -> int:
     events = Events(os.fdopen(os.dup(1), "w", encoding="utf-8"))
     os.dup2(2, 1)
     try:
-        figures = serve(WorkerTask.from_json(json.load(sys.stdin)), events)
+        with LastWarning() as warning:
+            figures = serve(WorkerTask.from_json(json.load(sys.stdin)), events)
     except KVTiersError as e:
         events.send("error", message=str(e))
         return 2
-    events.send("result", figures=asdict(figures))
+    events.send("result", figures=asdict(replace(figures, last_warning=warning.message)))
     return 0
 
 
@@ -202,23 +229,39 @@ def _hops(engine: Engine, spec: TieringOffloadingSpec) -> tuple[Hop, ...]:
     """What moved so far, in the order of the bytes' way."""
     moved: dict[tuple[str, str], int] = {}
     seconds: dict[tuple[str, str], float] = {}
+    already_stored: dict[str, int] = {}
+    lost: dict[tuple[str, str], dict[str, int]] = {}
     for sample in spec.metrics.snapshot():
-        way = sample.labels.get("tier", ""), sample.labels.get("op", "")
+        labels, value = sample.labels, int(sample.value)
+        tier = labels.get("tier", "")
+        way = tier, labels.get("op", "")
         if sample.name == "kvtiers_bytes_total":
-            moved[way] = int(sample.value)
+            moved[way] = value
         elif sample.name == "kvtiers_job_seconds":
             seconds[way] = sample.total
+        elif sample.name == "kvtiers_stores_dropped_total" and value and labels["reason"] != "read_only":
+            lost.setdefault((tier, "store"), {})[labels["reason"]] = value
+        elif sample.name == "kvtiers_blocks_total" and value and labels["outcome"] == "already_stored":
+            already_stored[tier] = value
+        elif sample.name == "kvtiers_blocks_total" and value and labels["outcome"] != "moved" and way[1] == "load":
+            lost.setdefault(way, {})[labels["outcome"]] = value
 
-    def of_tiers(op: str) -> list[tuple[str, int, float]]:
-        return [(tier, moved.get((tier, op), 0), took) for (tier, way), took in seconds.items() if way == op]
+    def of_tiers(op: str) -> list[Hop]:
+        hops = []
+        for way in sorted(seconds.keys() | lost.keys()):
+            if way[1] == op:
+                ends = (way[0], REGION) if op == "load" else (REGION, way[0])
+                there = already_stored.get(way[0], 0) if op == "store" else 0
+                hops.append(Hop(op, *ends, moved.get(way, 0), seconds.get(way, 0.0), there, lost.get(way, {})))
+        return hops
 
     hops = (
-        *(Hop("load", tier, REGION, size, took) for tier, size, took in of_tiers("load")),
+        *of_tiers("load"),
         Hop("load", REGION, KV_TENSORS, engine.loaded.bytes, engine.loaded.seconds),
         Hop("store", KV_TENSORS, REGION, engine.stored.bytes, engine.stored.seconds),
-        *(Hop("store", REGION, tier, size, took) for tier, size, took in of_tiers("store")),
+        *of_tiers("store"),
     )
-    return tuple(hop for hop in hops if hop.seconds)
+    return tuple(hop for hop in hops if hop.seconds or hop.lost)
 
 
 def _check_length(model: LoadedModel, num_prompt_tokens: int, longest: int, chunk_tokens: int) -> None:

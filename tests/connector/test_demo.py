@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -264,6 +266,61 @@ def test_what_counts_as_a_problem(warm: ProcessFigures, problem: str) -> None:
     console = Console(record=True, width=120)
     report.print(console)
     assert (problem or "The same 2 tokens") in console.export_text()
+
+
+def test_blocks_that_were_not_stored_are_named() -> None:
+    lost = Hop("store", "region", "fs", 0, 0.001, lost={"StoreFullError": 3, "deadline": 1})
+    cold = replace(figures(answer(hit=0, ttft_s=2.0)), hops=(lost,), last_warning="tier fs: [cut] off")
+    loss = "4 blocks did not get from region to fs (3 by StoreFullError, 1 by deadline)"
+    warning = "last warning of the cold process: tier fs: [cut] off"
+    nothing = DemoReport("model", cold, figures(answer(hit=0)), {}).problem
+    assert nothing == f"nothing was found: the second process computed the whole prompt again; {loss}; {warning}"
+    report = DemoReport("model", cold, figures(answer(hit=2)), {})
+    assert report.problem == f"not all was stored, and 2 of the prompt's 4 blocks were found; {loss}; {warning}"
+    console = Console(record=True, width=400)
+    report.print(console)
+    assert report.problem in console.export_text(clear=False)
+    assert "nothing stored" in console.export_text(clear=False)
+    assert "was there" not in console.export_text()
+
+
+def test_failed_loads_count_where_another_tier_did_not_make_up_for_them() -> None:
+    cold = figures(answer(hit=0, ttft_s=2.0))
+    hops = (Hop("load", "fs", "region", 0, 0.001, lost={"failed": 2}),)
+    part = DemoReport("model", cold, replace(figures(answer(hit=2)), hops=hops), {})
+    assert part.problem == (
+        "not all was loaded, and 2 of the prompt's 4 blocks were found; "
+        "2 blocks did not get from fs to region (2 by failed)"
+    )
+    assert not DemoReport("model", cold, replace(figures(answer()), hops=hops), {}).problem
+
+
+def test_a_part_that_was_found_is_told() -> None:
+    there = Hop("store", "region", "fs", 0, 0.001, already_stored=4)
+    cold = replace(figures(answer(hit=0, ttft_s=2.0)), hops=(there,))
+    report = DemoReport("model", cold, figures(answer(hit=2)), {})
+    assert not report.problem
+    console = Console(record=True, width=120)
+    report.print(console)
+    text = console.export_text()
+    assert "Only 2 of the prompt's 4 blocks were found; the rest was computed again." in text
+    assert "was there" in text
+
+
+def test_a_storage_without_room_is_told(options: DemoOptions, tmp_path: Path) -> None:
+    from connector.demo.worker import Events, WorkerTask, serve
+
+    tier = {"type": "fs", "name": "full", "root_dir": str(tmp_path / "blocks"), "min_free": 1 << 60}
+    assert options.model is not None
+    task = WorkerTask(False, find_model(options.model), TEXT, "What?", {"tiers": [tier]}, 8, options.block_size)
+    cold = serve(task, Events(io.StringIO()))
+    (hop,) = (hop for hop in cold.hops if hop.destination == "full")
+    assert (hop.bytes, hop.already_stored) == (0, 0)
+    assert sum(hop.lost.values()) >= cold.answer.blocks_total
+    report = DemoReport("model", cold, figures(answer(hit=0)), {})
+    assert re.search(
+        r"nothing was found: .*; \d+ blocks did not get from region to full \(\d+ by \w+\)", report.problem
+    )
 
 
 @pytest.mark.full
