@@ -49,6 +49,7 @@ class Request:
         tokens_loaded: tokens whose KV was loaded and not computed.
         load_s: from submission until the loaded KV was in place; 0 where nothing was.
         ttft_s: time to first token, from submission.
+        store_waits_since_s: when the request was answered or found room for blocks, whichever was last.
     """
 
     context: ReqContext
@@ -71,7 +72,7 @@ class Request:
     jobs_running: int = 0
     load_s: float = 0.0
     ttft_s: float = 0.0
-    finished_s: float = 0.0
+    store_waits_since_s: float = 0.0
 
     @property
     def is_answering(self) -> bool:
@@ -110,6 +111,8 @@ class Engine:
         memory: its KV blocks.
         offloading: where KV goes besides; None for none.
         progress: called as (stage, done, total) for "reading the prompt" and "answering", in tokens.
+        store_chunks_max: chunks offered to be stored at once at most, 1 or more; the region must hold as many. None is
+            all that a request has.
         clock, sleep: monotonic seconds, and how to wait.
 
     Attributes:
@@ -123,6 +126,7 @@ class Engine:
         offloading: OffloadingSpec | None = None,
         *,
         progress: Progress = lambda *_: None,
+        store_chunks_max: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -132,6 +136,7 @@ class Engine:
         self.chunk_tokens = memory.block_size * self.blocks_per_chunk
         self.loaded, self.stored = HopTotals(), HopTotals()
         self._progress = progress
+        self._store_chunks_max = store_chunks_max
         self._clock = clock
         self._sleep = sleep
         self._manager: OffloadingManager | None = None
@@ -288,17 +293,27 @@ class Engine:
             request.status = Status.LOADING
 
     def _store_new_chunks(self, request: Request) -> bool:
-        """Store the chunks that were completed since the last call, as many as there is room for."""
+        """Store the chunks that were completed since the last call, as many as there is room for.
+
+        The first go behind the first token, the others when the request is answered and the tiers have the first: they
+        take a share of the region at a time, and drop what comes on top or leaves the region before its turn.
+        """
         assert self._manager is not None
         assert self._store_handler is not None
         new = self._keys(request)[request.chunks_stored : request.num_computed // self.chunk_tokens]
+        if request.chunks_stored and new:
+            if request.status is not Status.FINISHED or request.jobs_running:
+                return False
+            self._manager.drain()
+        new = new[: self._store_chunks_max]
         output = None
         while new and output is None:
             output = self._manager.prepare_store(new, request.context)
             if output is None:
-                new = new[: len(new) // 2]  # a region smaller than the request takes it piece by piece
+                new = new[: len(new) // 2]  # loads under way hold a part of the region
         if output is None:
             return False
+        request.store_waits_since_s = self._clock()
         first = request.chunks_stored
         request.chunks_stored += len(new)
         index_of = {key: first + offset for offset, key in enumerate(new)}
@@ -379,7 +394,7 @@ class Engine:
         self._progress("answering", len(request.answer), request.max_new_tokens)
         if token in self.model.stop_token_ids or len(request.answer) == request.max_new_tokens:
             request.status = Status.FINISHED
-            request.finished_s = self._clock()
+            request.store_waits_since_s = self._clock()
             if self._manager is not None:
                 self._manager.on_request_finished(request.context)
 
@@ -398,4 +413,4 @@ class Engine:
 
     def _is_storing(self, request: Request) -> bool:
         waits = request.store and request.chunks_stored < request.num_computed // self.chunk_tokens
-        return request.jobs_running > 0 or (waits and self._clock() - request.finished_s < STORE_WAIT_S_MAX)
+        return request.jobs_running > 0 or (waits and self._clock() - request.store_waits_since_s < STORE_WAIT_S_MAX)

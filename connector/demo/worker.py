@@ -129,7 +129,13 @@ def serve(task: WorkerTask, events: Events) -> ProcessFigures:
     )
     deployment = _with_region(task.deployment, memory)
     spec = make_spec(model, memory, deployment)
-    engine = Engine(model, memory, spec, progress=events.request_progress)
+    engine = Engine(
+        model,
+        memory,
+        spec,
+        progress=events.request_progress,
+        store_chunks_max=spec.region.geometry.num_blocks,
+    )
 
     def answer(tokens: Sequence[int], name: str, *, load: bool, store: bool) -> Answer:
         events.prompt_name = name

@@ -173,7 +173,7 @@ def start(model: LoadedModel, tmp_path: Path) -> Iterator[Start]:
             }
         )
         spec = make_spec(model, memory, deployment)
-        started.append((Engine(model, memory, spec), spec))
+        started.append((Engine(model, memory, spec, store_chunks_max=region_blocks), spec))
         return started[-1]
 
     yield start
@@ -254,11 +254,33 @@ def test_the_tier_serves_what_the_region_forgot(model: LoadedModel, start: Start
     assert spec.metrics.value("kvtiers_bytes_total", "fs", "load") > 0
 
 
+def blocks_lost(spec: TieringOffloadingSpec) -> float:
+    return sum(sample.value for sample in spec.metrics.snapshot() if sample.name == "kvtiers_stores_dropped_total")
+
+
 def test_a_region_smaller_than_the_prompt(model: LoadedModel, start: Start) -> None:
-    engine, _ = start(region_blocks=5)
+    engine, spec = start(region_blocks=5)
     assert ask(engine, PROMPT).answer == reference(model, PROMPT)
+    # Piece by piece, all of it is stored; the last token was sampled and never computed.
+    stored = (len(PROMPT) + NEW_TOKENS - 1) // BLOCK_SIZE
+    assert spec.metrics.value("kvtiers_blocks_total", "fs", "store", "moved") == stored
+    assert blocks_lost(spec) == 0
     second, _ = start(region_blocks=5)
     assert ask(second, PROMPT).answer == reference(model, PROMPT)
+    third, _ = start()
+    assert ask(third, PROMPT).blocks_hit == len(PROMPT) // BLOCK_SIZE
+
+
+def test_an_answer_waits_for_a_tier_that_has_the_prompt_to_store(
+    model: LoadedModel, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, spec = start(region_blocks=16)
+    assert engine._manager is not None
+    monkeypatch.setattr(engine._manager, "on_schedule_end", lambda: None)  # the tier reports nothing meanwhile
+    ask(engine, PROMPT, load=False)
+    assert blocks_lost(spec) == 0
+    stored = (len(PROMPT) + NEW_TOKENS - 1) // BLOCK_SIZE
+    assert spec.metrics.value("kvtiers_blocks_total", "fs", "store", "moved") == stored
 
 
 def test_corrupt_blocks_are_computed_again(model: LoadedModel, start: Start, tmp_path: Path) -> None:
