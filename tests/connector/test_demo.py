@@ -9,7 +9,9 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -266,6 +268,21 @@ def test_what_counts_as_a_problem(warm: ProcessFigures, problem: str) -> None:
     console = Console(record=True, width=120)
     report.print(console)
     assert (problem or "The same 2 tokens") in console.export_text()
+
+
+def test_a_process_is_as_old_as_it_is_outside() -> None:
+    """Ready after: from the process' start, imports included."""
+    from connector.demo.worker import age_s
+
+    before_s = time.time()
+    code = (
+        "import time; began = time.time(); from connector.demo.worker import age_s; print(began, age_s(), time.time())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    began_s, age_inside_s, read_s = map(float, done.stdout.split())
+    assert read_s - began_s <= age_inside_s + 0.05
+    assert age_inside_s <= read_s - before_s + 0.05
+    assert age_s() > age_inside_s
 
 
 def test_blocks_that_were_not_stored_are_named() -> None:
