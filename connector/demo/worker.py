@@ -28,6 +28,7 @@ from tiers.config import DeploymentConfig, parse_config
 from tiers.errors import ConfigError, KVTiersError
 
 ADDED_LINE = "This line was added in the middle of the text."
+MIDDLE_SHARE = 10  # a line's end within a tenth of the text behind its middle is taken for the middle
 PROMPT_BLOCKS_MIN = 2
 WARNING_CHARS_MAX = 400
 
@@ -172,10 +173,12 @@ def serve(task: WorkerTask, events: Events) -> ProcessFigures:
 
 
 def add_line(document: str) -> str:
-    """The document with one line more, in the middle."""
+    """The document with one line more in the middle: behind a line's end where one is near, or else amid a line."""
     middle = len(document) // 2
-    at = document.find("\n", middle) + 1 or middle
-    return f"{document[:at]}{ADDED_LINE}\n{document[at:]}"
+    at = document.find("\n", middle, middle + len(document) // MIDDLE_SHARE) + 1
+    if at:
+        return f"{document[:at]}{ADDED_LINE}\n{document[at:]}"
+    return f"{document[:middle]}\n{ADDED_LINE}\n{document[middle:]}"
 
 
 def make_spec(model: LoadedModel, memory: PagedKVCache, deployment: DeploymentConfig) -> TieringOffloadingSpec:

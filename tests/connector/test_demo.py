@@ -270,6 +270,24 @@ def test_what_counts_as_a_problem(warm: ProcessFigures, problem: str) -> None:
     assert (problem or "The same 2 tokens") in console.export_text()
 
 
+@pytest.mark.parametrize(
+    ("text", "at"),
+    [
+        ("a" * 99 + "\n", 50),  # a paragraph: the only line's end is the text's
+        ("a" * 100, 50),
+        ("a" * 70 + "\n" + "a" * 29, 50),
+        ("a" * 54 + "\n" + "a" * 45, 55),
+    ],
+)
+def test_a_line_is_added_in_the_middle(text: str, at: int) -> None:
+    from connector.demo.worker import ADDED_LINE, add_line
+
+    before, _, after = add_line(text).partition(ADDED_LINE)
+    assert (before.rstrip("\n"), after.removeprefix("\n")) == (text[:at].rstrip("\n"), text[at:])
+    assert before.endswith("\n")
+    assert after.startswith("\n")
+
+
 def test_a_process_is_as_old_as_it_is_outside() -> None:
     """Ready after: from the process' start, imports included."""
     from connector.demo.worker import age_s
