@@ -100,13 +100,21 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> int:
             cold = _run_worker(task | {"is_warm": False}, bars, "cold")
             warm = _run_worker(task | {"is_warm": True, "deployment": elsewhere}, bars, "warm")
     report = DemoReport(model.name, cold, warm, _public(deployment) | {"block_size": options.block_size})
+    unwritten = _write_json(report, options.json_file)
     report.print(console)
-    if options.json_file is not None:
-        try:
-            report.write_json(options.json_file)
-        except OSError as e:
-            raise ConfigError(f"{options.json_file} cannot be written: {e.strerror}", field="--json") from e
+    if unwritten is not None:
+        raise ConfigError(f"{options.json_file} cannot be written: {unwritten.strerror}", field="--json") from unwritten
     return 1 if report.problem else 0
+
+
+def _write_json(report: DemoReport, path: Path | None) -> OSError | None:
+    """Write the figures, before they are printed: should that fail, a whole run would be lost. Returns why not."""
+    try:
+        if path is not None:
+            report.write_json(path)
+    except OSError as e:
+        return e
+    return None
 
 
 def _check_json_file(path: Path | None) -> None:
@@ -127,7 +135,7 @@ def _check_question(question: str | None) -> None:
 
 
 class _Bars:
-    """Progress bars, one a stage, as the workers report them."""
+    """Progress bars, one a stage, as the workers report them. Where they cannot be shown, the run goes on without."""
 
     def __init__(self, console: Console) -> None:
         self._progress = Progress(
@@ -142,17 +150,22 @@ class _Bars:
         self._current: tuple[str, str, TaskID] | None = None
 
     def __enter__(self) -> _Bars:
-        self._progress.start()
+        with contextlib.suppress(OSError):
+            self._progress.start()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._progress.stop()
+        with contextlib.suppress(OSError):
+            self._progress.stop()
 
     def show(self, process: str, stage: str, done: int, total: int) -> None:
         """Show how far a process is; a new stage ends the one before."""
         if self._current is None or self._current[:2] != (process, stage):
             self.finish()
-            self._current = process, stage, self._progress.add_task(stage, total=None, process=process)
+            task_id = TaskID(len(self._progress.task_ids))  # of the task that is added now, also where it is not drawn
+            with contextlib.suppress(OSError):
+                self._progress.add_task(stage, total=None, process=process)
+            self._current = process, stage, task_id
         self._progress.update(self._current[2], completed=done, total=total or None)
 
     def finish(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -22,7 +23,7 @@ from rich.console import Console
 
 from connector.demo.model import find_model
 from connector.demo.report import Answer, DemoReport, Hop, ProcessFigures
-from connector.demo.run import DemoOptions, _read_document, run_demo
+from connector.demo.run import DemoOptions, _Bars, _read_document, run_demo
 from tests.tiny_model import make_model_dir
 from tiers.errors import ConfigError, KVTiersError
 
@@ -181,6 +182,29 @@ def test_a_report_that_finds_no_room_is_an_error_of_its_option(options: DemoOpti
     with pytest.raises(ConfigError, match="--json: /dev/full cannot be written: No space left"):
         run_demo(replace(options, json_file=Path("/dev/full")), console)
     assert "The same 8 tokens" in console.export_text()
+
+
+class FullDevice(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_an_output_that_fails_loses_no_figures(options: DemoOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_worker(task: dict[str, Any], bars: _Bars, name: str) -> ProcessFigures:
+        bars.show(name, "answering", 1, 8)
+        bars.show(name, "answering", 8, 8)
+        bars.finish()
+        finished.append(name)
+        return figures(answer()) if task["is_warm"] else figures(answer(hit=0, ttft_s=2.0))
+
+    finished: list[str] = []
+    monkeypatch.setattr("connector.demo.run._run_worker", run_worker)
+    monkeypatch.setattr("threading.excepthook", lambda _: None)  # the bars' own thread may meet the error as well
+    with pytest.raises(OSError, match="No space left"):
+        run_demo(options, Console(file=FullDevice(), force_terminal=True, width=120))
+    assert finished == ["cold", "warm"]
+    assert options.json_file is not None
+    assert json.loads(options.json_file.read_text())["tokens_equal"] is True
 
 
 def test_sigterm_ends_the_worker_and_leaves_no_folder(options: DemoOptions, monkeypatch: pytest.MonkeyPatch) -> None:
