@@ -16,6 +16,7 @@ from rich.text import Text
 
 REGION = "region"
 KV_TENSORS = "KV tensors"
+MEMORY_ONLY = "a tier of type memory is gone with its process: name a tier on storage (fs, nfs, s3, fsspec)"
 _DONE = {"load": "loaded", "store": "stored"}
 
 
@@ -148,7 +149,9 @@ class DemoReport:
             for name, process in (("cold", self.cold), ("warm", self.warm))
             if process.last_warning
         ]
-        return "; ".join([failure, *losses, *warnings])
+        types = {tier.get("type") for tier in self.config.get("tiers", ())}
+        reasons = [MEMORY_ONLY] if types == {"memory"} and not self.warm.answer.blocks_hit else []
+        return "; ".join([failure, *reasons, *losses, *warnings])
 
     def _failure(self) -> str:
         warm, edited = self.warm.answer, self.warm.edited
@@ -237,9 +240,13 @@ class DemoReport:
         if self._is_partial:
             found = f"{self.warm.answer.blocks_hit} of the prompt's {self.warm.answer.blocks_total} blocks"
             console.print(f"[yellow]Only {found} were found; the rest was computed again.[/]")
+        same = f"The same {len(self.warm.answer.token_ids)} tokens"
+        if self.speedup < 1:
+            verdict = f"[bold yellow]✔ {same}, but {1 / self.speedup:.1f}x later[/]"
+        else:
+            verdict = f"[bold green]✔ {same}, {self.speedup:.1f}x sooner[/]"
         console.print(
-            f"[bold green]✔ The same {len(self.warm.answer.token_ids)} tokens, {self.speedup:.1f}x sooner[/]: "
-            f"{_megabytes(self.warm.answer.bytes_loaded)} of KV came back from another process's store in "
+            f"{verdict}: {_megabytes(self.warm.answer.bytes_loaded)} of KV came back from another process's store in "
             f"{_milliseconds(self.warm.answer.load_s)}."
         )
 

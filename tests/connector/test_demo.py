@@ -114,6 +114,7 @@ def test_finding_nothing_is_a_failure(options: DemoOptions, tmp_path: Path) -> N
     assert figures["blocks_hit"] == 0
     assert figures["tokens_equal"] is True
     assert "nothing was found" in figures["problem"]
+    assert "a tier of type memory is gone with its process: name a tier on storage" in figures["problem"]
 
 
 def test_a_process_that_dies_is_reported(options: DemoOptions, model_dir: Path, tmp_path: Path) -> None:
@@ -364,6 +365,23 @@ def test_a_part_that_was_found_is_told() -> None:
     text = console.export_text()
     assert "Only 2 of the prompt's 4 blocks were found; the rest was computed again." in text
     assert "was there" in text
+
+
+def test_a_slower_answer_is_not_called_sooner() -> None:
+    report = DemoReport("model", figures(answer(hit=0, ttft_s=0.05)), figures(answer()), {})
+    console = Console(record=True, width=120)
+    report.print(console)
+    text = console.export_text()
+    assert "The same 2 tokens, but 2.0x later" in text
+    assert "sooner:" not in text
+
+
+def test_memory_alone_finds_nothing_and_that_is_told() -> None:
+    cold, warm = figures(answer(hit=0, ttft_s=2.0)), figures(answer(hit=0))
+    told = "a tier of type memory is gone with its process"
+    assert told in DemoReport("model", cold, warm, {"tiers": [{"type": "memory"}]}).problem
+    assert told not in DemoReport("model", cold, warm, {"tiers": [{"type": "memory"}, {"type": "fs"}]}).problem
+    assert not DemoReport("model", cold, figures(answer()), {"tiers": [{"type": "memory"}]}).problem
 
 
 def test_a_storage_without_room_is_told(options: DemoOptions, tmp_path: Path) -> None:
