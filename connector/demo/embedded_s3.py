@@ -9,15 +9,21 @@ from typing import Any
 
 from tiers.errors import ConfigError
 
+PROFILE_VARIABLES = ("AWS_PROFILE", "AWS_DEFAULT_PROFILE")  # of the user's files, which are hidden from the clients
+SERVER_HOST = "127.0.0.1"
+
 
 def start_embedded_s3(deployment: Mapping[str, Any], cleanup: contextlib.ExitStack) -> dict[str, Any]:
     """Give each s3 tier that is ``embedded`` a server, with its bucket made; one server serves them all.
 
     The server's credentials go into this process's environment, where child processes find them as any S3 client's,
-    and out of it with ``cleanup``.
+    and out of it with ``cleanup``. So does what would keep clients from it: a profile of the user's, and a proxy.
 
     Returns:
         The deployment with ``endpoint_url`` in place of ``embedded``.
+
+    Raises:
+        ConfigError: moto is not installed.
     """
     tiers = [dict(tier) for tier in deployment["tiers"]]
     embedded = [tier for tier in tiers if tier.pop("embedded", False)]
@@ -30,7 +36,7 @@ def start_embedded_s3(deployment: Mapping[str, Any], cleanup: contextlib.ExitSta
             raise ConfigError("needs moto: pip install 'kvtiers[demo]'", field="embedded") from e
         import boto3
 
-        _set_environment(server.environment, cleanup)
+        _set_environment({**server.environment, **dict.fromkeys(PROFILE_VARIABLES), **_no_proxy()}, cleanup)
         client = boto3.client("s3", endpoint_url=server.endpoint_url, region_name="us-east-1")
         for tier in embedded:
             client.create_bucket(Bucket=tier["bucket"])
@@ -38,10 +44,19 @@ def start_embedded_s3(deployment: Mapping[str, Any], cleanup: contextlib.ExitSta
     return {**deployment, "tiers": tiers}
 
 
-def _set_environment(values: Mapping[str, str], cleanup: contextlib.ExitStack) -> None:
+def _no_proxy() -> dict[str, str]:
+    """The server is reached without a proxy; clients differ in which spelling they read."""
+    hosts = {name: os.environ.get(name) for name in ("no_proxy", "NO_PROXY")}
+    before = hosts["no_proxy"] or hosts["NO_PROXY"]
+    return {name: ",".join(filter(None, (own or before, SERVER_HOST))) for name, own in hosts.items()}
+
+
+def _set_environment(values: Mapping[str, str | None], cleanup: contextlib.ExitStack) -> None:
+    """Set variables, or unset them where the value is None, until ``cleanup``."""
     for name, value in values.items():
-        before = os.environ.get(name)
-        os.environ[name] = value
+        before = os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
         if before is None:
             cleanup.callback(os.environ.pop, name, None)
         else:

@@ -70,13 +70,22 @@ class LoadedModel:
         return device
 
     def tokenize(self, document: str, question: str) -> list[int]:
-        """Token ids of a document and a question about it, in the model's chat form where it has one."""
+        """Token ids of a document and a question about it, in the model's chat form where it has one.
+
+        Raises:
+            ConfigError: the model's chat template refuses it.
+        """
         text = f"{document}\n\n{question}"
         if self.tokenizer.chat_template is None:
             return [int(i) for i in self.tokenizer(text)["input_ids"]]
-        ids = self.tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
-        )
+        jinja2: Any = importlib.import_module("jinja2")
+        try:
+            ids = self.tokenizer.apply_chat_template(
+                [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
+            )
+        except jinja2.TemplateError as e:
+            reason = str(e).strip().partition("\n")[0]
+            raise ConfigError(f"the chat template of {self.name} refuses one message: {reason}", field="--model") from e
         return [int(i) for i in ids]
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
@@ -137,12 +146,13 @@ def load_model(source: ModelSource) -> LoadedModel:
     import torch
 
     transformers: Any = importlib.import_module("transformers")
+    safetensors: Any = importlib.import_module("safetensors")
     revision = _revision(source)
     gguf = {"gguf_file": source.gguf_file} if source.gguf_file else {}
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source.path, **gguf)
         module = transformers.AutoModelForCausalLM.from_pretrained(source.path, dtype=torch.float32, **gguf)
-    except (OSError, ValueError, ImportError) as e:
+    except (OSError, ValueError, ImportError, safetensors.SafetensorError) as e:
         reason = str(e).strip().partition("\n")[0]
         raise ConfigError(f"{source.path!r} cannot be loaded: {reason}", field="--model") from e
     module.eval().requires_grad_(False)
@@ -174,5 +184,6 @@ def _revision(source: ModelSource) -> str | None:
     for entry in sorted(os.scandir(source.path), key=lambda entry: entry.name):
         if entry.is_file():
             status = entry.stat()
-            digest.update(f"{entry.name} {status.st_size} {status.st_mtime_ns}\n".encode())
+            # Names are bytes, whatever the encoding.
+            digest.update(os.fsencode(f"{entry.name} {status.st_size} {status.st_mtime_ns}\n"))
     return digest.hexdigest()

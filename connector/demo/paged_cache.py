@@ -54,17 +54,22 @@ class KVLayout:
         """
         _refuse_rope_by_length(module)
         cache = DynamicCache()
-        with torch.inference_mode():
-            module(torch.zeros((1, 1), dtype=torch.long, device=module.device), past_key_values=cache, use_cache=True)
+        unsuited = ConfigError(
+            "this model's layers do not all keep keys and values of one shape; the demo's engine runs models with "
+            "plain attention in every layer (Llama, Qwen, Mistral, SmolLM, …)",
+            field="--model",
+        )
+        token = torch.zeros((1, 1), dtype=torch.long, device=module.device)
+        try:
+            with torch.inference_mode():
+                module(token, past_key_values=cache, use_cache=True)
+        except (IndexError, ValueError) as e:  # hybrid models look for the states of their other layers in the cache
+            raise unsuited from e
         layers = [layer for layer in cache.layers if type(layer) is DynamicLayer]
         tensors = [tensor for layer in layers for tensor in (layer.keys, layer.values) if tensor is not None]
         kinds = {(tensor.shape, tensor.dtype) for tensor in tensors}
         if len(kinds) != 1 or len(tensors) != 2 * len(cache.layers):
-            raise ConfigError(
-                "this model's layers do not all keep keys and values of one shape; the demo's engine runs models with "
-                "plain attention in every layer (Llama, Qwen, Mistral, SmolLM, …)",
-                field="--model",
-            )
+            raise unsuited
         (_, kv_heads, _, head_dim), dtype = kinds.pop()
         return cls(len(layers), kv_heads, head_dim, dtype)
 

@@ -266,11 +266,22 @@ def _environment(offline: bool) -> dict[str, str]:
 
 
 def _deployment(options: DemoOptions, cleanup: contextlib.ExitStack) -> dict[str, Any]:
-    """The deployment as plain data, and the removal of what is temporary."""
+    """The deployment as plain data, which the processes are given as JSON, and the removal of what is temporary.
+
+    Raises:
+        ConfigError: the config is not accepted, or holds what JSON does not.
+    """
     if options.config_file is not None:
         if options.root_dir is not None:
             raise ConfigError("--config names the folders itself; leave --root away", field="--root")
         config = load_config(options.config_file, SecondaryTierFactory.tier_types())
+        try:
+            json.dumps([dict(tier) for tier in config.tiers])
+        except TypeError as e:
+            raise ConfigError(
+                f"{options.config_file}: a tier's option is no number, text, list or mapping ({e}); quote dates",
+                field="--config",
+            ) from e
         return start_embedded_s3(config.model_dump() | {"tiers": [dict(tier) for tier in config.tiers]}, cleanup)
     if options.root_dir is not None:
         root = options.root_dir.absolute()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import json
@@ -21,7 +22,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from connector.demo.model import find_model
+from connector.demo.embedded_s3 import start_embedded_s3
+from connector.demo.model import find_model, load_model
 from connector.demo.report import Answer, DemoReport, Hop, ProcessFigures
 from connector.demo.run import DemoOptions, _Bars, _read_document, run_demo
 from tests.tiny_model import make_model_dir
@@ -117,12 +119,47 @@ def test_finding_nothing_is_a_failure(options: DemoOptions, tmp_path: Path) -> N
     assert "a tier of type memory is gone with its process: name a tier on storage" in figures["problem"]
 
 
-def test_a_process_that_dies_is_reported(options: DemoOptions, model_dir: Path, tmp_path: Path) -> None:
+def test_a_process_that_dies_is_reported(options: DemoOptions) -> None:
+    with pytest.raises(KVTiersError, match=r"the cold process ended with exit code 1:\n(?s:.*)ZeroDivisionError"):
+        run_demo(replace(options, block_size=0), quiet())  # the command line has no such option
+
+
+def test_a_model_that_is_damaged_is_refused(model_dir: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(model_dir, broken)
-    (broken / "model.safetensors").write_bytes(b"not weights")
-    with pytest.raises(KVTiersError, match=r"the cold process ended with exit code 1:\n(?s:.*)Error"):
-        run_demo(replace(options, model=str(broken)), quiet())
+    weights = broken / "model.safetensors"
+    whole = weights.read_bytes()
+    for damaged in (b"not weights", b"", whole[: len(whole) // 2]):
+        weights.write_bytes(damaged)
+        with pytest.raises(ConfigError, match="--model: '.*broken' cannot be loaded: .*header"):
+            load_model(find_model(str(broken)))
+
+
+def test_a_model_folder_may_hold_names_of_any_bytes_and_a_template_may_refuse(model_dir: Path, tmp_path: Path) -> None:
+    odd = tmp_path / "odd"
+    shutil.copytree(model_dir, odd)
+    (odd / os.fsdecode(b"caf\xe9.txt")).touch()
+    (odd / "chat_template.jinja").write_text("{{ raise_exception('a system message is needed') }}")
+    model = load_model(find_model(str(odd)))
+    with pytest.raises(ConfigError, match="--model: the chat template of odd refuses .*: a system message is needed"):
+        model.tokenize(TEXT, "What?")
+
+
+def test_the_servers_clients_are_kept_from_proxies_and_profiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("moto")
+    users = {"HTTP_PROXY": "http://127.0.0.1:1", "http_proxy": "http://127.0.0.1:1", "AWS_PROFILE": "not-there"}
+    for name, value in users.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.setenv("no_proxy", "example.com")
+    before = dict(os.environ)
+    with contextlib.ExitStack() as cleanup:
+        tier = {"type": "s3", "bucket": "blocks", "embedded": True}
+        deployment = start_embedded_s3({"tiers": [tier]}, cleanup)  # asks the server for its bucket
+        assert deployment["tiers"][0]["endpoint_url"].startswith("http://127.0.0.1:")
+        assert os.environ["no_proxy"] == os.environ["NO_PROXY"] == "example.com,127.0.0.1"
+        assert "AWS_PROFILE" not in os.environ
+    assert dict(os.environ) == before
 
 
 @pytest.mark.full
@@ -141,6 +178,8 @@ def test_a_short_prompt_is_refused(options: DemoOptions, tmp_path: Path) -> None
 def test_bad_input_is_refused_before_anything_runs(options: DemoOptions, tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "no-tiers.yaml").write_text("region: {size: 4MiB}\ntiers: []\n")
+    date_tier = f"{{type: fsspec, url: 'file://{tmp_path}', storage_options: {{expiry: 2026-01-01}}}}"
+    (tmp_path / "date.yaml").write_text(f"region: {{size: 4MiB}}\ntiers: [{date_tier}]\n")
     os.mkfifo(tmp_path / "pipe")
     cases = [
         (replace(options, prompt_file=tmp_path / "pipe"), "--prompt: .*pipe is a pipe or a device; write a file"),
@@ -160,6 +199,10 @@ def test_bad_input_is_refused_before_anything_runs(options: DemoOptions, tmp_pat
         (replace(options, config_file=tmp_path / "absent.yaml"), "--root: "),
         (replace(options, root_dir=None, config_file=tmp_path / "absent.yaml"), "absent.yaml: cannot be read"),
         (replace(options, another_replica=True), "--another-replica: accepted with two tiers"),
+        (
+            replace(options, root_dir=None, config_file=tmp_path / "date.yaml"),
+            "--config: .*date.yaml: a tier's option is no number, text, list or mapping .*date.* quote dates",
+        ),
     ]
     for bad, message in cases:
         with pytest.raises(ConfigError, match=message):

@@ -122,6 +122,20 @@ def test_a_model_without_plain_attention_is_refused() -> None:
         KVLayout.of_model(transformers.MambaForCausalLM(config).eval())
 
 
+def test_a_model_with_plain_attention_in_some_layers_is_refused() -> None:
+    config = transformers.Lfm2Config(
+        vocab_size=64,
+        hidden_size=48,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        layer_types=["conv", "full_attention"],
+    )
+    with pytest.raises(ConfigError, match="plain attention in every layer"):
+        KVLayout.of_model(transformers.Lfm2ForCausalLM(config).eval())
+
+
 @pytest.mark.parametrize(
     "rope",
     [
