@@ -12,7 +12,6 @@ import importlib.metadata
 import json
 import os
 import queue
-import shutil
 import stat
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from connector.demo.embedded_s3 import start_embedded_s3
 from connector.demo.model import check_extra, find_model
 from connector.demo.report import DemoReport, ProcessFigures
+from connector.demo.run_folder import run_folder
 from connector.orderly_end import orderly_end
 from tiers.config import load_config, parse_tier
 from tiers.errors import ConfigError, KVTiersError
@@ -287,9 +287,8 @@ def _deployment(options: DemoOptions, cleanup: contextlib.ExitStack) -> dict[str
         root = options.root_dir.absolute()
     else:
         # /tmp may be memory; /var/tmp is a disk by convention.
-        parent = "/var/tmp" if os.access("/var/tmp", os.W_OK) else None
-        root = Path(tempfile.mkdtemp(prefix="kvtiers-demo-", dir=parent))
-        cleanup.callback(shutil.rmtree, root, ignore_errors=True)
+        parent = "/var/tmp" if os.access("/var/tmp", os.W_OK) else tempfile.gettempdir()
+        root = cleanup.enter_context(run_folder(Path(parent)))
     return {"tiers": [{"type": "fs", "root_dir": str(root), "min_free": 0}]}
 
 
@@ -304,9 +303,8 @@ def _elsewhere(deployment: dict[str, Any], cleanup: contextlib.ExitStack) -> dic
     tiers = deployment["tiers"]
     if len(tiers) < 2 or "root_dir" not in tiers[0]:
         raise ConfigError("accepted with two tiers or more, the first with a root_dir", field="--another-replica")
-    root = tempfile.mkdtemp(prefix="kvtiers-demo-")
-    cleanup.callback(shutil.rmtree, root, ignore_errors=True)
-    return deployment | {"tiers": [tiers[0] | {"root_dir": root}, *tiers[1:]]}
+    root = cleanup.enter_context(run_folder(Path(tempfile.gettempdir())))
+    return deployment | {"tiers": [tiers[0] | {"root_dir": str(root)}, *tiers[1:]]}
 
 
 def _read_document(path: Path | None) -> str:

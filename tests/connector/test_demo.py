@@ -26,6 +26,7 @@ from connector.demo.embedded_s3 import start_embedded_s3
 from connector.demo.model import find_model, load_model
 from connector.demo.report import Answer, DemoReport, Hop, ProcessFigures
 from connector.demo.run import DemoOptions, _Bars, _read_document, run_demo
+from connector.demo.run_folder import run_folder
 from tests.tiny_model import make_model_dir
 from tiers.errors import ConfigError, KVTiersError
 
@@ -278,6 +279,27 @@ def test_sigterm_ends_the_worker_and_leaves_no_folder(options: DemoOptions, monk
     assert [process.poll() for process in workers] == [-signal.SIGKILL]
     assert len(folders) == 1
     assert not os.path.exists(folders[0])
+
+
+def test_folders_of_killed_runs_are_removed_by_the_next(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys; from pathlib import Path; from connector.demo.run_folder import run_folder\n"
+        "with run_folder(Path(sys.argv[1])) as folder:\n"
+        "    (folder / 'block.bin').touch(); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    others = tmp_path / "kvtiers-demo-others"
+    others.mkdir()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    link = tmp_path / "kvtiers-demo-run-link"
+    link.symlink_to(elsewhere)
+    with run_folder(tmp_path) as running:
+        assert subprocess.run([sys.executable, "-c", code, str(tmp_path)]).returncode == -signal.SIGKILL
+        (left,) = (folder for folder in tmp_path.glob("kvtiers-demo-run-*") if folder not in (running, link))
+        assert (left / "block.bin").exists()
+        with run_folder(tmp_path) as second:
+            assert {running, second, link, others, elsewhere} == set(tmp_path.iterdir())
+    assert {link, others, elsewhere} == set(tmp_path.iterdir())
 
 
 def test_the_default_text_is_long_and_everywhere() -> None:
