@@ -290,7 +290,7 @@ class DemoReport:
                 if hop.bytes:
                     figures = _megabytes(hop.bytes), _milliseconds(hop.seconds), f"{hop.gb_s:.1f}"
                 else:
-                    figures = "was there" if hop.already_stored else f"nothing {_DONE[hop.op]}", "", ""
+                    figures = "was there" if hop.already_stored and not hop.lost else f"nothing {_DONE[hop.op]}", "", ""
                 table.add_row(name, f"{hop.source} → {hop.destination}", *figures)
             table.add_section()
         return table

@@ -394,7 +394,7 @@ def test_a_process_is_as_old_as_it_is_outside() -> None:
 
 
 def test_blocks_that_were_not_stored_are_named() -> None:
-    lost = Hop("store", "region", "fs", 0, 0.001, lost={"StoreFullError": 3, "deadline": 1})
+    lost = Hop("store", "region", "fs", 0, 0.001, already_stored=1, lost={"StoreFullError": 3, "deadline": 1})
     cold = replace(figures(answer(hit=0, ttft_s=2.0)), hops=(lost,), last_warning="tier fs: [cut] off")
     loss = "4 blocks did not get from region to fs (3 by StoreFullError, 1 by deadline)"
     warning = "last warning of the cold process: tier fs: [cut] off"
