@@ -71,7 +71,7 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> int:
     """Run the demo and print what came of it.
 
     Returns:
-        0, or 1 where tokens differ or nothing was found.
+        0, or 1 where tokens differ, nothing was found, or blocks were lost on the way.
 
     Raises:
         ConfigError: bad input: nothing was run, or the report could not be written.
