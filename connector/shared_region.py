@@ -25,6 +25,7 @@ from connector.region_file import (
 )
 from connector.region_header import RegionGeometry, RegionHeader
 from tiers.errors import ConfigError, RegionError
+from tiers.posix import occupy_standard_streams
 
 if TYPE_CHECKING:
     import torch
@@ -87,6 +88,7 @@ class SharedOffloadRegion:
         seat = num_workers if rank is None else rank
         what = self._path or "(anonymous)"
         try:
+            occupy_standard_streams()
             if self._path is not None:
                 self._fd = join_named(
                     self._path, self.geometry, seat, timeout_s=join_timeout_s, clock=clock, sleep=sleep

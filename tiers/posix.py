@@ -50,6 +50,7 @@ OPEN_LISTING = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 OPEN_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 OPEN_STAT = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 
+STDERR = 2  # C libraries print to this descriptor, whatever is behind it
 IOV_COUNT_MAX = 1024  # Linux' UIO_MAXIOV: more buffers in one vectored call are EINVAL
 READ_PIECE_BYTES = 1 << 20  # about a core's own cache; with less the read loses more than the checksum gains
 # A file system makes page cache folios no larger than the write that fills them, and 2 MiB at most. Measured on ext4:
@@ -161,6 +162,17 @@ def openat2_works(dir_fd: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def occupy_standard_streams() -> None:
+    """Have descriptors 0 to 2 lead to /dev/null where they are closed, for this process and those it starts.
+
+    What is opened next would get such a number, also as the copy that ``mmap`` keeps, and what libraries print to
+    stderr would overwrite it.
+    """
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= STDERR:
+        os.set_inheritable(fd, True)
+    os.close(fd)
 
 
 def close_reader(fd: int) -> None:

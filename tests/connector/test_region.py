@@ -16,6 +16,7 @@ from connector.region_file import region_path
 from connector.region_header import NUM_WORKERS_MAX
 from connector.shared_region import SharedOffloadRegion, reap_stale_regions
 from tiers.errors import ConfigError, RegionError
+from tiers.testing.faults import run_in_child
 
 PAGE = os.sysconf("SC_PAGESIZE")
 
@@ -168,6 +169,17 @@ def test_an_anonymous_region_can_be_attached_but_not_resized() -> None:
     worker.cleanup()
     os.fstat(region.fd)  # still the caller's
     region.cleanup()
+
+
+def test_what_is_printed_without_a_stderr_does_not_come_into_the_region(instance_id: str) -> None:
+    def use() -> None:
+        os.close(2)
+        for name in (None, instance_id):
+            region = SharedOffloadRegion(name, 1, PAGE, 1, 0)
+            os.write(2, b"printed")
+            assert bytes(region.create_kv_memoryview()) == bytes(PAGE)
+
+    assert run_in_child(use) == 0
 
 
 def test_attach_refuses_what_is_no_region(tmp_path: Path) -> None:

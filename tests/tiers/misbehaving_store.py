@@ -73,6 +73,9 @@ class PlainStore(Store):
             threading.Event().wait()
         elif key == "die":
             os.kill(os.getpid(), signal.SIGKILL)
+        elif key == "print":
+            for descriptor in (1, 2):
+                os.write(descriptor, b"printed")
         elif key == "slow":
             threading.Event().wait(0.3)
         elif key == "raise/ZeroDivisionError":

@@ -218,6 +218,27 @@ def test_a_region_that_cannot_be_mapped_is_copied(tmp_path: Path, caplog: pytest
         store.close()
 
 
+def test_what_a_worker_prints_does_not_come_into_the_region_of_an_engine_without_stderr(tmp_path: Path) -> None:
+    """The file of the region takes the lowest number that is free, 2."""
+    code = f"""
+import mmap, os
+from tiers.layers.isolate import ProcessIsolatedStore, StoreRecipe
+region = os.memfd_create("region")
+os.ftruncate(region, mmap.PAGESIZE)
+mapping = mmap.mmap(region, mmap.PAGESIZE)
+recipe = StoreRecipe({PlainStore.__module__!r}, "PlainStore", {{"root_dir": {str(tmp_path)!r}}})
+store = ProcessIsolatedStore(recipe, region=memoryview(mapping), n_workers=1)
+assert store.maps_region
+assert store.size("print") is None
+store.close()
+print("unchanged" if bytes(mapping) == bytes(len(mapping)) else bytes(mapping[:20]))
+"""
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), *sys.path]))
+    command = ["sh", "-c", 'exec "$@" 2>&-', "sh", sys.executable, "-c", code]
+    done = subprocess.run(command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}, check=False)
+    assert (done.returncode, done.stdout) == (0, b"unchanged\n")
+
+
 def test_get_many_into_the_region(make: Callable[..., ProcessIsolatedStore], region: Region) -> None:
     store = make()
     assert isinstance(store, SupportsGetMany)

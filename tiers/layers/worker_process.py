@@ -16,7 +16,7 @@ from typing import Any
 from tiers.errors import RegionError, StoreConfigError
 from tiers.layers.isolate_worker import receive_frame, send_frame
 from tiers.layers.mapped_file import address_of, open_mapped_file
-from tiers.posix import transfer
+from tiers.posix import STDERR, occupy_standard_streams, transfer
 from tiers.store import Store, parts_size
 
 logger = logging.getLogger(__name__)
@@ -90,6 +90,7 @@ class WorkerProcess:
         clock: Callable[[], float],
         hidden_variables: Collection[str] = (),
     ) -> WorkerProcess:
+        occupy_standard_streams()
         ours, theirs = socket.socketpair()
         bounce_fd = -1
         try:
@@ -100,11 +101,14 @@ class WorkerProcess:
                 if region is not None and region.fd >= 0:
                     passed.append(region.fd)
                     place = region.fd, region.offset, region.length
+                # Where this process was started without stderr, its descriptor may be any file by now.
+                output = subprocess.DEVNULL if sys.__stderr__ is None else STDERR
                 process = subprocess.Popen(
                     python_command("tiers.layers.isolate_worker", str(theirs.fileno()), str(os.getpid())),
                     pass_fds=passed,
                     stdin=subprocess.DEVNULL,
-                    stdout=2,  # what a library prints must not mix with the parent's output
+                    stdout=output,  # what a library prints must not mix with the parent's output
+                    stderr=output,
                     env=environment_without(hidden_variables),
                 )
             worker = cls(process, ours, bounce_fd, clock)
@@ -169,6 +173,7 @@ class MappedRegion:
         try:
             if address is None:
                 raise RegionError("it is empty or read-only")
+            occupy_standard_streams()
             self.fd, self.offset = open_mapped_file(address, self.length)
         except (OSError, RegionError) as e:
             logger.warning("workers cannot map the region (%s); every block is copied once more", str(e))
