@@ -693,6 +693,49 @@ def test_close_does_not_wait_for_a_start_that_hangs(
     wait_for(lambda: not store._pool.workers, within_s=WAIT_S_MAX)
 
 
+ENDING_ENGINE = f"""
+import atexit, sys, threading, time
+from tiers.layers.isolate import ProcessIsolatedStore, StoreRecipe
+from tiers.layers.worker_process import WorkerProcess
+recipe = StoreRecipe({PlainStore.__module__!r}, "PlainStore", {{"root_dir": sys.argv[1]}})
+store = ProcessIsolatedStore(recipe, n_workers=1)
+store.size("a")
+"""
+
+
+def run_to_its_end(code: str, root_dir: Path) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), *sys.path]))
+    return subprocess.run(
+        [sys.executable, "-c", ENDING_ENGINE + code, str(root_dir)],
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": path},
+        text=True,
+        timeout=WAIT_S_MAX,
+        check=False,
+    )
+
+
+def test_a_store_works_until_the_end_of_its_process(tmp_path: Path) -> None:
+    """Functions of ``atexit`` are called when threads that are no daemons have ended."""
+    done = run_to_its_end('atexit.register(lambda: print(store.size("slow"), store.kills))', tmp_path)
+    assert (done.returncode, done.stdout) == (0, "4 0\n"), done.stderr
+
+
+def test_a_start_that_hangs_does_not_keep_the_process(tmp_path: Path) -> None:
+    code = """
+starting = threading.Event()
+def hang(*arguments):
+    starting.set()
+    threading.Event().wait()
+WorkerProcess.start = hang
+threading.Thread(target=store.size, args=("die",), daemon=True).start()
+assert starting.wait(30)
+print("end")
+"""
+    done = run_to_its_end(code, tmp_path)
+    assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr
+
+
 def test_close_lets_running_calls_end(make: Callable[..., ProcessIsolatedStore]) -> None:
     store = make(PlainStore, n_workers=1, close_s=2 * WAIT_S_MAX)
     with ThreadPoolExecutor(1) as pool:

@@ -7,13 +7,17 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from concurrent.futures import Future
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 from tiers.errors import StoreClosedError, StoreUnavailableError
 from tiers.layers.worker_process import MappedRegion, WorkerProcess
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class WorkersUnavailableError(StoreUnavailableError):
@@ -64,8 +68,10 @@ class WorkerPool:
         self.stuck_calls = 0
         self.kills = 0
         self.closed = False
-        # One thread for the life of the pool: a worker is killed by the kernel when the thread that started it ends.
-        self._starter = ThreadPoolExecutor(1, thread_name_prefix="kvtiers-worker-starter")
+        try:
+            self._starter = _Starter()
+        except RuntimeError as e:  # the limit of threads, or the interpreter is shutting down
+            raise WorkersUnavailableError(f"no thread could be started: {e}") from e
         with self._lock:
             self._start_missing()
 
@@ -159,9 +165,7 @@ class WorkerPool:
             logger.error("a worker is still being started; what it was given is left open")
             self._starter.shutdown(wait=False)
             return False
-        except RuntimeError:  # the interpreter is shutting down
-            pass
-        self._starter.shutdown()
+        self._starter.shutdown(wait=True)
         return True
 
     def _all_waiting(self) -> list[Future[WorkerProcess]]:
@@ -194,10 +198,7 @@ class WorkerPool:
     def _start_missing(self) -> None:
         """Under the lock."""
         while len(self.workers) + self._starting < self._n_workers:
-            try:
-                self._starter.submit(self._start_idle)
-            except RuntimeError:  # the interpreter is shutting down
-                return
+            self._starter.submit(self._start_idle)
             self._starting += 1
 
     def _start_idle(self) -> None:
@@ -225,3 +226,51 @@ def _refuse(waiting: list[Future[WorkerProcess]], error: Exception) -> None:
     for place in waiting:
         if place.set_running_or_notify_cancel():
             place.set_exception(error)
+
+
+class _Starter:
+    """One thread for the life of a pool: a worker is killed by the kernel when the thread that started it ends.
+
+    A daemon: the interpreter joins all others before it calls ``atexit``'s functions, which may have blocks to store, and
+    would wait for one whose start hangs. Any thread may call.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # nothing is queued behind the end
+        self._ended = False
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="kvtiers-worker-starter", daemon=True)
+        self._thread.start()
+
+    def submit(self, call: Callable[..., T], *arguments: Any) -> Future[T]:
+        """Make the call after those before it.
+
+        Raises:
+            RuntimeError: it was shut down.
+        """
+        future: Future[T] = Future()
+        with self._lock:
+            if self._ended:
+                raise RuntimeError("the store was closed")
+            self._calls.put(partial(_answer, future, call, *arguments))
+        return future
+
+    def shutdown(self, *, wait: bool) -> None:
+        """End the thread after the calls that were submitted."""
+        with self._lock:
+            self._ended = True
+            self._calls.put(None)
+        if wait:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+            del call  # or an idle thread would keep what the last one made
+
+
+def _answer(future: Future[T], call: Callable[..., T], *arguments: Any) -> None:
+    try:
+        future.set_result(call(*arguments))
+    except BaseException as e:  # noqa: BLE001 - the thread's edge: whoever has the future sees it
+        future.set_exception(e)
