@@ -621,6 +621,29 @@ def test_whatever_hinders_a_start_the_next_one_is_tried(
     assert store.size("a") == 1
 
 
+def test_a_failed_start_refuses_nobody_whom_a_living_worker_will_serve(
+    make: Callable[..., ProcessIsolatedStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make(n_workers=2)
+    store.put("a", as_parts(b"1"))
+    wait_for(lambda: len(store._pool.idle) == 2, within_s=WAIT_S_MAX)
+    busy = store._pool.take(WAIT_S_MAX)
+    failed = threading.Event()
+
+    def fail(*_: object) -> None:
+        failed.set()
+        raise OSError("too many open files")
+
+    monkeypatch.setattr(WorkerProcess, "start", fail)
+    os.kill(store._pool.idle[0].process.pid, signal.SIGKILL)
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(store.size, "a")
+        assert failed.wait(WAIT_S_MAX)
+        wait_for(lambda: not store._pool._starting, within_s=WAIT_S_MAX)
+        store._pool.give_back(busy)
+        assert call.result(WAIT_S_MAX) == 1
+
+
 def test_the_thread_that_first_called_may_end(make: Callable[..., ProcessIsolatedStore]) -> None:
     """PR_SET_PDEATHSIG is about the thread that started the process, which must not be a caller's."""
     made: list[ProcessIsolatedStore] = []

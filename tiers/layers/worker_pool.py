@@ -207,7 +207,8 @@ class WorkerPool:
         except Exception as e:  # noqa: BLE001 - a thread's edge: who waits must hear of it, and the next one may try
             with self._lock:
                 self._starting -= 1
-                waiting = self._all_waiting()
+                # One that lives will be free again, and the next call that waits has the others started.
+                waiting = [] if self.workers or self._starting else self._all_waiting()
             _refuse(waiting, WorkersUnavailableError(f"no worker could be started: {type(e).__name__}: {e}"))
             return
         with self._lock:
