@@ -426,6 +426,25 @@ def test_a_store_that_hangs_at_its_start(make: Callable[..., ProcessIsolatedStor
     assert store.size("a") is None  # from workers that may have begun while it hung
 
 
+def test_a_worker_that_was_just_started_is_the_last_to_be_used(
+    make: Callable[..., ProcessIsolatedStore], tmp_path: Path
+) -> None:
+    """It makes its store at its start, which may take longer than a call may."""
+    store = make(PlainStore, root_dir=tmp_path, n_workers=2)
+    wait_for(lambda: len(store._pool.idle) == 2, within_s=WAIT_S_MAX)
+    for _ in range(2):  # the calls are the other one's
+        taken = store._pool.take(WAIT_S_MAX)
+        store.size("a")
+        store._pool.idle.insert(0, taken)
+    (tmp_path / "hang-at-start").touch()
+    with pytest.raises(StoreUnavailableError):
+        store.size("die")
+    wait_for(lambda: len(store._pool.idle) == 2, within_s=WAIT_S_MAX)
+    assert store.size("a") is None
+    assert store.kills == 1
+    (tmp_path / "hang-at-start").unlink()
+
+
 # ---- deaths ----------------------------------------------------------------------------------------------------------
 
 

@@ -37,7 +37,8 @@ class WorkerPool:
         hidden_variables: of the environment, that workers are not to have.
 
     Attributes:
-        idle: the last used is the next used: its caches are warm.
+        idle: the last used is the next used: its caches are warm. One that was just started is the last to be: it has
+            to make its store first.
         workers: for calls, idle or not.
         stuck_calls: workers that were killed and are not reaped: what they worked on may still be touched.
         kills: workers for calls that were killed or found dead, so far.
@@ -172,7 +173,7 @@ class WorkerPool:
         """Under the lock."""
         return [self._waiting.popleft() for _ in range(len(self._waiting))]
 
-    def _hand_on(self, worker: WorkerProcess) -> bool:
+    def _hand_on(self, worker: WorkerProcess, *, fresh: bool = False) -> bool:
         """Give a free worker to who waits longest, else keep it. False: the pool is closed."""
         with self._lock:
             while self._waiting:
@@ -181,7 +182,7 @@ class WorkerPool:
                     place.set_result(worker)
                     return True
             if not self.closed:
-                self.idle.append(worker)
+                self.idle.insert(0 if fresh else len(self.idle), worker)
             return not self.closed
 
     def _reap(self, worker: WorkerProcess, table: set[WorkerProcess]) -> None:
@@ -213,7 +214,7 @@ class WorkerPool:
             return
         with self._lock:
             self._starting -= 1
-        if not self._hand_on(worker):
+        if not self._hand_on(worker, fresh=True):
             self._reap(worker, self.workers)
 
     def _start(self, table: set[WorkerProcess]) -> WorkerProcess:
