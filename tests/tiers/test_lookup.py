@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
@@ -257,6 +258,23 @@ def test_the_cache_is_bounded_and_forgets_the_oldest(make: Make) -> None:
     lookup = make(Storage(), keys_max=10)
     lookup.mark(KEYS, present=True)
     assert [lookup.lookup(key) for key in KEYS] == [None] * 90 + [True] * 10
+
+
+def test_a_full_cache_forgets_as_fast_as_it_learns(make: Make) -> None:
+    """The time of this thread, so that other processes do not count."""
+    keys_max, more = 110_000, 60_000
+    keys = [block_key(n) for n in range(keys_max + more)]
+    lookup = make(Storage(), keys_max=keys_max)
+
+    def mark_s(start: int, count: int) -> float:
+        batches = [keys[at : at + 256] for at in range(start, start + count, 256)]
+        began = time.thread_time()
+        for batch in batches:
+            lookup.mark(batch, present=True)
+        return (time.thread_time() - began) / count
+
+    filling_s = mark_s(0, keys_max)
+    assert mark_s(keys_max, more) < 5 * filling_s
 
 
 def test_wrong_number_of_answers_is_an_error(make: Make) -> None:
