@@ -174,6 +174,7 @@ def test_retry_leaves_lasting_errors_alone(error: type[Exception]) -> None:
         ({"attempts_max": 5, "pause_s_max": 0.3}, [0.05, 0.1, 0.2, 0.3]),
         ({"attempts_max": 99, "elapsed_s_max": 1.0}, [0.05, 0.1, 0.2, 0.4]),
         ({"attempts_max": 1}, []),
+        ({"attempts_max": 1100, "pause_s_max": 0.0}, [0.0] * 1099),
     ],
 )
 def test_retry_ends_after_its_attempts_or_its_time(options: dict[str, Any], pauses: list[float]) -> None:

@@ -95,7 +95,8 @@ class RetryStore(Layer):
     def _pause(self, attempt: int, started: float) -> bool:
         """Wait before the next attempt. False: there shall be none."""
         options = self.options
-        pause_s = self._rng() * min(options.pause_s_max, options.pause_s_first * 2 ** (attempt - 1))
+        doublings = min(attempt - 1, 60)  # a float takes 1,023, and long before them pause_s_max is reached
+        pause_s = self._rng() * min(options.pause_s_max, options.pause_s_first * 2**doublings)
         if attempt >= options.attempts_max or self._clock() + pause_s > started + options.elapsed_s_max:
             return False
         self._sleep(pause_s)
