@@ -68,8 +68,8 @@ class BlockMover:
         say: takes what only an operator can mend; by default ``warn`` does, at most once a minute.
 
     Attributes:
-        cut: set by the scheduler's thread. True makes every block that has not begun fail, so that a dead tier's
-            backlog goes at once.
+        cut: set by the scheduler's thread: why every block that has not begun fails, so that a dead tier's backlog goes
+            at once; "" where none does.
         removes_bad: bad blocks are moved aside or deleted.
     """
 
@@ -88,7 +88,7 @@ class BlockMover:
     ) -> None:
         self.name = name
         self.store = store
-        self.cut = False
+        self.cut = ""
         self._say_at = float("-inf")  # the next warning; threads that race for it warn twice
         # Asked once: isinstance of a protocol looks every method up, 4 µs a block.
         self._tails = store if isinstance(store, SupportsTail) else None
@@ -187,7 +187,7 @@ class BlockMover:
         if not self.cut and self._clock() < deadline:
             return False
         batch.outcomes["dropped"] += 1
-        batch.errors["circuit_open" if self.cut else "deadline"] += 1
+        batch.errors[self.cut or "deadline"] += 1
         return True
 
     def load_batch(self, pairs: Iterable[tuple[OffloadKey, int]], deadline: float) -> Batch:

@@ -265,7 +265,7 @@ class StoreTierManager(SecondaryTierManager):
             circuit.fail("lookup", "lookups are not answered" if counts.expired else "lookups fail")
         elif counts.late:
             circuit.answer_late()
-        self._mover.cut = not circuit.closed
+        self._mover.cut = "" if circuit.closed else "circuit_open"
         self.metrics.set("kvtiers_circuit_closed", self.name, value=float(circuit.closed))
         if circuit.openings > self._openings_counted:
             self.metrics.inc("kvtiers_circuit_opened_total", self.name, by=circuit.openings - self._openings_counted)
@@ -309,6 +309,7 @@ class StoreTierManager(SecondaryTierManager):
         if self._circuit.closed:
             # What was accepted is given most of the time to land; the rest of it is for what cannot be stopped.
             self._pool.wait_idle(limit_s * DRAIN_SHARE)
+        self._mover.cut = "shutdown"  # a batch that runs ends with the block that it is at
         idle = self._pool.shutdown(limit_s * (1 - DRAIN_SHARE))
         idle = self._lookup.shutdown(timeout_s=0.5 if idle else 0.0) and idle
         if self._collector is not None:

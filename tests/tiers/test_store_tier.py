@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 from tests.identity import FakeSpec, block_key
 from tests.promises import Record
 from tests.waiting import wait_for
-from tiers import block_mover, posix
+from tiers import block_mover, posix, store_tier
 from tiers.base import JobMetadata, JobResult
 from tiers.errors import (
     BlobCorruptError,
@@ -381,6 +382,27 @@ def test_shutdown_reports_every_job_once(bench: Bench) -> None:
     assert not any(result.success for result in results)
     tier.submit_store(bench.job(KEYS[:1]))
     assert [result.success for result in tier.get_finished()] == [False]
+
+
+def test_shutdown_ends_batches_that_run(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_tier, "DRAIN_SHARE", 0.001)
+    slow = GatedStore()
+    tier = bench.tier(store=slow, n_read_threads=1, n_write_threads=1, shutdown_s=20.0)
+    slow.gate.clear()
+    slow.entered = 0
+    tier.submit_store(bench.job(KEYS))
+    wait_for(lambda: slow.entered == 2)  # each of the two threads stores the first block of a batch of three
+    with ThreadPoolExecutor(1) as pool:
+        ending = pool.submit(tier.shutdown)
+        try:
+            wait_for(lambda: tier._mover.cut, within_s=5)
+        finally:
+            slow.gate.set()
+        ending.result(20)
+    assert slow.closed
+    assert slow.entered == 2
+    (result,) = tier.get_finished()
+    assert len(result.successful_keys) == 2
 
 
 @pytest.mark.parametrize("error", [StoreFullError("full"), StoreUnavailableError("io"), SystemExit(1), MemoryError()])
