@@ -99,6 +99,7 @@ class _InFlight:
     keys: tuple[OffloadKey, ...]
     is_load: bool
     submitted_ns: int
+    batch_sizes: tuple[int, ...]  # blocks in each of its tasks
 
 
 class CollectorEnd(Protocol):
@@ -344,7 +345,8 @@ class StoreTierManager(SecondaryTierManager):
         run = self._mover.load_batch if is_load else self._mover.store_batch
         size = self._blocks_per_task(len(pairs), is_load=is_load)
         deadline = self._clock() + self._options.job_deadline_s
-        tasks = [partial(run, batch, deadline) for batch in deal(side_by_side(pairs), size, self._num_threads)]
+        batches = list(deal(side_by_side(pairs), size, self._num_threads))
+        tasks = [partial(run, batch, deadline) for batch in batches]
         keys = tuple(job.keys)
         submitted_ns = time.time_ns()
         refused = "circuit_open" if not self._circuit.closed else ""
@@ -362,7 +364,7 @@ class StoreTierManager(SecondaryTierManager):
             self.metrics.inc("kvtiers_jobs_total", self.name, _op(is_load), "failed")
             self._results.append(JobResult(job.job_id, success=not keys))
             return
-        self._in_flight[job.job_id] = _InFlight(keys, is_load, submitted_ns)
+        self._in_flight[job.job_id] = _InFlight(keys, is_load, submitted_ns, tuple(map(len, batches)))
 
     def _blocks_per_task(self, count: int, *, is_load: bool) -> int:
         """An equal share of a job for every thread, within TASK_BYTES_MIN and what ``TierOptions`` say."""
@@ -380,13 +382,9 @@ class StoreTierManager(SecondaryTierManager):
         succeeded: list[OffloadKey] = []
         used: list[OffloadKey] = []
         bytes_moved = 0
-        for batch in finished.outcomes:
-            if isinstance(batch, Cancelled):
-                metrics.inc("kvtiers_store_errors_total", tier, op, "Cancelled")
-                continue
+        for batch, size in zip(finished.outcomes, job.batch_sizes, strict=True):
             if isinstance(batch, BaseException):
-                logger.error("tier %s: %s of job %d failed: %r", tier, op, finished.job_id, batch)
-                metrics.inc("kvtiers_store_errors_total", tier, op, type(batch).__name__)
+                self._book_lost(batch, op, size)
                 continue
             succeeded += batch.succeeded
             if job.is_load or batch.outcomes["already_stored"]:  # of what was computed or kept elsewhere, and is here
@@ -419,6 +417,18 @@ class StoreTierManager(SecondaryTierManager):
             if not self._trace_failed:
                 self._trace_failed = True
                 logger.exception("tier %s: a job was not traced; later ones that are not will not be told", self.name)
+
+    def _book_lost(self, error: BaseException, op: Kind, size: int) -> None:
+        """Count the blocks of a batch of which nothing is known."""
+        outcome, reason = "failed", type(error).__name__
+        self.metrics.inc("kvtiers_store_errors_total", self.name, op, reason)
+        if isinstance(error, Cancelled):
+            outcome, reason = "dropped", "shutdown" if self._closed else "deadline"
+        else:
+            logger.error("tier %s: %s of %d blocks failed: %r", self.name, op, size, error)
+        self.metrics.inc("kvtiers_blocks_total", self.name, op, outcome, by=size)
+        if op == "store":
+            self.metrics.inc("kvtiers_stores_dropped_total", self.name, reason, by=size)
 
     def _book_batch(self, batch: Batch, op: Kind) -> None:
         tier, metrics = self.name, self.metrics

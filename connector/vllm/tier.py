@@ -183,9 +183,10 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
         if ending.call_within(self.tier.shutdown, rest_s, f"tier {self.tier_type}"):
             self._is_idle()
         lost = sum(self._stores.values())
+        unreported = sum(blocks for job_id, blocks in self._stores.items() if job_id >= 0)  # the tier counts the others
         self._stores.clear()
         if lost:
-            self._metrics.inc("kvtiers_stores_dropped_total", self.tier_type, "shutdown", by=lost)
+            self._metrics.inc("kvtiers_stores_dropped_total", self.tier_type, "shutdown", by=unreported)
             logger.warning("tier %s: %d blocks were not stored when the engine ended", self.tier_type, lost)
 
     def _is_idle(self) -> bool:

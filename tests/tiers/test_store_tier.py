@@ -403,6 +403,9 @@ def test_shutdown_ends_batches_that_run(bench: Bench, monkeypatch: pytest.Monkey
     assert slow.entered == 2
     (result,) = tier.get_finished()
     assert len(result.successful_keys) == 2
+    assert tier.metrics.value("kvtiers_blocks_total", "test", "store", "moved") == 2
+    assert tier.metrics.value("kvtiers_blocks_total", "test", "store", "dropped") == ROWS - 2
+    assert tier.metrics.value("kvtiers_stores_dropped_total", "test", "shutdown") == ROWS - 2
 
 
 @pytest.mark.parametrize("error", [StoreFullError("full"), StoreUnavailableError("io"), SystemExit(1), MemoryError()])
@@ -412,6 +415,8 @@ def test_errors_of_the_store_fail_the_job_and_nothing_else(bench: Bench, error: 
     bench.fill(1)
     broken.error = error
     assert not bench.store(tier, KEYS).success
+    assert tier.metrics.value("kvtiers_blocks_total", "test", "store", "failed") == ROWS
+    assert tier.metrics.value("kvtiers_stores_dropped_total", "test", type(error).__name__) == ROWS
     assert not bench.load(tier, KEYS).success
     assert not bench.present(tier, KEYS[0])
     broken.error = None
@@ -671,6 +676,22 @@ class TestLiveness:
         bench.wait_until_closed(tier)
         assert bench.present(tier, KEYS[0])
         bench.load(tier, KEYS[:2])
+
+    def test_stores_behind_a_hung_one_are_counted(self, bench: Bench) -> None:
+        now = [1000.0]
+        bench.clock = lambda: now[0]
+        hung = GatedStore()
+        tier = bench.tier(store=hung, n_read_threads=1, n_write_threads=1, job_deadline_s=10)
+        hung.gate.clear()
+        hung.entered = 0
+        tier.submit_store(bench.job(KEYS[:6]))
+        tier.submit_store(waiting := bench.job(KEYS[6:16]))
+        wait_for(lambda: hung.entered == 2)
+        now[0] += 10.5
+        assert [result.job_id for result in tier.get_finished()] == [waiting.job_id]
+        assert tier.metrics.value("kvtiers_blocks_total", "test", "store", "dropped") == 10
+        assert tier.metrics.value("kvtiers_stores_dropped_total", "test", "deadline") == 10
+        hung.gate.set()
 
     def test_what_is_known_of_a_hung_store_is_not_believed(self, bench: Bench) -> None:
         """Or every request that comes before the cut-off would wait for a load that cannot end."""
