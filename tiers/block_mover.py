@@ -265,9 +265,11 @@ class BlockMover:
         assert failure is not None
         reason = failure.reason if isinstance(failure, SealError) else SealReason.SIZE
         batch.verify_failures[reason] += 1
-        self._warn(f"tier {self.name}: {name} is not the block it should be ({failure})")
-        if not (isinstance(failure, SealError) and failure.foreign):
-            self._quarantine(name, batch)
+        foreign = isinstance(failure, SealError) and failure.foreign
+        removed = not foreign and self._quarantine(name, batch)
+        # What stays is found bad by every request for it.
+        tell = self._warn if removed else self._say
+        tell(f"tier {self.name}: {name} is not the block it should be ({failure})")
         return False
 
     def _others_block_at(self, name: str) -> SealError | None:
@@ -278,18 +280,21 @@ class BlockMover:
             return None
         return _others_block(found[0]) if found is not None and self._seal.is_of_others(found[1]) else None
 
-    def _quarantine(self, name: str, batch: Batch) -> None:
+    def _quarantine(self, name: str, batch: Batch) -> bool:
+        """Move a bad block aside or delete it. False: it is still there."""
         if not self.removes_bad:
-            return
+            return False
         try:
             if isinstance(self.store, SupportsQuarantine):
                 self.store.quarantine(name)
             else:
                 self.store.delete(name)
             batch.quarantined += 1
+            return True
         except StoreError as e:  # it stays a miss; the next load tries again
             self._note("quarantine", e)
             batch.errors[type(e).__name__] += 1
+            return False
 
     def _note(self, what: str, error: StoreError) -> None:
         # Debug: one line a block would be a flood when a disk is full; counters and state changes tell the rest.

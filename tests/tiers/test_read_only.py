@@ -102,7 +102,9 @@ def test_it_loads_and_changes_nothing(bench: Bench, isolation: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("isolation", ["thread", "process"])
-def test_a_bad_block_is_a_miss_and_stays(bench: Bench, isolation: str, tmp_path: Path) -> None:
+def test_a_bad_block_is_a_miss_and_stays(
+    bench: Bench, isolation: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     bench.fill(1)
     writer = bench.tier()
     assert bench.run(writer, KEYS[:2], is_load=False).success
@@ -113,7 +115,11 @@ def test_a_bad_block_is_a_miss_and_stays(bench: Bench, isolation: str, tmp_path:
     before = tree(tmp_path / "kv")
     reader = bench.tier(read_only=True, isolation=isolation)
     assert bench.run(reader, KEYS[:2], is_load=True).successful_keys == (KEYS[1],)
-    assert reader.metrics.value("kvtiers_verify_failures_total", "fs", "payload_checksum") == 1
+    for _ in range(3):
+        assert bench.run(reader, KEYS[:2], is_load=True).successful_keys == (KEYS[1],)
+    assert reader.metrics.value("kvtiers_verify_failures_total", "fs", "payload_checksum") == 4
+    said = [record for record in caplog.records if "is not the block it should be" in record.getMessage()]
+    assert len(said) == 1, "once a minute"
     assert reader.metrics.value("kvtiers_quarantined_blobs_total", "fs") == 0
     assert tree(tmp_path / "kv") == before
     assert bench.run(bench.tier(isolation=isolation), KEYS[:1], is_load=True).successful_keys == ()
