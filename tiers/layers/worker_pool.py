@@ -233,8 +233,8 @@ def _refuse(waiting: list[Future[WorkerProcess]], error: Exception) -> None:
 class _Starter:
     """One thread for the life of a pool: a worker is killed by the kernel when the thread that started it ends.
 
-    A daemon: the interpreter joins all others before it calls ``atexit``'s functions, which may have blocks to store, and
-    would wait for one whose start hangs. Any thread may call.
+    A daemon: the interpreter joins all others before it calls ``atexit``'s functions, which may have blocks to store,
+    and would wait for one whose start hangs. Any thread may call.
     """
 
     def __init__(self) -> None:
