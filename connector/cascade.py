@@ -57,11 +57,16 @@ class Cascade:
         self._closed = False
 
     def add(self, blocks: list[Block], num_tiers: int) -> None:
-        """Store blocks to the first ``num_tiers`` tiers, and to those behind that refused them."""
+        """Store blocks to the first ``num_tiers`` tiers, and to those behind that refused them.
+
+        With fewer than all tiers they were loaded from the next one. A large load comes in several parts: what a tier
+        has no room for when one ends waits for its turn, as the rest of one job does, in numbers up to the region's.
+        """
         if blocks and not self._closed:
+            are_loaded = num_tiers < len(self._tiers)
             for index in self._takers:
                 if index < num_tiers:
-                    self._offer(index, blocks)
+                    self._offer(index, blocks, wait=are_loaded)
                 else:
                     self._offer_again(index, blocks)
 
@@ -100,8 +105,9 @@ class Cascade:
             if owed:
                 self._offer(index, owed)
 
-    def _offer(self, index: int, blocks: list[Block]) -> None:
-        if self._backlog[index] >= self._backlog_max:
+    def _offer(self, index: int, blocks: list[Block], *, wait: bool = False) -> None:
+        waits = wait and len(self._unsent[index]) + len(blocks) <= self._primary.num_blocks
+        if self._backlog[index] >= self._backlog_max and not waits:
             name = self._tiers[index].name
             self._drop(index, len(blocks))
             self._refuse(index, blocks)

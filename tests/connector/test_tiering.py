@@ -384,6 +384,21 @@ def test_what_comes_from_a_later_tier_fills_the_earlier_ones() -> None:
     assert engine.counts.pinned == 0
 
 
+def test_a_load_that_comes_in_parts_fills_the_earlier_tiers_whole() -> None:
+    engine = Engine(num_tiers=2)
+    near, far = engine.tiers
+    near.auto = False
+    far.put(*KEYS[:12])
+    assert engine.lookup_until_known(KEYS[:12]) == [True] * 12
+    assert len([job for job in far.submitted if job.is_load]) > 1
+    for _ in range(12):
+        for job_id in list(near.jobs):
+            near.finish(job_id)
+        engine.manager.on_schedule_end()
+    assert near.blobs == far.blobs
+    assert engine.counted("kvtiers_stores_dropped_total", "tier0", "backlog") == 0
+
+
 def test_all_tiers_are_asked_in_the_same_step() -> None:
     engine = Engine(num_tiers=2)
     for tier in engine.tiers:
