@@ -26,10 +26,10 @@ from connector.commands import copy, storage
 from connector.commands.bench import bench
 from connector.commands.places import human_age, human_bytes
 from connector.commands.verify import verify
-from connector.daemon_pool import DaemonPool
 from connector.region_file import free_bytes
 from tiers.builtin import make_seal
 from tiers.config import DeploymentConfig, json_schema, load_config
+from tiers.daemon_pool import DaemonPool
 from tiers.errors import KVTiersError, StoreError
 from tiers.open_store import store_recipe
 from tiers.registry import SecondaryTierFactory

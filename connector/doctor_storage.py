@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tiers.capacity.records import OWN_PREFIX
+from tiers.capacity.collector import is_block
 from tiers.errors import ConfigError, StoreError
 from tiers.file_mapper import CONFIG_FILE_NAME
 from tiers.inventory import NAMESPACE
@@ -205,7 +205,7 @@ def _namespaces(store: Store, names: Iterable[str]) -> Iterator[dict[str, Any]]:
 def _reading(where: str, config: TierConfig, store: Store) -> Iterator[Finding]:
     try:
         some = itertools.islice(store.keys(), LISTED_MAX)
-        info = next((info for info in some if info.size <= READ_BYTES_MAX and not _is_own(info.key)), None)
+        info = next((info for info in some if info.size <= READ_BYTES_MAX and is_block(info.key)), None)
         if info is None:
             yield Finding("problem", where, "blocks", "there are none, and read_only: nothing will be found", _WRITERS)
             return
@@ -213,11 +213,6 @@ def _reading(where: str, config: TierConfig, store: Store) -> Iterator[Finding]:
         yield Finding("ok", where, "rights", "blobs can be listed and read; no others were tried, as for read_only")
     except StoreError as e:
         yield Finding("problem", where, "rights", str(e), _fix_of(config))
-
-
-def _is_own(key: str) -> bool:
-    """Whether it is no block, but what namespaces and limits are written down in."""
-    return key.startswith(OWN_PREFIX) or key.rpartition("/")[2] == CONFIG_FILE_NAME
 
 
 def _latency(where: str, config: TierConfig, put_s: float, get_s: float) -> Finding:

@@ -78,7 +78,7 @@ class BlockReader:
         if info.size <= TRAILER_BYTES or info.size % PAYLOAD_MULTIPLE_BYTES or len(name.digits) % 2:
             return SealReason.SIZE if identities else NO_IDENTITY, False
         if len(self._buffer) < info.size and not self._grow(info.size):
-            return SealReason.SIZE, False
+            return SealReason.SIZE, True
         self.data = memoryview(self._buffer)[: info.size]
         payload, trailer = self.data[:-TRAILER_BYTES], self.data[-TRAILER_BYTES:]
         failure: SealError | BlobCorruptError | None = None
@@ -109,7 +109,7 @@ class BlockReader:
         )
 
     def _grow(self, size: int) -> bool:
-        """Whether there is memory for so large a blob, which is hardly a block: a file may say any size."""
+        """Whether there is memory for so large a blob. A file may say any size; else a larger machine may judge it."""
         try:
             self._buffer = bytearray(size)
         except (MemoryError, OverflowError):

@@ -18,7 +18,8 @@ from rich.table import Column, Table
 
 from connector.commands.places import Place, Ticker, complain, find_places, find_prefixes, human_age, human_bytes
 from tiers.capacity.account import used_bytes
-from tiers.capacity.collector import Collector, CollectReport
+from tiers.capacity.collector import Collector
+from tiers.capacity.removal import CollectReport
 from tiers.errors import KVTiersError, StoreError
 from tiers.inventory import Inventory, block_beginnings, list_blocks
 from tiers.tier_config import BoundedTierConfig, S3TierConfig

@@ -11,9 +11,9 @@ from functools import partial
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from connector.daemon_pool import DaemonPool
 from connector.prefix_files.base import Files
 from tiers.concurrency import Concurrency
+from tiers.daemon_pool import DaemonPool
 from tiers.errors import BlobNotFoundError, StoreClosedError
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from connector.daemon_pool import DaemonPool
 from connector.prefix_store import PrefixStore
+from tiers.daemon_pool import DaemonPool
 
 NOTED_MAX = 16_384  # prompts; some 2 MB
 HANGS_S = 1.0

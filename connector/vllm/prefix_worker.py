@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from connector.daemon_pool import DaemonPool
 from connector.gpu_copy import submitted_so_far
 from connector.prefix_store import PrefixStore
 from connector.vllm.paged_buffer import ShapeError, extract_slots, inject_slots, token_pages
 from connector.vllm.prefix_loads import Load
 from connector.vllm.prefix_requests import Transfer
+from tiers.daemon_pool import DaemonPool
 from tiers.errors import KVTiersError, StoreTimeoutError
 
 logger = logging.getLogger(__name__)

@@ -31,7 +31,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from connector.daemon_pool import DaemonPool
 from connector.prefix_format import FORMAT
 from connector.prefix_limits import PrefixLimits
 from connector.prefix_place import shared_place
@@ -43,6 +42,7 @@ from connector.vllm.prefix_uses import PrefixUses
 from connector.vllm.prefix_worker import PrefixWorker
 from connector.vllm.resets import StorageSwitch
 from tiers.capacity.link import CollectorLink
+from tiers.daemon_pool import DaemonPool
 from tiers.errors import ConfigError, StoreError
 from tiers.file_mapper import FileMapper, strict_fields
 from tiers.keys import hash_blocks

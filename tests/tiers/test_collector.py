@@ -23,12 +23,13 @@ from hypothesis import strategies as st
 from connector.prefix_place import place_of_prefixes
 from tests.identity import FakeSpec, block_key
 from tiers.capacity.account import USAGE_PREFIX, Account, read_measured
-from tiers.capacity.collector import Collector, CollectReport, is_block
+from tiers.capacity.collector import Collector, is_block
 from tiers.capacity.histogram import AGE_S_MIN, AgeHistogram, bucket_of
 from tiers.capacity.lease import LEASE_PREFIX, Lease
 from tiers.capacity.policy import CapacityPolicy
 from tiers.capacity.process import make_collector
 from tiers.capacity.records import OWN_PREFIX, put_record
+from tiers.capacity.removal import CollectReport
 from tiers.errors import StoreConfigError, StoreFullError, StorePermissionError, StoreUnavailableError
 from tiers.file_mapper import FileMapper
 from tiers.layers.bound import BoundedStore

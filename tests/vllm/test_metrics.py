@@ -1,3 +1,5 @@
+"""What vLLM is told of our metrics."""
+
 from __future__ import annotations
 
 import pytest

@@ -22,7 +22,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from tiers.capacity.account import (
     MEASURED,
@@ -39,6 +39,7 @@ from tiers.capacity.histogram import AgeHistogram, bucket_of
 from tiers.capacity.lease import Lease
 from tiers.capacity.policy import CapacityPolicy
 from tiers.capacity.records import OWN_PREFIX, PREFIXES_FOLDER
+from tiers.capacity.removal import CollectReport, Removal
 from tiers.capacity.room import Room
 from tiers.errors import StoreConfigError, StoreError, StoreFullError
 from tiers.inventory import parse_block_name
@@ -46,8 +47,6 @@ from tiers.store import KeyInfo, NamesBlocks, Store, SupportsDeleteMany, Support
 
 logger = logging.getLogger(__name__)
 
-DELETE_BATCH_KEYS = 512
-DELETE_WAIT_S_MAX = 1.0  # who uses a block after it was listed finds it gone; below grace_s, so that few are met
 RENEW_EVERY_KEYS = 1024
 # The collector begins when less than 1.05 x min_free and one block is free, because a put that would leave less than
 # min_free is refused already.
@@ -57,29 +56,6 @@ HELD_SHARE_MAX = 0.5  # of max_bytes: whatever writers' records say, a root is n
 NO_TIMES = (
     "this storage (or its fsspec driver) does not say when a blob was written: ttl and max_bytes cannot work here"
 )
-
-
-@dataclass(slots=True)
-class CollectReport:
-    """What a run saw and did; with ``dry_run``, what it would have done.
-
-    Attributes:
-        blobs, bytes: of everything listed but prefixes.
-        removed_blobs, removed_bytes: by reason: "ttl" or "capacity".
-        kept_by_error: blobs that could not be removed.
-        own_bytes: in the store's own folders, quarantine included.
-        gave_up: another collector has measured meanwhile, so nothing was removed for capacity.
-    """
-
-    dry_run: bool = False
-    blobs: int = 0
-    bytes: int = 0
-    removed_blobs: dict[str, int] = field(default_factory=lambda: {"ttl": 0, "capacity": 0})
-    removed_bytes: dict[str, int] = field(default_factory=lambda: {"ttl": 0, "capacity": 0})
-    kept_by_error: int = 0
-    own_bytes: int = 0
-    gave_up: bool = False
-    seconds: float = 0.0
 
 
 class Collector:
@@ -244,7 +220,7 @@ class Collector:
         histogram = AgeHistogram()
         tells_times = False
         ttl_s, grace_s = self._ttl_s, self._policy.grace_s
-        removal = _Removal(self, report, "ttl", clock=self._monotonic)
+        removal = Removal(self.remove, report, "ttl", clock=self._monotonic)
         for info in self._listing():
             removal.flush_late()
             report.blobs += 1
@@ -277,7 +253,7 @@ class Collector:
             left = replace(measured, bytes=measured.bytes - removed_bytes)
             self._publish(left, Baseline(measured_id=measured.id))
 
-        removal = _Removal(self, report, "capacity", publish, enough_bytes=excess, clock=self._monotonic)
+        removal = Removal(self.remove, report, "capacity", publish, enough_bytes=excess, clock=self._monotonic)
         for info in self._listing():
             removal.flush_late()
             age_s = self._age_s(info, now)
@@ -367,62 +343,6 @@ class Collector:
         self.lease.renew()
         self._on_removed([info.key for info in gone])
         return gone
-
-
-class _Removal:
-    """Blobs on their way out, in batches of ``DELETE_BATCH_KEYS`` that wait no longer than ``DELETE_WAIT_S_MAX``.
-
-    No batch goes on once there is enough.
-    """
-
-    def __init__(
-        self,
-        collector: Collector,
-        report: CollectReport,
-        reason: str,
-        publish: Callable[[int], None] = lambda _: None,
-        *,
-        enough_bytes: float = float("inf"),
-        clock: Callable[[], float],
-    ) -> None:
-        self._collector = collector
-        self._report = report
-        self._reason = reason
-        self._publish = publish
-        self._enough_bytes = enough_bytes
-        self._batch: list[KeyInfo] = []
-        self._batch_bytes = 0
-        self._clock = clock
-        self._begun_at = 0.0  # when the batch's first was added
-        self.kept_bytes = 0  # of those that could not be removed
-
-    def add(self, info: KeyInfo) -> None:
-        if not self._batch:
-            self._begun_at = self._clock()
-        self._batch.append(info)
-        self._batch_bytes += info.size
-        hoped_bytes = self._report.removed_bytes[self._reason] + self._batch_bytes
-        if len(self._batch) >= DELETE_BATCH_KEYS or hoped_bytes >= self._enough_bytes:
-            self.flush()
-
-    def flush_late(self) -> None:
-        """Remove a batch that has waited long enough; to be called for each blob that is listed."""
-        if self._batch and self._clock() - self._begun_at >= DELETE_WAIT_S_MAX:
-            self.flush()
-
-    def flush(self) -> None:
-        batch, self._batch, self._batch_bytes = self._batch, [], 0
-        if not batch:
-            return
-        report = self._report
-        gone = batch if report.dry_run else self._collector.remove(batch)
-        gone_bytes = sum(info.size for info in gone)
-        self.kept_bytes += sum(info.size for info in batch) - gone_bytes
-        report.kept_by_error += len(batch) - len(gone)
-        report.removed_blobs[self._reason] += len(gone)
-        report.removed_bytes[self._reason] += gone_bytes
-        if not report.dry_run:
-            self._publish(report.removed_bytes[self._reason])
 
 
 def is_block(key: str) -> bool:

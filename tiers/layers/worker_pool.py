@@ -7,17 +7,14 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import Future
-from functools import partial
-from queue import SimpleQueue
-from typing import Any, TypeVar
+from concurrent.futures import CancelledError, Future
+from typing import Any
 
+from tiers.daemon_pool import DaemonPool
 from tiers.errors import StoreClosedError, StoreUnavailableError
 from tiers.layers.worker_process import MappedRegion, WorkerProcess
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 class WorkersUnavailableError(StoreUnavailableError):
@@ -70,7 +67,10 @@ class WorkerPool:
         self.kills = 0
         self.closed = False
         try:
-            self._starter = _Starter()
+            # One thread for the life of the pool: the kernel kills a worker when the thread that started it ends. A
+            # daemon: the interpreter joins all others before it calls atexit's functions, which may have blocks to
+            # store, and would wait for one whose start hangs.
+            self._starter = DaemonPool(1, "kvtiers-worker-starter")
         except RuntimeError as e:  # the limit of threads, or the interpreter is shutting down
             raise WorkersUnavailableError(f"no thread could be started: {e}") from e
         with self._lock:
@@ -128,7 +128,10 @@ class WorkerPool:
             OSError: it cannot be started.
             RuntimeError: the pool is closed.
         """
-        return self._starter.submit(self._start, self._further).result()
+        try:
+            return self._starter.submit(self._start, self._further).result()
+        except CancelledError:
+            raise RuntimeError("the store was closed") from None
 
     def end_further(self, worker: WorkerProcess) -> None:
         """Kill and reap it."""
@@ -164,9 +167,9 @@ class WorkerPool:
             self._starter.submit(int).result(max(0.1, started_at + within_s - self._clock()))
         except TimeoutError:
             logger.error("a worker is still being started; what it was given is left open")
-            self._starter.shutdown(wait=False)
+            self._starter.shutdown(0.0)
             return False
-        self._starter.shutdown(wait=True)
+        self._starter.shutdown(1.0)  # it is at no call: at once
         return True
 
     def _all_waiting(self) -> list[Future[WorkerProcess]]:
@@ -228,51 +231,3 @@ def _refuse(waiting: list[Future[WorkerProcess]], error: Exception) -> None:
     for place in waiting:
         if place.set_running_or_notify_cancel():
             place.set_exception(error)
-
-
-class _Starter:
-    """One thread for the life of a pool: a worker is killed by the kernel when the thread that started it ends.
-
-    A daemon: the interpreter joins all others before it calls ``atexit``'s functions, which may have blocks to store,
-    and would wait for one whose start hangs. Any thread may call.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()  # nothing is queued behind the end
-        self._ended = False
-        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="kvtiers-worker-starter", daemon=True)
-        self._thread.start()
-
-    def submit(self, call: Callable[..., T], *arguments: Any) -> Future[T]:
-        """Make the call after those before it.
-
-        Raises:
-            RuntimeError: it was shut down.
-        """
-        future: Future[T] = Future()
-        with self._lock:
-            if self._ended:
-                raise RuntimeError("the store was closed")
-            self._calls.put(partial(_answer, future, call, *arguments))
-        return future
-
-    def shutdown(self, *, wait: bool) -> None:
-        """End the thread after the calls that were submitted."""
-        with self._lock:
-            self._ended = True
-            self._calls.put(None)
-        if wait:
-            self._thread.join()
-
-    def _run(self) -> None:
-        while (call := self._calls.get()) is not None:
-            call()
-            del call  # or an idle thread would keep what the last one made
-
-
-def _answer(future: Future[T], call: Callable[..., T], *arguments: Any) -> None:
-    try:
-        future.set_result(call(*arguments))
-    except BaseException as e:  # noqa: BLE001 - the thread's edge: whoever has the future sees it
-        future.set_exception(e)
