@@ -19,7 +19,7 @@ from tiers.base import JobMetadata, JobResult, OffloadingEvent, ReqContext, Seco
 from tiers.batches import deal, side_by_side
 from tiers.block_mover import Batch, Rows
 from tiers.circuit import Circuit, CircuitState, Kind
-from tiers.errors import QueueFullError, SealReason
+from tiers.errors import QueueFullError
 from tiers.events import UnreadEvents
 from tiers.file_mapper import FileMapper, strict_fields
 from tiers.isolated_mover import RunsInWorkers, make_mover
@@ -27,22 +27,15 @@ from tiers.keys import OffloadKey, make_offload_key
 from tiers.lookup import AsyncLookup, LookupCounts, LookupOptions
 from tiers.metrics import Metrics
 from tiers.namespace import open_namespace
-from tiers.pool import Cancelled, DualQueueThreadPool, FinishedJob
+from tiers.pool import DualQueueThreadPool, FinishedJob
 from tiers.seal import Checksum, Seal
 from tiers.store import Store, SupportsGetMany
+from tiers.tier_counts import TierCounts
 from tiers.tracing import JobTrace
 
 logger = logging.getLogger(__name__)
 
 TASK_BYTES_MIN = 1 << 20  # less is not worth another thread's wake-up
-_SHOWN_FROM_THE_START: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
-    ("kvtiers_blocks_total", tuple(("store", outcome) for outcome in ("moved", "already_stored", "failed", "dropped"))),
-    ("kvtiers_circuit_opened_total", ((),)),
-    ("kvtiers_deadline_expired_total", (("lookup",), ("job",))),
-    ("kvtiers_lookups_total", (("hit",), ("miss",), ("error",), ("deadline",))),
-    ("kvtiers_stores_dropped_total", (("StoreFullError",), ("circuit_open",), ("queue_full",), ("deadline",))),
-    ("kvtiers_verify_failures_total", tuple((reason,) for reason in SealReason)),
-)
 REMOVED_KEYS_PER_STEP_MAX = 1024  # a scheduler step is not held up by what a collector did
 DOUBT_SHARE = 0.25  # part of job_deadline_s from which a task that still runs may be hung
 DRAIN_SHARE = 0.7  # part of shutdown_s that waiting jobs get to land
@@ -198,7 +191,7 @@ class StoreTierManager(SecondaryTierManager):
         self._doubted = False
         self._trace_failed = False
         self._probe_key = make_offload_key(bytes(32), 0)
-        self._show_zeros()
+        self._counts = TierCounts(self.metrics, self.name, collects=collector is not None)
 
     # -- lookups ---------------------------------------------------------------------------------------------------
 
@@ -216,12 +209,7 @@ class StoreTierManager(SecondaryTierManager):
             self._hear_collector(self._collector)
         counts = self._lookup.take_counts()
         self._check_health(counts)
-        for result, count in (("hit", counts.hits), ("miss", counts.misses), ("error", counts.errors)):
-            if count:
-                self.metrics.inc("kvtiers_lookups_total", self.name, result, by=count)
-        if counts.expired:
-            self.metrics.inc("kvtiers_lookups_total", self.name, "deadline", by=counts.expired)
-            self.metrics.inc("kvtiers_deadline_expired_total", self.name, "lookup", by=counts.expired)
+        self._counts.looked_up(counts)
 
     def touch(self, keys: Collection[OffloadKey]) -> None:
         if self._collector is not None:
@@ -233,14 +221,7 @@ class StoreTierManager(SecondaryTierManager):
             self._lookup.forget(removed)
             self._events.add(removed, removed=True)
         for message in collector.take_reports():
-            report = message.get("report")
-            self.metrics.inc("kvtiers_collector_runs_total", self.name, "ok" if report else "error", by=message["runs"])
-            if report:
-                for reason, count in report["removed_blobs"].items():
-                    self.metrics.inc("kvtiers_collector_removed_blobs_total", self.name, reason, by=count)
-                    size = report["removed_bytes"][reason]
-                    self.metrics.inc("kvtiers_collector_removed_bytes_total", self.name, reason, by=size)
-                self.metrics.set("kvtiers_storage_used_bytes", self.name, value=message["used"] or 0)
+            self._counts.collected(message)
 
     @property
     def circuit_state(self) -> CircuitState:
@@ -324,16 +305,6 @@ class StoreTierManager(SecondaryTierManager):
             # A stuck thread may still use the store's descriptors; closing them would let a number be reused under it.
             logger.error("tier %s: threads are stuck in I/O; its store is left open", self.name)
 
-    def _show_zeros(self) -> None:
-        """Begin the counters that alerts watch at 0: Prometheus sees no increase in a series that begins at 1."""
-        for name, values in _SHOWN_FROM_THE_START:
-            for value in values:
-                self.metrics.inc(name, self.name, *value, by=0)
-        if self._collector is not None:
-            for outcome in ("ok", "error"):
-                self.metrics.inc("kvtiers_collector_runs_total", self.name, outcome, by=0)
-        self.metrics.set("kvtiers_circuit_closed", self.name, value=1.0)
-
     def _submit(self, job: JobMetadata, *, is_load: bool) -> None:
         blocks = self._rows.check_ids(job.block_ids)
         if len(blocks) != len(job.keys):
@@ -359,9 +330,7 @@ class StoreTierManager(SecondaryTierManager):
                 logger.debug("tier %s: job %d: %s", self.name, job.job_id, e)
                 refused = "queue_full"
         if refused:
-            if not is_load:
-                self.metrics.inc("kvtiers_stores_dropped_total", self.name, refused, by=len(keys))
-            self.metrics.inc("kvtiers_jobs_total", self.name, _op(is_load), "failed")
+            self._counts.refused(_op(is_load), refused, len(keys))
             self._results.append(JobResult(job.job_id, success=not keys))
             return
         self._in_flight[job.job_id] = _InFlight(keys, is_load, submitted_ns, tuple(map(len, batches)))
@@ -378,19 +347,23 @@ class StoreTierManager(SecondaryTierManager):
 
     def _book(self, finished: FinishedJob[Batch]) -> None:
         job = self._in_flight.pop(finished.job_id)
-        op, tier, metrics = _op(job.is_load), self.name, self.metrics
+        op = _op(job.is_load)
         succeeded: list[OffloadKey] = []
         used: list[OffloadKey] = []
         bytes_moved = 0
         for batch, size in zip(finished.outcomes, job.batch_sizes, strict=True):
             if isinstance(batch, BaseException):
-                self._book_lost(batch, op, size)
+                self._counts.lost(batch, op, size, at_shutdown=self._closed)
                 continue
             succeeded += batch.succeeded
             if job.is_load or batch.outcomes["already_stored"]:  # of what was computed or kept elsewhere, and is here
                 used += batch.succeeded
             bytes_moved += batch.bytes_moved
-            self._book_batch(batch, op)
+            self._counts.moved(batch, op)
+            if batch.fault and not batch.succeeded:
+                self._circuit.fail(op, batch.fault)
+            elif batch.succeeded:
+                self._circuit.succeed(op)
         done = set(succeeded)
         if job.is_load:
             # Whatever the reason, a key that did not come is absent now: believing "present" would loop (vllm#49176).
@@ -402,9 +375,7 @@ class StoreTierManager(SecondaryTierManager):
             self.touch(used)
         ok = len(done) == len(set(job.keys))
         outcome = "ok" if ok else "partial" if done else "failed"
-        metrics.inc("kvtiers_jobs_total", tier, op, outcome)
-        metrics.inc("kvtiers_bytes_total", tier, op, by=bytes_moved)
-        metrics.observe("kvtiers_job_seconds", tier, op, value=finished.duration_s)
+        self._counts.job_ended(op, outcome, finished.duration_s, bytes_moved)
         self._results.append(JobResult(finished.job_id, ok, tuple(succeeded), finished.duration_s, bytes_moved))
         if self._options.trace_job is not None:
             self._trace(JobTrace(op, outcome, job.submitted_ns, finished.duration_s, len(job.keys), bytes_moved))
@@ -417,37 +388,6 @@ class StoreTierManager(SecondaryTierManager):
             if not self._trace_failed:
                 self._trace_failed = True
                 logger.exception("tier %s: a job was not traced; later ones that are not will not be told", self.name)
-
-    def _book_lost(self, error: BaseException, op: Kind, size: int) -> None:
-        """Count the blocks of a batch of which nothing is known."""
-        outcome, reason = "failed", type(error).__name__
-        self.metrics.inc("kvtiers_store_errors_total", self.name, op, reason)
-        if isinstance(error, Cancelled):
-            outcome, reason = "dropped", "shutdown" if self._closed else "deadline"
-        else:
-            logger.error("tier %s: %s of %d blocks failed: %r", self.name, op, size, error)
-        self.metrics.inc("kvtiers_blocks_total", self.name, op, outcome, by=size)
-        if op == "store":
-            self.metrics.inc("kvtiers_stores_dropped_total", self.name, reason, by=size)
-
-    def _book_batch(self, batch: Batch, op: Kind) -> None:
-        tier, metrics = self.name, self.metrics
-        for outcome, count in batch.outcomes.items():
-            metrics.inc("kvtiers_blocks_total", tier, op, outcome, by=count)
-        for error, count in batch.errors.items():
-            metrics.inc("kvtiers_store_errors_total", tier, op, error, by=count)
-            if op == "store":
-                metrics.inc("kvtiers_stores_dropped_total", tier, error, by=count)
-        for reason, count in batch.verify_failures.items():
-            metrics.inc("kvtiers_verify_failures_total", tier, reason, by=count)
-        if batch.fault and not batch.succeeded:
-            self._circuit.fail(op, batch.fault)
-        elif batch.succeeded:
-            self._circuit.succeed(op)
-        if batch.healed:
-            metrics.inc("kvtiers_healed_blobs_total", tier, by=batch.healed)
-        if batch.quarantined:
-            metrics.inc("kvtiers_quarantined_blobs_total", tier, by=batch.quarantined)
 
 
 def _op(is_load: bool) -> Kind:

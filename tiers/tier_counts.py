@@ -1,0 +1,113 @@
+"""TierCounts: what a StoreTierManager tells its metrics."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from tiers.block_mover import Batch
+from tiers.circuit import Kind
+from tiers.errors import SealReason
+from tiers.lookup import LookupCounts
+from tiers.metrics import Metrics
+from tiers.pool import Cancelled
+
+logger = logging.getLogger(__name__)
+
+_SHOWN_FROM_THE_START: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
+    ("kvtiers_blocks_total", tuple(("store", outcome) for outcome in ("moved", "already_stored", "failed", "dropped"))),
+    ("kvtiers_circuit_opened_total", ((),)),
+    ("kvtiers_deadline_expired_total", (("lookup",), ("job",))),
+    ("kvtiers_lookups_total", (("hit",), ("miss",), ("error",), ("deadline",))),
+    ("kvtiers_stores_dropped_total", (("StoreFullError",), ("circuit_open",), ("queue_full",), ("deadline",))),
+    ("kvtiers_verify_failures_total", tuple((reason,) for reason in SealReason)),
+)
+
+
+class TierCounts:
+    """The series of one tier. They begin at 0: Prometheus sees no increase in a series that begins at 1.
+
+    Args:
+        metrics: where they are kept.
+        name: the tier's.
+        collects: whether it has a collector.
+    """
+
+    def __init__(self, metrics: Metrics, name: str, *, collects: bool) -> None:
+        self._metrics = metrics
+        self._name = name
+        for series, values in _SHOWN_FROM_THE_START:
+            for value in values:
+                metrics.inc(series, name, *value, by=0)
+        if collects:
+            for outcome in ("ok", "error"):
+                metrics.inc("kvtiers_collector_runs_total", name, outcome, by=0)
+        metrics.set("kvtiers_circuit_closed", name, value=1.0)
+
+    def looked_up(self, counts: LookupCounts) -> None:
+        """Lookups were answered."""
+        tier, metrics = self._name, self._metrics
+        for result, count in (
+            ("hit", counts.hits),
+            ("miss", counts.misses),
+            ("error", counts.errors),
+            ("deadline", counts.expired),
+        ):
+            if count:
+                metrics.inc("kvtiers_lookups_total", tier, result, by=count)
+        if counts.expired:
+            metrics.inc("kvtiers_deadline_expired_total", tier, "lookup", by=counts.expired)
+
+    def collected(self, message: dict[str, Any]) -> None:
+        """The collector ran (``CollectorEnd.take_reports``)."""
+        tier, metrics = self._name, self._metrics
+        report = message.get("report")
+        metrics.inc("kvtiers_collector_runs_total", tier, "ok" if report else "error", by=message["runs"])
+        if report:
+            for reason, count in report["removed_blobs"].items():
+                metrics.inc("kvtiers_collector_removed_blobs_total", tier, reason, by=count)
+                size = report["removed_bytes"][reason]
+                metrics.inc("kvtiers_collector_removed_bytes_total", tier, reason, by=size)
+            metrics.set("kvtiers_storage_used_bytes", tier, value=message["used"] or 0)
+
+    def refused(self, op: Kind, reason: str, blocks: int) -> None:
+        """A job was not taken."""
+        if op == "store":
+            self._metrics.inc("kvtiers_stores_dropped_total", self._name, reason, by=blocks)
+        self._metrics.inc("kvtiers_jobs_total", self._name, op, "failed")
+
+    def lost(self, error: BaseException, op: Kind, blocks: int, *, at_shutdown: bool) -> None:
+        """Of a batch's blocks nothing is known but the error."""
+        tier, metrics = self._name, self._metrics
+        outcome, reason = "failed", type(error).__name__
+        metrics.inc("kvtiers_store_errors_total", tier, op, reason)
+        if isinstance(error, Cancelled):
+            outcome, reason = "dropped", "shutdown" if at_shutdown else "deadline"
+        else:
+            logger.error("tier %s: %s of %d blocks failed: %r", tier, op, blocks, error)
+        metrics.inc("kvtiers_blocks_total", tier, op, outcome, by=blocks)
+        if op == "store":
+            metrics.inc("kvtiers_stores_dropped_total", tier, reason, by=blocks)
+
+    def moved(self, batch: Batch, op: Kind) -> None:
+        """A batch ended."""
+        tier, metrics = self._name, self._metrics
+        for outcome, count in batch.outcomes.items():
+            metrics.inc("kvtiers_blocks_total", tier, op, outcome, by=count)
+        for error, count in batch.errors.items():
+            metrics.inc("kvtiers_store_errors_total", tier, op, error, by=count)
+            if op == "store":
+                metrics.inc("kvtiers_stores_dropped_total", tier, error, by=count)
+        for reason, count in batch.verify_failures.items():
+            metrics.inc("kvtiers_verify_failures_total", tier, reason, by=count)
+        if batch.healed:
+            metrics.inc("kvtiers_healed_blobs_total", tier, by=batch.healed)
+        if batch.quarantined:
+            metrics.inc("kvtiers_quarantined_blobs_total", tier, by=batch.quarantined)
+
+    def job_ended(self, op: Kind, outcome: str, duration_s: float, bytes_moved: int) -> None:
+        """A job that was taken ended."""
+        tier, metrics = self._name, self._metrics
+        metrics.inc("kvtiers_jobs_total", tier, op, outcome)
+        metrics.inc("kvtiers_bytes_total", tier, op, by=bytes_moved)
+        metrics.observe("kvtiers_job_seconds", tier, op, value=duration_s)
