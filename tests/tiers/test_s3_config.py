@@ -339,7 +339,7 @@ def test_credential_chain_that_hangs_once_is_asked_again(
     script.write_text(f"#!/bin/sh\necho '{answer}'\n")
     os.write(to_helpers, b"go\n" * 3)
     monkeypatch.setattr("tiers.stores.s3_clients.CLIENTS_S_MIN", 20.0)
-    store._current().get()
+    store._attempts.current().get()
     wait_for(lambda: len(closed) == 2)
     store.close()
     wait_for(lambda: len(closed) == 3)
@@ -1175,8 +1175,16 @@ def test_secrets_are_shown_nowhere(
                 raised.append(e)
     assert not [e for e in raised if e.__context__ or e.__cause__]
     shown += [line for e in raised for line in traceback.format_exception(e)]
-    process = store._current()
-    shown += [repr(store), repr(options), repr(process), str(vars(store)), caplog.text, *capfd.readouterr()]
+    process = store._attempts.current()
+    shown += [
+        repr(store),
+        repr(options),
+        repr(process),
+        str(vars(store)),
+        str(vars(store._attempts)),
+        caplog.text,
+        *capfd.readouterr(),
+    ]
     everything = "\n".join(shown)
     for secret in (SECRET, TOKEN, "x-amz-security-token"):
         assert secret not in everything

@@ -332,7 +332,7 @@ def test_get_has_its_deadline_after_the_watchdog_could_not_be_started(
         refuse_threads(scarce, "kvtiers-s3-watchdog")
         with pytest.raises(StoreUnavailableError, match="cannot start another thread"):
             fetch(store, "f/a", len(DATA))
-    data: Any = store._current().get().data
+    data: Any = store._attempts.current().get().data
     watchdog = getattr(data, "_direct", data)._watchdog
     assert not watchdog._guarded
     assert fetch(store, "f/a", len(DATA)) == DATA
@@ -672,16 +672,16 @@ def test_what_a_call_makes_while_the_store_is_closed_is_closed_too(
     stored: S3Store, monkeypatch: pytest.MonkeyPatch, renewed: bool
 ) -> None:
     store = S3Store(stored.options)
-    current = store._current
+    current = store._attempts.current
 
     def close_first() -> ProcessClients:
         process = current()
         store.close()
         if renewed:  # by another call
-            store._renew(process)
+            store._attempts._renew(process)
         return current()
 
-    monkeypatch.setattr(store, "_current", close_first)
+    monkeypatch.setattr(store._attempts, "current", close_first)
     closed: list[S3Session] = []
     monkeypatch.setattr(S3Session, "close", lambda session: closed.append(session))
     assert store.size("f/a") == len(DATA)

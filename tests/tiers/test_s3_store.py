@@ -184,7 +184,7 @@ class TestSizeMany:
 
     def test_what_no_listing_answers_is_asked_by_several_threads(self, store: S3Store) -> None:
         threads = set()
-        client: Any = store._current().get().data
+        client: Any = store._attempts.current().get().data
         client.list_sizes = _refuse
         store._lookups._head_s = 0.0  # known: a server as near as can be
         size = client.size
@@ -201,13 +201,13 @@ class TestSizeMany:
 
     def test_an_unordered_listing_proves_nothing(self, store: S3Store) -> None:
         store.put("m/00002", as_parts(b"12"))
-        client = store._current().get().data
+        client = store._attempts.current().get().data
         client.list_sizes = lambda folder, after: ([("m/9", 1), ("m/1", 1)], False)  # type: ignore[method-assign]
         asked = [f"m/{i:05d}" for i in range(200)]
         assert store.size_many(asked) == [2 if key == "m/00002" else None for key in asked]
 
     def test_a_failed_listing_is_no_answer(self, store: S3Store) -> None:
-        client = store._current().get().data
+        client = store._attempts.current().get().data
         client.list_sizes = _refuse  # type: ignore[method-assign]
         assert store.size_many([f"m/{i:05d}" for i in range(200)]) == [None] * 200
 
@@ -318,7 +318,7 @@ def _refuse(folder: str, after: str) -> tuple[list[tuple[str, int]], bool]:
 
 def _count_calls(store: S3Store, method: str) -> list[tuple[object, ...]]:
     """From now on, the arguments of every call of a method of the store's client."""
-    client = store._current().get().data
+    client = store._attempts.current().get().data
     inner = getattr(client, method)
     calls: list[tuple[object, ...]] = []
 

@@ -13,24 +13,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import random
 import time
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
-from tiers.errors import (
-    BlobCorruptError,
-    InvalidKeyError,
-    StoreClosedError,
-    StoreConfigError,
-    StoreError,
-    StoreTimeoutError,
-)
+from tiers.errors import BlobCorruptError, InvalidKeyError, StoreError
 from tiers.posix import look_at
 from tiers.store import KEY_LENGTH_MAX, KEY_PART_LENGTH_MAX, Capabilities, KeyInfo, Look, Store, check_key, parts_size
-from tiers.stores.s3_clients import RENEW_EVERY_S, RENEW_S_MAX, Clients, ProcessClients
+from tiers.stores.s3_attempts import Attempts
 from tiers.stores.s3_delete import delete_each
 from tiers.stores.s3_errors import (
     BareRefusalError,
@@ -49,20 +41,15 @@ __all__ = ["S3Options", "S3Store"]
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 CHECK_S_MAX: Final = 3.0  # of the 5 s in which `kvtiers check` answers, imports included
-BACKOFF_S_FIRST: Final = 0.05
-BACKOFF_S_MAX: Final = 2.0
 
 
 class S3Store(Store):
     """Blobs in an S3 bucket.
 
-    Any thread may call. Clients are made by the first call, so constructing a store does no I/O. ``_process`` is
-    replaced after a fork and when credentials are refused, at ``_renewed_at`` the last time and not again for
-    ``_renew_s``; ``_checksum_refused`` and ``_batches_refused`` go from False to True once, ``exclusive_create`` of
-    ``capabilities`` from True to False.
+    Any thread may call. Clients are made by the first call, so constructing a store does no I/O.
+    ``_checksum_refused`` and ``_batches_refused`` go from False to True once, ``exclusive_create`` of ``capabilities``
+    from True to False.
 
     Args:
         options: where and how.
@@ -83,17 +70,12 @@ class S3Store(Store):
     ) -> None:
         self.options = options
         self._clock = clock
-        self._sleep = sleep
-        self._rng = rng
-        self._closed = False
         self._checksum_refused = False
         self._batches_refused = False
-        self._renewed_at = float("-inf")
-        self._renew_s = RENEW_EVERY_S
         self._lookups = Lookups(
             askers_max=options.max_connections, silence_s_max=options.request_timeout_s, clock=clock
         )
-        self._process = ProcessClients(self.options, self._clock)
+        self._attempts = Attempts(options, clock=clock, sleep=sleep, rng=rng)
 
     def __repr__(self) -> str:
         return f"S3Store({self.options.bucket!r}, prefix={self.options.prefix!r}, client={self.options.client!r})"
@@ -101,7 +83,7 @@ class S3Store(Store):
     def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
         self._name(key)
         plain = _as_bytes(parts)
-        latest_start = self._latest_start()
+        latest_start = self._attempts.latest_start()
         refused: RequestRefusedError | None = None
         if not overwrite and self.capabilities.exclusive_create:
             try:
@@ -142,11 +124,11 @@ class S3Store(Store):
             raise raised[0]
 
     def size(self, key: str) -> int | None:
-        return self._size(key, self._latest_start())
+        return self._size(key, self._attempts.latest_start())
 
     def delete(self, key: str) -> None:
         name = self._name(key)
-        self._run(key, lambda clients: clients.data.delete(name))
+        self._attempts.run(key, lambda clients: clients.data.delete(name))
 
     def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
         """List blobs, 1,000 a request. Objects whose names are no keys (folder markers, say) are left out."""
@@ -167,24 +149,23 @@ class S3Store(Store):
                 return
 
     def close(self) -> None:
-        self._closed = True
-        self._process.close()
+        self._attempts.close()
 
     def prepare(self) -> None:
         """See ``SupportsPrepare``."""
         with contextlib.suppress(StoreError):
-            self._raise_if_closed("")  # nobody would close what is made
-            self._current().get()
+            self._attempts.raise_if_closed()  # nobody would close what is made
+            self._attempts.current().get()
 
     # -- optional protocols ----------------------------------------------------------------------------------------
 
     def get_tail(self, key: str, length: int) -> tuple[int, bytes] | None:
         """See ``SupportsTail``."""
         name = self._name(key)
-        latest_start = self._latest_start()
+        latest_start = self._attempts.latest_start()
         if length > 0:
             try:
-                return self._run(key, lambda clients: clients.data.get_tail(name, length), latest_start)
+                return self._attempts.run(key, lambda clients: clients.data.get_tail(name, length), latest_start)
             except BlobCorruptError:
                 pass  # an empty object, which has no range, or a server that ignores ranges
         size = self._size(key, latest_start)
@@ -201,21 +182,21 @@ class S3Store(Store):
 
         When nothing was answered for ``request_timeout_s``, the questions left become StoreTimeoutErrors.
         """
-        self._raise_if_closed("")
+        self._attempts.raise_if_closed()
         answers: Answers = {}
         names = self._names(keys, answers)
         if may_list:
             self._lookups.answer_by_listing(
                 names,
                 answers,
-                lambda folder, after: self._run("", lambda clients: clients.data.list_sizes(folder, after)),
+                lambda folder, after: self._attempts.run("", lambda clients: clients.data.list_sizes(folder, after)),
             )
         self._lookups.answer_by_asking([key for key in names.values() if key not in answers], answers, self.size)
         return [answers[key] for key in keys]
 
     def delete_many(self, keys: Sequence[str]) -> list[Exception | None]:
         """See ``SupportsDeleteMany``. 1,000 keys a request, or one where the server refuses that."""
-        self._raise_if_closed("")
+        self._attempts.raise_if_closed()
         outcomes: dict[str, Exception | None] = {}
         names = self._names(keys, outcomes)
         unique = list(names)
@@ -241,8 +222,8 @@ class S3Store(Store):
             StoreError: one line that begins with what is wrong (endpoint, secret, clock, bucket or region) and says
                 what to do about it. Within ``CHECK_S_MAX``.
         """
-        self._raise_if_closed("")
-        process = self._current()
+        self._attempts.raise_if_closed()
+        process = self._attempts.current()
         deadline = self._clock() + CHECK_S_MAX
         try:
             session = process.get(deadline).session
@@ -257,7 +238,7 @@ class S3Store(Store):
         else:
             return
         if isinstance(error, (CredentialsRefusedError, CredentialsLateError)):
-            self._replace(process)
+            self._attempts.replace(process)
         raise error
 
     @property
@@ -272,7 +253,7 @@ class S3Store(Store):
             StoreError: they cannot be listed.
         """
         own = f"{self.options.prefix}/" if self.options.prefix else ""
-        return self._run("", lambda clients: clients.session.list_folder(own))[0]
+        return self._attempts.run("", lambda clients: clients.session.list_folder(own))[0]
 
     def names_in(self, folder: str) -> list[str]:
         """Last parts of the keys right in a folder, which costs a request per 1,000 of them and of its folders.
@@ -281,7 +262,7 @@ class S3Store(Store):
             StoreError: they cannot be listed.
         """
         own = self.options.object_key(f"{folder}/")
-        return self._run(folder, lambda clients: clients.session.list_folder(own))[1]
+        return self._attempts.run(folder, lambda clients: clients.session.list_folder(own))[1]
 
     def expire_after(self, days: int | None, beginnings: Sequence[str] = ()) -> None:
         """Have the bucket itself delete blobs whose keys begin so ``days`` after they were written.
@@ -292,7 +273,7 @@ class S3Store(Store):
             ValueError: ``days`` is below 1, S3's unit.
             StoreError: the bucket refused, or has no lifecycle rules.
         """
-        self._run("", lambda clients: clients.session.expire_after(days, beginnings))
+        self._attempts.run("", lambda clients: clients.session.expire_after(days, beginnings))
 
     # -- private ---------------------------------------------------------------------------------------------------
 
@@ -316,7 +297,7 @@ class S3Store(Store):
         name = self._name(key)
 
         def put(*, checked: bool) -> bool:
-            return self._run(
+            return self._attempts.run(
                 key, lambda clients: clients.data.put(name, plain, create=create, checked=checked), latest_start
             )
 
@@ -337,13 +318,13 @@ class S3Store(Store):
         raise refused
 
     def _list_page(self, prefix: str, token: str) -> tuple[list[KeyInfo], str]:
-        return self._run("", lambda clients: clients.session.list_page(prefix, token=token))
+        return self._attempts.run("", lambda clients: clients.session.list_page(prefix, token=token))
 
     def _delete_batch(self, names: Sequence[str]) -> dict[str, StoreError]:
         if self._batches_refused:
             return self._delete_each(names)
         try:
-            return self._run("", lambda clients: clients.session.delete_batch(names))
+            return self._attempts.run("", lambda clients: clients.session.delete_batch(names))
         except RequestRefusedError:  # MissingContentMD5, NotImplemented and the like
             failed = self._delete_each(names)
             if len(failed) < len(names) and not self._batches_refused:
@@ -352,7 +333,7 @@ class S3Store(Store):
             return failed
 
     def _delete_each(self, names: Sequence[str]) -> dict[str, StoreError]:
-        return delete_each(names, lambda name: self._run("", lambda clients: clients.data.delete(name)))
+        return delete_each(names, lambda name: self._attempts.run("", lambda clients: clients.data.delete(name)))
 
     def _get_into(
         self, key: str, parts: Sequence[memoryview], look: Look | None, latest_start: float | None = None
@@ -360,94 +341,20 @@ class S3Store(Store):
         name = self._name(key)
         plain = _as_bytes(parts)
         size = parts_size(plain)
-        self._run(key, lambda clients: clients.data.get_into(name, plain, size, look), latest_start)
+        self._attempts.run(key, lambda clients: clients.data.get_into(name, plain, size, look), latest_start)
 
     def _size(self, key: str, latest_start: float) -> int | None:
         name = self._name(key)
         try:
-            return self._run(key, lambda clients: clients.data.size(name), latest_start)
+            return self._attempts.run(key, lambda clients: clients.data.size(name), latest_start)
         except (RequestRefusedError, BareRefusalError) as e:
             refused = e.with_traceback(None)
         # A HEAD's answer has no body: that the session token has expired is a bare 400 there. A GET's says why.
         if self._clock() <= latest_start:
             with contextlib.suppress(BlobCorruptError):  # an empty object, or a server without ranges
-                tail = self._run(key, lambda clients: clients.data.get_tail(name, 1), latest_start)
+                tail = self._attempts.run(key, lambda clients: clients.data.get_tail(name, 1), latest_start)
                 return tail and tail[0]
         raise refused
-
-    def _latest_start(self) -> float:
-        """When an operation that begins now may start its last attempt."""
-        return self._clock() + self.options.request_timeout_s / 2
-
-    def _run(self, key: str, action: Callable[[Clients], T], latest_start: float | None = None) -> T:
-        """Attempt ``action`` until it succeeds, fails for good or its time is up.
-
-        Args:
-            latest_start: of an operation that has begun before.
-        """
-        if latest_start is None:
-            latest_start = self._latest_start()
-        elif self._clock() > latest_start:
-            raise StoreTimeoutError("no time is left for another request", key=key)
-        attempt = 0
-        while True:
-            self._raise_if_closed(key)
-            process = self._current()
-            try:
-                return self._attempt(action, process, latest_start)
-            except StoreError as e:
-                # Made anew and raised outside of this handler: it names the caller's key, not the object, and it drops
-                # the client's exception, which quotes the server and whose frames hold the caller's memory.
-                error = type(e)(str(e), key=key)
-            if isinstance(error, (CredentialsRefusedError, CredentialsLateError)):
-                self._renew(process)
-            pause_s = self._rng() * min(BACKOFF_S_MAX, BACKOFF_S_FIRST * 2**attempt)
-            out_of_time = isinstance(error, StoreTimeoutError) or self._clock() + pause_s > latest_start
-            if not error.retryable or attempt == self.options.retries or out_of_time:
-                raise error
-            attempt += 1
-            self._sleep(pause_s)
-
-    def _attempt(self, action: Callable[[Clients], T], process: ProcessClients, latest_start: float) -> T:
-        if not process.slots.acquire(timeout=max(0.0, latest_start - self._clock())):
-            raise StoreTimeoutError(f"no connection of {self.options.max_connections} came free in time")
-        try:
-            return action(process.get(latest_start))
-        except BaseException as e:
-            # Of Rust under obstore, in threads and in tasks: nowhere to import, and one of them is no Exception.
-            if type(e).__name__ not in ("PanicException", "RustPanic"):
-                raise
-            raise StoreConfigError("obstore cannot make this request; set client: boto3") from None
-        finally:
-            process.slots.release()
-
-    def _current(self) -> ProcessClients:
-        process = self._process
-        if process.pid != os.getpid():
-            process = self._process = ProcessClients(self.options, self._clock)
-        return process
-
-    def _renew(self, process: ProcessClients) -> None:
-        """Have clients made anew from what the credential chain says now: somebody may have renewed its secrets."""
-        now = self._clock()
-        since_s = now - self._renewed_at
-        if process is self._process and since_s >= self._renew_s:
-            # Refused again: the chain may have nothing better, or it is about the key and not about the credentials.
-            helped = since_s >= 2 * RENEW_S_MAX
-            self._renew_s = RENEW_EVERY_S if helped else min(2 * self._renew_s, RENEW_S_MAX)
-            self._renewed_at = now
-            self._replace(process)
-
-    def _replace(self, process: ProcessClients) -> None:
-        if self._process is process:
-            self._process = ProcessClients(self.options, self._clock)
-            if self._closed:  # meanwhile; it may have seen the one before
-                self._process.close()
-        process.close()
-
-    def _raise_if_closed(self, key: str) -> None:
-        if self._closed:
-            raise StoreClosedError(f"{self!r} is closed", key=key)
 
 
 def _as_bytes(parts: Sequence[memoryview]) -> list[memoryview]:
