@@ -4,7 +4,8 @@ A Store is a flat, thread-safe map from a key to one immutable blob. It knows on
 models, not seals, not jobs. Six methods are the whole of it; everything a store can do beyond that is a small
 Protocol that callers ask for with isinstance and can live without.
 
-Rules for every store (the contract suite, ``tiers.testing.contract``, tests each):
+Rules for every store. The contract suite, ``tiers.testing.contract``, tests each but that parts are not joined, which
+shows in memory and time alone:
 
 - Blocking calls. Concurrency belongs to the caller, who brings the threads.
 - A blob becomes visible whole or not at all, to every reader, also when the writer dies.

@@ -23,6 +23,7 @@ class Sound(MemoryStore):
     """A handle on memory that others share, with every optional protocol but pieces, and all in order."""
 
     capabilities = Capabilities(exclusive_create=True, shared=True, latency_bound=False)
+    aside_bytes = 0
 
     def __init__(self, memory: MemoryStore) -> None:
         super().__init__()
@@ -45,9 +46,14 @@ class Sound(MemoryStore):
         if tail is not None:
             super().put(key, [memoryview(tail[1])], overwrite=True)
 
+    def quarantine(self, key: str) -> None:
+        self.aside_bytes += self.size(key) or 0
+        super().quarantine(key)
+
     def sweep(self, quarantine_s_max: float) -> int:
         self._raise_if_closed("")
-        return 0
+        self.aside_bytes *= quarantine_s_max > 0
+        return self.aside_bytes
 
     def free_bytes(self) -> int:
         self._raise_if_closed("")
@@ -136,6 +142,15 @@ class SaysNothingOfAReplacement(Sound):
     def put(self, key: str, parts: Parts, *, overwrite: bool = False) -> bool:
         published = super().put(key, parts, overwrite=overwrite)
         return None if overwrite else published  # type: ignore[return-value]
+
+
+@breaks("test_put_takes_any_sequence_and_leaves_it_as_it_is")
+class TakesThePartsAway(Sound):
+    def put(self, key: str, parts: Parts, *, overwrite: bool = False) -> bool:
+        data = b""
+        while parts:
+            data += parts.pop(0)  # type: ignore[attr-defined]
+        return super().put(key, [memoryview(data)], overwrite=overwrite)
 
 
 @breaks("test_put_lets_go_of_the_parts")
@@ -232,6 +247,21 @@ class ForgetsThePrefixesSecondPage(Sound):
         for number, info in enumerate(super().keys(prefix)):
             if not prefix or number < 1000:
                 yield info
+
+
+@breaks("test_keys_whose_reader_deletes_what_it_read")
+class CountsItsPages(Sound):
+    def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
+        at = 0
+        while page := list(super().keys(prefix))[at : at + 1000]:
+            yield from page
+            at += 1000
+
+
+@breaks("test_keys_prefix_is_taken_as_it_is_written")
+class EndsAPrefixAtTheLastOfTheFirstPlane(Lists):
+    def is_listed(self, key: str, prefix: str) -> bool:
+        return prefix <= key < prefix + "\uffff"
 
 
 @breaks("test_mtime_changes_when_the_blob_does")
@@ -409,6 +439,12 @@ class SweepsBlobs(Sound):
         return 0
 
 
+@breaks("test_sweep_takes_what_is_the_stores_own_and_no_blob")
+class SweepsTheNewQuarantine(Sound):
+    def sweep(self, quarantine_s_max: float) -> int:
+        return super().sweep(0.0)
+
+
 @breaks("test_free_bytes")
 class DoesNotKnowWhatIsFree(Sound):
     def free_bytes(self) -> int:
@@ -442,6 +478,28 @@ class AnswersInTheOrderOfTheirEnds(Sound):
     def get_many_into(self, requests: Sequence[tuple[str, Parts]]) -> list[Any]:
         answers = super().get_many_into(requests)
         return answers if len(requests) < KEYS_COUNT_LARGE else answers[::-1]
+
+
+@breaks("test_what_another_handle_changed_is_seen_at_once")
+class RemembersWhatManyRead(Sound):
+    def get_many_into(self, requests: Sequence[tuple[str, Parts]]) -> list[Any]:
+        seen: dict[str, list[bytes]] = self.__dict__.setdefault("seen", {})
+        fresh = super().get_many_into([(key, parts) for key, parts in requests if key not in seen])
+        for (key, parts), error in zip(requests, fresh, strict=False):
+            if error is None:
+                seen[key] = [bytes(part) for part in parts]
+        for key, parts in requests:
+            for part, data in zip(parts, seen.get(key, ()), strict=False):
+                part[: len(data)] = data[: part.nbytes]
+        return [None if key in seen else BlobNotFoundError("none", key=key) for key, _ in requests]
+
+
+@breaks("test_what_another_handle_changed_is_seen_at_once")
+class AnswersFromALastListing(Sound):
+    def size_many(self, keys: Sequence[str]) -> list[Any]:
+        if "listed" not in self.__dict__:
+            self.listed = {info.key: info.size for info in MemoryStore.keys(self)}
+        return [self.listed.get(key) for key in keys]
 
 
 @breaks("test_get_many_into_lets_go_of_the_parts")

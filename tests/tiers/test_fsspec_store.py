@@ -87,6 +87,8 @@ class PlainFileSystem(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no 
 
 
 class TestTemporaryNameAndMove(StoreContract):
+    no_fork = "the place is this process' memory"
+
     @pytest.fixture(autouse=True)
     def _use_protocol(self) -> None:
         fsspec.register_implementation("plain", PlainFileSystem, clobber=True)
@@ -124,6 +126,8 @@ class TestLocal(StoreContract):
 
 
 class TestS3(StoreContract):
+    no_fork = "the server is this process; an object is put by one request"
+
     @pytest.fixture(autouse=True)
     def _use_server(self, moto: S3Server, boto_models_once: None) -> None:
         self.server = moto

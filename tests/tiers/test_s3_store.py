@@ -74,6 +74,8 @@ def test_of_two_who_create_an_object_at_once_one_does(store: S3Store, monkeypatc
 class S3Contract(StoreContract):
     """The contract, with moto's own memory behind the store's back."""
 
+    no_fork = "the server is this process; an object is put by one request"
+
     @pytest.fixture(autouse=True)
     def _use_options(self, options: S3Options) -> None:
         self.options = options

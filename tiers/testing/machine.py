@@ -111,6 +111,7 @@ class StoreMachine(RuleBasedStateMachine):
         """What either store may remember of a key, so that the next change shows what it forgot to forget."""
         for by in (0, 1):
             self.size(key, by)
+            self.size_many([key], by)
             self.get(key, by)
             for length in TAIL_LENGTHS:
                 self.get_tail(key, length, by)

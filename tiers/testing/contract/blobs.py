@@ -63,6 +63,17 @@ class BlobRules(StorePlace):
         store.put("a", [memoryview(b"read-only"), memoryview(bytearray(b"\xff\x01")).cast("b")])
         assert self.peek(store, "a") == b"read-only\xff\x01"
 
+    def test_put_takes_any_sequence_and_leaves_it_as_it_is(self, store: Store) -> None:
+        parts = as_parts(b"12345", 1, 3)
+        for i, given in enumerate((parts, tuple(parts))):
+            for overwrite in (False, False, True):
+                store.put(f"f/{i}", given, overwrite=overwrite)
+            assert self.peek(store, f"f/{i}") == b"12345"
+            fetched = [memoryview(bytearray(2)), memoryview(bytearray(3))]
+            store.get_into(f"f/{i}", tuple(fetched) if i else fetched)
+            assert b"".join(fetched) == b"12345"
+        assert [bytes(part) for part in parts] == [b"1", b"23", b"45"]
+
     def test_put_copies_before_it_returns(self, store: Store) -> None:
         data = make_data((1 << 20) + 4096)
         source = GuardedParts(1 << 20, 4096, fill=data)

@@ -24,7 +24,9 @@ GOOD_KEYS = (
     "a b+c%2Fd?e#f&g=h:i*j'k\"l~m",
     "folder/sub folder/name.bin",
     "m_0123456789ab_r0/abc/de_g0/" + "f" * 64 + ".bin",
-    "ключ/é/鍵",
+    "ключ/é/鍵/\U0001f600",
+    "00012.50",  # as text, not as a number
+    "1e5/0x10",
     "n" * 255,
     "/".join(["d" * 203] * 4) + "/" + "n" * 208,  # 1,024 bytes
     "tail-dot./..x.".replace("..x", "x.."),

@@ -174,7 +174,7 @@ class ExtraRules(StorePlace):
         assert store.sweep(0.0) == 0
         if isinstance(store, SupportsQuarantine):
             store.quarantine("f/bad")
-            assert 0 <= store.sweep(86_400.0) <= 3
+            assert 0 < store.sweep(86_400.0) <= 3, "it was not there for a day"
         else:
             store.delete("f/bad")
         for _ in range(2):

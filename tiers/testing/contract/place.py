@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -17,9 +18,11 @@ class StorePlace(ABC):
 
     Attributes:
         tmp_path: an empty folder of the running test's own, for places on a file system.
+        no_fork: why a forked child cannot ``reopen`` the place; "": it can, and rules about other processes are tested.
     """
 
     tmp_path: Path
+    no_fork: ClassVar[str] = ""
 
     @abstractmethod
     def make_store(self) -> Store:

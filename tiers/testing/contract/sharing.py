@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import random
+import signal
 import threading
+import time
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -22,6 +27,10 @@ from tiers.store import (
 )
 from tiers.testing.contract.data import LARGE_BYTES, as_parts, fetch, list_keys, make_data, run_in_threads
 from tiers.testing.contract.place import StorePlace
+from tiers.testing.faults import start_child, wait_child
+
+KILLS = 5
+KILL_S_MAX = 0.05  # of putting; some ten puts
 
 
 class SharingRules(StorePlace):
@@ -57,17 +66,31 @@ class SharingRules(StorePlace):
     def test_what_another_handle_changed_is_seen_at_once(self, store: Store) -> None:
         """Nothing that was once true of a key is remembered of it: no size, no end, no absence."""
 
-        def look(key: str, size: int) -> tuple[object, object, object]:
-            try:
-                blob = fetch(store, key, size)
-            except BlobNotFoundError:
-                blob = None
-            return store.size(key), blob, store.get_tail(key, 4) if isinstance(store, SupportsTail) else None
+        def look(key: str, size: int) -> list[object]:
+            found: list[object] = [store.size(key), _fetched(store, key, size)]
+            if isinstance(store, SupportsTail):
+                found.append(store.get_tail(key, 4))
+            if isinstance(store, SupportsSizeMany):
+                found += store.size_many([key])
+            if isinstance(store, SupportsGetMany):
+                buffer = bytearray(size)
+                (error,) = store.get_many_into([(key, [memoryview(buffer)])])
+                assert error is None or isinstance(error, BlobNotFoundError)
+                found.append(bytes(buffer) if error is None else None)
+            return found
 
-        def seen(data: bytes) -> tuple[object, object, object]:
-            return len(data), data, (len(data), data[-4:]) if isinstance(store, SupportsTail) else None
+        def seen(data: bytes | None) -> list[object]:
+            size = None if data is None else len(data)
+            found: list[object] = [size, data]
+            if isinstance(store, SupportsTail):
+                found.append(None if data is None else (size, data[-4:]))
+            if isinstance(store, SupportsSizeMany):
+                found.append(size)
+            if isinstance(store, SupportsGetMany):
+                found.append(data)
+            return found
 
-        absent = (None, None, None)
+        absent = seen(None)
         with self._handles(store) as (_, other):
             assert look("f/a", 5) == absent
             other.put("f/a", as_parts(b"first"))
@@ -78,6 +101,74 @@ class SharingRules(StorePlace):
             assert look("f/a", 8) == absent
             assert store.put("f/a", as_parts(b"again")) is True
             assert look("f/a", 5) == seen(b"again")
+
+    def test_handles_come_and_go_while_another_puts(self, store: Store) -> None:
+        """To open, to sweep and to close touches nothing that a living writer has begun."""
+        if not store.capabilities.shared:
+            pytest.skip("the store says that nobody else sees what it stores")
+        data = make_data(LARGE_BYTES)
+        ended = threading.Event()
+
+        def put() -> None:
+            try:
+                for i in range(8):
+                    parts = as_parts(data, *range(1 << 14, LARGE_BYTES, 1 << 14))
+                    assert store.put("f/a", parts, overwrite=i > 0) is True
+            finally:
+                ended.set()
+
+        def come_and_go() -> None:
+            while not ended.is_set():
+                other = self.reopen(store)
+                if isinstance(other, SupportsSweep):
+                    other.sweep(0.0)
+                other.close()
+
+        run_in_threads(put, come_and_go)
+        assert store.put("f/b", as_parts(b"1")) is True
+        assert self.peek(store, "f/a") == data
+        assert list_keys(store) == ["f/a", "f/b"]
+
+    # ---- another process -----------------------------------------------------------------------------------
+
+    def test_another_process_is_killed_while_it_puts(self, store: Store) -> None:
+        """Whatever the moment: a blob is whole or absent, meanwhile and afterwards, and who lives can go on."""
+        if not store.capabilities.shared:
+            pytest.skip("the store says that nobody else sees what it stores")
+        if self.no_fork:
+            pytest.skip(self.no_fork)
+        versions = [make_data(LARGE_BYTES, seed) for seed in range(2)]
+
+        def put(ready: int) -> None:
+            other = self.reopen(store)
+            other.size("f/a")
+            os.write(ready, b".")
+            while True:
+                for data in versions:
+                    other.put("f/a", as_parts(data, *range(1 << 16, LARGE_BYTES, 1 << 16)), overwrite=True)
+
+        for _ in range(KILLS):
+            readable, writable = os.pipe()
+            child = start_child(partial(put, writable))
+            os.close(writable)
+            try:
+                assert os.read(readable, 1), "the other process could not open the place"
+                until = time.monotonic() + random.uniform(0, KILL_S_MAX)
+                while time.monotonic() < until:
+                    assert _fetched(store, "f/a", LARGE_BYTES) in (None, *versions)
+            finally:
+                os.close(readable)
+                os.kill(child, signal.SIGKILL)
+                wait_child(child)
+            after = self.reopen(store)
+            try:
+                for each in (store, after):
+                    assert _listed(each) <= {("f/a", LARGE_BYTES)}
+                    assert _fetched(each, "f/a", LARGE_BYTES) in (None, *versions)
+            finally:
+                after.close()
+        store.put("f/a", as_parts(b"mine"), overwrite=True)
+        assert fetch(store, "f/a", 4) == b"mine"
 
     # ---- close ---------------------------------------------------------------------------------------------
 
@@ -255,6 +346,13 @@ class SharingRules(StorePlace):
         run_in_threads(overwrite, delete, read, read, read)
         store.put("f/a", as_parts(versions[0]), overwrite=True)
         assert self.peek(store, "f/a") == versions[0]
+
+
+def _fetched(store: Store, key: str, size: int) -> bytes | None:
+    try:
+        return fetch(store, key, size)
+    except BlobNotFoundError:
+        return None
 
 
 def _listed(store: Store) -> set[tuple[str, int]]:
