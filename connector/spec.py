@@ -20,8 +20,9 @@ from connector.primary import CPUPrimaryTier
 from connector.region_file import show_size
 from connector.region_header import row_stride
 from connector.shared_region import SharedOffloadRegion
+from connector.tier_guard import GuardedTier, load_deadline_s, shut_down_tiers
 from connector.tiering import TieringOffloadingManager
-from connector.tiering_options import LOAD_DEADLINE_S, LOAD_GRACE_S, LOOKUP_DEADLINE_S, TieringOptions
+from connector.tiering_options import LOAD_DEADLINE_S, LOOKUP_DEADLINE_S, TieringOptions
 from tiers.base import SecondaryTierManager
 from tiers.config import DeploymentConfig
 from tiers.errors import ConfigError
@@ -166,15 +167,14 @@ class TieringOffloadingSpec(OffloadingSpec):
                 tier.lookup_deadline_s if isinstance(tier, TierConfig) else LOOKUP_DEADLINE_S
                 for tier in self.deployment.tiers
             ]
-            own_deadlines_s = [tier.job_deadline_s for tier in tiers if tier.job_deadline_s is not None]
             options = TieringOptions(
                 promotion_wait_s=region.promotion_wait_s,
                 # The slowest tier's own deadline: a hit of its is worth that wait, as its config says.
                 lookup_deadline_s=max(lookup_deadlines_s, default=LOOKUP_DEADLINE_S),
-                load_deadline_s=max(LOAD_DEADLINE_S, max(own_deadlines_s, default=0.0) + LOAD_GRACE_S),
+                load_deadline_s=max(LOAD_DEADLINE_S, *map(load_deadline_s, tiers)),
             )
             return TieringOffloadingManager(primary, tiers, options)
         except BaseException:
-            for made in tiers:
-                made.shutdown()
+            made = [GuardedTier(tier, self.metrics) for tier in tiers]  # what ends them must not hide why they end
+            shut_down_tiers(made, TieringOptions().shutdown_s)
             raise

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
-from tiers.base import JobResult, ReqContext, SecondaryTierManager
+from connector.tiering_options import LOAD_DEADLINE_S, LOAD_GRACE_S
+from tiers.base import JobResult, OffloadingEvent, ReqContext, SecondaryTierManager
+from tiers.errors import ConfigError
 from tiers.keys import OffloadKey
 from tiers.metrics import Metrics
 
@@ -23,13 +26,16 @@ RAISED: Final = object()
 class GuardedTier:
     """One tier, called by name. What it does wrong is counted, and logged the first time. Scheduler thread only.
 
+    Only a KeyboardInterrupt passes, which is no tier's: also what is no Exception (a CancelledError, a Rust extension's
+    panic) comes from a tier's code, and would end the engine.
+
     Attributes:
         name: for logs and metrics: the tier's own where it has one, else its type.
     """
 
     def __init__(self, tier: SecondaryTierManager, metrics: Metrics) -> None:
         self.tier = tier
-        self.name: str = getattr(tier, "name", None) or tier.tier_type
+        self.name = str(getattr(tier, "name", None) or tier.tier_type)  # whatever it is: labels are text
         self._metrics = metrics
         self._logged: set[str] = set()
 
@@ -37,35 +43,49 @@ class GuardedTier:
         """What the tier returns, or RAISED."""
         try:
             return getattr(self.tier, method)(*args)
-        except Exception as e:  # noqa: BLE001 - a tier is foreign code: this is where its errors end
-            self.contain(method, repr(e))
+        except KeyboardInterrupt:
+            raise
+        except BaseException as e:  # noqa: BLE001 - a tier is foreign code: this is where its errors end
+            self.contain(method, _shown(e))
             return RAISED
 
     def collect(self, method: str, kind: type[_T]) -> list[_T]:
-        """What the tier yields, up to where it raises or yields something else."""
+        """What the tier yields, up to where it raises. What is of another kind is left out, and hides nothing else."""
         collected: list[_T] = []
         try:
             for item in getattr(self.tier, method)():
-                if not isinstance(item, kind):
-                    raise TypeError(f"{item!r} is no {kind.__name__}")
-                collected.append(item)
-        except Exception as e:  # noqa: BLE001 - as in call
-            self.contain(method, repr(e))
+                if isinstance(item, kind):
+                    collected.append(item)
+                else:
+                    self.contain(method, f"{_shown(item)} is no {kind.__name__}")
+        except KeyboardInterrupt:
+            raise
+        except BaseException as e:  # noqa: BLE001 - as in call
+            self.contain(method, _shown(e))
         return collected
 
-    @property
-    def job_deadline_s(self) -> float:
-        """By which it ends a job, where it says so."""
-        own = getattr(self.tier, "job_deadline_s", None)
-        return float("inf") if own is None else float(own)
+    def take_events(self) -> list[OffloadingEvent]:
+        """The tier's events that are what they should be: an engine reads them where nobody catches anything."""
+        events = []
+        for event in self.collect("take_events", OffloadingEvent):
+            try:
+                keys = tuple(event.keys)
+                if not isinstance(event.medium, str) or not all(isinstance(key, bytes) for key in keys):
+                    raise TypeError("keys are bytes, a medium is a name")
+                events.append(OffloadingEvent(keys, event.medium, bool(event.removed)))
+            except Exception as e:  # noqa: BLE001 - whatever a tier calls keys
+                self.contain("take_events", f"{_shown(event)}: {_shown(e)}")
+        return events
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         """The tier's answer; what is none, or raises, is a miss."""
         try:
             answer = self.tier.lookup(key, req_context)
             return None if answer is None else bool(answer)
-        except Exception as e:  # noqa: BLE001 - as in call
-            self.contain("lookup", repr(e))
+        except KeyboardInterrupt:
+            raise
+        except BaseException as e:  # noqa: BLE001 - as in call
+            self.contain("lookup", _shown(e))
             return False
 
     def job_of(self, result: JobResult, jobs: Mapping[int, _T]) -> _T | None:
@@ -78,9 +98,9 @@ class GuardedTier:
     def succeeded_in(self, result: JobResult, keys: Collection[OffloadKey]) -> frozenset[OffloadKey]:
         """The keys of a job that succeeded. A failed job that names none has none: as with vLLM, all share its fate."""
         try:
-            return frozenset(keys if result.success else result.successful_keys or ())
+            return frozenset(keys if result.success else set(keys).intersection(result.successful_keys or ()))
         except Exception as e:  # noqa: BLE001 - whatever a tier calls its keys, its job has ended
-            self.contain("get_finished", f"job {result.job_id}: success or successful_keys: {e!r}")
+            self.contain("get_finished", f"job {result.job_id}: success or successful_keys: {_shown(e)}")
             return frozenset()
 
     def contain(self, where: str, what: str) -> None:
@@ -89,6 +109,36 @@ class GuardedTier:
         if where not in self._logged:
             self._logged.add(where)
             logger.warning("tier %s: %s: %s (further ones are only counted)", self.name, where, what)
+
+    def contain_unknown(self, result: JobResult) -> None:
+        """Count a result of a job that the tier does not have."""
+        self.contain("get_finished", f"job {_shown(result.job_id)} is unknown or was reported before")
+
+
+def load_deadline_s(tier: SecondaryTierManager) -> float:
+    """Seconds after which a tier is done with a load, as far as anybody can tell.
+
+    A tier that states no deadline of its own has the default, whatever the others state.
+
+    Raises:
+        ConfigError: what it states is no number of seconds.
+    """
+    own = getattr(tier, "job_deadline_s", None)
+    if own is None or own == math.inf:
+        return LOAD_DEADLINE_S
+    if not isinstance(own, int | float) or not own > 0:
+        raise ConfigError(
+            f"job_deadline_s: {own!r} is not accepted; a tier states seconds, above 0, or None",
+            field=f"tier {type(tier).__name__}",
+        )
+    return own + LOAD_GRACE_S
+
+
+def _shown(thing: object) -> str:
+    try:
+        return repr(thing)
+    except Exception:  # noqa: BLE001 - its author's code, too
+        return f"{type(thing).__name__} (its repr raises)"
 
 
 def shut_down_tiers(
@@ -105,7 +155,7 @@ def shut_down_tiers(
         try:
             tiers[index].tier.shutdown()
         except BaseException as e:  # noqa: BLE001 - a thread's edge
-            errors[index] = repr(e)
+            errors[index] = _shown(e)
 
     threads = [
         threading.Thread(target=shut_down, args=(index,), name=f"kvtiers-shutdown-{tier.name}", daemon=True)

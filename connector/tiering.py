@@ -30,8 +30,8 @@ from connector.base import LoadStoreSpec, OffloadingManager, PrepareStoreOutput
 from connector.cascade import Cascade
 from connector.primary import Block, BlockState, CPUPrimaryTier
 from connector.promotion import Job, Request, TierLoads
-from connector.tier_guard import RAISED, GuardedTier, shut_down_tiers
-from connector.tiering_options import LOAD_GRACE_S, TieringOptions
+from connector.tier_guard import RAISED, GuardedTier, load_deadline_s, shut_down_tiers
+from connector.tiering_options import TieringOptions
 from tiers.base import JobMetadata, JobResult, OffloadingEvent, ReqContext, SecondaryTierManager
 from tiers.keys import OffloadKey
 
@@ -69,9 +69,10 @@ class TieringOffloadingManager(OffloadingManager):
         self._clock = clock
         self._job_ids = itertools.count(1)
         self._jobs: dict[int, Job] = {}
+        self._raised: dict[int, float] = {}  # jobs whose submission raised, and until when they are awaited
         load_blocks_max = math.ceil(self._options.load_share * primary.num_blocks / max(1, len(self._tiers)))
         self._loads = [
-            TierLoads(load_blocks_max, min(self._options.load_deadline_s, tier.job_deadline_s + LOAD_GRACE_S))
+            TierLoads(load_blocks_max, min(self._options.load_deadline_s, load_deadline_s(tier.tier)))
             for tier in self._tiers
         ]
         self._requests: OrderedDict[str, Request] = OrderedDict()  # the one asked of last is last
@@ -129,7 +130,7 @@ class TieringOffloadingManager(OffloadingManager):
     def take_events(self) -> Iterable[OffloadingEvent]:
         events = list(self.primary.take_events())
         for tier in self._tiers:
-            events += tier.collect("take_events", OffloadingEvent)
+            events += tier.take_events()
         return events
 
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -144,6 +145,7 @@ class TieringOffloadingManager(OffloadingManager):
         """Take results, submit this step's promotions, let the tiers send this step's lookups."""
         began = self._clock()
         self._take_results()
+        self._end_raised(began)
         if self._waiting or any(loads.is_awaited for loads in self._loads):
             now = self._clock()
             self._give_up_late_loads(now)
@@ -406,7 +408,17 @@ class TieringOffloadingManager(OffloadingManager):
         self._jobs[job_id] = job
         keys = tuple(block.key for block in job.blocks)
         slots = np.array([block.slot for block in job.blocks], dtype=np.int32)
-        if self._tiers[job.tier].call(method, JobMetadata(job_id, keys, slots, req_context)) is RAISED:
+        tier = self._tiers[job.tier]
+        if tier.call(method, JobMetadata(job_id, keys, slots, req_context)) is RAISED:
+            # It may have begun some blocks before: freed now, a slot would be filled under its next owner.
+            self._raised[job_id] = self._clock() + load_deadline_s(tier.tier)
+            if job.request is not None:
+                self._end_wait(job, job.blocks)
+                self.primary.quarantine(job.blocks)
+
+    def _end_raised(self, now: float) -> None:
+        """A tier that does not know of a job it raised at will never report it: its slots are not kept for ever."""
+        for job_id in [job_id for job_id, until in self._raised.items() if now >= until]:
             self._finish(job_id, ())
 
     def _take_results(self, but: Collection[int] = ()) -> None:
@@ -416,13 +428,14 @@ class TieringOffloadingManager(OffloadingManager):
             for result in tier.collect("get_finished", JobResult):
                 job = tier.job_of(result, self._jobs)
                 if job is None or job.tier != index:
-                    tier.contain("get_finished", f"job {result.job_id} is unknown or was reported before")
+                    tier.contain_unknown(result)
                     continue
                 self._finish(result.job_id, tier.succeeded_in(result, [block.key for block in job.blocks]))
             self._cascade.send(index)
 
     def _finish(self, job_id: int, succeeded: Iterable[OffloadKey]) -> None:
         job = self._jobs.pop(job_id)
+        self._raised.pop(job_id, None)
         if job.request is None:
             self._cascade.end(job.tier, job.blocks, frozenset(succeeded))
         else:

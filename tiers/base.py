@@ -91,7 +91,9 @@ class SecondaryTierManager(ABC):
 
     Attributes:
         job_deadline_s: by when the tier itself ends a job whose I/O can be ended; None: it does not say. Soon after it
-            the engine side goes on without the job, whose slots stay out of use until it is reported.
+            (or after 20 s) the engine side goes on without the job, whose slots stay out of use until it is reported.
+            A job at which ``submit_store`` or ``submit_load`` raised may have begun, so its slots do, too; but such a
+            job may be unknown to the tier, and is taken for ended then.
         takes_stores: False: it is only read; the engine side submits no stores to it.
     """
 

@@ -43,7 +43,7 @@ class ScriptedTier(SecondaryTierManager):
         silent: lookups are not answered.
         answers_later: a lookup is answered only in a later step.
         liar: lookups answer "present" whatever is stored.
-        raising: methods that raise.
+        raising: methods that raise; with "_late" behind them, once they have done their work.
         asked: keys looked up, in order.
         calls: names of methods called, in order.
     """
@@ -150,6 +150,7 @@ class ScriptedTier(SecondaryTierManager):
         assert len(set(job.metadata.keys)) == len(job.metadata.keys) == len(job.metadata.block_ids)
         self.jobs[job.metadata.job_id] = job
         self.submitted.append(job)
+        self._enter(f"{method}_late")
 
     def _enter(self, method: str) -> None:
         self.calls.append(method)

@@ -227,6 +227,12 @@ def test_a_load_is_given_up_no_sooner_than_its_tiers_own_deadline(tmp_path: Path
     spec.shutdown()
 
 
+def test_a_tier_that_states_no_deadline_has_not_that_of_another(their_tier: dict[str, Any]) -> None:
+    spec = TieringOffloadingSpec(CHUNKED, deployment(their_tier, {"type": "memory", "job_deadline_s": 600}), CELL_BYTES)
+    assert [loads.deadline_s for loads in spec.get_manager()._loads] == [20, 601]
+    spec.shutdown()
+
+
 @pytest.mark.parametrize(
     ("config", "region", "cell_bytes", "message"),
     [
@@ -257,6 +263,23 @@ def test_a_tier_that_cannot_start_stops_those_before_it(tmp_path: Path) -> None:
     spec.shutdown()
 
 
+def test_a_tier_whose_shutdown_raises_hides_no_reason_and_stops_no_other(
+    their_tier: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(_: object) -> None:
+        raise RuntimeError("never started")
+
+    monkeypatch.setattr(TheirTier, "shutdown", refuse)
+    (tmp_path / "file").touch()
+    bad = {"type": "fs", "root_dir": str(tmp_path / "file" / "x")}
+    spec = TieringOffloadingSpec(CHUNKED, deployment(their_tier, {"type": "memory"}, bad), CELL_BYTES)
+    with pytest.raises((ConfigError, StoreError)):
+        spec.get_manager()
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("kvtiers-memory")] == []
+    assert "never started" in caplog.text
+    spec.shutdown()
+
+
 class TheirTier(ScriptedTier):
     """Somebody else's, with options that have our names and other meanings."""
 
@@ -284,11 +307,12 @@ def test_another_ones_option_of_our_name_is_not_read(their_tier: dict[str, Any],
     spec.shutdown()
 
 
-def test_a_manager_that_cannot_be_made_stops_its_tiers(their_tier: dict[str, Any]) -> None:
+@pytest.mark.parametrize("value", ["soon", float("nan"), 0, [1]])
+def test_a_manager_that_cannot_be_made_stops_its_tiers(their_tier: dict[str, Any], value: Any) -> None:
     spec = TieringOffloadingSpec(
-        CHUNKED, deployment({"type": "memory"}, their_tier | {"job_deadline_s": "soon"}), CELL_BYTES
+        CHUNKED, deployment({"type": "memory"}, their_tier | {"job_deadline_s": value}), CELL_BYTES
     )
-    with pytest.raises(TypeError):
+    with pytest.raises(ConfigError, match=r"TheirTier: job_deadline_s: .* is not accepted; a tier states seconds"):
         spec.get_manager()
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("kvtiers-memory")] == []
     spec.shutdown()

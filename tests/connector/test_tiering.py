@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from collections.abc import Collection, Sequence
@@ -14,7 +15,7 @@ from connector.base import CPULoadStoreSpec
 from connector.cascade import RETRY_S
 from connector.primary import CPUPrimaryTier, SlotCounts
 from connector.tiering import TieringOffloadingManager
-from connector.tiering_options import TieringOptions
+from connector.tiering_options import LOAD_DEADLINE_S, LOAD_GRACE_S, TieringOptions
 from tests.connector.scripted_tier import FakeClock, ScriptedTier, job_keys, make_view, pattern, row
 from tests.identity import block_key
 from tests.promises import Record
@@ -197,10 +198,11 @@ def test_what_a_tier_refused_gets_there_when_it_comes_back_to_the_region_from_an
     """Here from the tier before it; in a region that is smaller than what is used, nothing would stay until then."""
     engine = Engine(num_blocks=4, num_tiers=2, load_share=1, store_backlog_share=1)
     far = engine.tiers[1]
-    far.raising.add("submit_store")
+    far.auto = False
     engine.store(*KEYS[:2])
+    far.finish(next(iter(far.jobs)), failing=KEYS[:2])
+    far.auto = True
     engine.manager.on_schedule_end()
-    far.raising.clear()
     engine.store(*KEYS[10:14])
     engine.manager.on_schedule_end()
     assert engine.primary.find(KEYS[0]) is None
@@ -308,10 +310,20 @@ def test_what_waits_for_a_tier_is_not_forgotten_at_the_end(end: str) -> None:
     assert engine.counts.pinned == engine.counts.quarantined == 0
 
 
-def test_what_waits_for_a_tier_that_raises_waits_no_longer() -> None:
+def test_what_waits_for_a_tier_that_raises_is_sent_as_its_share_comes_free() -> None:
     engine = Engine(num_blocks=16, store_backlog_share=0.1)
     engine.tier.raising.add("submit_store")
     engine.store(*KEYS[:15])
+    assert engine.counts.pinned == 2  # it may have begun these, so they are kept for it a while
+    engine.clock.advance(LOAD_DEADLINE_S)
+    for _ in range(3):
+        engine.manager.on_schedule_end()
+    assert engine.tier.calls.count("submit_store") == 2
+    engine.tier.raising.clear()
+    engine.clock.advance(LOAD_DEADLINE_S)
+    for _ in range(10):
+        engine.manager.on_schedule_end()
+    assert engine.tier.blobs.keys() == set(KEYS[4:15])
     assert engine.counts.pinned == 0
     assert engine.manager._cascade._unsent == [type(engine.manager._cascade._unsent[0])()]
 
@@ -832,6 +844,10 @@ def test_nothing_that_a_tier_raises_reaches_the_engine(
     engine.manager.on_request_finished(REQ)
     engine.manager.on_schedule_end()
     engine.manager.drain()
+    if method.startswith("submit"):  # it may have begun the job that it did not take
+        assert engine.counts.quarantined + engine.counts.pinned == {"submit_load": 1, "submit_store": 4}[method]
+        engine.clock.advance(LOAD_DEADLINE_S)
+        engine.manager.on_schedule_end()
     assert engine.counts == SlotCounts(free=11, ready=5, pinned=0, pending=0, quarantined=0)
     engine.manager.reset_cache()
     engine.manager.shutdown()
@@ -913,6 +929,150 @@ def test_unknown_duplicate_and_foreign_results_are_contained() -> None:
     engine.manager.on_schedule_end()
     assert engine.counts.pinned == 0
     assert engine.counted("kvtiers_contained_errors_total", "tier0", "get_finished") == 5
+
+
+def raising_late(method: str) -> Engine:
+    """With a tier that has begun a job when it raises: ``executor.submit`` does where no more threads can be had."""
+    engine = Engine(num_blocks=2, auto=False, load_share=1, store_backlog_share=1)
+    engine.tier.raising.add(f"{method}_late")
+    return engine
+
+
+def test_the_slots_of_a_load_that_was_begun_before_it_raised_are_nobodys_until_it_is_reported() -> None:
+    engine = raising_late("submit_load")
+    tier = engine.tier
+    tier.put(*KEYS[:2])
+    assert engine.lookup_until_known(KEYS[:2]) == [False]  # nobody waits for it
+    assert engine.counts.quarantined == 2
+    assert engine.manager.prepare_store(KEYS[20:22], REQ) is None
+    tier.finish(next(iter(tier.jobs)))
+    engine.manager.on_schedule_end()
+    assert engine.counts.free == 2
+    engine.clock.advance(2 * LOAD_DEADLINE_S)
+    engine.manager.on_schedule_end()  # it is not ended twice
+    assert engine.counts.free == 2
+
+
+def test_the_slots_of_a_store_that_was_begun_before_it_raised_stay_as_they_are_until_it_is_reported() -> None:
+    engine = raising_late("submit_store")
+    tier = engine.tier
+    engine.store(KEYS[0])
+    assert engine.counts.pinned == 1
+    assert engine.lookup(KEYS[:1]) == [True]
+    assert engine.manager.prepare_store(KEYS[20:22], REQ) is None
+    tier.finish(next(iter(tier.jobs)))
+    engine.manager.on_schedule_end()
+    assert engine.counts.pinned == 0
+    assert tier.blobs == {KEYS[0]: pattern(KEYS[0])}
+
+
+@pytest.mark.parametrize("own_s", [None, float("inf"), 40.0])
+@pytest.mark.parametrize("method", ["submit_load", "submit_store"])
+def test_slots_of_a_job_that_raised_and_is_never_reported_are_free_after_the_tiers_deadline(
+    method: str, own_s: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ScriptedTier, "job_deadline_s", own_s)
+    engine = raising_late(method)
+    tier = engine.tier
+    tier.put(KEYS[1])
+    if method == "submit_load":
+        engine.lookup(KEYS[1:2])
+    else:
+        engine.store(KEYS[0])
+    engine.clock.advance((own_s + LOAD_GRACE_S if own_s == 40.0 else LOAD_DEADLINE_S) - 0.1)
+    engine.manager.on_schedule_end()
+    assert engine.counts.quarantined + engine.counts.pinned == 1
+    engine.clock.advance(0.2)
+    engine.manager.on_schedule_end()
+    assert engine.counts.quarantined + engine.counts.pinned == 0
+    tier.finish(next(iter(tier.jobs)))
+    engine.manager.on_schedule_end()
+    assert engine.counted("kvtiers_contained_errors_total", "tier0", "get_finished") == 1
+
+
+class NoRepr(Exception):
+    def __repr__(self) -> str:
+        raise RuntimeError("nothing to be said")
+
+
+class PanicError(BaseException):
+    """As a Rust extension's PanicException is."""
+
+
+@pytest.mark.parametrize(
+    "error", [asyncio.CancelledError(), PanicError("x"), SystemExit(1), NoRepr()], ids=lambda e: type(e).__name__
+)
+@pytest.mark.parametrize("method", METHODS)
+def test_whatever_a_tier_raises_is_contained(method: str, error: BaseException) -> None:
+    engine = Engine()
+    engine.tier.put(KEYS[9])
+
+    def fail(*_: object) -> None:
+        raise error
+
+    method = method.removesuffix("_late")
+    setattr(engine.tier, method, fail)
+    engine.store(KEYS[0])
+    engine.lookup(KEYS[9:10])
+    engine.lookup(KEYS[9:10])
+    engine.manager.touch(KEYS[:1])
+    assert list(engine.manager.take_events()) is not None
+    engine.manager.on_request_finished(REQ)
+    engine.manager.drain()
+    engine.manager.shutdown()
+    assert engine.counted("kvtiers_contained_errors_total", "tier0", method) >= 1
+
+
+def test_who_interrupts_is_heard() -> None:
+    engine = Engine()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for method in ("lookup", "touch", "get_finished"):
+        setattr(engine.tier, method, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        engine.manager.lookup(KEYS[0], REQ)
+    with pytest.raises(KeyboardInterrupt):
+        engine.manager.touch(KEYS[:1])
+    with pytest.raises(KeyboardInterrupt):
+        engine.manager.on_schedule_end()
+
+
+@pytest.mark.parametrize(
+    ("keys", "medium", "removed"),
+    [
+        (None, "X", False),
+        (7, "X", False),
+        ([7], "X", False),
+        ((KEYS[0],), None, False),
+        ((KEYS[0],), "X", np.array([True, False])),
+    ],
+)
+def test_an_event_that_is_none_is_contained_and_hides_no_other(keys: Any, medium: Any, removed: Any) -> None:
+    engine = Engine()
+    good = OffloadingEvent((KEYS[1],), "X", removed=True)
+    engine.tier.events = [OffloadingEvent(keys, medium, removed), good]
+    assert list(engine.manager.take_events()) == [good]
+    assert engine.counted("kvtiers_contained_errors_total", "tier0", "take_events") == 1
+
+
+def test_keys_of_an_event_may_be_anything_that_yields_them() -> None:
+    engine = Engine()
+    engine.tier.events = [OffloadingEvent(iter(KEYS[:2]), "X", removed=False)]  # type: ignore[arg-type]
+    assert list(engine.manager.take_events()) == [OffloadingEvent(tuple(KEYS[:2]), "X", removed=False)]
+
+
+def test_results_behind_one_that_is_none_count() -> None:
+    engine = Engine(auto=False)
+    for key in KEYS[:3]:
+        engine.store(key)
+    for job_id in list(engine.tier.jobs):
+        engine.tier.finish(job_id)
+    engine.tier.results.insert(1, None)  # type: ignore[arg-type]
+    engine.manager.on_schedule_end()
+    assert engine.counts.pinned == 0
+    assert engine.counted("kvtiers_contained_errors_total", "tier0", "get_finished") == 1
 
 
 def test_a_result_may_name_foreign_keys_and_only_its_own_count() -> None:

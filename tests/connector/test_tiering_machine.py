@@ -25,6 +25,7 @@ from connector.base import CPULoadStoreSpec
 from connector.eviction import create_policy
 from connector.primary import BlockState, CPUPrimaryTier, SlotCounts
 from connector.tiering import TieringOffloadingManager
+from connector.tiering_options import LOAD_DEADLINE_S as OWN_DEADLINE_S
 from connector.tiering_options import TieringOptions
 from tests.connector.scripted_tier import FakeClock, ScriptedTier, make_view, pattern, row
 from tests.identity import block_key
@@ -285,6 +286,7 @@ class TieringMachine(RuleBasedStateMachine):
             for tier in self.tiers:
                 for job_id in [job_id for job_id in tier.jobs if job_id not in self.forgotten]:
                     tier.finish(job_id)
+        self.clock.advance(OWN_DEADLINE_S)  # until then slots of jobs whose submission raised are out of use
         self.manager.on_schedule_end()
         counts = self.primary.slot_counts()
         assert counts.pinned + counts.pending + counts.quarantined == len(self._held())
