@@ -103,6 +103,16 @@ class GuardedTier:
             self.contain("get_finished", f"job {result.job_id}: success or successful_keys: {_shown(e)}")
             return frozenset()
 
+    def checked(self, result: JobResult, keys: Collection[OffloadKey]) -> JobResult:
+        """The result of a job of these keys, with values of the types that it should have."""
+        done = self.succeeded_in(result, keys)
+        try:
+            moved = float(result.transfer_time), int(result.transfer_bytes)
+        except Exception as e:  # noqa: BLE001 - as above
+            self.contain("get_finished", f"job {result.job_id}: transfer_time or transfer_bytes: {_shown(e)}")
+            moved = 0.0, 0
+        return JobResult(result.job_id, len(done) == len(set(keys)), tuple(done), *moved)
+
     def contain(self, where: str, what: str) -> None:
         """Count a tier's fault."""
         self._metrics.inc("kvtiers_contained_errors_total", self.name, where)

@@ -12,6 +12,7 @@ several: vLLM asks and fills its tiers one by one, so each gets an entry of its 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Any
@@ -21,12 +22,12 @@ from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadingMetricMetada
 from vllm.v1.kv_offload.tiering.base import JobResult as VllmJobResult
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager as VllmTier
 
-from connector.tier_guard import RAISED, GuardedTier
+from connector.tier_guard import RAISED, GuardedTier, load_deadline_s
 from connector.vllm import ending, hosts, translate
 from connector.vllm.metrics import StatsExporter, definitions
 from connector.vllm.pacing import Pacer
 from connector.vllm.prefix_order import PrefixOrder
-from tiers.base import JobResult, OffloadingEvent, SecondaryTierManager
+from tiers.base import JobMetadata, JobResult, OffloadingEvent, SecondaryTierManager
 from tiers.config import load_config
 from tiers.errors import ConfigError
 from tiers.file_mapper import FORMAT_VLLM_RAW
@@ -37,12 +38,15 @@ logger = logging.getLogger(__name__)
 
 translate.check_version()
 
+_DRAIN_POLL_S = 0.01
+
 
 class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed where mypy runs
     """One tier of ours, spoken to in vLLM's words. Scheduler thread only.
 
-    Nothing the tier raises reaches the engine after the start: a job that could not be handed over is reported as
-    failed, a lookup that raises is a miss.
+    Nothing the tier raises reaches the engine after the start: a lookup that raises is a miss. A job at which the tier
+    raised may have begun, and vLLM gives the slots of what is reported to others: it is reported as failed when the
+    tier's own deadline has passed, unless the tier reports it before.
 
     Args:
         offloading_spec, primary_kv_view, tier_type, backpressure_detector: from vLLM.
@@ -95,9 +99,12 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
         self._pacer = Pacer()
         self._order = PrefixOrder()
         self._loads: dict[int, Collection[OffloadKey]] = {}
-        self._stores: dict[int, int] = {}
+        self._stores: dict[int, Collection[OffloadKey]] = {}
+        self._raised: dict[int, float] = {}  # those of them at which the tier raised, and until when they are awaited
+        self._clock = time.monotonic
         self._ended: list[VllmJobResult] = []
         self._removed: list[OffloadingEvent] = []
+        self._not_stored = 0  # blocks of stores that ended while the tier was shut down
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:  # noqa: ARG003
@@ -107,9 +114,7 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
         if not self._role.loads:
             return LookupResult.MISS
         self._order.ask(key)
-        answer = self._guard.call("lookup", key, req_context)
-        if answer is RAISED:
-            return LookupResult.MISS
+        answer = self._guard.lookup(key, req_context)
         self._pacer.asked(answer)
         return translate.lookup_result(answer)
 
@@ -121,37 +126,49 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
         keys = list(job.keys)
         places = self._order.places(keys)
         job = replace(job, keys=[keys[i] for i in places], block_ids=np.asarray(job.block_ids)[places])
-        if self._guard.call("submit_store", job) is RAISED:
-            self._ended.append(VllmJobResult(job_id=job.job_id, success=False))
-        else:
-            self._stores[job.job_id] = len(job.keys)
+        self._stores[job.job_id] = job.keys
+        self._hand_over("submit_store", job)
 
     def submit_load(self, job_metadata: Any) -> None:
         job = translate.job_metadata(job_metadata)
-        if self._guard.call("submit_load", job) is RAISED:
-            self._ended.append(VllmJobResult(job_id=job.job_id, success=False))
-        else:
-            self._loads[job.job_id] = job.keys
+        self._loads[job.job_id] = job.keys
+        self._hand_over("submit_load", job)
+
+    def _hand_over(self, method: str, job: JobMetadata) -> None:
+        if self._guard.call(method, job) is RAISED:
+            self._raised[job.job_id] = self._clock() + load_deadline_s(self.tier)
 
     def get_finished_jobs(self) -> Iterable[VllmJobResult]:
+        self._hear_tier()
         results, self._ended = self._ended, []
-        for result in self._guard.collect("get_finished", JobResult):
-            keys = self._loads.pop(result.job_id, None)
-            # vLLM ends on a job it does not know, so an unknown or repeated one must not get there.
-            if keys is None and self._stores.pop(result.job_id, None) is None:
-                self._guard.contain("get_finished", f"job {result.job_id} is unknown or was reported before")
-                continue
-            if keys is not None and not result.success and self._publishes:
-                gone = tuple(set(keys) - set(result.successful_keys))
-                self._removed.append(OffloadingEvent(gone, self.tier_type, removed=True))
-            results.append(translate.job_result(result))
         return results
+
+    def _hear_tier(self) -> None:
+        for result in self._guard.collect("get_finished", JobResult):
+            # vLLM ends on a job it does not know, so an unknown or repeated one must not get there.
+            if self._guard.job_of(result, self._loads) is None and self._guard.job_of(result, self._stores) is None:
+                self._guard.contain_unknown(result)
+            else:
+                self._end(result)
+        now = self._clock()
+        for job_id in [job_id for job_id, until in self._raised.items() if now >= until]:
+            self._end(JobResult(job_id, success=False))
+
+    def _end(self, result: JobResult) -> None:
+        self._raised.pop(result.job_id, None)
+        is_load = result.job_id in self._loads
+        keys = (self._loads if is_load else self._stores).pop(result.job_id)
+        result = self._guard.checked(result, keys)
+        if is_load and not result.success and self._publishes:
+            gone = tuple(set(keys) - set(result.successful_keys))
+            self._removed.append(OffloadingEvent(gone, self.tier_type, removed=True))
+        self._ended.append(translate.job_result(result))
 
     def has_pending_work(self) -> bool:
         return bool(self._loads or self._stores or self._ended)
 
     def take_events(self) -> Iterable[Any]:
-        stored = self._guard.collect("take_events", OffloadingEvent)
+        stored = self._guard.take_events()
         if not self._publishes:
             return ()
         removed, self._removed = self._removed, []
@@ -172,6 +189,10 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
 
     def drain_jobs(self) -> None:
         self._guard.call("drain_jobs")
+        self._hear_tier()
+        while self._raised:  # vLLM is about to reuse all slots, and takes no job for unreported
+            time.sleep(_DRAIN_POLL_S)
+            self._hear_tier()
 
     def get_stats(self) -> Any:
         return self._stats.take()
@@ -182,8 +203,8 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
         rest_s = self._ending_s * (1 - ending.DRAIN_SHARE)
         if ending.call_within(self.tier.shutdown, rest_s, f"tier {self.tier_type}"):
             self._is_idle()
-        lost = sum(self._stores.values())
-        unreported = sum(blocks for job_id, blocks in self._stores.items() if job_id >= 0)  # the tier counts the others
+        unreported = sum(map(len, self._stores.values()))
+        lost = unreported + self._not_stored  # those the tier counts itself
         self._stores.clear()
         if lost:
             self._metrics.inc("kvtiers_stores_dropped_total", self.tier_type, "shutdown", by=unreported)
@@ -191,10 +212,11 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
 
     def _is_idle(self) -> bool:
         for result in self._guard.collect("get_finished", JobResult):
-            blocks = self._stores.pop(result.job_id, 0) - len(result.successful_keys)
-            if blocks > 0:
-                self._stores[-1 - result.job_id] = blocks  # under a number that no job has: ended, and not stored
-        return not any(job_id >= 0 for job_id in self._stores)
+            keys = self._guard.job_of(result, self._stores)
+            if keys is not None:
+                del self._stores[result.job_id]
+                self._not_stored += len(keys) - len(self._guard.succeeded_in(result, keys))
+        return self._stores.keys() <= self._raised.keys()
 
 
 def tier_options(tier: dict[str, Any] | None, config_file: str | None, index: int | None = None) -> dict[str, Any]:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from vllm.v1.kv_offload.base import LookupResult, ScheduleEndContext
+from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
+from connector.tiering_options import LOAD_GRACE_S
 from connector.vllm import hosts, translate
 from connector.vllm.prefix_order import PrefixOrder
 from connector.vllm.tier import tier_options
+from tests.connector.scripted_tier import FakeClock
 from tests.vllm.engines import keys, offloading_config, request, spied_stores
 from tests.waiting import wait_for
-from tiers.base import JobResult
+from tiers.base import JobResult, OffloadingEvent
 from tiers.errors import ConfigError
 from tiers.keys import OffloadKey
 
@@ -44,6 +49,11 @@ class Engine:
         self.manager.on_schedule_end(STEP)
 
     def store(self, some: list[OffloadKey], fill: int = 1) -> None:
+        context = self.begin_store(some, fill)
+        self.settle()
+        self.manager.on_request_finished(context)
+
+    def begin_store(self, some: list[OffloadKey], fill: int = 1) -> Any:
         context = request(f"store-{fill}")
         self.manager.on_new_request(context)
         output = self.manager.prepare_store(some, context)
@@ -51,8 +61,7 @@ class Engine:
         for index, slot in enumerate(output.store_spec.block_ids):
             self.view[slot * 4096 : (slot + 1) * 4096] = bytes([fill + index]) * 4096
         self.manager.complete_store(set(some), context)
-        self.settle()
-        self.manager.on_request_finished(context)
+        return context
 
     def settle(self) -> None:
         def idle() -> bool:
@@ -235,22 +244,99 @@ def test_metrics_are_defined_before_they_are_used(engines: Any, tmp_path: Path) 
 def test_shutdown_counts_what_was_not_stored(engines: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = engines("slow", on_folder(tmp_path))
     tier = engine.tier
-    tier._stores[99] = 7
+    tier._stores[99] = keys(7)
     with caplog.at_level("WARNING", logger="connector.vllm.tier"):
         tier.shutdown()
     assert "7 blocks were not stored" in caplog.text
 
 
-def test_what_a_tier_raises_stays_out_of_the_engine(engines: Any, tmp_path: Path) -> None:
+def out_of_order(*_: Any) -> Any:
+    raise RuntimeError("out of order")
+
+
+def test_what_a_tier_raises_stays_out_of_the_engine(
+    engines: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = engines("broken", on_folder(tmp_path))
-
-    def fail(*_: Any) -> Any:
-        raise RuntimeError("out of order")
-
+    clock = FakeClock()
+    monkeypatch.setattr(engine.tier, "_clock", clock)
     for name in ("lookup", "submit_store", "submit_load"):
-        setattr(engine.tier.tier, name, fail)
-    engine.store(keys(2))
+        setattr(engine.tier.tier, name, out_of_order)
+    engine.begin_store(keys(2))
+    for _ in range(3):
+        engine.step()
+        assert engine.manager.has_pending_work()  # it may have begun: its slots are nobody else's yet
+    clock.advance(engine.tier.tier.job_deadline_s + LOAD_GRACE_S)
+    engine.settle()
     assert engine.find(keys(2, first=50)) == [LookupResult.MISS] * 2
+
+
+@pytest.mark.parametrize("end", ["reported", "deadline", "drained"])
+@pytest.mark.parametrize("method", ["submit_store", "submit_load"])
+def test_a_job_that_raised_when_it_was_begun_is_reported_once_it_has_ended(
+    engines: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, end: str
+) -> None:
+    engine = engines("late", on_folder(tmp_path))
+    tier = engine.tier
+    clock = FakeClock()
+    monkeypatch.setattr(tier, "_clock", clock)
+    monkeypatch.setattr(tier.tier, method, out_of_order)
+    monkeypatch.setattr(tier.tier, "get_finished", lambda: ())
+    getattr(tier, method)(TransferJob(7, keys(2), np.arange(2), method == "submit_load", request("r")))
+    assert list(tier.get_finished_jobs()) == []
+    assert tier.has_pending_work()
+    if end == "reported":
+        monkeypatch.setattr(tier.tier, "get_finished", lambda: [JobResult(7, False, (keys(1)[0],))])
+    elif end == "deadline":
+        clock.advance(tier.tier.job_deadline_s + LOAD_GRACE_S)
+    else:
+        monkeypatch.setattr(time, "sleep", clock.advance)
+        tier.drain_jobs()  # vLLM reuses all slots then: what is not known to have ended is waited for
+    (result,) = tier.get_finished_jobs()
+    assert (result.job_id, result.success) == (7, False)
+    assert set(result.successful_keys or ()) == (set(keys(1)) if end == "reported" else set())
+    monkeypatch.setattr(tier.tier, "get_finished", lambda: [JobResult(7, True)])
+    clock.advance(100)
+    assert list(tier.get_finished_jobs()) == []
+    assert not tier.has_pending_work()
+
+
+@pytest.mark.parametrize(
+    ("result", "succeeded"),
+    [
+        (JobResult(7, np.True_), [0, 1]),  # type: ignore[arg-type]
+        (JobResult(7, np.array([True, False]), tuple(keys(2))), []),  # type: ignore[arg-type]
+        (JobResult(7, False, None), []),  # type: ignore[arg-type]
+        (JobResult(7, False, 5), []),  # type: ignore[arg-type]
+        (JobResult(7, False, (keys(1)[0], keys(1, first=50)[0])), [0]),
+        (JobResult(7, True, transfer_time="soon", transfer_bytes=None), [0, 1]),  # type: ignore[arg-type]
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("method", ["submit_store", "submit_load"])
+def test_a_result_of_odd_values_reaches_vllm_as_it_takes_them(
+    engines: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, result: JobResult, succeeded: list[int]
+) -> None:
+    tier = engines("odd", {**on_folder(tmp_path), "enable_kv_events": True}, enable_kv_cache_events=True).tier
+    monkeypatch.setattr(tier.tier, method, lambda job: None)
+    monkeypatch.setattr(tier.tier, "get_finished", lambda: [JobResult([], True), result])  # type: ignore[arg-type]
+    getattr(tier, method)(TransferJob(7, keys(2), np.arange(2), method == "submit_load", request("r")))
+    (told,) = tier.get_finished_jobs()
+    assert told.success is (succeeded == [0, 1])
+    assert told.success or set(told.successful_keys or ()) == {keys(2)[index] for index in succeeded}
+    assert (type(told.transfer_time), type(told.transfer_bytes)) == (float, int)
+    assert tier._guard._metrics.value("kvtiers_contained_errors_total", "fs", "get_finished") >= 1
+
+
+def test_events_and_answers_that_are_none_do_not_reach_vllm(
+    engines: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = engines("odd", on_folder(tmp_path), enable_kv_cache_events=True).tier
+    events = [OffloadingEvent(None, "X", removed=False), OffloadingEvent(tuple(keys(1)), "X", removed=False)]  # type: ignore[arg-type]
+    monkeypatch.setattr(tier.tier, "take_events", lambda: events)
+    assert [event.keys for event in tier.take_events()] == [keys(1)]
+    monkeypatch.setattr(tier.tier, "lookup", lambda key, context: np.array([True, False]))
+    assert tier.lookup(keys(1)[0], request("r")) is LookupResult.MISS
 
 
 def test_a_result_nobody_asked_for_does_not_reach_vllm(engines: Any, tmp_path: Path) -> None:
