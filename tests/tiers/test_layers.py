@@ -26,10 +26,12 @@ from tiers.layers.measure import MeasureStore, Observation
 from tiers.layers.retry import RetryOptions, RetryStore
 from tiers.store import (
     KeyInfo,
+    NamesBlocks,
     Store,
     SupportsDeleteMany,
     SupportsFreeBytes,
     SupportsGetMany,
+    SupportsPrepare,
     SupportsQuarantine,
     SupportsSizeMany,
     SupportsSweep,
@@ -57,6 +59,8 @@ PROTOCOLS: dict[str, type] = {
     "touch": SupportsTouch,
     "sweep": SupportsSweep,
     "free_bytes": SupportsFreeBytes,
+    "is_block": NamesBlocks,
+    "prepare": SupportsPrepare,
 }
 
 

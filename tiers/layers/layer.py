@@ -19,6 +19,8 @@ T = TypeVar("T")
 #: Methods of the optional protocols. What a batch's outcome says of one key is in its place, not raised.
 BATCH_METHODS: Final = ("size_many", "delete_many", "get_many_into")
 SINGLE_METHODS: Final = ("get_tail", "quarantine", "touch", "sweep", "free_bytes")
+#: These ask no storage, so there is nothing to change about them.
+PASSED_METHODS: Final = ("is_block", "prepare")
 
 
 class Layer(Store):
@@ -40,6 +42,9 @@ class Layer(Store):
         for name in BATCH_METHODS:
             if hasattr(inner, name):
                 setattr(self, name, partial(self._batch, name))
+        for name in PASSED_METHODS:
+            if hasattr(inner, name):
+                setattr(self, name, getattr(inner, name))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.inner!r})"
