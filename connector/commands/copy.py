@@ -65,8 +65,10 @@ def migrate(
 
     Between format: vllm-raw and sealed-1 blocks are named and sealed anew.
     """
-    source = _choose("migrate", open_places("migrate", config, None), from_tier, 0)
-    target = _choose("migrate", open_places("migrate", target_config or config, None), to_tier, -1)
+    places = open_places("migrate", config, None)
+    source = _choose("migrate", places, from_tier, 0)
+    targets = places if target_config is None else open_places("migrate", target_config, None)
+    target = _choose("migrate", targets, to_tier, -1)
     _copy("migrate", source, target, [""], as_json)
 
 

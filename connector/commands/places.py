@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,7 +92,7 @@ def _check_is_there(folder: str, name: str) -> None:
         raise store_error(e, "") from e
 
 
-def find_prefixes(config: Path, tier: str | None) -> list[Place]:
+def find_prefixes(config: Path, tier: str | None, tell: Callable[[str], None]) -> list[Place]:
     """The prefixes of SharedStorageConnector beside the blocks of ``find_places``.
 
     Raises:
@@ -100,7 +100,7 @@ def find_prefixes(config: Path, tier: str | None) -> list[Place]:
     """
     found: list[Place] = []
     reasons = []
-    for place in find_places(config, tier):
+    for place in find_places(config, tier, tell):
         try:
             prefixes = place_of_prefixes(place.config)
         except ConfigError as e:
@@ -112,8 +112,11 @@ def find_prefixes(config: Path, tier: str | None) -> list[Place]:
     return found
 
 
-def find_places(config: Path, tier: str | None) -> list[Place]:
+def find_places(config: Path, tier: str | None, tell: Callable[[str], None]) -> list[Place]:
     """The tiers of a YAML file whose storage outlives a process, or the one of that name.
+
+    Args:
+        tell: takes which tiers are left out, where none is named.
 
     Raises:
         ConfigError: the file is not accepted, there is no such tier, or its store cannot be made by a command.
@@ -130,6 +133,8 @@ def find_places(config: Path, tier: str | None) -> list[Place]:
         if others:
             what = f"that a command can look into, as {', '.join(others)} is not kvtiers' own"
         raise ConfigError(f"{config} has no tier {what}: nothing to look into", field="tiers")
+    if others and tier is None:
+        tell(f"left out: {', '.join(others)}, which is not kvtiers' own")
     if tier is not None:
         names = ", ".join(place.name for place in found)
         found = [place for place in found if place.name == tier]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Protocol, runtime_checkable
 
@@ -156,11 +157,11 @@ def open_places(
     command: str,
     config: Path,
     tier: str | None,
-    find: Callable[[Path, str | None], list[Place]] = find_places,
+    find: Callable[[Path, str | None, Callable[[str], None]], list[Place]] = find_places,
 ) -> list[Place]:
     """As ``find``; bad input ends the command."""
     try:
-        return find(config, tier)
+        return find(config, tier, partial(complain, command))
     except KVTiersError as e:
         complain(command, str(e))
         raise typer.Exit(EXIT_BAD_INPUT) from e

@@ -288,3 +288,19 @@ def test_names_that_are_no_blocks(name: str) -> None:
 def test_sizes_and_ages_in_words() -> None:
     assert [human_bytes(n) for n in (0, 1023, 1536, 5 << 40)] == ["0 B", "1023 B", "1.5 KiB", "5.0 TiB"]
     assert [human_age(s) for s in (-1, 90, 600, 7300, 172_800)] == ["0s", "90s", "10min", "2h", "2d"]
+
+
+@pytest.mark.parametrize("command", ["ls", "du", "verify", "warm"])
+def test_a_tier_that_is_not_looked_into_is_named(root: Path, command: str) -> None:
+    path = root.parent / "theirs.yaml"
+    fs = [
+        f"- {{type: fs, name: {name}, root_dir: {path}, min_free: 0}}"
+        for name, path in (("near", root), ("far", f"{root}-2"))
+    ]
+    LocalStore(f"{root}-2").close()
+    path.write_text("\n".join(["region: {size: 1MiB}", "tiers:", "- {type: Mine, module_path: mine}", *fs, ""]))
+    result = CliRunner().invoke(app, [command, str(path)])
+    assert f"kvtiers {command}: left out: Mine, which is not kvtiers' own" in result.stderr
+    assert "left out" not in result.stdout
+    if command != "warm":
+        assert "left out" not in CliRunner().invoke(app, [command, str(path), "--tier", "near"]).stderr
