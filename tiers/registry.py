@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -73,7 +74,10 @@ class SecondaryTierFactory:
         try:
             return tier_class(offloading_spec, primary_kv_view, tier_type, **options)
         except TypeError as e:
-            raise ConfigError(f"options do not fit: {e}", field=f"tier {tier_type!r}") from e
+            # Where the call itself is refused, no frame of the constructor is in the traceback.
+            is_refused = e.__traceback__ is None or e.__traceback__.tb_next is None
+            said = f"options do not fit: {e}" if is_refused else f"cannot be made: TypeError: {e}"
+            raise ConfigError(said, field=f"tier {tier_type!r}") from e
 
     @classmethod
     def find_class(cls, tier_type: str, module_path: str | None = None) -> type[SecondaryTierManager]:
@@ -111,4 +115,6 @@ def _as_class(loaded: object, tier_type: str) -> type[SecondaryTierManager]:
         raise ConfigError(f"tier {tier_type!r} is {loaded!r}, not a class", field="type")
     if not issubclass(loaded, SecondaryTierManager):
         raise ConfigError(f"{loaded} is no SecondaryTierManager", field="type")
+    if inspect.isabstract(loaded):
+        raise ConfigError(f"{loaded} lacks {', '.join(sorted(loaded.__abstractmethods__))}", field="type")
     return loaded

@@ -36,6 +36,21 @@ class NullTier(SecondaryTierManager):
         return []
 
 
+class Half(SecondaryTierManager):
+    """A tier that lacks most of what one has."""
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext | None = None) -> bool | None:
+        return False
+
+
+class Careless(NullTier):
+    """A tier whose own code fails with a TypeError."""
+
+    def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type)
+        self.width = "1" + len(tier_type)  # type: ignore[operator]
+
+
 @pytest.fixture
 def view() -> memoryview:
     return memoryview(bytearray(8192)).cast("b", (2, 4096))
@@ -45,6 +60,7 @@ def view() -> memoryview:
 def plugin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     module = ModuleType("my_tiers")
     module.NullTier = NullTier  # type: ignore[attr-defined]
+    module.Half, module.Careless = Half, Careless  # type: ignore[attr-defined]
     module.not_a_class = 3  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "my_tiers", module)
     (tmp_path / "broken_tiers.py").write_text("1 / 0")
@@ -106,6 +122,11 @@ def test_by_entry_point(view: memoryview, plugin: str, monkeypatch: pytest.Monke
         ({"type": "Missing", "module_path": "my_tiers"}, "has no class 'Missing'"),
         ({"type": "not_a_class", "module_path": "my_tiers"}, "not a class"),
         ({"type": "NullTier", "module_path": "my_tiers", "flavour": 1}, "options do not fit: .*flavour"),
+        ({"type": "Half", "module_path": "my_tiers"}, r"Half.* lacks get_finished, submit_load, submit_store$"),
+        (
+            {"type": "Careless", "module_path": "my_tiers"},
+            r"tier 'Careless': cannot be made: TypeError: can only concat",
+        ),
         ({"type": "fs"}, "root_dir"),
         ({"type": "fs", "root_dir": "/x", "bogus": 1}, "bogus: is no key"),
         ({"type": "ModuleType", "module_path": "types"}, "is no SecondaryTierManager"),
