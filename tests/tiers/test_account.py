@@ -245,6 +245,19 @@ def test_nothing_is_stored_before_somebody_has_measured() -> None:
     assert stored_bytes(store) == 1
 
 
+def test_the_bound_holds_over_a_store_that_does_not_say_whether_it_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, bounded, clock = make()
+    measure(store, clock())
+    put = store.put
+    monkeypatch.setattr(
+        store, "put", lambda key, parts, *, overwrite=False: put(key, parts, overwrite=overwrite) and None
+    )
+    for n in range(10):
+        bounded.put(f"b{n}", as_parts(bytes(100)))
+    with pytest.raises(StoreFullError):
+        bounded.put("b10", as_parts(b"1"))
+
+
 def test_the_bound_is_reached_and_not_passed() -> None:
     store, bounded, clock = make()
     measure(store, clock())

@@ -37,7 +37,7 @@ class BoundedStore(Layer):
         size = parts_size(parts)
 
         def put_bytes(published: bool) -> int:
-            return size if published else 0  # it was there already
+            return 0 if published is False else size  # only a clear no: a store may not say
 
         return self._within(size, key, lambda: self.inner.put(key, parts, overwrite=overwrite), put_bytes)
 
