@@ -35,7 +35,8 @@ class GuardedTier:
 
     def __init__(self, tier: SecondaryTierManager, metrics: Metrics) -> None:
         self.tier = tier
-        self.name = str(getattr(tier, "name", None) or tier.tier_type)  # whatever it is: labels are text
+        own = getattr(tier, "name", None)
+        self.name = tier.tier_type if own in (None, "") else str(own)  # labels are text
         self._metrics = metrics
         self._logged: set[str] = set()
 

@@ -144,7 +144,8 @@ class StoreTierManager(SecondaryTierManager):
         if mapper is None:
             mapper = FileMapper.from_offloading_spec("", offloading_spec, extra_fields=strict_fields(offloading_spec))
         options = options or TierOptions()
-        self.name = options.name or tier_type
+        # YAML makes a number of ``name: 1``; what shows metrics takes text only.
+        self.name = tier_type if options.name in (None, "") else str(options.name)
         self.job_deadline_s = options.job_deadline_s
         self._rows = Rows(primary_kv_view)
         self.takes_stores = not options.read_only

@@ -1289,3 +1289,12 @@ def test_tiers_are_shut_down_where_no_thread_is_to_be_had(monkeypatch: pytest.Mo
     engine.manager.shutdown()
     assert all("shutdown" in tier.calls for tier in engine.tiers)
     assert engine.counts.pinned == 0
+
+
+def test_a_tiers_name_is_text_in_metrics() -> None:
+    engine = Engine()
+    engine.tier.name = 1  # type: ignore[attr-defined]
+    engine.tier.raising.add("touch")
+    manager = TieringOffloadingManager(engine.primary, [engine.tier])
+    manager.touch(KEYS[:1])
+    assert engine.counted("kvtiers_contained_errors_total", "1", "touch") == 1
