@@ -218,7 +218,12 @@ class BlockMover:
             for (key, block), trailer in zip(pairs, trailers, strict=True)
         ]
         suspect = []
-        for (key, block), trailer, error in zip(pairs, trailers, store.get_many_into(requests), strict=True):
+        outcomes: list[Exception | None]
+        try:
+            outcomes = store.get_many_into(requests)
+        except StoreError as e:  # of the call: a layer refuses it, say
+            outcomes = [e] * len(requests)
+        for (key, block), trailer, error in zip(pairs, trailers, outcomes, strict=True):
             try:
                 if error is not None:
                     raise error
@@ -236,6 +241,8 @@ class BlockMover:
                 self._book_load(key, True, batch)
                 continue
             self._book_load(key, False, batch)
+        # What was raised here knows this frame, and so the rows: a region could not be unmapped before the next gc.
+        outcomes, error = [], None
         return suspect
 
     def _load_one(self, key: OffloadKey, row: memoryview, trailer: bytearray, batch: Batch) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
 import random
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -1010,3 +1012,52 @@ def test_after_shutdown_the_region_can_be_unmapped(bench: Bench) -> None:
     del bench.region
     view.release()
     area.close()
+
+
+class ManyAtOnce(MemoryStore):
+    """Answers a batch of loads as a whole: as a layer that refuses the call does."""
+
+    error: StoreError | None = None
+
+    def get_many_into(self, requests: Sequence[tuple[str, Sequence[memoryview]]]) -> list[Exception | None]:
+        if self.error is not None:
+            raise self.error
+        for request in requests:
+            self.get_into(*request)
+        return [None] * len(requests)
+
+
+def test_a_batch_of_loads_that_fails_as_a_whole_cuts_its_tier_off() -> None:
+    store = ManyAtOnce()
+    bench = Bench(lambda: store)
+    tier = bench.tier(circuit_failures=3)
+    assert bench.store(tier, KEYS[:4]).success
+    store.error = StoreUnavailableError("connection refused")
+    for _ in range(3):
+        assert bench.load(tier, KEYS[:4]) == JobResult(bench.job_id, False, (), transfer_time=ANY)
+    assert tier.circuit_state == "open"
+    assert tier.metrics.value("kvtiers_store_errors_total", "test", "load", "StoreUnavailableError") >= 6
+    tier.shutdown()
+
+
+def test_a_batch_that_fails_as_a_whole_holds_no_rows() -> None:
+    store = ManyAtOnce()
+    store.error = StoreUnavailableError("connection refused")
+    rows = bytearray(ROWS * ROW_BYTES)
+    tier = StoreTierManager(FakeSpec(), memoryview(rows).cast("b", (ROWS, ROW_BYTES)), "test", store=store)
+    gc.disable()
+    try:
+        Bench(lambda: store).load(tier, KEYS[:4])
+        tier.primary_kv_view.release()
+        tier.shutdown()
+        store.error = None  # it was raised, and is known by no other
+        rows.extend(b"x")  # a BufferError where somebody still has a view
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(("name", "label"), [(1, "1"), (0, "0"), (None, "test"), ("", "test")])
+def test_a_tiers_name_is_text_whatever_yaml_makes_of_it(name: Any, label: str) -> None:
+    tier = Bench(MemoryStore).tier(name=name)
+    assert tier.name == label
+    tier.shutdown()
