@@ -101,7 +101,7 @@ class GuardedTier:
         try:
             return frozenset(keys if result.success else set(keys).intersection(result.successful_keys or ()))
         except Exception as e:  # noqa: BLE001 - whatever a tier calls its keys, its job has ended
-            self.contain("get_finished", f"job {result.job_id}: success or successful_keys: {_shown(e)}")
+            self.contain("get_finished", f"job {_shown(result.job_id)}: success or successful_keys: {_shown(e)}")
             return frozenset()
 
     def checked(self, result: JobResult, keys: Collection[OffloadKey]) -> JobResult:
@@ -110,7 +110,7 @@ class GuardedTier:
         try:
             moved = float(result.transfer_time), int(result.transfer_bytes)
         except Exception as e:  # noqa: BLE001 - as above
-            self.contain("get_finished", f"job {result.job_id}: transfer_time or transfer_bytes: {_shown(e)}")
+            self.contain("get_finished", f"job {_shown(result.job_id)}: transfer_time or transfer_bytes: {_shown(e)}")
             moved = 0.0, 0
         return JobResult(result.job_id, len(done) == len(set(keys)), tuple(done), *moved)
 

@@ -71,9 +71,9 @@ class TieringOffloadingManager(OffloadingManager):
         self._jobs: dict[int, Job] = {}
         self._raised: dict[int, float] = {}  # jobs whose submission raised, and until when they are awaited
         load_blocks_max = math.ceil(self._options.load_share * primary.num_blocks / max(1, len(self._tiers)))
+        self._deadlines_s = [load_deadline_s(tier) for tier in tiers]  # once: it raises
         self._loads = [
-            TierLoads(load_blocks_max, min(self._options.load_deadline_s, load_deadline_s(tier.tier)))
-            for tier in self._tiers
+            TierLoads(load_blocks_max, min(self._options.load_deadline_s, own_s)) for own_s in self._deadlines_s
         ]
         self._requests: OrderedDict[str, Request] = OrderedDict()  # the one asked of last is last
         self._failed: OrderedDict[tuple[OffloadKey, int], float] = OrderedDict()  # when which tier's load; oldest first
@@ -408,10 +408,9 @@ class TieringOffloadingManager(OffloadingManager):
         self._jobs[job_id] = job
         keys = tuple(block.key for block in job.blocks)
         slots = np.array([block.slot for block in job.blocks], dtype=np.int32)
-        tier = self._tiers[job.tier]
-        if tier.call(method, JobMetadata(job_id, keys, slots, req_context)) is RAISED:
+        if self._tiers[job.tier].call(method, JobMetadata(job_id, keys, slots, req_context)) is RAISED:
             # It may have begun some blocks before: freed now, a slot would be filled under its next owner.
-            self._raised[job_id] = self._clock() + load_deadline_s(tier.tier)
+            self._raised[job_id] = self._clock() + self._deadlines_s[job.tier]
             if job.request is not None:
                 self._end_wait(job, job.blocks)
                 self.primary.quarantine(job.blocks)

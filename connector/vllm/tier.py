@@ -92,6 +92,7 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
         self.tier: SecondaryTierManager = SecondaryTierFactory.create_secondary_tier(options, primary_kv_view, spec)
         # vLLM ends its tiers one after the other.
         self._ending_s = ending.BUDGET_S / max(1, len(getattr(offloading_spec, "secondary_tier_configs", ())))
+        self._deadline_s = load_deadline_s(self.tier)
         self._guard = GuardedTier(self.tier, spec.metrics)
         self._metrics = spec.metrics
         self._stats = StatsExporter(spec.metrics)
@@ -136,7 +137,7 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
 
     def _hand_over(self, method: str, job: JobMetadata) -> None:
         if self._guard.call(method, job) is RAISED:
-            self._raised[job.job_id] = self._clock() + load_deadline_s(self.tier)
+            self._raised[job.job_id] = self._clock() + self._deadline_s
 
     def get_finished_jobs(self) -> Iterable[VllmJobResult]:
         self._hear_tier()
