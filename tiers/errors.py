@@ -124,6 +124,7 @@ class StoreError(KVTiersError):
     """
 
     retryable: ClassVar[bool] = False
+    key: str = ""  # also of a subclass of other people that does not call this constructor
 
     def __init__(self, message: str, *, key: str = "") -> None:
         self.key = key

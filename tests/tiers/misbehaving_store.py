@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tiers import errors
+from tiers.errors import StoreUnavailableError
 from tiers.store import Capabilities, KeyInfo, Store
 from tiers.stores.local import LocalStore
 
@@ -31,6 +32,50 @@ class HeldStore(LocalStore):
         while os.path.exists(f"{self.root_dir}.hold"):
             time.sleep(0.01)
         return super().put(key, parts, overwrite=overwrite)
+
+
+class Number:
+    """What numpy's scalars are to JSON: no number, and with an ``item`` that is one."""
+
+    def __init__(self, value: int | bool) -> None:
+        self._value = value
+
+    def item(self) -> int | bool:
+        return self._value
+
+
+class TheirError(StoreUnavailableError):
+    """Does not call its base's constructor."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+
+class OddStore(LocalStore):
+    """A store whose answers are not what a worker can send as they are."""
+
+    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
+        return Number(super().put(key, parts, overwrite=overwrite))  # type: ignore[return-value]
+
+    def size(self, key: str) -> int | None:
+        size = super().size(key)
+        return object() if key == "object" else size and Number(size)  # type: ignore[return-value]
+
+    def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
+        if key == "their/error":
+            raise TheirError(404)
+        if key == "bytes/key":
+            raise errors.BlobNotFoundError("none", key=key.encode())  # type: ignore[arg-type]
+        super().get_into(key, parts)
+
+    def get_tail(self, key: str, length: int) -> tuple[int, bytes] | None:
+        return 5  # type: ignore[return-value]
+
+    def get_many_into(self, requests: Sequence[tuple[str, Sequence[memoryview]]]) -> list[Exception | None]:
+        raise StoreUnavailableError("connection refused")
+
+    def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
+        yield KeyInfo(b"key", 0, 0.0)  # type: ignore[arg-type]
 
 
 class PlainStore(Store):

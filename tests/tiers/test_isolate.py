@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from tests.leaks import open_fds
-from tests.tiers.misbehaving_store import OptionsDataclass, PlainStore
+from tests.tiers.misbehaving_store import OddStore, OptionsDataclass, PlainStore
 from tests.waiting import deadline, wait_for
 from tiers.errors import (
     BlobNotFoundError,
@@ -319,6 +319,30 @@ def test_errors_keep_their_class_key_and_text(make: Callable[..., ProcessIsolate
 def test_what_is_no_store_error_becomes_one(make: Callable[..., ProcessIsolatedStore]) -> None:
     with pytest.raises(StoreError, match="ZeroDivisionError"):
         make(PlainStore).put("raise/ZeroDivisionError", as_parts(b""))
+
+
+def test_odd_answers_cost_no_worker(make: Callable[..., ProcessIsolatedStore]) -> None:
+    store = make(OddStore, n_workers=1)
+    assert store.put("f/a", as_parts(b"1234")) is True
+    assert store.size("f/a") == 4
+    with pytest.raises(StoreError, match="object is not JSON serializable"):
+        store.size("object")
+    with pytest.raises(StoreUnavailableError, match="404"):
+        fetch(store, "their/error", 1)
+    with pytest.raises(BlobNotFoundError, match="none") as caught:
+        fetch(store, "bytes/key", 1)
+    assert caught.value.key == "b'bytes/key'"
+    assert isinstance(store, SupportsGetMany)
+    assert isinstance(store, SupportsTail)
+    for size in (4, 4 << 20):  # by the socket, and by the bounce file
+        outcomes = store.get_many_into([(key, [memoryview(bytearray(size))]) for key in ("f/a", "f/b")])
+        assert [type(outcome) for outcome in outcomes] == [StoreUnavailableError] * 2
+    with pytest.raises(StoreError, match="TypeError"):
+        store.get_tail("f/a", 1)
+    with pytest.raises(StoreError, match="bytes is not JSON serializable"):
+        list_keys(store)
+    assert fetch(store, "f/a", 4) == b"1234"
+    assert store.kills == 0
 
 
 def test_a_subclass_of_other_people_arrives_as_what_it_is_one_of() -> None:

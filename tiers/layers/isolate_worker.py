@@ -48,8 +48,16 @@ _TOUCH_BYTES = 64 << 20  # a millisecond or two, which a request may have to wai
 
 def send_frame(sock: socket.socket, content: object, raw: bytes = b"") -> None:
     """Send one frame."""
-    text = json.dumps(content, separators=(",", ":")).encode()
+    text = json.dumps(content, separators=(",", ":"), default=_as_plain).encode()
     sock.sendall(b"".join((_LENGTHS.pack(len(text), len(raw)), text, raw)))
+
+
+def _as_plain(value: Any) -> object:
+    """A number of numpy's, which a store may well answer with, as Python's."""
+    try:
+        return value.item()
+    except (AttributeError, TypeError, ValueError):
+        raise TypeError(f"{type(value).__name__} is not JSON serializable") from None
 
 
 def receive_frame(sock: socket.socket, wait: Callable[[], None] = lambda: None) -> tuple[Any, memoryview]:
@@ -85,7 +93,8 @@ def encode_error(error: BaseException) -> list[str]:
         return ["StoreError", f"{type(error).__name__}: {error}", ""]
     # A store of other people may have a subclass of its own, which the parent need not know.
     name = next(cls.__name__ for cls in type(error).__mro__ if cls.__module__ == errors.__name__)
-    return [name, str(error).removesuffix(f" (key {error.key!r})"), error.key]
+    key = error.key if isinstance(error.key, str) else repr(error.key)
+    return [name, str(error).removesuffix(f" (key {error.key!r})"), key]
 
 
 def decode_error(encoded: Sequence[str]) -> StoreError:
@@ -200,21 +209,23 @@ class _Worker:
         operation, arguments, bounce_bytes = request
         if operation == "keys":
             for page in self._pages(*arguments):
-                send_frame(sock, page)
+                if not _send_answer(sock, page):
+                    return
             return
+        n_outcomes = len(arguments) if operation in ("put", "get") else 1
         answer: tuple[object, object]
         back = b""
         try:
             self._open()
         except Exception as e:  # noqa: BLE001 - a process's edge: whatever it was, the caller must hear of it
-            answer = None, [encode_error(e)] * (len(arguments) if operation in ("put", "get") else 1)
+            answer = None, [encode_error(e)] * n_outcomes
         else:
             if bounce_bytes:
                 with mmap.mmap(self._config["bounce_fd"], bounce_bytes) as bounce:
                     answer, _ = self._answer(operation, arguments, memoryview(bounce))
             else:
                 answer, back = self._answer(operation, arguments, raw)
-        send_frame(sock, answer, back)
+        _send_answer(sock, answer, back, n_outcomes)
 
     def _open(self) -> None:
         if self._store is None:
@@ -248,10 +259,11 @@ class _Worker:
                 value = find_object(module, name)(store, self._region, argument, outside)
             else:
                 value = getattr(self, f"_{operation}")(*arguments)
+            if operation == "get_tail" and value is not None:
+                size, tail = value
+                return (size, [None]), tail
         except Exception as e:  # noqa: BLE001 - a process's edge: whatever it was, the caller must hear of it
             return (None, [encode_error(e)]), b""
-        if operation == "get_tail" and value is not None:
-            return (value[0], [None]), value[1]
         return (value, [None]), b""
 
     def _get(self, arguments: Any, outside: memoryview) -> tuple[tuple[object, object], bytes]:
@@ -265,8 +277,11 @@ class _Worker:
             parts, rest = self._parts(segments, rest)
             requests.append((key, parts))
         if len(requests) > 1 and hasattr(self._store, "get_many_into"):
-            many = self._store.get_many_into(requests)
-            failures = [None if failure is None else encode_error(failure) for failure in many]
+            try:
+                many = self._store.get_many_into(requests)
+                failures = [None if failure is None else encode_error(failure) for failure in many]
+            except Exception as e:  # noqa: BLE001 - a process's edge: whatever it was, the caller must hear of it
+                failures = [encode_error(e)] * len(requests)
         else:
             failures = [_outcome(self._store.get_into, key, parts) for key, parts in requests]
         return (None, failures), b"" if bounced else bytes(outside)
@@ -316,6 +331,16 @@ class _Worker:
             yield None, [encode_error(e)]
         else:
             yield [], [None]
+
+
+def _send_answer(sock: socket.socket, answer: tuple[object, object], raw: bytes = b"", n_outcomes: int = 1) -> bool:
+    """Send an answer, or in its place why it cannot be sent (False)."""
+    try:
+        send_frame(sock, answer, raw)
+    except (TypeError, ValueError) as e:  # nothing was sent: the whole frame is made before
+        send_frame(sock, (None, [encode_error(e)] * n_outcomes))
+        return False
+    return True
 
 
 def _outcome(call: Callable[..., object], *arguments: Any, **options: Any) -> list[str] | None:
