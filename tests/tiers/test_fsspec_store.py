@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 import fsspec
 import pytest
+from fsspec.implementations.http import HTTPFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from moto.core.models import DEFAULT_ACCOUNT_ID
@@ -38,7 +39,7 @@ from tiers.errors import (
 from tiers.open_store import open_store
 from tiers.store import Store, SupportsSizeMany, SupportsTail
 from tiers.stores.fsspec import FsspecStore
-from tiers.stores.fsspec_driver import check_drivers, mtime_of
+from tiers.stores.fsspec_driver import check_drivers, lists_trees, mtime_of
 from tiers.stores.local import LocalStore
 from tiers.testing.contract import StoreContract, as_parts, fetch, list_keys, make_data, run_in_threads
 from tiers.testing.http_faults import Fault, HttpFaultServer
@@ -433,6 +434,94 @@ def test_what_has_no_size_when_it_is_asked_for_is_passed_over(monkeypatch: pytes
     monkeypatch.setattr(MemoryFileSystem, "info", info_of_one)
     monkeypatch.setattr("tiers.stores.fsspec.LISTED_DEPTH", 0)
     assert [(each.key, each.size) for each in store.keys("f/")] == [("f/a", 2)]
+
+
+# -- listings ----------------------------------------------------------------------------------------------------------
+
+
+class Refusals:
+    """A driver's way to list a folder, that fails for folders with one of ``names`` in their path."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, driver: type, method: str) -> None:
+        self.names: set[str] = set()
+        self.error: OSError = OSError(errno.EIO, "broken")
+        listed = getattr(driver, method)
+
+        def ls(fs: Any, path: str, *args: Any, **options: Any) -> Any:
+            if self.names & set(path.split("/")):
+                raise self.error
+            return listed(fs, path, *args, **options)
+
+        async def ls_async(*args: Any, **options: Any) -> Any:
+            return await ls(*args, **options)
+
+        monkeypatch.setattr(driver, method, ls if method == "ls" else ls_async)
+
+
+@pytest.fixture(params=["local", "web"])
+def listed(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A store of two blobs whose driver lists folder by folder, and what can go wrong with that."""
+    for name in ("000", "001"):
+        LocalStore(tmp_path / "kv").put(f"n_r0/{name}/00_g0/k.bin", as_parts(b"1"))
+    if request.param == "local":
+        yield FsspecStore(f"file://{tmp_path}/kv"), Refusals(monkeypatch, LocalFileSystem, "ls")
+        return
+    with serve_folder(tmp_path) as server:
+        yield FsspecStore(f"{server.url}/kv"), Refusals(monkeypatch, HTTPFileSystem, "_ls")
+
+
+@pytest.mark.parametrize("name", ["kv", "n_r0", "001", "00_g0"])
+def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(listed: tuple[FsspecStore, Refusals], name: str) -> None:
+    store, refusals = listed
+    assert list_keys(store) == ["n_r0/000/00_g0/k.bin", "n_r0/001/00_g0/k.bin"]
+    refusals.names = {name}
+    with pytest.raises(StoreUnavailableError):
+        list_keys(store)
+    refusals.error = FileNotFoundError(errno.ENOENT, "removed meanwhile")
+    assert list_keys(store) == (["n_r0/000/00_g0/k.bin"] if name == "001" else [])
+
+
+def test_who_lists_trees_itself_is_asked_for_them(local: FsspecStore, s3: FsspecStore) -> None:
+    """A listing of S3 by folders would be thousands of requests."""
+    stores = (local, s3, FsspecStore("memory://kv"), FsspecStore("http://host/kv", read_only=True))
+    assert [lists_trees(store._place.fs) for store in stores] == [False, True, True, False]
+
+
+def test_a_folder_in_itself_is_listed_once(local: FsspecStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    local.put("a/b", as_parts(b"1"))
+    ls = LocalFileSystem.ls
+    monkeypatch.setattr(
+        LocalFileSystem,
+        "ls",
+        lambda fs, path, **options: [{"name": f"{path}/", "size": 0, "type": "directory"}, *ls(fs, path, **options)],
+    )
+    assert list_keys(local) == ["a/b"]
+
+
+@pytest.mark.parametrize("name", ["n_r0", "001"])
+def test_what_somebody_else_keeps_to_himself_is_passed_over(
+    listed: tuple[FsspecStore, Refusals], caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    """lost+found of a mount point, or what a command left that was run by root."""
+    store, refusals = listed
+    refusals.names, refusals.error = {name}, PermissionError(errno.EACCES, "refused")
+    for _ in range(2):
+        assert list_keys(store) == (["n_r0/000/00_g0/k.bin"] if name == "001" else [])
+    assert caplog.text.count(f"{name} is passed over") == 1
+    with pytest.raises(StorePermissionError):  # what was asked for by name
+        list_keys(store, "n_r0/001/" if name == "001" else "n_r0/")
+
+
+def test_credentials_that_end_in_a_listing_end_it(local: FsspecStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    for key in ("a/b/c/d", "a/c/d/e"):
+        local.put(key, as_parts(b"1"))
+    refusals = Refusals(monkeypatch, LocalFileSystem, "ls")
+    refusals.error = PermissionError(errno.EACCES, "expired")
+    listing = local.keys()
+    next(listing)
+    refusals.names = {"kv"}
+    with pytest.raises(StorePermissionError):
+        list(listing)
 
 
 # -- lookups -----------------------------------------------------------------------------------------------------------

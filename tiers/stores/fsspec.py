@@ -29,6 +29,7 @@ from tiers.errors import (
     StoreClosedError,
     StoreConfigError,
     StoreError,
+    StorePermissionError,
     StoreUnavailableError,
     public_url,
 )
@@ -41,6 +42,7 @@ from tiers.stores.fsspec_driver import (
     LOCAL,
     TEMPORARY_FOLDER,
     check_drivers,
+    lists_trees,
     missing_package,
     mtime_of,
     protocols_of,
@@ -54,9 +56,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TEMPORARY_S_MAX: Final = 3600.0
-# Folders this deep are listed one by one, what is below each of them at once: the layout has 4,096 folders at the depth
-# of 2, so a listing holds a 4,096th of a namespace in memory.
+# Folders this deep are listed one by one, what is below each of them at once where the driver can: the layout has 4,096
+# folders at the depth of 2, so a listing holds a 4,096th of a namespace in memory.
 LISTED_DEPTH: Final = 2
+REFUSALS_TOLD_MAX: Final = 16  # folders that may not be listed are named in the log, each once
 ASKED_AT_ONCE: Final = 128
 
 
@@ -73,7 +76,8 @@ class _Place:
 
 
 class FsspecStore(Store):
-    """Blobs below a URL. Any thread may call; ``_place`` is replaced after a fork.
+    """Blobs below a URL. Any thread may call; ``_place`` is replaced after a fork. ``_refused`` only grows: two threads
+    at once may log one folder twice.
 
     Args:
         url: of the root folder; what it may say besides is the driver's affair, chains with ``::`` included, but for
@@ -102,10 +106,12 @@ class FsspecStore(Store):
         self._timeout_s = request_timeout_s
         self._clock = clock
         self._closed = False
+        self._refused: set[str] = set()
         self._place = self._connect()
         protocols = protocols_of(self._place.fs)
         self._is_local = bool(protocols & LOCAL)
         self._is_atomic = bool(protocols & ATOMIC_PUT)
+        self._lists_trees = lists_trees(self._place.fs)
         if not self._place.root and self._is_atomic and "memory" not in protocols:
             raise StoreConfigError(f"{self!r} names no bucket; write protocol://bucket/folder")
         self.capabilities = Capabilities(
@@ -361,7 +367,7 @@ class FsspecStore(Store):
 
     def _walk(self, place: _Place, path: str, depth: int, wanted: str) -> Iterator[Mapping[str, Any]]:
         """Files below ``path`` that may be below ``wanted``, a string prefix of paths."""
-        if depth == LISTED_DEPTH:
+        if depth == LISTED_DEPTH and self._lists_trees:
             found = self._run("", lambda: self._call("find", path, detail=True, withdirs=False))
             yield from found.values()
             return
@@ -369,12 +375,27 @@ class FsspecStore(Store):
             entries = self._run("", lambda: self._call("ls", path, detail=True))
         except BlobNotFoundError:
             return
+        except StorePermissionError:
+            if depth == 0:
+                raise
+            # Where the root is refused by now as well it is credentials that ended: all the rest would be missing.
+            self._run("", lambda: self._call("ls", place.root, detail=True))
+            self._tell_refused(path.removeprefix(place.root).lstrip("/"))
+            return
         for entry in entries:
             name = entry["name"].rstrip("/")  # a web server's folders end in one
             if entry["type"] != "directory":
                 yield entry
+            elif name == path:
+                continue  # some drivers list a folder in itself
             elif (name.startswith(wanted) or wanted.startswith(f"{name}/")) and not _is_hidden(name):
                 yield from self._walk(place, name, depth + 1, wanted)
+
+    def _tell_refused(self, folder: str) -> None:
+        # A root that is a mount point has a lost+found: one such folder must not hide all others.
+        if folder not in self._refused and len(self._refused) < REFUSALS_TOLD_MAX:
+            self._refused.add(folder)
+            logger.warning("%r: %s is passed over, it may not be listed", self, folder)
 
     def _with_sizes(self, mtimes: Mapping[str, float]) -> Iterator[KeyInfo]:
         """What is listed without sizes: the blobs whose size the driver says when it is asked for each."""

@@ -58,6 +58,20 @@ def protocols_of(fs: Any) -> frozenset[str]:
     return frozenset([fs.protocol] if isinstance(fs.protocol, str) else fs.protocol)
 
 
+def lists_trees(fs: Any) -> bool:
+    """Whether the driver itself lists all that is below a folder.
+
+    fsspec's own way, which the others inherit, takes a folder that cannot be listed for one that is empty. What it is
+    told to do with errors it does for the folder it begins with, and for none below.
+    """
+    from fsspec.asyn import AsyncFileSystem
+    from fsspec.spec import AbstractFileSystem
+
+    if fs.async_impl:
+        return type(fs)._find is not AsyncFileSystem._find
+    return type(fs).find is not AbstractFileSystem.find
+
+
 def put_and_move(fs: Any, target: str, parts: Sequence[memoryview], temporary_folder: str) -> None:
     """Write under a name of its own and move it: for drivers whose put shows what is half there, and makes no folders.
 
