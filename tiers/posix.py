@@ -68,8 +68,8 @@ ERRORS: Mapping[int, type[StoreError]] = {
     errno.ENAMETOOLONG: InvalidKeyError,  # a file system with a limit below check_key's
     errno.ENOSPC: StoreFullError,
     errno.EDQUOT: StoreFullError,
-    errno.EFBIG: StoreFullError,  # RLIMIT_FSIZE
-    errno.EMLINK: StoreFullError,  # a folder's limit of subfolders
+    errno.EFBIG: StoreConfigError,  # RLIMIT_FSIZE, or what the file system takes: removing blocks gains nothing
+    errno.EMLINK: StoreConfigError,  # a folder's limit of subfolders, likewise
     errno.EACCES: StorePermissionError,
     errno.EPERM: StorePermissionError,
     errno.EROFS: StorePermissionError,

@@ -725,6 +725,28 @@ def test_a_storage_that_is_full_by_its_own_measure_is_collected(tmp_path: Path, 
     store.put(name(100), as_parts(bytes(SIZE)))
 
 
+@pytest.mark.parametrize("code", [errno.EFBIG, errno.EMLINK])
+def test_what_no_removal_mends_removes_nothing(store: LocalStore, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """A limit of a file's size (``ulimit -f``) below a block's, or of a folder's subfolders."""
+    fill(store, [3600.0] * 10)
+    now = [0.0]
+    collector = Collector(store, CapacityPolicy(max_bytes=1 << 30, poll_s=0.0), monotonic=lambda: now[0])
+    write = os.pwritev
+
+    def refuse_blocks(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if sum(buffer.nbytes for buffer in buffers) >= SIZE:
+            raise OSError(code, os.strerror(code))
+        return write(fd, buffers, offset)
+
+    collector.run()
+    monkeypatch.setattr(os, "pwritev", refuse_blocks)
+    for _ in range(5):
+        now[0] += 61.0
+        if collector.is_due():
+            collector.run()
+    assert len(blocks(store)) == 10
+
+
 class BucketWithQuota(StoreWithQuota):
     """Cannot note uses, so that nobody can ask for its time."""
 

@@ -374,7 +374,7 @@ def test_file_size_limit(tmp_path: Path, private: bool) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
         store = LocalStore(tmp_path / "root")
         store._publisher._unnamed_files = not private
-        with pytest.raises(StoreFullError, match="EFBIG"):
+        with pytest.raises(StoreConfigError, match="EFBIG"):
             store.put("f/a", as_parts(make_data(20_000)))
         assert store.size("f/a") is None
         assert list_keys(store) == []
