@@ -666,6 +666,7 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     + [
         ("ftp://host/kv", "ftp:// is not accepted: its driver has one connection for all threads"),
+        ("tar://kv::file:///nowhere/kv.tar", "tar:// is not accepted: its driver has one open file for all threads"),
         ("dir::file:///nowhere/kv", "dir:// is not accepted: what it stands on .* write the folder into the URL"),
         ("dir://kv::s3://bucket", "dir:// is not accepted"),
     ],

@@ -34,11 +34,13 @@ _CACHES: Final = (
     "its cache keeps what was, so that a block that was replaced or removed is read as before, and has no limit; "
     "take it out of the URL, or put an fs tier in front"
 )
+_ONE_FILE: Final = "its driver has one open file for all threads, which get each other's bytes; use zip:// or a folder"
 #: Protocols that break what a store promises, and why.
 REFUSED: Final[Mapping[str, str]] = {
     **dict.fromkeys(["blockcache", "cached", "filecache", "simplecache"], _CACHES),
     "dir": "what it stands on keeps its listings, or cannot be called at all; write the folder into the URL of that",
     "ftp": "its driver has one connection for all threads, which get each other's answers; use sftp://",
+    **dict.fromkeys(["libarchive", "tar"], _ONE_FILE),
 }
 #: Of a root, for files that are not whole yet.
 TEMPORARY_FOLDER: Final = ".tmp"
