@@ -104,6 +104,9 @@ class CollectorEnd(Protocol):
     def take_removed(self, count_max: int) -> list[OffloadKey]:
         """Blocks of this tier that it removed."""
 
+    def note_stored(self, keys: Iterable[OffloadKey]) -> None:
+        """The blocks are there: removals of them that were not taken yet are not told any more."""
+
     def take_reports(self) -> list[dict[str, Any]]:
         """``report`` and ``used`` of its ``runs`` since, or ``error``: two messages at most."""
 
@@ -371,6 +374,8 @@ class StoreTierManager(SecondaryTierManager):
             self._lookup.mark((key for key in job.keys if key not in done), present=False)
         elif done:
             self._lookup.mark(done, present=True)
+            if self._collector is not None:
+                self._collector.note_stored(done)  # or who hears "removed" last would take them for gone
             self._events.add(succeeded, removed=False)
         if used:
             self.touch(used)

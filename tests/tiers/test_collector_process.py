@@ -276,6 +276,35 @@ def test_a_tier_tells_the_engine_what_was_removed(root: Path) -> None:
         tier.shutdown()
 
 
+def test_what_is_stored_anew_is_not_told_as_removed_afterwards(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More removals wait after an idle night than a step tells."""
+    monkeypatch.setattr("tiers.store_tier.REMOVED_KEYS_PER_STEP_MAX", 1)
+    region = np.ones((ROWS, ROW_BYTES), np.int8)
+    config = {"type": "fs", "root_dir": str(root), "min_free": 0, "ttl": "1h"}
+    tier = SecondaryTierFactory.create_secondary_tier(config, region.data, FakeSpec())
+    assert isinstance(tier, StoreTierManager)
+    try:
+        assert isinstance(tier._collector, CollectorLink)
+        tier._collector._hear({"removed": [tier.mapper.relative_name(key) for key in KEYS]})
+        tier.submit_store(JobMetadata(1, KEYS[1:], np.arange(1, ROWS, dtype=np.int32)))
+        tier.drain_jobs()
+        (result,) = tier.get_finished()
+        assert result.success
+        for _ in KEYS:
+            tier.on_schedule_end()
+        told = [(event.removed, set(event.keys)) for event in tier.take_events()]
+        assert told == [(False, set(KEYS[1:])), (True, {KEYS[0]})]
+    finally:
+        tier.shutdown()
+
+
+def test_removals_that_wait_are_bounded(link: CollectorLink, monkeypatch: pytest.MonkeyPatch) -> None:
+    link.close()  # what follows is the reader's
+    monkeypatch.setattr("tiers.capacity.link.REMOVED_KEYS_MAX", 2)
+    link._hear({"removed": [MAPPER.relative_name(key) for key in KEYS[:3]]})
+    assert link.take_removed(9) == list(KEYS[1:3])
+
+
 def test_config_of_the_namespace_is_written_where_nothing_may_be_stored_yet(root: Path) -> None:
     region = np.ones((ROWS, ROW_BYTES), np.int8)
     config = {"type": "fs", "root_dir": str(root), "min_free": 0, "max_bytes": "1MiB"}

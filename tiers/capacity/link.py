@@ -32,8 +32,9 @@ CLOSE_S = 0.5
 class CollectorLink:
     """Starts the process, starts it again when it dies, hands uses to it and removals to the tier.
 
-    ``touch``, ``take_removed``, ``take_reports`` and ``close`` are the scheduler's. ``_feeder`` owns the table of keys
-    touched lately and the process's input, ``_reader`` the process and its output; deques and queues are between them.
+    ``touch``, ``take_removed``, ``note_stored``, ``take_reports`` and ``close`` are the scheduler's. ``_feeder`` owns
+    the table of keys touched lately and the process's input, ``_reader`` the process and its output. Between them are
+    queues, and containers of which each operation is one step.
 
     Args:
         name: the tier's, for logs and threads' names.
@@ -66,7 +67,7 @@ class CollectorLink:
         self._clock = clock
         self._touched: OrderedDict[OffloadKey, float] = OrderedDict()
         self._uses: Queue[tuple[OffloadKey, ...] | None] = Queue(TOUCH_BATCHES_MAX)
-        self._removed: deque[OffloadKey] = deque(maxlen=REMOVED_KEYS_MAX)
+        self._removed: OrderedDict[OffloadKey, None] = OrderedDict()  # an ordered set
         self._reports: deque[dict[str, Any]] = deque()  # one of each kind at most: the reader merges them
         self._closed = threading.Event()
         self._process: subprocess.Popen[str] | None = None
@@ -87,8 +88,14 @@ class CollectorLink:
         """Blocks that this process's collector removed, the oldest removals first."""
         removed: list[OffloadKey] = []
         while self._removed and len(removed) < count_max:
-            removed.append(self._removed.popleft())
+            removed.append(self._removed.popitem(last=False)[0])
         return removed
+
+    def note_stored(self, keys: Iterable[OffloadKey]) -> None:
+        """The blocks are there: what was told of their removal, and not taken yet, came before that."""
+        if self._removed:
+            for key in keys:
+                self._removed.pop(key, None)
 
     def take_reports(self) -> list[dict[str, Any]]:
         """What the process told of its runs since: ``report`` and ``used``, or ``error``; and of how many ``runs``.
@@ -170,7 +177,9 @@ class CollectorLink:
         for name in message.pop("removed", ()):
             key = self._mapper.key_of(name)
             if key is not None:
-                self._removed.append(key)
+                self._removed[key] = None
+                if len(self._removed) > REMOVED_KEYS_MAX:
+                    self._removed.popitem(last=False)
         if "error" in message:
             logger.warning("tier %s: its collector: %s", self._name, message["error"])
         if message:
