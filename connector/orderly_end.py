@@ -18,15 +18,14 @@ def orderly_end() -> Iterator[None]:
         yield
         return
 
+    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
+
     def end(number: int, _: object) -> None:
-        signal.signal(number, signal.SIG_IGN)  # a second one would end the clean-up of the first
+        for each in numbers:
+            signal.signal(each, signal.SIG_IGN)  # a second one, of either kind, would end the clean-up of the first
         sys.exit(128 + number)
 
-    before = {
-        number: signal.signal(number, end)
-        for number in (signal.SIGTERM, signal.SIGHUP)
-        if signal.getsignal(number) is not signal.SIG_IGN
-    }
+    before = {number: signal.signal(number, end) for number in numbers}
     try:
         yield
     finally:
