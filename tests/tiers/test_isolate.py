@@ -405,6 +405,34 @@ def test_a_listing_that_hangs(make: Callable[..., ProcessIsolatedStore]) -> None
     assert store.stuck_calls == 0
 
 
+def test_a_listing_whose_worker_does_not_start(
+    make: Callable[..., ProcessIsolatedStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make(PlainStore, n_workers=1)
+    assert store.size("a") is None
+    may_start = threading.Event()
+    real_start = WorkerProcess.start
+    started: list[WorkerProcess] = []
+
+    def start(*arguments: Any) -> WorkerProcess:
+        assert may_start.wait(WAIT_S_MAX)
+        started.append(real_start(*arguments))
+        return started[-1]
+
+    monkeypatch.setattr(WorkerProcess, "start", start)
+    with ThreadPoolExecutor(2) as pool, deadline(store, 2.0):
+        listings = [pool.submit(list_keys, store) for _ in range(2)]  # one waits for its start, one behind it
+        try:
+            for listing in listings:
+                with pytest.raises(StoreTimeoutError, match="the start of a listing's worker took more than"):
+                    listing.result(WAIT_S_MAX / 2)
+        finally:
+            may_start.set()
+    assert len(list_keys(store)) == 512
+    wait_for(lambda: not store._pool._further, within_s=WAIT_S_MAX)
+    assert [is_gone(worker.process.pid) for worker in started] == [True, True]  # the first one's, and the last one's
+
+
 def test_a_stuck_call_is_seen(make: Callable[..., ProcessIsolatedStore], monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that is not reaped yet, as in state D: the call stays, and is counted."""
     store = make(PlainStore, n_workers=1)

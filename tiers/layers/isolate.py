@@ -152,7 +152,8 @@ class ProcessIsolatedStore(Store):
             raise failure
 
     def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
-        """See ``Store.keys``. What is more than a page has a process of its own (0.1 s); the deadline is for each page.
+        """See ``Store.keys``. What is more than a page has a process of its own (0.1 s); its start and each page have
+        the deadline.
 
         Raises:
             StoreThrottledError: LISTINGS_MAX are under way.
@@ -168,7 +169,7 @@ class ProcessIsolatedStore(Store):
             self._listings += 1
         worker = None
         try:
-            worker = self._pool.start_further()
+            worker = self._pool.start_further(self.deadline_s)
             worker.send("keys", [prefix], self._deadline_at())
             while True:
                 (page, (failure,)), _ = worker.receive(self._deadline_at())
@@ -178,7 +179,8 @@ class ProcessIsolatedStore(Store):
                     return
                 yield from starmap(KeyInfo, page)
         except TimeoutError as e:
-            raise StoreTimeoutError(f"a page of the listing took more than {self.deadline_s:g} s") from e
+            what = "the start of a listing's worker" if worker is None else "a page of the listing"
+            raise StoreTimeoutError(f"{what} took more than {self.deadline_s:g} s") from e
         except (OSError, EOFError, RuntimeError) as e:
             raise self._lost(worker, e) from e
         finally:

@@ -121,17 +121,23 @@ class WorkerPool:
             if not self.closed:
                 self._start_missing()
 
-    def start_further(self) -> WorkerProcess:
+    def start_further(self, wait_s_max: float) -> WorkerProcess:
         """Start a worker beside those for calls; ``end_further`` ends it.
 
         Raises:
+            TimeoutError: it did not start in time; what still comes of it is ended.
             OSError: it cannot be started.
             RuntimeError: the pool is closed.
         """
+        place = self._starter.submit(self._start, self._further)
         try:
-            return self._starter.submit(self._start, self._further).result()
+            return place.result(wait_s_max)
         except CancelledError:
             raise RuntimeError("the store was closed") from None
+        except TimeoutError:
+            if not place.cancel():
+                place.add_done_callback(self._end_late)
+            raise
 
     def end_further(self, worker: WorkerProcess) -> None:
         """Kill and reap it."""
@@ -198,6 +204,10 @@ class WorkerPool:
         with self._lock:
             self.stuck_calls -= 1
             table.discard(worker)
+
+    def _end_late(self, place: Future[WorkerProcess]) -> None:
+        if place.exception() is None:
+            self.end_further(place.result())
 
     def _start_missing(self) -> None:
         """Under the lock."""
