@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
+_BY_SIGNALS: Final = (KeyboardInterrupt, SystemExit)
+
 #: What ``GuardedTier.call`` returns where the tier raised.
 RAISED: Final = object()
 
@@ -26,8 +28,8 @@ RAISED: Final = object()
 class GuardedTier:
     """One tier, called by name. What it does wrong is counted, and logged the first time. Scheduler thread only.
 
-    Only a KeyboardInterrupt passes, which is no tier's: also what is no Exception (a CancelledError, a Rust extension's
-    panic) comes from a tier's code, and would end the engine.
+    Also what is no Exception (a CancelledError, a Rust extension's panic) comes from a tier's code, and would end the
+    engine. Only what signals raise passes: vLLM's own handler raises SystemExit once, wherever the engine is.
 
     Attributes:
         name: for logs and metrics: the tier's own where it has one, else its type.
@@ -44,7 +46,7 @@ class GuardedTier:
         """What the tier returns, or RAISED."""
         try:
             return getattr(self.tier, method)(*args)
-        except KeyboardInterrupt:
+        except _BY_SIGNALS:
             raise
         except BaseException as e:  # noqa: BLE001 - a tier is foreign code: this is where its errors end
             self.contain(method, _shown(e))
@@ -59,7 +61,7 @@ class GuardedTier:
                     collected.append(item)
                 else:
                     self.contain(method, f"{_shown(item)} is no {kind.__name__}")
-        except KeyboardInterrupt:
+        except _BY_SIGNALS:
             raise
         except BaseException as e:  # noqa: BLE001 - as in call
             self.contain(method, _shown(e))
@@ -83,7 +85,7 @@ class GuardedTier:
         try:
             answer = self.tier.lookup(key, req_context)
             return None if answer is None else bool(answer)
-        except KeyboardInterrupt:
+        except _BY_SIGNALS:
             raise
         except BaseException as e:  # noqa: BLE001 - as in call
             self.contain("lookup", _shown(e))
