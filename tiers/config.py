@@ -114,7 +114,8 @@ class DeploymentConfig(Model):
     region: RegionConfig
     blocks_per_chunk: Annotated[int, Field(ge=1, le=4096)] = Field(
         1,
-        description="Engine blocks in one stored block. More means fewer, larger copies, files and requests.",
+        description="Engine blocks in one stored block. More means fewer, larger copies, files and requests. "
+        "1 for models with a sliding window or chunked attention (docs/vllm.md).",
     )
     tiers: tuple[SerializeAsAny[AnyTierConfig], ...] = Field(
         (),

@@ -37,7 +37,7 @@ from connector.base import (
 from connector.gpu_handler import create_handlers
 from connector.shared_region import reap_stale_regions
 from connector.spec import TieringOffloadingSpec
-from connector.vllm import ending, hosts, translate
+from connector.vllm import ending, hosts, kv_groups, translate
 from connector.vllm.metrics import StatsExporter, definitions, tiering_definitions
 from connector.vllm.pacing import Pacer
 from connector.vllm.resets import StorageSwitch
@@ -72,11 +72,9 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
         self._storage = StorageSwitch(config.extra_config)
         # vLLM's single-copy region for MLA is not ours: here every worker has a cell.
         config = dataclasses.replace(config, replicated_layout=False)
-        if not {"blocks_per_chunk", "block_size"} & set(config.extra_config):
-            cache = dataclasses.replace(config.cache, blocks_per_chunk=self.deployment.blocks_per_chunk)
-            groups = tuple(_in_chunks(group, self.deployment.blocks_per_chunk) for group in config.groups)
-            config = dataclasses.replace(config, cache=cache, groups=groups)
-        super().__init__(config)
+        kv_groups.check_layout(config)
+        cache = dataclasses.replace(config.cache, blocks_per_chunk=self._chunk_of(config))
+        super().__init__(dataclasses.replace(config, cache=cache))
         if getattr(config, "canonical_layout", False):
             raise ConfigError("is not supported by KVTiersSpec; use KVTiersTier", field="canonical_layout")
         self._cell_bytes = config.worker_kv_bytes_per_block * self.blocks_per_chunk
@@ -101,6 +99,7 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
 
     def get_worker(self, kv_caches: Any) -> KVTiersWorker:
         if self._worker is None:
+            kv_groups.check_pages(kv_caches, self.config)
             region = self._join(self.config.parallel.rank).region
             try:
                 self._worker = KVTiersWorker(
@@ -110,6 +109,21 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
                 region.cleanup()
                 raise
         return self._worker
+
+    def _chunk_of(self, config: Any) -> int:
+        """Blocks of a chunk: what vLLM was told, else what the deployment says; one where a group has a window."""
+        is_told = bool({"blocks_per_chunk", "block_size"} & set(config.extra_config))
+        wanted: int = config.cache.blocks_per_chunk if is_told else self.deployment.blocks_per_chunk
+        if wanted == 1 or not kv_groups.has_window(config):
+            return wanted
+        if is_told and any(hasattr(group, "sliding_window_size_in_chunks") for group in config.groups):
+            raise kv_groups.no_chunks_of_windows(wanted)  # 0.33 has counted the window in such chunks
+        logger.warning(
+            "blocks_per_chunk is %d and 1 is taken: this model has layers with a sliding window or chunked attention, "
+            "of which vLLM stores chunks that are not all there",
+            wanted,
+        )
+        return 1
 
     def _check_workers(self, spec: TieringOffloadingSpec) -> None:
         """Refuse workers that have not mapped the scheduler's region. vLLM makes the scheduler when all could have."""
@@ -136,18 +150,6 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
                     "that gives one stage more layers than another (VLLM_PP_LAYER_PARTITION)."
                 )
             raise
-
-
-def _in_chunks(group: Any, blocks_per_chunk: int) -> Any:
-    """A group whose sliding window was counted in chunks of one block, with the window in larger chunks.
-
-    From 0.33 on vLLM counts it before we are asked. It rounds the window up, so rounding that up again is what it would
-    have said: ceil(ceil(tokens / block) / n) is ceil(tokens / (block * n)).
-    """
-    window = getattr(group, "sliding_window_size_in_chunks", None)
-    if window is None:
-        return group
-    return dataclasses.replace(group, sliding_window_size_in_chunks=-(-window // blocks_per_chunk))
 
 
 class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installed where mypy runs

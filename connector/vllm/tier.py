@@ -23,7 +23,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult as VllmJobResult
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager as VllmTier
 
 from connector.tier_guard import RAISED, GuardedTier, load_deadline_s
-from connector.vllm import ending, hosts, translate
+from connector.vllm import ending, hosts, kv_groups, translate
 from connector.vllm.metrics import StatsExporter, definitions
 from connector.vllm.pacing import Pacer
 from connector.vllm.prefix_order import PrefixOrder
@@ -78,6 +78,9 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
     ) -> None:
         vllm_config = translate.find_vllm_config()
         hosts.check_one_host(vllm_config)
+        kv_groups.check_layout(offloading_spec.config)
+        if offloading_spec.blocks_per_chunk > 1 and kv_groups.has_window(offloading_spec.config):
+            raise kv_groups.no_chunks_of_windows(offloading_spec.blocks_per_chunk)
         self._role = translate.role_of(vllm_config)
         options = tier_options(tier, config_file, index)
         own_type = str(options.get("name") or options["type"])

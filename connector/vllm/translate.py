@@ -56,6 +56,7 @@ else:
 _JOB_RESULT_FIELDS = frozenset(field.name for field in dataclasses.fields(VllmJobResult))
 _FRAMES_MAX = 32
 _URL_END = 150
+_KERNEL_BLOCK_TOKENS = 16
 
 #: Where our tiers keep their blocks, as vLLM's events and hit sources call it.
 _LOCALITIES = {"fs": "LOCAL", "memory": "LOCAL", "nfs": "REMOTE", "s3": "REMOTE", "fsspec": "REMOTE"}
@@ -167,6 +168,19 @@ def vllm_layout(spec: Any) -> VllmLayout:
     return VllmLayout(mapper.base_path.lstrip("/"), mapper.rank, mapper.get_run_config())
 
 
+def find_argument(name: str, type_name: str) -> Any | None:
+    """The nearest argument or variable up the stack that has this name and type; None where there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_FRAMES_MAX):
+        if frame is None:
+            break
+        candidate = frame.f_locals.get(name)
+        if type(candidate).__name__ == type_name:
+            return candidate
+        frame = frame.f_back
+    return None
+
+
 def find_vllm_config() -> Any | None:
     """The VllmConfig this engine is being built from, or None.
 
@@ -174,14 +188,9 @@ def find_vllm_config() -> Any | None:
     only around some calls. The connector that builds us has it as an argument, some frames up the stack; inside a
     MultiConnector that is the one with our own ``kv_transfer_config``.
     """
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(_FRAMES_MAX):
-        if frame is None:
-            break
-        candidate = frame.f_locals.get("vllm_config")
-        if type(candidate).__name__ == "VllmConfig":
-            return candidate
-        frame = frame.f_back
+    candidate = find_argument("vllm_config", "VllmConfig")
+    if candidate is not None:
+        return candidate
     try:
         from vllm.config import get_current_vllm_config_or_none
     except ImportError:  # older versions have no such function
@@ -232,10 +241,12 @@ def _model_revision(vllm_config: Any | None) -> str | None:
 
 
 def kv_platform(vllm_config: Any | None, block_sizes: Iterable[int]) -> str:
-    """Whose kernels lay out the KV: "cuda", or "cpu:amx".
+    """Whose kernels lay out the KV: "cuda", "cuda:" and a digest, or "cpu:amx".
 
     vLLM's CPU backend packs the same KV in another order where the machine has AMX: with the same sizes, and wrong
-    tokens for who takes one for the other. So do ROCm's attention backends with keys, under one name of layout.
+    tokens for who takes one for the other. So do ROCm's attention backends with keys, under one name of layout, and
+    CUDA's where their kernels' blocks are smaller than vLLM's: of 64 tokens, say, so that a block of 128 has its heads
+    twice. How small they are no config tells, only that all take 16.
 
     Args:
         block_sizes: tokens of a block, of each group.
@@ -243,7 +254,9 @@ def kv_platform(vllm_config: Any | None, block_sizes: Iterable[int]) -> str:
     if current_platform.is_rocm():
         return f"rocm:{_rocm_kernels(vllm_config)}"
     if not current_platform.is_cpu():
-        return str(current_platform.device_name or current_platform.device_type or "unknown")
+        name = str(current_platform.device_name or current_platform.device_type or "unknown")
+        is_one_kernels_block = max(block_sizes, default=0) <= _KERNEL_BLOCK_TOKENS
+        return name if is_one_kernels_block else f"{name}:{_cuda_kernels(vllm_config)}"
     model = getattr(vllm_config, "model_config", None)
     try:
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
@@ -259,16 +272,29 @@ def kv_platform(vllm_config: Any | None, block_sizes: Iterable[int]) -> str:
     return f"cpu:{platform.machine()}{'+amx' if supports_amx else ''}"
 
 
+def _cuda_kernels(vllm_config: Any | None) -> str:
+    """What the choice of a backend depends on. Of what it chose no config tells."""
+    capability = None
+    with suppress(Exception):  # the driver's; no reason not to start
+        capability = current_platform.get_device_capability()
+    return value_digest([*_asked_kernels(vllm_config), capability and [*capability]])
+
+
 def _rocm_kernels(vllm_config: Any | None) -> str:
-    """What the choice of a backend, and how it packs keys, depends on. Of what it chose no config tells."""
-    attention = getattr(vllm_config, "attention_config", None)
-    chosen = getattr(attention, "backend", None), getattr(attention, "backend_per_kind", None)
+    """What the choice of a backend, and how it packs keys, depends on."""
     variables = {name: value for name, value in os.environ.items() if name.startswith("VLLM_ROCM_")}
-    release = ".".join(vllm.__version__.split(".")[:2])
+    backend, per_kind, release = _asked_kernels(vllm_config)
     gpu = None
     with suppress(Exception):  # amdsmi's; no reason not to start
         gpu = current_platform.get_device_name()
-    return value_digest([*map(str, chosen), variables, release, gpu])
+    return value_digest([backend, per_kind, variables, release, gpu])
+
+
+def _asked_kernels(vllm_config: Any | None) -> tuple[str, str, str]:
+    """The backends that were asked for, and the release, which decides where none was."""
+    attention = getattr(vllm_config, "attention_config", None)
+    chosen = getattr(attention, "backend", None), getattr(attention, "backend_per_kind", None)
+    return str(chosen[0]), str(chosen[1]), ".".join(vllm.__version__.split(".")[:2])
 
 
 def _hash_algorithm(vllm_config: Any | None) -> str:

@@ -80,6 +80,7 @@ def kv_revision(vllm_config: Any) -> str | None:
     parallel = getattr(vllm_config, "parallel_config", None)
     is_pipeline = getattr(parallel, "pipeline_parallel_size", 1) > 1
     attention = getattr(vllm_config, "attention_config", None)
+    speculative = getattr(vllm_config, "speculative_config", None)
     settings = {
         "quant": getattr(model, "quantization_config", None),
         "kv_skip": sorted(getattr(cache, "kv_cache_dtype_skip_layers", None) or ()),
@@ -102,9 +103,9 @@ def kv_revision(vllm_config: Any) -> str | None:
         "online_quant": os.environ.get("VLLM_HUMMING_ONLINE_QUANT_CONFIG"),
         "mla_off": _unless(os.environ.get("VLLM_MLA_DISABLE", "0"), "0"),
         "classes": getattr(model, "model_class_overrides", None),
+        **_of_states(model, cache, speculative),
     }
     parts += [f"{name}:{value_digest(value)}" for name, value in settings.items() if value]
-    speculative = getattr(vllm_config, "speculative_config", None)
     draft = getattr(speculative, "draft_model_config", None)
     if draft is not None and draft.model == model.model:  # layers of the model's own, which one stage alone can name
         parts += [f"draft:{getattr(speculative, 'method', None)}"] if is_pipeline else []
@@ -112,6 +113,20 @@ def kv_revision(vllm_config: Any) -> str | None:
         revision = weights_revision(draft, getattr(speculative, "draft_load_config", None) or load)
         parts.append(f"draft:{value_digest([draft.model, revision])}")
     return "+".join(part for part in parts if part) or None
+
+
+def _of_states(model: Any, cache: Any, speculative: Any) -> dict[str, Any]:
+    """What changes a page's bytes, and not its size, where not all of it is attention's in the cache's own dtype."""
+    has_states = getattr(model, "is_hybrid", False) or getattr(model, "is_attention_free", False)
+    # Of a cache with a dtype of its own, states and skipped layers keep the model's, which is then nowhere else.
+    is_mixed = has_states or getattr(cache, "kv_cache_dtype_skip_layers", None)
+    has_own_dtype = getattr(cache, "cache_dtype", "auto") != "auto"
+    settings = {"dtype": str(getattr(model, "dtype", None)) if is_mixed and has_own_dtype else None}
+    if has_states:
+        # A convolution's state has a row more for each token that may be drafted; padding hides that from the size.
+        settings["state_drafts"] = getattr(speculative, "num_speculative_tokens", None)
+        settings["conv_layout"] = _unless(os.environ.get("VLLM_SSM_CONV_STATE_LAYOUT"), "SD")
+    return settings
 
 
 def _unless(value: Any, default: Any) -> Any:

@@ -8,6 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, ReqContext
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
@@ -57,6 +67,31 @@ def offloading_config(extra: Mapping[str, Any] | None = None, **changes: Any) ->
         **changes,
     }
     return OffloadingConfig(**{name: value for name, value in fields.items() if name in known})
+
+
+def kv_cache_config(*kinds: KVCacheSpec) -> KVCacheConfig:
+    """vLLM's KVCacheConfig of a model with a group of each kind. What is built beside a variable with it sees it."""
+    groups = [KVCacheGroupSpec([f"layer{number}"], kind) for number, kind in enumerate(kinds)]
+    return KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def attention(kind: type[AttentionSpec], **fields: Any) -> AttentionSpec:
+    """One kind of attention in vLLM's words."""
+    return kind(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.float16, **fields)
+
+
+FULL = attention(FullAttentionSpec)
+SLIDING = attention(SlidingWindowSpec, sliding_window=32)
+CHUNKED = attention(ChunkedLocalAttentionSpec, attention_chunk_size=64)
+MAMBA = MambaSpec(block_size=16, shapes=((8,),), dtypes=(torch.float32,), mamba_cache_mode="align")
+
+
+def groups(count: int) -> tuple[OffloadingGroupConfig, ...]:
+    """As vLLM makes them of a ``kv_cache_config``."""
+    return tuple(
+        OffloadingGroupConfig(tokens_per_block=16, layer_names=(f"layer{number}",), group_id=number)
+        for number in range(count)
+    )
 
 
 def kv_caches(num_blocks: int) -> tuple[list[torch.Tensor], CanonicalKVCaches]:

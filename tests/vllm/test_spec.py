@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import os
 from collections.abc import Iterator
@@ -13,13 +12,12 @@ from typing import Any
 import pytest
 import torch
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, ScheduleEndContext
-from vllm.v1.kv_offload.config import OffloadingCacheConfig, OffloadingGroupConfig
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from connector.host_copy import HostCopier
 from connector.vllm import translate
 from connector.vllm.spec import KVTiersManager, KVTiersSpec, KVTiersWorker
-from tests.vllm.engines import BLOCK_BYTES, LAYERS, keys, kv_caches, offloading_config, request, spied_stores
+from tests.vllm.engines import BLOCK_BYTES, keys, kv_caches, offloading_config, request, spied_stores
 from tests.waiting import wait_for
 from tiers.errors import ConfigError
 from tiers.keys import OffloadKey
@@ -285,27 +283,6 @@ def test_a_config_file_brings_its_chunk_size(tmp_path: Path) -> None:
     spec = KVTiersSpec(offloading_config({"config_file": str(path)}))
     assert spec.blocks_per_chunk == spec.config.cache.blocks_per_chunk == 4
     assert KVTiersSpec(offloading_config({"config_file": str(path), "blocks_per_chunk": 1})).blocks_per_chunk == 1
-
-
-@pytest.mark.skipif(
-    "sliding_window_size_in_chunks" not in {field.name for field in dataclasses.fields(OffloadingGroupConfig)},
-    reason="before 0.33 vLLM counts a window itself",
-)
-@pytest.mark.parametrize("window", [1, 16, 17, 63, 64, 65, 1000, 1024, 1025, None])
-def test_a_config_files_chunks_hold_for_sliding_windows_too(tmp_path: Path, window: int | None) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text("blocks_per_chunk: 4\nregion: {size: 1MiB}\ntiers: [{type: memory}]\n")
-
-    def spec(counted_in: int, **extra: Any) -> KVTiersSpec:
-        """As vLLM makes it for an extra config that says so much."""
-        chunks = None if window is None else -(-window // (16 * counted_in))
-        group = OffloadingGroupConfig(
-            tokens_per_block=16, layer_names=LAYERS, group_id=0, sliding_window_size_in_chunks=chunks
-        )
-        cache = OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=counted_in)
-        return KVTiersSpec(offloading_config({"config_file": str(path), **extra}, groups=(group,), cache=cache))
-
-    assert spec(1).config.groups == spec(4, blocks_per_chunk=4).config.groups
 
 
 @pytest.mark.skipif(not hasattr(request(), "load_tier_filter"), reason="this vLLM has no filter of tiers")

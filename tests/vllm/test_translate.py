@@ -17,7 +17,7 @@ from vllm.config import PoolerConfig
 from vllm.renderers.base import BaseRenderer
 from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.kv_offload.base import Locality, LookupResult, Medium
-from vllm.v1.kv_offload.config import OffloadingModelConfig
+from vllm.v1.kv_offload.config import OffloadingGroupConfig, OffloadingModelConfig
 
 from connector.vllm import translate, weights
 from tests.tiny_model import make_model_dir
@@ -227,7 +227,35 @@ def test_cpus_are_told_apart_where_vllm_does_not_say_what_its_kernels_do(monkeyp
 def test_a_platform_that_is_no_cpu_is_known_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     platform = SimpleNamespace(is_cpu=lambda: False, is_rocm=lambda: False, device_name="cuda")
     monkeypatch.setattr(translate, "current_platform", platform)
-    assert built_by(some_vllm_config()).config.platform == "cuda"
+    group = OffloadingGroupConfig(tokens_per_block=16, layer_names=("a",), group_id=0)
+    assert built_by(some_vllm_config(), groups=(group,)).config.platform == "cuda"
+
+
+def test_cudas_backends_share_nothing_where_a_kernels_block_may_be_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block of several of a kernel's has its heads in each of them, in the same layout and size."""
+
+    def platform(tokens: int, backend: str | None = None, kinds: Any = None, capability: Any = (9, 0)) -> str | None:
+        gpu = {"is_cpu": lambda: False, "is_rocm": lambda: False, "device_name": "cuda"}
+        cuda = SimpleNamespace(**gpu, get_device_capability=lambda: capability)
+        monkeypatch.setattr(translate, "current_platform", cuda)
+        config = some_vllm_config()
+        config.attention_config = SimpleNamespace(backend=backend, backend_per_kind=kinds or {})
+        group = OffloadingGroupConfig(tokens_per_block=tokens, layer_names=("a",), group_id=0)
+        return built_by(config, groups=(group,)).config.platform
+
+    others: list[dict[str, Any]] = [
+        {"backend": "FLASHINFER"},
+        {"kinds": {"sliding": "FLASHINFER"}},
+        {"capability": (10, 0)},
+    ]
+    assert {platform(16), *(platform(16, **other) for other in others)} == {"cuda"}
+    plain = platform(32)
+    assert str(plain).startswith("cuda:")
+    assert platform(32) == platform(128) == plain
+    found = [platform(32, **other) for other in others]
+    monkeypatch.setattr(vllm, "__version__", "0.99.1")
+    found.append(platform(32))
+    assert len({plain, *found}) == 5
 
 
 def test_rocms_backends_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -485,6 +513,32 @@ def test_variables_that_change_what_is_computed_are_part_of_it(
     assert revision() == "c0ffee"
     monkeypatch.setenv(variable, value)
     assert revision() not in ("c0ffee", None)
+
+
+def test_what_keeps_the_models_dtype_tells_it_where_the_cache_has_another() -> None:
+    """Of a namespace's other fields one has the cache's dtype, and none the model's."""
+    kept: list[dict[str, Any]] = [{"is_hybrid": True}, {"is_attention_free": True}, {"skipped": ["0"]}]
+    for fields in kept:
+        for cache_dtype, count in (("fp8", 2), ("auto", 1)):
+            model = dict(fields)
+            cache = {"cache_dtype": cache_dtype, "kv_cache_dtype_skip_layers": model.pop("skipped", [])}
+            found = {revision(cache=cache, dtype=dtype, **model) for dtype in (torch.bfloat16, torch.float16)}
+            assert len(found) == count, (fields, cache_dtype)
+    plain = {"cache_dtype": "fp8", "kv_cache_dtype_skip_layers": []}
+    assert revision(cache=plain, dtype=torch.float16, is_hybrid=False) == "c0ffee"
+
+
+def test_how_states_of_convolutions_lie_in_their_page_is_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafting: dict[str, Any] = {"draft_model_config": None, "method": "ngram"}
+    for hybrid, count in ((True, 3), (False, 1)):
+        lengths: list[dict[str, int]] = [{}, {"num_speculative_tokens": 2}, {"num_speculative_tokens": 3}]
+        assert len({revision(is_hybrid=hybrid, speculative=drafting | length) for length in lengths}) == count
+        monkeypatch.delenv("VLLM_SSM_CONV_STATE_LAYOUT", raising=False)
+        assert revision(is_hybrid=hybrid) == "c0ffee"
+        monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "SD")  # vLLM's default
+        assert revision(is_hybrid=hybrid) == "c0ffee"
+        monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "DS")
+        assert (revision(is_hybrid=hybrid) != "c0ffee") == hybrid
 
 
 def test_layers_that_a_model_drafts_with_are_part_of_it_where_no_stage_names_them_all() -> None:

@@ -1,0 +1,102 @@
+"""What the groups of a model's KV cache, and how vLLM lays them out, rule out.
+
+vLLM's OffloadingConfig does not say of what kind a group is. The connector that builds us has the KVCacheConfig that
+does as an argument; see ``translate.find_argument``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
+
+from connector.vllm import translate
+from tiers.errors import ConfigError
+
+
+def has_window(config: Any) -> bool:
+    """Whether a group keeps only the blocks of a window.
+
+    Of such a group vLLM stores a chunk whose last block is there, though its first ones may be gone: what is stored in
+    their place is whatever lay there. A chunk of one block is there or not.
+
+    Args:
+        config: vLLM's OffloadingConfig.
+    """
+    kinds = _layer_specs(config)
+    if kinds is None:  # 0.33 counts windows itself; a Mamba state is one to it, for which one block does no harm
+        return any(getattr(group, "sliding_window_size_in_chunks", None) is not None for group in config.groups)
+    return any(isinstance(kind, SlidingWindowSpec | ChunkedLocalAttentionSpec) for kind in kinds)
+
+
+def no_chunks_of_windows(blocks_per_chunk: int) -> ConfigError:
+    """The refusal of ``blocks_per_chunk`` for a model with ``has_window``."""
+    return ConfigError(
+        f"is {blocks_per_chunk}, and this model has layers with a sliding window or chunked attention: of those vLLM "
+        "stores chunks that are not all there, and others would load them; set blocks_per_chunk: 1 for this model",
+        field="blocks_per_chunk",
+    )
+
+
+def check_layout(config: Any) -> None:
+    """Refuse a layout of which vLLM hands over other bytes than a block's.
+
+    Args:
+        config: vLLM's OffloadingConfig.
+
+    Raises:
+        ConfigError: says which layout to take.
+    """
+    layout = getattr(config, "kv_cache_layout", None)
+    if layout == "LHBNC":
+        raise ConfigError(
+            f"is {layout}, in which a block is in as many places as there are heads, and vLLM hands over one of them: "
+            "set VLLM_KV_CACHE_LAYOUT to LBHNC or LBNHC, or leave it out",
+            field="kv_cache_layout",
+        )
+    kinds = _layer_specs(config)
+    if layout and layout.startswith("B") and kinds and all(isinstance(kind, MambaSpec) for kind in kinds):
+        raise ConfigError(
+            f"is {layout}, and this model has Mamba states only, of which vLLM hands over other rows in that layout: "
+            "set VLLM_KV_CACHE_LAYOUT to LBHNC or LBNHC, or leave it out",
+            field="kv_cache_layout",
+        )
+
+
+def check_pages(kv_caches: Any, config: Any) -> None:
+    """Refuse KV tensors that are not all of a block, whatever layout that comes from.
+
+    Args:
+        kv_caches: vLLM's canonical KV caches.
+        config: vLLM's OffloadingConfig.
+
+    Raises:
+        ConfigError: pages that are smaller than a block.
+    """
+    found = _kv_cache_config()
+    if found is not None and len(config.groups) < len(found.kv_cache_groups):
+        return  # a group that vLLM does not offload may have the rest
+    page_bytes = sum(entry.page_size_bytes for entry in kv_caches.tensors)
+    if page_bytes < config.worker_kv_bytes_per_block:
+        raise ConfigError(
+            f"vLLM hands over {page_bytes} bytes of a block that has {config.worker_kv_bytes_per_block}: the rest "
+            "would be lost; try another VLLM_KV_CACHE_LAYOUT, or another --block-size",
+            field="kv_cache_layout",
+        )
+
+
+def _kv_cache_config() -> Any | None:
+    return translate.find_argument("kv_cache_config", "KVCacheConfig")
+
+
+def _layer_specs(config: Any) -> list[Any] | None:
+    """The kinds of the offloaded groups; None where they are not known."""
+    found = _kv_cache_config()
+    if found is None:
+        return None
+    specs: list[Any] = []
+    for index, group in enumerate(config.groups):
+        # Before 0.32 all groups are offloaded. A worker has the specs of each layer, the scheduler one for all.
+        spec = found.kv_cache_groups[getattr(group, "group_id", index)].kv_cache_spec
+        specs += getattr(spec, "kv_cache_specs", {"": spec}).values()
+    return specs

@@ -1,0 +1,116 @@
+"""Models and layouts of which a stored block would not be what its key says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.v1.kv_cache_interface import KVCacheConfig, UniformTypeKVCacheSpecs
+from vllm.v1.kv_offload.base import CanonicalKVCaches
+from vllm.v1.kv_offload.config import OffloadingCacheConfig
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+from connector.vllm.spec import KVTiersSpec
+from tests.vllm import engines
+from tests.vllm.engines import BLOCK_BYTES, CHUNKED, FULL, MAMBA, SLIDING, offloading_config
+from tiers.errors import ConfigError
+
+CHUNK = 4
+UNIFORM = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"layer0": SLIDING})
+
+WINDOWS = pytest.mark.parametrize(
+    ("kinds", "has_window"),
+    [
+        ([FULL], False),
+        ([FULL, MAMBA], False),  # of a state vLLM stores and loads one block of a chunk
+        ([SLIDING], True),
+        ([UNIFORM], True),
+        ([FULL, SLIDING], True),
+        ([FULL, MAMBA, SLIDING], True),
+        ([CHUNKED, FULL], True),
+    ],
+    ids=lambda value: "-".join(type(each).__name__ for each in value) if isinstance(value, list) else "",
+)
+
+
+def made_by(kv_cache_config: KVCacheConfig, make: Any) -> Any:
+    """What is made while a connector with this config is under construction."""
+    assert kv_cache_config is not None
+    return make()
+
+
+def config_of(kinds: list[Any], extra: dict[str, Any], blocks_per_chunk: int = CHUNK, **changes: Any) -> Any:
+    cache = OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=blocks_per_chunk)
+    return offloading_config(extra, groups=engines.groups(len(kinds)), cache=cache, **changes)
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["told", "from_the_file"])
+@WINDOWS
+def test_a_window_is_stored_block_by_block(
+    kinds: list[Any], has_window: bool, told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM offers a chunk of which a request has the last block, and hands over those that it has."""
+    path = tmp_path / "config.yaml"
+    path.write_text(f"blocks_per_chunk: {CHUNK}\nregion: {{size: 1MiB}}\ntiers: [{{type: memory}}]\n")
+    extra = {"config_file": str(path)} | ({"blocks_per_chunk": CHUNK} if told else {})
+    config = config_of(kinds, extra, CHUNK if told else 1)
+    if has_window and told and hasattr(config.groups[0], "sliding_window_size_in_chunks"):
+        with pytest.raises(ConfigError, match="set blocks_per_chunk: 1 for this model"):
+            made_by(engines.kv_cache_config(*kinds), lambda: KVTiersSpec(config))
+        return
+    spec = made_by(engines.kv_cache_config(*kinds), lambda: KVTiersSpec(config))
+    assert spec.blocks_per_chunk == spec.config.cache.blocks_per_chunk == (1 if has_window else CHUNK)
+    assert spec.config.groups == config.groups  # 0.33 has counted their windows in chunks of one block
+    assert ("blocks_per_chunk is 4 and 1 is taken" in caplog.text) == has_window
+
+
+@pytest.mark.parametrize("blocks_per_chunk", [1, CHUNK])
+@WINDOWS
+def test_vllms_own_spec_is_told_to_store_a_window_block_by_block(
+    kinds: list[Any], has_window: bool, blocks_per_chunk: int
+) -> None:
+    tier = {"type": "KVTiersTier", "module_path": "connector.vllm.tier", "tier": {"type": "memory"}}
+    extra = {"cpu_bytes_to_use": 1 << 20, "secondary_tiers": [tier]}
+    spec = TieringOffloadingSpec(config_of(kinds, extra, blocks_per_chunk))
+    if has_window and blocks_per_chunk > 1:
+        with pytest.raises(ConfigError, match="set blocks_per_chunk: 1 for this model"):
+            made_by(engines.kv_cache_config(*kinds), spec.get_manager)
+    else:
+        made_by(engines.kv_cache_config(*kinds), spec.get_manager).shutdown()
+
+
+@pytest.mark.parametrize(
+    ("kinds", "layout", "refused"),
+    [
+        ([FULL], "LHBNC", True),
+        ([FULL], "LBHNC", False),
+        ([FULL], "BLHNC", False),
+        ([FULL, MAMBA], "BLHNC", False),
+        ([MAMBA], "BLHNC", True),
+        ([MAMBA, MAMBA], "BHLNC", True),
+        ([MAMBA], "LBNHC", False),
+    ],
+)
+def test_layouts_of_which_vllm_hands_over_other_bytes_are_refused(kinds: list[Any], layout: str, refused: bool) -> None:
+    tier = {"type": "KVTiersTier", "module_path": "connector.vllm.tier", "tier": {"type": "memory"}}
+    extra = {"cpu_bytes_to_use": 1 << 20, "secondary_tiers": [tier]}
+    behind = TieringOffloadingSpec(config_of(kinds, extra, 1, kv_cache_layout=layout))
+    ours = config_of(kinds, {"cpu_bytes_to_use": "1MiB"}, 1, kv_cache_layout=layout)
+    for make in (lambda: KVTiersSpec(ours), behind.get_manager):
+        if refused:
+            with pytest.raises(ConfigError, match="kv_cache_layout: is .* set VLLM_KV_CACHE_LAYOUT to LBHNC or LBNHC"):
+                made_by(engines.kv_cache_config(*kinds), make)
+        else:
+            made = made_by(engines.kv_cache_config(*kinds), make)
+            getattr(made, "shutdown", lambda: None)()
+
+
+def test_pages_that_are_less_than_a_block_are_refused() -> None:
+    _, whole = engines.kv_caches(4)
+    part = CanonicalKVCaches(whole.tensors[:1], [whole.group_data_refs[0][:1]])
+    spec = KVTiersSpec(offloading_config({"cpu_bytes_to_use": "1MiB"}))
+    with pytest.raises(ConfigError, match=f"{BLOCK_BYTES // 2} bytes of a block that has {BLOCK_BYTES}"):
+        made_by(engines.kv_cache_config(FULL), lambda: spec.get_worker(part))
+    # A second group, which vLLM does not offload, may have the rest.
+    made_by(engines.kv_cache_config(FULL, MAMBA), lambda: spec.get_worker(part)).shutdown()
