@@ -46,7 +46,6 @@ def vllm_config(deployment_path: str | os.PathLike[str]) -> dict[str, Any]:
     deployment = load_config(deployment_path, SecondaryTierFactory.tier_types())
     path = os.path.abspath(deployment_path)
     offloading = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
-    chunk = {"blocks_per_chunk": deployment.blocks_per_chunk}
     entry = {"type": "KVTiersTier", "module_path": "connector.vllm.tier", "config_file": path}
     several = len(deployment.tiers) > 1
     ways: dict[str, Any] = {
@@ -56,7 +55,6 @@ def vllm_config(deployment_path: str | os.PathLike[str]) -> dict[str, Any]:
                 "spec_name": "KVTiersSpec",
                 "spec_module_path": "connector.vllm.spec",
                 "config_file": path,
-                **chunk,
             },
         },
         "tier": {
@@ -65,7 +63,7 @@ def vllm_config(deployment_path: str | os.PathLike[str]) -> dict[str, Any]:
                 "spec_name": "TieringOffloadingSpec",
                 "cpu_bytes_to_use": deployment.region.size_bytes,
                 "eviction_policy": deployment.region.eviction_policy,
-                **chunk,
+                "blocks_per_chunk": deployment.blocks_per_chunk,
                 "secondary_tiers": [
                     {**entry, "index": index} if several else dict(entry) for index in range(len(deployment.tiers))
                 ],

@@ -41,7 +41,8 @@ def test_each_tier_behind_vllms_spec_has_an_entry_and_an_index(tmp_path: Path) -
     assert extra["blocks_per_chunk"] == 4
     assert [entry["index"] for entry in extra["secondary_tiers"]] == [0, 1]
     assert {entry["config_file"] for entry in extra["secondary_tiers"]} == {str(path)}
-    assert ways["spec"]["kv_connector_extra_config"]["blocks_per_chunk"] == 4
+    # Told beforehand, vLLM 0.33 counts windows in such chunks, and models that have some could not fall back to one.
+    assert "blocks_per_chunk" not in ways["spec"]["kv_connector_extra_config"]
     assert ways["shared_storage"]["kv_connector_extra_config"] == {"tier": {"type": "fs", "root_dir": "/mnt/a"}}
 
 
