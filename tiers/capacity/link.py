@@ -17,6 +17,7 @@ from typing import Any
 from tiers.capacity.policy import CapacityPolicy
 from tiers.file_mapper import FileMapper
 from tiers.keys import OffloadKey
+from tiers.layers.loaded_code import OWN_CODE
 from tiers.layers.worker_process import StoreRecipe, environment_without, python_command
 
 logger = logging.getLogger(__name__)
@@ -141,6 +142,7 @@ class CollectorLink:
 
     def _serve(self) -> None:
         """One process, from its start to its end."""
+        OWN_CODE.check()
         process = subprocess.Popen(
             python_command("tiers.capacity.process", str(os.getpid())),
             stdin=subprocess.PIPE,

@@ -12,6 +12,7 @@ from typing import Any
 
 from tiers.daemon_pool import DaemonPool
 from tiers.errors import StoreClosedError, StoreUnavailableError
+from tiers.layers.loaded_code import OWN_CODE
 from tiers.layers.worker_process import MappedRegion, WorkerProcess
 
 logger = logging.getLogger(__name__)
@@ -127,7 +128,7 @@ class WorkerPool:
         Raises:
             TimeoutError: it did not start in time; what still comes of it is ended.
             OSError: it cannot be started.
-            RuntimeError: the pool is closed.
+            RuntimeError: the pool is closed, or its worker would run other code than this process.
         """
         place = self._starter.submit(self._start, self._further)
         try:
@@ -231,6 +232,7 @@ class WorkerPool:
             self._reap(worker, self.workers)
 
     def _start(self, table: set[WorkerProcess]) -> WorkerProcess:
+        OWN_CODE.check()
         worker = WorkerProcess.start(self._config, self._region, self._clock, self._hidden_variables)
         with self._lock:
             table.add(worker)
