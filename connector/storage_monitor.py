@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from tiers.config import DeploymentConfig
 from tiers.errors import ConfigError, KVTiersError
 from tiers.metrics import MetricDef, MetricKind, Metrics
-from tiers.open_store import open_store
+from tiers.open_store import tool_recipe
 from tiers.store import Store
 from tiers.tier_config import FsTierConfig, MemoryTierConfig, NfsTierConfig, S3TierConfig, TierConfig
 
@@ -92,7 +92,7 @@ class WatchedTier:
         name: str,
         config: TierConfig,
         *,
-        make_store: Callable[[TierConfig], Store] = open_store,
+        make_store: Callable[[TierConfig], Store] | None = None,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
     ) -> None:
@@ -101,7 +101,7 @@ class WatchedTier:
         self.asking_since: float | None = None
         self.last: ProbeResult | None = None
         self.usage: Usage | None = None
-        self._make_store = make_store
+        self._make_store = make_store or _open_store
         self._store: Store | None = None
         self._clock = clock
         self._now = now
@@ -133,7 +133,7 @@ class WatchedTier:
         size_bytes: dict[str, int] = {}
         try:
             # A store of its own: the probe closes its one after an error.
-            with contextlib.closing(self._make()) as store:
+            with contextlib.closing(self._make_store(self.config)) as store:
                 for info in store.keys():  # noqa: SIM118 - not a dict
                     if not info.key.endswith(BLOCK_SUFFIX):
                         continue
@@ -160,20 +160,19 @@ class WatchedTier:
 
     def _open(self) -> Store:
         if self._store is None:
-            self._store = self._make()
+            self._store = self._make_store(self.config)
         return self._store
-
-    def _make(self) -> Store:
-        root = getattr(self.config, "root_dir", None)
-        if root is not None and not os.path.isdir(root):  # the store would make it
-            raise ConfigError(f"{root} is no folder", field="root_dir")
-        return self._make_store(self.config)
 
     def _forget(self) -> None:
         store, self._store = self._store, None
         if store is not None:
             with contextlib.suppress(Exception):  # a store that failed may fail at this, too
                 store.close()
+
+
+def _open_store(config: TierConfig) -> Store:
+    store_class, options = tool_recipe(config, read_only=True)
+    return store_class(**options)
 
 
 def _free_bytes(config: TierConfig) -> int | None:

@@ -96,7 +96,7 @@ class FolderStore(Store):
         if read_only:
             return
         try:
-            sweep(root, now(root))
+            sweep(root, lambda: now(root))
         except (OSError, StoreError) as e:
             # Litter that cannot be removed (a read-only root) is no reason not to read what is there.
             # As text: a handler that keeps the record would keep the exception's frames, and with them the root open.
@@ -203,7 +203,7 @@ class FolderStore(Store):
                     raise
                 now = float("-inf")  # no inode to ask the server's clock with: only what needs no age goes
             try:
-                sweep(root, now)
+                sweep(root, lambda: now)
             except PermissionError as e:
                 self._tell_refused(PRIVATE_FOLDER, e)
             sweep_quarantine(root, now, quarantine_s_max)

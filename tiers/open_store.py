@@ -54,16 +54,19 @@ def _folder_options(config: FsTierConfig | NfsTierConfig) -> dict[str, Any]:
     return {"root_dir": config.root_dir, "read_only": config.read_only, "min_free_bytes": config.min_free}
 
 
-def tool_recipe(config: TierConfig) -> tuple[type[Store], dict[str, Any]]:
+def tool_recipe(config: TierConfig, *, read_only: bool = False) -> tuple[type[Store], dict[str, Any]]:
     """As ``store_recipe``, for tools: without the reserve of free space, because what makes room must not be refused
     for want of it, and with blocks that have no seal, which a tool is to count.
+
+    Args:
+        read_only: the tool only looks, whatever the tier may: opening its store leaves nothing there.
     """
     store_class, options = store_recipe(config)
-    for_tools = {"min_free_bytes": 0, "unverified": "allow"}
+    for_tools = {"min_free_bytes": 0, "unverified": "allow"} | ({"read_only": True} if read_only else {})
     return store_class, options | {name: value for name, value in for_tools.items() if name in options}
 
 
 def open_store(config: TierConfig) -> Store:
-    """A tier's store for a tool, without the tier: no threads, and no process of its own."""
+    """A tier's store for a tool that may write, without the tier: no threads, and no process of its own."""
     store_class, options = store_recipe(config)
     return store_class(**options)

@@ -236,18 +236,19 @@ class FreeSpace:
                 self._in_flight_bytes -= size
 
 
-def sweep(root: RootFolder, now: float) -> None:
-    """Remove the private files of dead writers. ``now``: Unix seconds."""
+def sweep(root: RootFolder, now: Callable[[], float]) -> None:
+    """Remove the private files of dead writers. ``now``: Unix seconds, asked for only where there may be such files."""
     try:
         fd = root.open(PRIVATE_FOLDER, OPEN_LISTING)
     except FileNotFoundError:
         return
     try:
         machine = _machine()
+        now_s = now()
         with os.scandir(fd) as entries:
             for entry in entries:
                 try:
-                    age_s = now - os.stat(entry.name, dir_fd=fd, follow_symlinks=False).st_mtime
+                    age_s = now_s - os.stat(entry.name, dir_fd=fd, follow_symlinks=False).st_mtime
                     if age_s > STALE_AGE_S_MAX or _is_dead(entry.name, machine):
                         os.unlink(entry.name, dir_fd=fd)
                 except (FileNotFoundError, IsADirectoryError):

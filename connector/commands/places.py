@@ -48,8 +48,12 @@ class Place:
         return isinstance(self.config, BoundedTierConfig) and self.config.read_only
 
     @contextmanager
-    def open(self) -> Iterator[Store]:
+    def open(self, *, writes: bool = False) -> Iterator[Store]:
         """Its store, closed at the end.
+
+        Args:
+            writes: the command may write or remove. Else opening it leaves nothing there, not even what only asks the
+                time.
 
         Raises:
             StoreError: it cannot be opened, or its folder is not there: a command makes none, which would be its user's
@@ -57,7 +61,7 @@ class Place:
         """
         if isinstance(self.config, FsTierConfig | NfsTierConfig):
             _check_is_there(self.config.root_dir, "root_dir")
-        store_class, options = tool_recipe(self.config)
+        store_class, options = tool_recipe(self.config, read_only=not writes)
         with closing(store_class(**options)) as store:
             yield store
 
@@ -71,9 +75,9 @@ class PrefixPlace(Place):
     """Where SharedStorageConnector keeps prefixes beside a tier's blocks."""
 
     @contextmanager
-    def open(self) -> Iterator[Store]:
+    def open(self, *, writes: bool = False) -> Iterator[Store]:
         """As a store whose blocks are chunks."""
-        with super().open() as store:
+        with super().open(writes=writes) as store:
             yield ChunkStore(store)
 
     @property

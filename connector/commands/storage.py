@@ -124,7 +124,7 @@ def _collect(place: Place, *, dry_run: bool) -> dict[str, Any]:
     policy = place.policy
     if policy is None:
         return {"skipped": "is read_only" if place.read_only else "has neither max_bytes nor ttl"}
-    with place.open() as store, Ticker(f"collecting {place.name}", unit="listed") as ticker:
+    with place.open(writes=True) as store, Ticker(f"collecting {place.name}", unit="listed") as ticker:
         report = _run(Collector(store, policy, on_progress=ticker.count), dry_run, policy.lease_s)
     return {"skipped": "another collector is at work"} if report is None else asdict(report)
 
@@ -132,7 +132,7 @@ def _collect(place: Place, *, dry_run: bool) -> dict[str, Any]:
 def _set_lifecycle(place: Place, ttl_s: float | None) -> int | None:
     """Have the bucket keep to ``ttl``, or without one to none any more. Returns the days."""
     days = None if ttl_s is None else math.ceil(ttl_s / DAY_S)
-    with place.open() as store:
+    with place.open(writes=True) as store:
         assert isinstance(store, _Expires)
         store.expire_after(days, [] if days is None else block_beginnings(store.folders()))
     return days

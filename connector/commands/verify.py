@@ -88,7 +88,7 @@ def _verify_place(place: Place, repair: bool, state: Path | None, n_workers: int
     started_at = time.monotonic()
     with place.open() as store, Ticker(f"listing {place.name}", unit="blocks") as ticker:
         units = find_units(store, ticker.count)
-    store_class, options = tool_recipe(place.config)
+    store_class, options = tool_recipe(place.config, read_only=not repair)
     recipe = StoreRecipe.of(store_class, **options)
     with _state_file(state, f"{place.name} {place.where} {'repair' if repair else 'check'}") as (done, remember):
         results = dict(done)

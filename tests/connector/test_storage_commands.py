@@ -59,6 +59,18 @@ def write_config(root: Path, *options: str) -> str:
     return str(path)
 
 
+@pytest.mark.parametrize("command", [("ls",), ("du",), ("verify",), ("migrate",)])
+def test_what_only_looks_leaves_nothing_in_an_nfs_root(tmp_path: Path, command: tuple[str, ...]) -> None:
+    """A folder that root's command made would keep the engine of another user from starting."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    path = tmp_path / "c.yaml"
+    tiers = [f"- {{type: nfs, name: {name}, root_dir: {tmp_path / name}, min_free: 0}}\n" for name in ("a", "b")]
+    path.write_text(f"region: {{size: 1MiB}}\ntiers:\n{''.join(tiers)}")
+    ok(*command, str(path))
+    assert [list((tmp_path / name).iterdir()) for name in ("a", "b")] == [[], []]
+
+
 def test_ls(root: Path) -> None:
     config = write_config(root)
     lines = ok("ls", config).splitlines()

@@ -22,7 +22,7 @@ from tiers.metrics import METRICS, MetricKind
 from tiers.store import Store
 from tiers.stores.memory import MemoryStore
 from tiers.testing.servers import moto_server
-from tiers.tier_config import FsTierConfig, S3TierConfig, TierConfig
+from tiers.tier_config import FsTierConfig, NfsTierConfig, S3TierConfig, TierConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -195,8 +195,17 @@ def test_label_values_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch)
 def test_an_absent_root_is_down_and_not_made(tmp_path: Path) -> None:
     root = tmp_path / "none"
     tier = WatchedTier("fs", FsTierConfig(root_dir=str(root)))
-    assert tier.probe().error == "ConfigError"
+    assert tier.probe().error == "StoreConfigError"
     assert not root.exists()
+
+
+def test_watching_leaves_nothing_in_a_root(tmp_path: Path) -> None:
+    tier = WatchedTier("nfs", NfsTierConfig(root_dir=str(tmp_path)))
+    assert tier.probe().error == ""
+    tier.scan()
+    tier.close()
+    assert tier.usage is not None
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("client", ["obstore", "boto3"])
