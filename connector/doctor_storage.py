@@ -15,10 +15,13 @@ import re
 import secrets
 import stat
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from tiers.capacity.account import read_measured
 from tiers.capacity.collector import is_block
 from tiers.errors import ConfigError, StoreError
 from tiers.file_mapper import CONFIG_FILE_NAME
@@ -131,6 +134,8 @@ def examine_store(
             yield from _listing(where, key, store, now)
         finally:
             _delete(store, key)
+        if isinstance(config, BoundedTierConfig) and config.max_bytes is not None:
+            read_measured(store)  # without which no engine stores anything
         if store.size(key) is not None:
             yield Finding("problem", where, "delete", "a deleted blob is still there", "look at versioning and locks")
         yield Finding("ok", where, "rights", "blobs can be put, read, listed, replaced and deleted")
@@ -156,11 +161,7 @@ def examine_namespaces(where: str, config: TierConfig, store: Store) -> Iterator
         if len(found) == 1:
             yield Finding("ok", where, "namespaces", f"{model}: one, so all replicas that write here share blocks")
             continue
-        differing = sorted(
-            name
-            for name in set().union(*found)
-            if len({json.dumps(fields.get(name), sort_keys=True) for fields in found}) > 1
-        )
+        differing = sorted(name for name in set().union(*found) if len({_value(fields, name) for fields in found}) > 1)
         values = "; ".join(f"{name}: {_values(found, name)}" for name in differing)
         yield Finding(
             "note", where, "namespaces",
@@ -170,8 +171,13 @@ def examine_namespaces(where: str, config: TierConfig, store: Store) -> Iterator
 
 
 def _values(found: list[dict[str, Any]], name: str) -> str:
-    values = sorted({json.dumps(fields.get(name)) for fields in found})
+    values = sorted({_value(fields, name) for fields in found})
     return ", ".join(value if len(value) <= 40 else value[:39] + "…" for value in values)
+
+
+def _value(fields: dict[str, Any], name: str) -> str:
+    """A field that an older release did not write makes another namespace than the same one without a value."""
+    return json.dumps(fields[name], sort_keys=True) if name in fields else "absent"
 
 
 def _identity_files(config: TierConfig, store: Store) -> tuple[list[str], bool]:
@@ -309,9 +315,19 @@ def _free_space(where: str, config: FsTierConfig | NfsTierConfig) -> Finding:
 
 
 def _refused_folders(where: str, root: str) -> Iterator[Finding]:
-    """Folders in the root that this user may not look into: listings pass them over, and their blocks are errors."""
-    names = sorted(entry.name for entry in os.scandir(root) if entry.is_dir(follow_symlinks=False))
-    refused = [name for name in names if not os.access(os.path.join(root, name), os.R_OK | os.X_OK)]
+    """Folders that this user may not look into: listings pass them over, and their blocks are errors."""
+    refused = []
+    looked_at = 0
+    left = deque([""])  # the outer ones first: a command that was run by root has mostly made some of these
+    while left and looked_at < LISTED_MAX:
+        outer = left.popleft()
+        with suppress(OSError), os.scandir(os.path.join(root, outer)) as entries:
+            for name in sorted(os.path.join(outer, e.name) for e in entries if e.is_dir(follow_symlinks=False)):
+                looked_at += 1
+                if os.access(os.path.join(root, name), os.R_OK | os.X_OK):
+                    left.append(name)
+                elif os.path.lexists(os.path.join(root, name)):  # else an engine has just removed it
+                    refused.append(name)
     if LOST_AND_FOUND in refused:
         refused.remove(LOST_AND_FOUND)
         yield Finding("note", where, "folders", f"{LOST_AND_FOUND} is the file system's own; listings pass it over")

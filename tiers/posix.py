@@ -190,6 +190,9 @@ class RootFolder:
     calls that are still under way on an open descriptor, never on a number that means another file by now. The
     descriptor works in forked children.
 
+    What a process of root's makes in a folder of another user is given to that user, as far as the file system lets it:
+    else a command that is run by root would lock the engine out of what it left.
+
     Args:
         path: the folder. May have symbolic links above it, but is none itself.
         make: make it where it is missing, with mode 0700, and its parents.
@@ -209,6 +212,11 @@ class RootFolder:
             _make_folders(path)
             self.fd = os.open(path, OPEN_FOLDER)
         self._openat2 = openat2_works(self.fd)
+        self._owner: tuple[int, int] | None = None
+        if os.geteuid() == 0:
+            status = os.fstat(self.fd)
+            if status.st_uid != 0:
+                self._owner = status.st_uid, status.st_gid
 
     def __del__(self) -> None:
         if self.fd >= 0:
@@ -234,11 +242,29 @@ class RootFolder:
         try:
             try:
                 os.mkdir(name, FOLDER_MODE, dir_fd=parent_fd)
+                if self._owner is not None:
+                    with contextlib.suppress(OSError):  # whoever may write there has replaced it, or let nobody in
+                        fd = os.open(name, OPEN_LISTING, dir_fd=parent_fd)  # an O_PATH one cannot be given
+                        try:
+                            self.give(fd)
+                        finally:
+                            close_reader(fd)
             except FileExistsError:
                 pass
             return os.open(name, OPEN_FOLDER, dir_fd=parent_fd)
         finally:
             close_reader(parent_fd)
+
+    def give(self, fd: int) -> None:
+        """Give what this process has just made to the root's owner, where that is somebody else.
+
+        By descriptor, so that nothing else can be put in its place; and only what is root's, not what a server took for
+        another's (root_squash), nor what such a user has there already.
+        """
+        if self._owner is not None:
+            with contextlib.suppress(OSError):
+                if os.fstat(fd).st_uid == 0:
+                    os.fchown(fd, *self._owner)
 
     def is_removed(self) -> bool:
         """Whether the folder was removed or moved since it was opened: its path leads to another one now, if any."""

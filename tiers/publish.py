@@ -82,7 +82,7 @@ class Publisher:
             if not overwrite and os.access(name, os.F_OK, dir_fd=dir_fd, follow_symlinks=False):
                 published = False
             elif not overwrite and self._unnamed_files and (fd := self._open_unnamed(dir_fd)) >= 0:
-                published = self._publish_unnamed(fd, dir_fd, name, write)
+                published = self._publish_unnamed(root, fd, dir_fd, name, write)
             else:
                 published = self._publish_private(root, dir_fd, name, write, overwrite=overwrite)
             if self._durable:
@@ -122,11 +122,11 @@ class Publisher:
             self._unnamed_files = False
             return -1
 
-    def _publish_unnamed(self, fd: int, dir_fd: int, name: str, write: Callable[[int], None]) -> bool:
+    def _publish_unnamed(self, root: RootFolder, fd: int, dir_fd: int, name: str, write: Callable[[int], None]) -> bool:
         """Owns ``fd``."""
         published = False
         try:
-            self._write(fd, write)
+            self._write(root, fd, write)
             try:
                 self._link(fd, name, dir_fd)
                 published = True
@@ -162,7 +162,7 @@ class Publisher:
             renamed = False
             try:
                 try:
-                    self._write(fd, write)
+                    self._write(root, fd, write)
                 finally:
                     os.close(fd)
                 if overwrite:
@@ -180,7 +180,8 @@ class Publisher:
         finally:
             close_reader(temp_fd)
 
-    def _write(self, fd: int, write: Callable[[int], None]) -> None:
+    def _write(self, root: RootFolder, fd: int, write: Callable[[int], None]) -> None:
+        root.give(fd)
         write(fd)
         if self._durable:
             os.fdatasync(fd)

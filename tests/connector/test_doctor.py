@@ -18,6 +18,7 @@ from connector.doctor import examine
 from connector.doctor_storage import Finding, examine_namespaces, examine_store
 from tests.identity import FakeSpec
 from tiers.builtin import FileSystemTierManager
+from tiers.capacity.account import MEASURED
 from tiers.config import DeploymentConfig, parse_config
 from tiers.errors import StorePermissionError
 from tiers.exporter import MetricsServer
@@ -104,6 +105,56 @@ def test_folders_that_may_not_be_looked_into_are_named(tmp_path: Path, monkeypat
     assert "lost+found" in note.message
     assert f"into 1 in {tmp_path}: n_r0;" in problem.message
     assert "chown" in problem.fix
+
+
+@pytest.mark.parametrize("name", ["m_r0/0a1", "m_r0/0a1/0b_g0", "_kvtiers/usage"])
+def test_a_deep_folder_that_may_not_be_looked_into_is_named(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("_kvtiers/usage", "m_r0/0a1/0b_g0", "m_r0/0a2/0b_g0"):
+        (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.setattr(os, "access", lambda path, mode: not str(path).endswith(name))
+    (problem,) = doctor_storage._refused_folders("fs", str(tmp_path))
+    assert f"into 1 in {tmp_path}: {name};" in problem.message
+
+
+def test_not_all_folders_of_a_large_root_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(10):
+        (tmp_path / "m_r0" / f"{number:03}" / "0b_g0").mkdir(parents=True)
+    looked_at = []
+
+    def access(path: str, mode: int) -> bool:
+        looked_at.append(path)
+        return True
+
+    monkeypatch.setattr(doctor_storage, "LISTED_MAX", 5)
+    monkeypatch.setattr(os, "access", access)
+    assert list(doctor_storage._refused_folders("fs", str(tmp_path))) == []
+    assert len(looked_at) == 11  # those of a folder are looked at together
+
+
+@pytest.mark.parametrize("max_bytes", [None, 1 << 30])
+def test_an_account_that_may_not_be_read_is_a_problem(tmp_path: Path, max_bytes: int | None) -> None:
+    """Where a bound is kept, nothing is stored without it."""
+
+    class Refused(MemoryStore):
+        def size(self, key: str) -> int | None:
+            if key == MEASURED:
+                raise StorePermissionError("Permission denied (EACCES)", key=key)
+            return super().size(key)
+
+        def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
+            self.size(key)
+            super().get_into(key, parts)
+
+        def get_tail(self, key: str, length: int) -> tuple[int, bytes] | None:
+            self.size(key)
+            return super().get_tail(key, length)
+
+    config = FsTierConfig(root_dir=str(tmp_path), max_bytes=max_bytes)
+    found = one(list(examine_store("fs", config, Refused())), "rights")
+    assert found.level == ("ok" if max_bytes is None else "problem")
+    assert max_bytes is None or MEASURED in found.message
 
 
 @pytest.mark.parametrize(("kind", "level"), [("overlay", "problem"), ("tmpfs", "note"), ("ext4", "ok"), ("", "ok")])
@@ -239,6 +290,14 @@ def test_replicas_that_cannot_share_are_told_why(tmp_path: Path) -> None:
     (torn := tmp_path / "x_0").mkdir()
     (torn / "config.json").write_bytes(b"{")
     assert one(examine(deployment(fs(tmp_path))), "namespaces") == found
+
+
+def test_a_field_that_one_namespace_lacks_is_named() -> None:
+    store = MemoryStore()
+    for digest, fields in ("a" * 12, {}), ("b" * 12, {"revision": None}):
+        store.put(f"m_{digest}/config.json", [memoryview(json.dumps({"model_name": "m", **fields}).encode())])
+    (found,) = examine_namespaces("s3", MemoryTierConfig(), store)
+    assert found.message == "m: 2, which share nothing, by revision: absent, null"
 
 
 def test_namespaces_of_a_bucket_are_looked_for_within_bounds() -> None:

@@ -451,6 +451,72 @@ def test_folder_of_somebody_else(tmp_path: Path) -> None:
     assert run_in_child(use) == 0
 
 
+def owners(root: Path) -> set[int]:
+    return {path.lstat().st_uid for path in (root, *root.rglob("*"))}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving files away takes root")
+@pytest.mark.parametrize("store_class", [LocalStore, NfsStore])
+def test_what_root_leaves_is_the_root_folders_owners(tmp_path: Path, store_class: type[LocalStore | NfsStore]) -> None:
+    """As of kvtiers doctor, gc and warm: the engine must be able to use it."""
+    root = tmp_path / "root"
+    root.mkdir(mode=0o700)
+    os.chown(root, 65534, 65534)
+    for folder in (tmp_path, *tmp_path.parents):
+        if folder.stat().st_mode & 0o001 == 0:
+            folder.chmod(folder.stat().st_mode | 0o711)
+    store = store_class(root)
+    for key in ("f/g/a", "f/g/b", "_own/c"):
+        store.put(key, as_parts(b"1"))
+        store.put(key, as_parts(b"2"), overwrite=True)
+    store.quarantine("f/g/b")
+    store.sweep(1e6)
+    assert {path.name for path in root.iterdir()} == {"f", "_own", ".tmp", ".quarantine"}
+    assert owners(root) == {65534}
+
+    def use() -> None:
+        os.setgid(65534)
+        os.setuid(65534)
+        store = store_class(root)
+        for key in ("f/g/a", "f/g/b", "_own/c", "f/h/d"):
+            store.put(key, as_parts(b"3"), overwrite=True)
+            assert fetch(store, key, 1) == b"3"
+        store.quarantine("f/g/a")
+        assert store.sweep(0.0) == 0
+
+    assert run_in_child(use) == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving files away takes root")
+def test_root_gives_away_only_what_it_has_just_made(tmp_path: Path) -> None:
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    LocalStore(root).put("mine/a", as_parts(b"1"))
+    outside.mkdir()
+    os.chown(root, 65534, 65534)
+    (root / "link").symlink_to(outside)
+    store = LocalStore(root)
+    store.put("mine/b", as_parts(b"1"))
+    with pytest.raises(StoreError):
+        store.put("link/c", as_parts(b"1"))
+    owner = {name: (root / name).stat().st_uid for name in ("mine", "mine/a", "mine/b")}
+    assert owner == {"mine": 0, "mine/a": 0, "mine/b": 65534}
+    assert owners(outside) == {0}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving files away takes root")
+def test_where_nothing_can_be_given_away_it_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user namespace without the owner; a server that lets nobody give files away."""
+    os.chown(tmp_path, 65534, 65534)
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "fchown", refuse)
+    store = LocalStore(tmp_path)
+    store.put("f/a", as_parts(b"1"))
+    assert fetch(store, "f/a", 1) == b"1"
+
+
 def test_what_somebody_else_keeps_to_himself_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """lost+found of a mount point, or what a command left that was run by root: the rest is listed and swept."""
     tmp_path.chmod(0o777)
