@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from tiers.capacity.account import read_measured
 from tiers.capacity.collector import is_block
-from tiers.errors import ConfigError, StoreError
+from tiers.errors import ConfigError, StoreConfigError, StoreError
 from tiers.file_mapper import CONFIG_FILE_NAME
 from tiers.inventory import NAMESPACE
 from tiers.json_text import parse_json
@@ -139,6 +139,8 @@ def examine_store(
         if store.size(key) is not None:
             yield Finding("problem", where, "delete", "a deleted blob is still there", "look at versioning and locks")
         yield Finding("ok", where, "rights", "blobs can be put, read, listed, replaced and deleted")
+    except StoreConfigError as e:
+        yield Finding("problem", where, "storage", str(e), "see the message")
     except StoreError as e:
         yield Finding("problem", where, "rights", str(e), _fix_of(config))
 

@@ -47,6 +47,7 @@ OPEN_UNNAMED = os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC
 OPEN_PRIVATE = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY | os.O_CLOEXEC
 # EISDIR: a kernel that does not know the flag. EINVAL: some FUSE servers.
 _NO_UNNAMED_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)
+_NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class Publisher:
@@ -132,6 +133,9 @@ class Publisher:
                 published = True
             except FileExistsError:
                 pass
+            except OSError as e:
+                _refuse_without_links(e)
+                raise
         finally:
             try:
                 os.close(fd)
@@ -173,6 +177,9 @@ class Publisher:
                         os.link(temp, name, src_dir_fd=temp_fd, dst_dir_fd=dir_fd, follow_symlinks=False)
                     except FileExistsError:
                         return False
+                    except OSError as e:
+                        _refuse_without_links(e)
+                        raise
                 return True
             finally:
                 if not renamed:
@@ -324,6 +331,15 @@ def _read_line(path: str) -> str:
         return os.read(fd, 4096).decode(errors="replace").rstrip()
     finally:
         close_reader(fd)
+
+
+def _refuse_without_links(e: OSError) -> None:
+    """Raise where link(2) says that there are none: EPERM is no matter of rights there, which are EACCES."""
+    if e.errno in _NO_HARD_LINKS:
+        raise StoreConfigError(
+            f"this file system has no hard links ({errno.errorcode[e.errno]}), by which blocks are published; "
+            "use another one: vfat, exFAT and some FUSE mounts have none"
+        ) from e
 
 
 def _make_own_folder(root: RootFolder, name: str) -> int:

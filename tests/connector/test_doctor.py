@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -269,6 +270,20 @@ def test_a_check_that_breaks_is_a_finding(tmp_path: Path, monkeypatch: pytest.Mo
     assert (found.level, found.message[:36]) == ("problem", "could not be looked at: ValueError i")
     assert "secret" not in found.message
     assert one(findings, "file system").message == "first"
+
+
+def test_a_file_system_without_hard_links_is_no_matter_of_rights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def link(*_: Any, **__: Any) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", link)
+    monkeypatch.setattr("tiers.publish.link_open_file", link)
+    findings = examine(deployment(fs(tmp_path)))
+    (found,) = [f for f in findings if f.where.startswith("tiers") and f.level == "problem"]
+    assert "no hard links" in found.message
+    assert "give uid" not in found.fix
 
 
 def test_a_missing_right_is_no_fault_of_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

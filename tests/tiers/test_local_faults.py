@@ -451,6 +451,24 @@ def test_folder_of_somebody_else(tmp_path: Path) -> None:
     assert run_in_child(use) == 0
 
 
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS])
+@pytest.mark.parametrize("store_class", [LocalStore, NfsStore])
+def test_a_file_system_without_hard_links_is_named(
+    tmp_path: Path, store_class: type[LocalStore | NfsStore], code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is no matter of rights, which is what EPERM says everywhere else."""
+
+    def link(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "link", link)
+    monkeypatch.setattr("tiers.publish.link_open_file", link)
+    store = store_class(tmp_path)
+    with pytest.raises(StoreConfigError, match="no hard links"):
+        store.put("f/a", as_parts(b"1"))
+    assert not list_keys(store)
+
+
 def owners(root: Path) -> set[int]:
     return {path.lstat().st_uid for path in (root, *root.rglob("*"))}
 
