@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from tiers.config import DeploymentConfig
 from tiers.errors import ConfigError, KVTiersError
+from tiers.inventory import parse_block_name
 from tiers.metrics import MetricDef, MetricKind, Metrics
 from tiers.open_store import tool_recipe
 from tiers.store import Store
@@ -26,7 +27,6 @@ logger = logging.getLogger(__name__)
 
 NAMESPACES_MAX = 1000  # label values; what is beyond them counts as "other"
 OTHER = "other"
-BLOCK_SUFFIX = ".bin"
 PUBLISH_EVERY_S = 0.5
 #: A name that no block has: any answer will do.
 PROBE_KEY = "kvtiers-probe/absent"
@@ -135,7 +135,7 @@ class WatchedTier:
             # A store of its own: the probe closes its one after an error.
             with contextlib.closing(self._make_store(self.config)) as store:
                 for info in store.keys():  # noqa: SIM118 - not a dict
-                    if not info.key.endswith(BLOCK_SUFFIX):
+                    if parse_block_name(info.key) is None:
                         continue
                     namespace = info.key.partition("/")[0]
                     if namespace not in blocks and len(blocks) >= NAMESPACES_MAX:

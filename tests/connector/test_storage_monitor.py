@@ -157,35 +157,43 @@ def test_a_late_answer_that_nobody_saw_coming_is_a_timeout(bench: Bench) -> None
     assert bench.value("kvtiers_storage_probes_total", "fs", "ok") == 0
 
 
+def block(namespace: str, digits: str = "0000000") -> str:
+    return f"{namespace}/{digits[:3]}/{digits[3:5]}_g0/{digits}.bin"
+
+
+A, B = "a_aaaaaaaaaaaa_r0", "b_bbbbbbbbbbbb_r0"
+
+
 def test_blocks_are_counted_by_namespace(bench: Bench) -> None:
-    for name, size in (("a_0_r0/000/00_g0/x.bin", 10), ("a_0_r0/000/00_g0/y.bin", 20), ("b_0_r0/000/00_g0/x.bin", 5)):
+    for name, size in ((block(A), 10), (block(A, "0000001"), 20), (block(B), 5)):
         bench.store.put(name, [memoryview(bytes(size))])
-    bench.store.put("a_0/config.json", [memoryview(b"{}")])
+    for other in ("a_aaaaaaaaaaaa/config.json", "models/gpt2/pytorch_model.bin", f"{A}/000/00_g0/x.bin"):
+        bench.store.put(other, [memoryview(b"{}")])
     bench.tier.scan()
-    assert bench.value("kvtiers_storage_blocks", "fs", "a_0_r0") == 2
-    assert bench.value("kvtiers_storage_bytes", "fs", "a_0_r0") == 30
-    assert bench.value("kvtiers_storage_bytes", "fs", "b_0_r0") == 5
+    assert bench.value("kvtiers_storage_blocks", "fs", A) == 2
+    assert bench.value("kvtiers_storage_bytes", "fs", A) == 30
+    assert bench.value("kvtiers_storage_bytes", "fs", B) == 5
     assert bench.value("kvtiers_storage_scan_timestamp_seconds", "fs") == 1_700_000_000
-    bench.store.delete("b_0_r0/000/00_g0/x.bin")
+    bench.store.delete(block(B))
     bench.tier.scan()
     bench.monitor.publish()
     namespaces = {s.labels["namespace"] for s in bench.monitor.metrics.snapshot() if "namespace" in s.labels}
-    assert namespaces == {"a_0_r0"}  # one that is gone has no samples
+    assert namespaces == {A}  # one that is gone has no samples
 
 
 def test_a_failed_scan_keeps_the_last_figures(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    bench.store.put("a_0_r0/000/00_g0/x.bin", [memoryview(bytes(10))])
+    bench.store.put(block(A), [memoryview(bytes(10))])
     bench.tier.scan()
     bench.error = StoreUnavailableError("no")
     bench.tier.scan()
-    assert bench.value("kvtiers_storage_blocks", "fs", "a_0_r0") == 1
+    assert bench.value("kvtiers_storage_blocks", "fs", A) == 1
     assert "could not be scanned" in caplog.text
 
 
 def test_label_values_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("connector.storage_monitor.NAMESPACES_MAX", 3)
     for number in range(6):
-        bench.store.put(f"n{number}_r0/000/00_g0/x.bin", [memoryview(bytes(8))])
+        bench.store.put(block(f"n_{number:012}_r0"), [memoryview(bytes(8))])
     bench.tier.scan()
     assert bench.tier.usage is not None
     assert len(bench.tier.usage.blocks) == 4
@@ -283,8 +291,8 @@ def test_an_address_that_can_be_none_is_named(tmp_path: Path) -> None:
 
 def test_the_command_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
     root = tmp_path / "kv"
-    (root / "m_0_r0" / "000" / "00_g0").mkdir(parents=True)
-    (root / "m_0_r0" / "000" / "00_g0" / "ab.bin").write_bytes(bytes(100))
+    (root / block(A)).parent.mkdir(parents=True)
+    (root / block(A)).write_bytes(bytes(100))
     config = tmp_path / "c.yaml"
     config.write_text(yaml.safe_dump({"region": {"size": "1MiB"}, "tiers": [{"type": "fs", "root_dir": str(root)}]}))
     command = [sys.executable, "-m", "connector.cli", "serve-metrics", str(config), "--port", "0", "--probe-every", "1"]
@@ -299,7 +307,7 @@ def test_the_command_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
             return text
 
         wait_for(lambda: 'kvtiers_storage_up{tier="fs"} 1.0' in scraped())
-        wait_for(lambda: 'kvtiers_storage_bytes{namespace="m_0_r0",tier="fs"} 100.0' in scraped())
+        wait_for(lambda: 'kvtiers_storage_bytes{namespace="a_aaaaaaaaaaaa_r0",tier="fs"} 100.0' in scraped())
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=20) == 0
     finally:
