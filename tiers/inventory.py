@@ -17,6 +17,7 @@ _FOLDER = re.compile(rf"({NAMESPACE})_r[0-9]+")
 
 #: Upper bounds of the ages that are told apart, in seconds.
 AGES_S = {"1h": 3600.0, "1d": 86_400.0, "7d": 7 * 86_400.0, "30d": 30 * 86_400.0, "older": float("inf")}
+UNKNOWN_AGE = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +80,13 @@ class Inventory:
 
     Attributes:
         blocks: by namespace, rank and group.
-        ages: by the time since a block was last used or, where its store does not note that, written.
+        ages: by the time since a block was last used or, where its store does not note that, written; a server
+            may not say.
         other: what is no block: ``config.json``, records, other people's files.
     """
 
     blocks: dict[tuple[str, int, int], Share] = field(default_factory=dict)
-    ages: dict[str, Share] = field(default_factory=lambda: {name: Share() for name in AGES_S})
+    ages: dict[str, Share] = field(default_factory=lambda: {name: Share() for name in (*AGES_S, UNKNOWN_AGE)})
     other: Share = field(default_factory=Share)
 
     def add(self, info: KeyInfo, now: float) -> None:
@@ -94,6 +96,9 @@ class Inventory:
             self.other.add(info.size)
             return
         self.blocks.setdefault((name.namespace, name.rank, name.group), Share()).add(info.size)
+        if info.mtime == 0.0:  # a driver that does not say
+            self.ages[UNKNOWN_AGE].add(info.size)
+            return
         age_s = now - info.mtime
         self.ages[next(label for label, bound_s in AGES_S.items() if age_s < bound_s)].add(info.size)
 

@@ -22,7 +22,7 @@ from tiers.capacity.account import used_bytes
 from tiers.capacity.collector import Collector
 from tiers.capacity.removal import CollectReport
 from tiers.errors import KVTiersError, StoreError
-from tiers.inventory import Inventory, block_beginnings, list_blocks
+from tiers.inventory import UNKNOWN_AGE, Inventory, block_beginnings, list_blocks
 from tiers.tier_config import BoundedTierConfig, S3TierConfig
 
 EXIT_FAILED = 1
@@ -237,7 +237,7 @@ def _show_du(result: dict[str, Any]) -> None:
         console.print(table)
     lower = "0"
     for age, share in result["ages"].items():
-        label = f"older than {lower}" if age == "older" else f"up to {age}"
+        label = {"older": f"older than {lower}", UNKNOWN_AGE: "of unknown age"}.get(age, f"up to {age}")
         if share["blobs"]:
             console.print(f"  {label}: {share['blobs']:,} blocks, {human_bytes(share['bytes'])}", highlight=False)
         lower = age

@@ -59,6 +59,15 @@ def write_config(root: Path, *options: str) -> str:
     return str(path)
 
 
+def test_blocks_of_a_server_that_tells_no_times_are_not_called_old(root: Path) -> None:
+    for name in NAMES[:3]:
+        os.utime(root / name, (0, 0))
+    config = write_config(root)
+    assert "of unknown age: 3 blocks" in ok("du", config)
+    (found, *_) = json.loads(ok("du", config, "--json"))["tiers"]
+    assert (found["ages"]["unknown"]["blobs"], found["ages"]["older"]["blobs"]) == (3, 0)
+
+
 @pytest.mark.parametrize("command", [("ls",), ("du",), ("verify",), ("migrate",)])
 def test_what_only_looks_leaves_nothing_in_an_nfs_root(tmp_path: Path, command: tuple[str, ...]) -> None:
     """A folder that root's command made would keep the engine of another user from starting."""
