@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -45,6 +45,7 @@ class CopyReport:
         present: blocks that the target had, of the same size.
         bad: blocks whose seal failed, that have none, or that only a newer version can judge.
         errors: blocks that could not be read or written, or whose names another engine's have in the target.
+        left_out: namespaces whose blocks are not copied, and why; these are among ``errors``.
         no_room: the target is full, or its bound reached; the rest was not looked at.
     """
 
@@ -53,6 +54,7 @@ class CopyReport:
     present: int = 0
     bad: int = 0
     errors: int = 0
+    left_out: dict[str, str] = field(default_factory=dict)
     no_room: bool = False
 
     @property
@@ -105,7 +107,6 @@ class Copier:
 
         Raises:
             StoreError: the storage refuses for good, or cannot be asked.
-            StoreConfigError: a namespace's ``config.json`` is missing, damaged, or another one's in the target.
         """
         left = iter(blocks)
         with ThreadPoolExecutor(THREADS) as pool:
@@ -122,11 +123,19 @@ class Copier:
         wanted = []
         moves = [move for block in batch if (move := self._plan(*block)) is not None]
         for move, size in zip(moves, _sizes(self._target, [move.target for move in moves]), strict=True):
+            if _is_refused(size):
+                self.report.errors += 1
+                continue
+            if isinstance(size, Exception):
+                raise size
             if size is not None and move.seal is not None and self._is_of_others(move):
                 self.report.errors += 1
                 continue
             if size is not None and size == move.info.size:
                 self.report.present += 1
+                continue
+            if move.seal is None and move.name.namespace in self.report.left_out:
+                self.report.errors += 1
                 continue
             if self._room_bytes is not None:
                 if move.info.size > self._room_bytes:
@@ -139,6 +148,12 @@ class Copier:
             except StoreFullError:
                 self.report.no_room = True
                 break
+            except StoreError as e:
+                if not (isinstance(e, StoreConfigError) or _is_refused(e)):
+                    raise
+                self.report.left_out[move.name.namespace] = str(e)
+                self.report.errors += 1
+                continue
             wanted.append(move)
         return wanted
 
@@ -209,7 +224,7 @@ class Copier:
                 report.no_room = True
                 break
             except StoreError as e:
-                if not e.retryable:
+                if not (e.retryable or _is_refused(e)):
                     raise
                 report.errors += 1
                 continue
@@ -224,9 +239,23 @@ class Copier:
         total.no_room |= part.no_room
 
 
+def _is_refused(e: Any) -> bool:
+    """Whether it is one file's rights, as of a folder that a command of another user made: no reason to stop.
+
+    What a server refuses is mostly refused by its credentials, for all blobs alike.
+    """
+    return isinstance(e, StorePermissionError) and bool(e.key) and isinstance(e.__cause__, OSError)
+
+
 def _sizes(store: Store, keys: list[str]) -> list[Any]:
-    sizes = store.size_many(keys) if isinstance(store, SupportsSizeMany) else [store.size(key) for key in keys]
-    for size in sizes:
-        if isinstance(size, Exception):
-            raise size
-    return list(sizes)
+    """Parallel to the keys; an exception where one could not be asked for."""
+    if isinstance(store, SupportsSizeMany):
+        return list(store.size_many(keys))
+    return [_size(store, key) for key in keys]
+
+
+def _size(store: Store, key: str) -> Any:
+    try:
+        return store.size(key)
+    except StorePermissionError as e:
+        return e

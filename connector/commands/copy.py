@@ -88,6 +88,8 @@ def _refuse(command: str, text: str) -> typer.Exit:
 
 def _read_names(path: Path) -> list[str]:
     try:
+        if str(path) == "-" and sys.stdin is None:
+            raise OSError("standard input is closed")
         text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
         raise _refuse("warm", f"--names: {e}") from e
@@ -134,6 +136,8 @@ def _copy(command: str, source: Place, target: Place, prefixes: Iterable[str], a
         print(json.dumps(result))
     else:
         _show(result)
+    for left_out, why in report.left_out.items():
+        complain(command, f"{left_out} is left out: {why}")
     if damaged := getattr(from_store, "damaged", 0):
         complain(command, f"{source.name} at {source.where} has {damaged} folders or files that cannot be read")
         raise typer.Exit(EXIT_FAILED)

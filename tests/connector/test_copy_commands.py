@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import boto3
 import pytest
+import typer
 
+from connector.commands.copy import _read_names
 from tests.connector.test_storage_commands import ok, run
 from tests.connector.test_verify_command import COUNT, NAMES, SIZE, flip, put_blocks
 from tests.identity import FakeSpec, block_key
@@ -31,7 +35,7 @@ from tiers.seal import TRAILER_BYTES, Seal
 from tiers.store import KeyInfo
 from tiers.stores.local import LocalStore
 from tiers.stores.memory import MemoryStore
-from tiers.testing.faults import Fault, FaultyStore
+from tiers.testing.faults import Fault, FaultyStore, run_in_child
 from tiers.testing.servers import moto_server
 
 BLOB = SIZE + TRAILER_BYTES
@@ -169,6 +173,64 @@ def test_a_namespace_without_identity_is_refused(near: Path, far: Path) -> None:
     assert code == 1
     assert "config.json is missing or damaged" in out
     assert not stored(near)
+
+
+@pytest.mark.parametrize("command", ["warm", "migrate"])
+def test_a_namespace_without_identity_keeps_no_other_from_being_copied(near: Path, far: Path, command: str) -> None:
+    digest = NAMESPACE.rpartition("_")[2]
+    other = far / NAMES[0].partition("/")[0].replace(digest, "0" * 12)  # listed before the good one, or after it
+    shutil.copytree(far / NAMES[0].partition("/")[0], other)
+    shutil.copytree(other, other.with_name(other.name.replace("0" * 12, "f" * 12)))
+    config = write_config(near, far)
+    arguments = (config, "--from", "far", "--to", "near")
+    code, out = run(command, *arguments, "--json")
+    assert code == 1
+    (result,) = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    assert (result["copied"], result["errors"]) == (COUNT, 2 * COUNT)
+    assert sorted(result["left_out"]) == [NAMESPACE.replace(digest, digit * 12) for digit in "0f"]
+    assert out.count("is left out:") == 2
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes root")
+@pytest.mark.parametrize("refused", ["000", "leaf", "namespace"])
+def test_folders_of_somebody_else_in_the_target_stop_nothing(near: Path, far: Path, refused: str) -> None:
+    """As a command leaves them that was run by root."""
+    ok("warm", write_config(near, far))
+    name = NAMES[0]
+    folder = (
+        near / {"000": "/".join(name.split("/")[:2]), "leaf": name.rpartition("/")[0], "namespace": NAMESPACE}[refused]
+    )
+    files = [path for path in near.rglob("*.bin") if path != near / name]
+    for path in files:
+        path.unlink()
+    missing = [path for path in files if folder not in path.parents]
+    for path in (near, *near.rglob("*"), far, *far.rglob("*")):
+        os.chown(path, 65534, 65534)
+    os.chown(folder, 0, 0)
+    for outer in (near, *near.parents):
+        if outer.stat().st_mode & 0o001 == 0:
+            outer.chmod(outer.stat().st_mode | 0o711)
+
+    def use() -> None:
+        os.setgid(65534)
+        os.setuid(65534)
+        source, target = LocalStore(far, read_only=True), LocalStore(near)
+        report = Copier(source, target).copy(find_blocks(source, [""]))
+        if refused == "namespace":
+            assert (report.copied, list(report.left_out)) == (0, [NAMESPACE])
+        else:
+            assert report.copied == len(missing)
+        assert report.copied + report.present + report.errors == COUNT
+        assert report.errors
+
+    assert run_in_child(use) == 0
+
+
+def test_a_list_of_names_from_closed_standard_input(near: Path, far: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("connector.commands.copy.sys.stdin", None)
+    with pytest.raises(typer.Exit) as caught:
+        _read_names(Path("-"))
+    assert caught.value.exit_code == 2
 
 
 def test_a_target_that_is_another_namespaces_is_refused(near: Path, far: Path) -> None:
