@@ -102,6 +102,14 @@ class TieringOffloadingManager(OffloadingManager):
         found[key] = block
         return True
 
+    def is_coming(self, key: OffloadKey, req_context: ReqContext) -> bool:
+        """Whether a key of which ``lookup`` said None is on its way into the region, so that no answer is owed."""
+        block = self.primary.find(key)
+        if block is not None:
+            return block.state in (BlockState.STORING, BlockState.LOADING)
+        request = self._requests.get(req_context.req_id)
+        return request is not None and key in request.hits
+
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         spec = self.primary.prepare_load(keys, req_context)
         request = self._requests.get(req_context.req_id)

@@ -204,7 +204,7 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
             return LookupResult.MISS
         answer = (self._blocks if self._role.loads else self.tiering.primary).lookup(key, req_context)
         self._pacer.asked(answer)
-        return translate.lookup_result(answer)
+        return translate.lookup_result(answer, is_coming=answer is None and self.tiering.is_coming(key, req_context))
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: Any) -> VllmCPULoadStoreSpec:
         spec = self._blocks.prepare_load(keys, req_context)

@@ -305,10 +305,15 @@ def _hash_algorithm(vllm_config: Any | None) -> str:
 # ---- calls and values ------------------------------------------------------------------------------------------
 
 
-def lookup_result(answer: bool | None) -> LookupResult:
-    """A tier's answer to ``lookup``, as vLLM's."""
+def lookup_result(answer: bool | None, *, is_coming: bool = False) -> LookupResult:
+    """A tier's answer to ``lookup``, as vLLM's.
+
+    Args:
+        is_coming: the key was found, though it is not readable yet. In a group with a sliding window vLLM goes on to
+            earlier blocks where it hears RETRY, until it has asked for all there are.
+    """
     if answer is None:
-        return LookupResult.RETRY
+        return LookupResult.HIT_PENDING if is_coming else LookupResult.RETRY
     return LookupResult.HIT if answer else LookupResult.MISS
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, ScheduleEndContext
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
@@ -85,7 +87,7 @@ class Engine:
 
         def answers() -> list[LookupResult] | None:
             found = [self.manager.lookup(key, context) for key in some]
-            if LookupResult.RETRY in found:
+            if {LookupResult.RETRY, LookupResult.HIT_PENDING} & set(found):
                 self.manager.on_schedule_end(STEP)
                 return None
             return found
@@ -172,6 +174,43 @@ def test_blocks_that_are_offered_or_loaded_are_used(engines: Any, monkeypatch: p
     assert list(output.evicted_keys) == other[:0:-1]
     engine.load(hot, [7, 8, 9])
     assert used == hot + hot
+
+
+def test_of_a_sliding_window_no_more_is_read_than_the_window(engines: Any) -> None:
+    """vLLM's own lookup of such a group, whose questions say what is loaded."""
+    blocks, window = 40, 2
+    some = keys(blocks)
+    engines(blocks=64).store(some[:20], list(range(20)))
+    engines(blocks=64).store(some[20:], list(range(20)))
+    manager, context = engines(blocks=64).manager, request("window")
+    asker = SimpleNamespace(manager=manager)
+
+    def hit() -> int | None:
+        end: int | None = OffloadingConnectorScheduler._sliding_window_lookup(asker, some, window, context)
+        manager.on_schedule_end(STEP)
+        return end
+
+    assert wait_for(hit) == blocks
+    samples = manager.tiering.metrics.snapshot()
+    loaded = [each.value for each in samples if each.name == "kvtiers_blocks_total" and each.labels["op"] == "load"]
+    assert sum(loaded) == window
+
+
+def test_what_is_on_its_way_is_a_pending_hit_and_an_answer_that_is_owed_is_none(engines: Any) -> None:
+    stored, storing = keys(2)
+    engines().store([stored], [1])
+    manager, context = engines().manager, request("asks")
+    assert manager.prepare_store([storing], context) is not None
+    assert manager.lookup(storing, context) is LookupResult.HIT_PENDING
+    answers = []
+
+    def is_hit() -> bool:
+        answers.append(manager.lookup(stored, context))
+        manager.on_schedule_end(STEP)
+        return answers[-1] is LookupResult.HIT
+
+    wait_for(is_hit)
+    assert [each for each, _ in groupby(answers)] == [LookupResult.RETRY, LookupResult.HIT_PENDING, LookupResult.HIT]
 
 
 def test_nothing_is_left_in_dev_shm_once_both_are_in(engines: Any) -> None:

@@ -71,6 +71,7 @@ def test_answers() -> None:
     assert translate.lookup_result(True) is LookupResult.HIT
     assert translate.lookup_result(False) is LookupResult.MISS
     assert translate.lookup_result(None) is LookupResult.RETRY
+    assert translate.lookup_result(None, is_coming=True) is LookupResult.HIT_PENDING
 
 
 @pytest.mark.parametrize("ids", ["chunk_ids", "block_ids"])
