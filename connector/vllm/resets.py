@@ -34,6 +34,8 @@ class StorageSwitch:
 
     def __init__(self, extra_config: Mapping[str, Any]) -> None:
         chosen = extra_config.get(_OPTION, _ACCEPTED[0])
+        if chosen is False:  # what YAML 1.1 makes of off
+            chosen = "off"
         if chosen not in _ACCEPTED:
             raise ConfigError(f"{chosen!r} is not accepted; write {' or '.join(_ACCEPTED)}", field=_OPTION)
         self._keeps = chosen == "keep"
