@@ -91,6 +91,14 @@ class Cascade:
         for block in reversed(blocks):  # a prefix's first blocks are to be the last to leave
             self._primary.unpin(block)
 
+    def drop_unsent(self) -> None:
+        """What waits for its turn is not stored: the region is about to forget it."""
+        for index, unsent in enumerate(self._unsent):
+            if unsent:
+                self._drop(index, len(unsent))
+                self._refuse(index, unsent)
+                unsent.clear()
+
     def close(self) -> None:
         """Submit all that waits: the region ends, so it need not be kept from them. From now on nothing is added."""
         for index in range(len(self._tiers)):
@@ -140,7 +148,7 @@ class Cascade:
                 self._backlog[index] += len(batch)
                 self._submit(index, batch)
 
-    def _refuse(self, index: int, blocks: Sequence[Block]) -> None:
+    def _refuse(self, index: int, blocks: Collection[Block]) -> None:
         refused = self._refused[index]
         retry_at = self._clock() + RETRY_S
         for block in blocks:

@@ -26,6 +26,7 @@ class Request:
         asked: ``waited_s`` when a key was first asked of the tiers, while an answer is owed.
         refused: bit mask of the tiers whose copy of a key cannot be had.
         hits: key -> tier, to be promoted.
+        hit_tiers: bit mask of the tiers that have hits; may have others', until the hits are looked through.
         starved_since: since when hits wait for room.
         capped_until: how long hits wait for their tiers' shares of the region; infinite where none does.
         loading: blocks on their way from tiers.
@@ -39,6 +40,7 @@ class Request:
     asked: dict[OffloadKey, float] = field(default_factory=dict)
     refused: dict[OffloadKey, int] = field(default_factory=dict)
     hits: dict[OffloadKey, int] = field(default_factory=dict)
+    hit_tiers: int = 0
     starved_since: float | None = None
     capped_until: float = math.inf
     loading: int = 0

@@ -70,6 +70,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._job_ids = itertools.count(1)
         self._jobs: dict[int, Job] = {}
         self._raised: dict[int, float] = {}  # jobs whose submission raised, and until when they are awaited
+        self._reports_until = -math.inf  # by when the tiers have reported all jobs, unless storage hangs
         load_blocks_max = math.ceil(self._options.load_share * primary.num_blocks / max(1, len(self._tiers)))
         self._deadlines_s = [load_deadline_s(tier) for tier in tiers]  # once: it raises
         self._loads = [
@@ -166,6 +167,10 @@ class TieringOffloadingManager(OffloadingManager):
             self.metrics.set("kvtiers_slots", state, value=count)
         self.metrics.observe("kvtiers_schedule_end_seconds", value=self._clock() - began)
 
+    def has_jobs_to_await(self) -> bool:
+        """Whether a tier may still report a job. None does so later than its own deadline, unless storage hangs."""
+        return bool(self._jobs) and self._clock() < self._reports_until
+
     def drain(self) -> None:
         """Wait until the tiers have done what they were given. Bounded by the tiers' own deadlines."""
         before: Collection[int] = ()
@@ -181,12 +186,16 @@ class TieringOffloadingManager(OffloadingManager):
         logger.warning("%d jobs of the tiers did not end when they were drained", len(self._jobs))
 
     def reset_cache(self) -> None:
-        """Forget the region's blocks, save those that the engine is loading or storing. The tiers keep theirs."""
+        """Forget the region's blocks, save those that the engine is loading or storing. The tiers keep theirs.
+
+        Jobs of the tiers are not waited for, as storage may hang: they go on in slots that are quarantined until they
+        are reported. What they load is never ready, and what they store was computed before.
+        """
         for request in self._requests.values():
             self._forget(request)
         self._requests.clear()
         self._found.clear()
-        self.drain()
+        self._cascade.drop_unsent()
         self.primary.reset_cache()
 
     def shutdown(self) -> None:
@@ -242,6 +251,7 @@ class TieringOffloadingManager(OffloadingManager):
         if hit is None:
             return False
         request.hits[key] = hit
+        request.hit_tiers |= 1 << hit
         self._waiting[request] = None
         return None
 
@@ -271,15 +281,21 @@ class TieringOffloadingManager(OffloadingManager):
         """The hits that their tiers' shares of the region have room for; others wait, but for no tier that is stuck."""
         room = [loads.room for loads in self._loads]
         for index, loads in enumerate(self._loads):
-            if now >= request.capped_until or not (room[index] or loads.is_awaited):
+            has_hits = request.hit_tiers >> index & 1
+            if has_hits and (now >= request.capped_until or not (room[index] or loads.is_awaited)):
                 self._bar(request, index)
         wanted = []
-        for key, index in list(request.hits.items()) if any(room) else ():
-            if self.primary.find(key) is not None:
-                del request.hits[key]  # another request has it loaded
-            elif room[index]:
-                room[index] -= 1
-                wanted.append(key)
+        # Hundreds of hits of each of hundreds of requests are too many to look through in each step to no purpose.
+        if any(free and request.hit_tiers >> index & 1 for index, free in enumerate(room)):
+            request.hit_tiers = 0
+            for key, index in list(request.hits.items()):
+                if self.primary.find(key) is not None:
+                    del request.hits[key]  # another request has it loaded
+                    continue
+                request.hit_tiers |= 1 << index
+                if room[index]:
+                    room[index] -= 1
+                    wanted.append(key)
         if len(wanted) == len(request.hits):
             request.capped_until = math.inf
         elif request.capped_until == math.inf:
@@ -288,6 +304,7 @@ class TieringOffloadingManager(OffloadingManager):
 
     def _bar(self, request: Request, index: int) -> None:
         """The request's hits in a tier whose share does not come free are none: another tier may have them."""
+        request.hit_tiers &= ~(1 << index)
         barred = [key for key, tier in request.hits.items() if tier == index]
         if not barred:
             return
@@ -414,6 +431,7 @@ class TieringOffloadingManager(OffloadingManager):
     def _submit(self, method: str, job: Job, req_context: ReqContext) -> None:
         job_id = next(self._job_ids)
         self._jobs[job_id] = job
+        self._reports_until = max(self._reports_until, self._clock() + self._deadlines_s[job.tier])
         keys = tuple(block.key for block in job.blocks)
         slots = np.array([block.slot for block in job.blocks], dtype=np.int32)
         if self._tiers[job.tier].call(method, JobMetadata(job_id, keys, slots, req_context)) is RAISED:

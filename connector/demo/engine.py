@@ -234,8 +234,9 @@ class Engine:
             self._manager.drain()
 
     def reset_cache(self) -> None:
-        """Make the region forget its blocks; the tiers keep theirs."""
+        """Make the region forget its blocks, once the tiers have them."""
         if self._manager is not None:
+            self._manager.drain()
             self._manager.reset_cache()
 
     def shutdown(self) -> None:

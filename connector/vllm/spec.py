@@ -218,6 +218,8 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
         self._blocks.complete_load(keys)
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: Any) -> VllmPrepareStoreOutput | None:
+        if self._stale_steps and any(key in self._stale_stores or key in self._stale_loads for key in keys):
+            return None  # vLLM offers them again in its next step; what it is told is there it takes for stored
         found = [key for key in keys if self.tiering.primary.find(key) is not None]
         output = self._blocks.prepare_store(keys, req_context)
         self._blocks.touch(found)
@@ -254,8 +256,9 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
         self._pacer.step_ended(loading=self.tiering.primary.slot_counts().pending > 0)
 
     def has_pending_work(self) -> bool:
-        counts = self.tiering.primary.slot_counts()
-        return bool(counts.pinned or counts.pending or self._stale_steps)
+        # Not whatever is pinned: a store that hangs would keep an idle engine stepping for as long.
+        is_filling = self.tiering.primary.slot_counts().pending > 0
+        return bool(is_filling or self._loads or self._stale_steps or self.tiering.has_jobs_to_await())
 
     def take_events(self) -> Iterable[Any]:
         return translate.events(self.tiering.take_events())

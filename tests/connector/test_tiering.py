@@ -299,7 +299,7 @@ def test_a_large_job_takes_no_more_than_its_tiers_share_at_once() -> None:
     assert engine.counts.pinned == 0
 
 
-@pytest.mark.parametrize("end", ["drain", "reset_cache", "shutdown"])
+@pytest.mark.parametrize("end", ["drain", "shutdown"])
 def test_what_waits_for_a_tier_is_not_forgotten_at_the_end(end: str) -> None:
     engine = Engine(num_blocks=16, num_tiers=2, auto=False, store_backlog_share=0.25)
     engine.store(*KEYS[:15])
@@ -786,6 +786,28 @@ def test_a_prompt_as_large_as_the_region_comes_from_a_tier_that_is_slow() -> Non
     assert [job_keys(job) for job in slow.submitted] == [KEYS[:8], KEYS[8:16], KEYS[16:20]]
 
 
+def test_hits_that_wait_for_one_tiers_share_are_not_looked_through_though_another_has_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Engine(num_blocks=16, num_tiers=2, auto=False, load_share=0.5)
+    engine.tiers[1].put(*KEYS[:12])
+    engine.lookup(KEYS[:12])
+    (load,) = engine.tiers[1].submitted
+    assert job_keys(load) == KEYS[:4]
+    looked_at: list[OffloadKey] = []
+    find = engine.primary.find
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.primary, "find", lambda key: looked_at.append(key) or find(key))  # type: ignore[func-returns-value]
+        engine.manager.on_schedule_end()
+    assert looked_at == []
+    for first in range(0, 12, 4):
+        assert job_keys(engine.tiers[1].submitted[first // 4]) == KEYS[first : first + 4]
+        engine.tiers[1].finish(next(iter(engine.tiers[1].jobs)))
+        engine.manager.on_schedule_end()
+        engine.tiers[0].finish(next(iter(engine.tiers[0].jobs)))
+    assert engine.lookup(KEYS[:12]) == [True] * 12
+
+
 def test_a_wait_for_a_tiers_share_is_bounded() -> None:
     engine, slow = hung_load(num_tiers=1)
     engine.clock.advance(10.0)
@@ -1140,7 +1162,6 @@ def test_a_job_that_is_never_reported_keeps_its_slots_out_of_use() -> None:
         engine.lookup([KEYS[number]])
         engine.store(KEYS[number])
     assert engine.counts == SlotCounts(free=0, ready=1, pinned=2, pending=0, quarantined=1)
-    engine.tier.raising.add("drain_jobs")
     engine.manager.reset_cache()
     assert engine.counts == SlotCounts(free=1, ready=0, pinned=0, pending=0, quarantined=3)
     engine.manager.shutdown()
@@ -1154,8 +1175,8 @@ def test_reset_forgets_the_region_and_the_tiers_keep_theirs() -> None:
     engine = Engine()
     engine.store(*KEYS[:4])
     engine.manager.reset_cache()
+    engine.manager.on_schedule_end()
     assert engine.counts.free == 16
-    assert "drain_jobs" in engine.tier.calls
     assert engine.tier.blobs.keys() == set(KEYS[:4])
     assert engine.lookup_until_known(KEYS[:4]) == [True] * 4
     engine.load(KEYS[:4])
@@ -1166,9 +1187,56 @@ def test_reset_while_a_request_waits_lets_it_ask_again() -> None:
     engine.tier.put(*KEYS[:2])
     engine.lookup(KEYS[:2])
     engine.manager.reset_cache()
-    assert engine.counts.free == 16
+    assert engine.counts.quarantined == 2
     engine.tier.auto = True
     assert engine.lookup_until_known(KEYS[:2]) == [True] * 2
+
+
+def test_a_reset_waits_for_no_tier_and_nothing_from_before_it_is_ready_or_stored_anew() -> None:
+    engine = Engine(num_blocks=16, auto=False, store_backlog_share=0.25)
+    tier = engine.tier
+    tier.put(KEYS[20])
+    engine.lookup(KEYS[20:21])
+    engine.store(*KEYS[:6])
+    (load, store) = tier.submitted
+    assert (job_keys(load), job_keys(store)) == (KEYS[20:21], KEYS[:4])
+    tier.silent = True
+    engine.manager.reset_cache()
+    assert "drain_jobs" not in tier.calls
+    assert engine.counts == SlotCounts(free=11, ready=0, pinned=0, pending=0, quarantined=5)
+    assert engine.counted("kvtiers_stores_dropped_total", "tier0", "backlog") == 2
+    engine.store(*KEYS[:1])  # of other weights by now, in a slot that no job is at
+    old_slots = {*load.metadata.block_ids.tolist(), *store.metadata.block_ids.tolist()}
+    block = engine.primary.find(KEYS[0])
+    assert block is not None
+    assert block.slot not in old_slots
+    for job in (load, store):
+        tier.finish(job.metadata.job_id)
+    engine.manager.on_schedule_end()
+    assert tier.submitted == [load, store]
+    assert engine.lookup(KEYS[:1]) == [True]
+    assert all(engine.manager.lookup(key, REQ) is not True for key in (KEYS[20], *KEYS[1:6]))
+    assert engine.counts == SlotCounts(free=15, ready=1, pinned=0, pending=0, quarantined=0)
+
+
+def test_jobs_are_awaited_no_longer_than_their_tier_may_take() -> None:
+    engine = Engine(num_tiers=2, auto=False)
+    slow, hung = engine.tiers
+    slow.job_deadline_s, hung.job_deadline_s = 20.0, 10.0  # type: ignore[attr-defined]
+    assert not engine.manager.has_jobs_to_await()
+    engine.store(*KEYS[:2])
+    engine.clock.advance(10 + 2 * LOAD_GRACE_S)
+    assert engine.manager.has_jobs_to_await()
+    slow.finish(next(iter(slow.jobs)))
+    engine.manager.on_schedule_end()
+    assert engine.manager.has_jobs_to_await()  # as the last report is due when the slow one's was
+    engine.clock.advance(10)
+    assert not engine.manager.has_jobs_to_await()
+    hung.finish(next(iter(hung.jobs)))
+    engine.manager.on_schedule_end()
+    assert engine.counts.pinned == 0
+    engine.store(KEYS[3])
+    assert engine.manager.has_jobs_to_await()
 
 
 def test_drain_ends_stores_that_loads_bring_about() -> None:

@@ -154,12 +154,11 @@ class TieringMachine(RuleBasedStateMachine):
 
     @rule(drains=st.booleans())
     def reset(self, drains: bool) -> None:
-        for tier in self.tiers:
-            if not drains or self.forgotten:
-                tier.raising.add("drain_jobs")
+        if drains and not self.forgotten:
+            self.manager.drain()
         self.manager.reset_cache()
-        for tier in self.tiers:
-            tier.raising.discard("drain_jobs")
+        assert all(self.manager.lookup(key, ReqContext("after")) is not True for key in KEYS)
+        self.manager.on_request_finished(ReqContext("after"))
 
     # -- the tiers
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
@@ -18,6 +19,7 @@ from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from connector.host_copy import HostCopier
 from connector.vllm import translate
+from connector.vllm.resets import StorageSwitch
 from connector.vllm.spec import KVTiersManager, KVTiersSpec, KVTiersWorker
 from tests.vllm.engines import BLOCK_BYTES, keys, kv_caches, offloading_config, request, spied_stores
 from tests.waiting import wait_for
@@ -269,6 +271,48 @@ def test_after_a_reset_storage_is_used_no_more_as_weights_may_be_others(
     assert sorted(tmp_path.rglob("*.bin")) == stored
     assert caplog.text.count("write 'storage_after_reset': 'keep'") == 1
     assert engines().find([*old, *new]) == [LookupResult.HIT] * 4 + [LookupResult.MISS] * 4
+
+
+def test_what_was_being_copied_at_a_reset_is_stored_when_it_is_offered_until_it_is_taken(engines: Any) -> None:
+    engine, context, some = engines(storage_after_reset="keep"), request("runs"), keys(4)
+    engine.store(some[:1], [1])
+    manager = engine.manager
+    assert engine.find(some[:1]) == [LookupResult.HIT]
+    manager.prepare_load(some[:1], context)
+    assert manager.prepare_store(some[1:], context) is not None
+    manager.reset_cache()
+    outputs = []
+
+    def is_taken() -> bool:
+        outputs.append(manager.prepare_store(some, context))  # as vLLM does after what was not taken
+        manager.on_schedule_end(STEP)
+        return outputs[-1] is not None
+
+    wait_for(is_taken)
+    assert outputs[:-1] == [None] * (len(outputs) - 1)
+    assert outputs[-1].keys_to_store == some
+    manager.complete_store(set(some), context)
+    assert engine.find(some) == [LookupResult.HIT] * 4
+
+
+def test_a_store_that_hangs_does_not_keep_the_engine_stepping(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, context = engines(), request("stores")
+    manager = engine.manager
+    monkeypatch.setattr(StoreTierManager, "submit_store", lambda *_: None)
+    output = manager.prepare_store(keys(3), context)
+    manager.complete_store(set(output.keys_to_store), context)
+    manager.on_schedule_end(STEP)
+    assert manager.has_pending_work()
+    monkeypatch.setattr(manager.tiering, "_clock", lambda: time.monotonic() + 3600)
+    assert not manager.has_pending_work()
+    assert manager.tiering.primary.slot_counts().pinned == 3
+
+
+@pytest.mark.parametrize(("chosen", "is_off"), [({}, True), ("off", True), (False, True), ("keep", False)])
+def test_storage_after_a_reset(chosen: Any, is_off: bool) -> None:
+    switch = StorageSwitch({"storage_after_reset": chosen} if chosen != {} else {})
+    switch.reset()
+    assert switch.is_off is is_off
 
 
 @pytest.mark.parametrize("told", [True, False])
