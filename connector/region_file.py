@@ -47,6 +47,7 @@ _INSTANCE_ID_BYTES_MAX = 255 - len(FILE_PREFIX) - len(FILE_SUFFIX)
 # Long calls go by pieces: a signal makes fallocate undo the piece at hand, and madvise holds the GIL for its piece.
 _PIECE_BYTES = 256 << 20
 _POLL_S = 0.005
+_REMOVE_TRIES = 10
 
 
 def region_path(directory: str, instance_id: str) -> str:
@@ -172,12 +173,16 @@ def take_seat(fd: int, path: str, seat: int) -> None:
     fcntl.flock(fd, fcntl.LOCK_UN)
 
 
-def remove_name(fd: int, path: str) -> None:
+def remove_name(fd: int, path: str, *, sleep: Callable[[float], None] = time.sleep) -> None:
     """Remove the name, if it is still there and this file's, and unlock."""
-    # Not waited for: who holds the lock is joining an engine that is about to lose this process.
-    if _try_lock(fd):
-        _unlink_if_same(path, fd)
-        fcntl.flock(fd, fcntl.LOCK_UN)
+    # Who looks for stale regions holds the lock for a moment. Who holds it for longer is joining an engine that is
+    # about to lose this process, and is not waited for.
+    for _ in range(_REMOVE_TRIES):
+        if _try_lock(fd):
+            _unlink_if_same(path, fd)
+            fcntl.flock(fd, fcntl.LOCK_UN)
+            return
+        sleep(_POLL_S)
 
 
 def free_bytes(directory: str) -> int | None:

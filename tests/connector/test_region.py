@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
 import subprocess
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from connector import region_file, region_header
-from connector.region_file import region_path
+from connector.region_file import region_path, remove_name
 from connector.region_header import NUM_WORKERS_MAX
 from connector.shared_region import SharedOffloadRegion, reap_stale_regions
 from tiers.errors import ConfigError, RegionError
@@ -108,6 +109,17 @@ def test_the_name_is_private_and_goes_with_the_last_seat(instance_id: str) -> No
     assert second.create_kv_memoryview()[0, 0] == 9
     first.cleanup()
     second.cleanup()
+
+
+def test_a_name_is_removed_though_another_engine_looks_for_stale_ones_at_that_moment(instance_id: str) -> None:
+    region = SharedOffloadRegion(instance_id, 2, PAGE, 1, 0)
+    path = region_path("/dev/shm", instance_id)
+    reaper = os.open(path, os.O_RDWR)
+    fcntl.flock(reaper, fcntl.LOCK_EX)
+    remove_name(region.fd, path, sleep=lambda _: fcntl.flock(reaper, fcntl.LOCK_UN))
+    assert not os.path.exists(path)
+    os.close(reaper)
+    region.cleanup()
 
 
 def test_cleanup_removes_the_name_and_is_idempotent(instance_id: str) -> None:
