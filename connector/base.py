@@ -115,9 +115,10 @@ class BlockIDsLoadStoreSpec(LoadStoreSpec):
 
     def __init__(self, block_ids: Sequence[int] | NDArray[np.integer[Any]]) -> None:
         try:
-            self.block_ids: NDArray[np.int32] = np.asarray(block_ids, dtype=np.int32)
-            # numpy wraps what is an array already, and a wrapped id names another block.
-            fits = not isinstance(block_ids, np.ndarray) or np.array_equal(self.block_ids, block_ids)
+            given = np.asarray(block_ids)
+            self.block_ids: NDArray[np.int32] = np.asarray(given, dtype=np.int32)
+            # numpy wraps what is an array, or a tensor, already, and a wrapped id names another block.
+            fits = np.array_equal(self.block_ids, given)
         except OverflowError:
             fits = False
         if not fits:

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -91,7 +92,14 @@ def test_chunks_of_consecutive_blocks_merge() -> None:
 
 @pytest.mark.parametrize(
     "block_ids",
-    [[2**32 + 5], np.array([2**32 + 5]), np.array([1, 2**31]), np.array([2**32 - 1], np.uint32), np.array([1.5])],
+    [
+        [2**32 + 5],
+        np.array([2**32 + 5]),
+        np.array([1, 2**31]),
+        np.array([2**32 - 1], np.uint32),
+        np.array([1.5]),
+        torch.tensor([2**32 + 5]),
+    ],
     ids=str,
 )
 def test_an_id_that_is_no_int32_names_no_other_block(block_ids: Any) -> None:
