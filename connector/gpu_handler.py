@@ -129,6 +129,8 @@ class CopyHandler(OffloadingHandler):
         self._jobs: dict[int, _Job] = {}
         self._closed = False
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"kvtiers-{direction}")
+        # Where there is no thread to be had, submit raises and keeps the job for a later one: nobody would know of it.
+        self._worker.submit(lambda: None)
 
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
         """Start a copy; False when ``jobs_max`` are in flight or after shutdown.

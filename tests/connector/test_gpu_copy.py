@@ -386,6 +386,7 @@ def test_after_shutdown_nothing_keeps_the_region_mapped(
     handler = CopyHandler(Direction.LOAD, layout, copier, jobs_max=9)
     del allocations
     assert handler.transfer_async(1, (CPULoadStoreSpec([1]), GPULoadStoreSpec([2])))
+    handler.wait([1])
     handler.shutdown()
     with caplog.at_level(logging.DEBUG):
         region.cleanup()
