@@ -109,17 +109,12 @@ class HostCopier:
         started = self._clock()
         if len(plan) <= _LOOP_COPIES_MAX and plan.total_bytes <= self._loop_bytes_max:
             self._copy_each(plan)
+        elif self._unit >= self._item_bytes_min:
+            self._copy_many(plan)
         else:
-            page = int(plan.nbytes[0])
-            uniform = page <= self._item_bytes_max and bool((plan.nbytes == page).all())
-            whole = page if uniform else self._unit
-            item = whole if self._loading else self._unit
-            breaks = plan.cpu[1:] != plan.cpu[:-1] + plan.nbytes[:-1]
-            runs = int(np.count_nonzero(breaks)) + 1
-            if item >= self._item_bytes_min and plan.total_bytes >= runs * self._run_bytes_min:
-                self._copy_slices(plan, item, np.flatnonzero(breaks) + 1)
-            else:
-                self._copy_twice(plan, whole)
+            # Items that divide all lengths are too short: those of one length are whole pages.
+            for page in np.unique(plan.nbytes).tolist():
+                self._copy_many(plan.of_length(page))
         return HostCompletion(self._clock() - started)
 
     def close(self) -> None:
@@ -130,6 +125,18 @@ class HostCopier:
         dst, src = (plan.gpu, plan.cpu) if self._loading else (plan.cpu, plan.gpu)
         for copy in zip(dst.tolist(), src.tolist(), plan.nbytes.tolist(), strict=True):
             _memmove(*copy)
+
+    def _copy_many(self, plan: CopyPlan) -> None:
+        page = int(plan.nbytes[0])
+        uniform = page <= self._item_bytes_max and bool((plan.nbytes == page).all())
+        whole = page if uniform else self._unit
+        item = whole if self._loading else self._unit
+        breaks = plan.cpu[1:] != plan.cpu[:-1] + plan.nbytes[:-1]
+        runs = int(np.count_nonzero(breaks)) + 1
+        if item >= self._item_bytes_min and plan.total_bytes >= runs * self._run_bytes_min:
+            self._copy_slices(plan, item, np.flatnonzero(breaks) + 1)
+        else:
+            self._copy_twice(plan, whole)
 
     def _copy_slices(self, plan: CopyPlan, item: int, cuts: NDArray[np.intp]) -> None:
         """In one pass; a slice of the region ends before each copy of ``cuts``."""

@@ -75,6 +75,11 @@ class CopyPlan:
     def total_bytes(self) -> int:
         return int(self.nbytes.sum())
 
+    def of_length(self, nbytes: int) -> CopyPlan:
+        """The copies of that length, in their order."""
+        chosen = self.nbytes == nbytes
+        return CopyPlan(self.gpu[chosen], self.cpu[chosen], self.nbytes[chosen], self.allocation[chosen])
+
 
 def merge_neighbours(plan: CopyPlan, cpu_cuts: Int64s | None = None) -> CopyPlan:
     """Join copies that follow each other on both sides.

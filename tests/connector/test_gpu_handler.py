@@ -141,6 +141,24 @@ class TestAgainstReference:
 
 
 @pytest.mark.parametrize("direction", Direction)
+def test_pages_of_several_lengths_are_copied_whole(
+    rng: np.random.Generator, direction: Direction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    items: set[int] = set()
+    indices = HostCopier._indices
+
+    def spied(copier: HostCopier, offsets: Any, nbytes: Any, item: int) -> Any:
+        items.add(item)
+        return indices(copier, offsets, nbytes, item)
+
+    monkeypatch.setattr(HostCopier, "_indices", spied)
+    world = make_world(rng, pages=[64, 64], groups=[[(0, 64), (1, 64)], [(0, 63), (1, 61)]])
+    with Handlers(world, **TWO_PASSES) as handlers:
+        check_transfer(handlers, make_job(rng, world, [9, 5]), direction)
+    assert items == {64, 63, 61}
+
+
+@pytest.mark.parametrize("direction", Direction)
 def test_real_page_sizes(rng: np.random.Generator, direction: Direction) -> None:
     pages = [49152] * 3
     world = make_world(rng, pages=pages, groups=[list(enumerate(pages))], factor=2, num_blocks=20, num_slots=12)
@@ -374,6 +392,20 @@ def _held(rng: np.random.Generator, copier: Held) -> Iterator[tuple[CopyHandler,
 
 
 SPEC = (GPULoadStoreSpec([1]), CPULoadStoreSpec([1]))
+
+
+def test_a_transfer_needs_no_thread_that_may_not_be_had(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A submit that cannot start its thread raises and keeps the job, which would run untracked with the next one."""
+
+    def start(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    world = make_world(rng, pages=[64, 64], groups=ONE_GROUP)
+    with Handlers(world) as handlers:
+        monkeypatch.setattr(threading.Thread, "start", start)
+        assert handlers.run(make_job(rng, world, [3]), Direction.STORE).success
 
 
 def test_submit_and_poll_do_not_wait_for_the_copy(held_store: tuple[CopyHandler, Held]) -> None:

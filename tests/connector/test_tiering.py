@@ -1222,7 +1222,7 @@ def test_a_reset_waits_for_no_tier_and_nothing_from_before_it_is_ready_or_stored
 def test_jobs_are_awaited_no_longer_than_their_tier_may_take() -> None:
     engine = Engine(num_tiers=2, auto=False)
     slow, hung = engine.tiers
-    slow.job_deadline_s, hung.job_deadline_s = 20.0, 10.0  # type: ignore[attr-defined]
+    slow.job_deadline_s, hung.job_deadline_s = 20.0, 10.0
     assert not engine.manager.has_jobs_to_await()
     engine.store(*KEYS[:2])
     engine.clock.advance(10 + 2 * LOAD_GRACE_S)
