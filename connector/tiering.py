@@ -17,22 +17,20 @@ Scheduler thread only, save that shutdown calls the tiers' shutdown on threads o
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-import numpy as np
-
 from connector.base import LoadStoreSpec, OffloadingManager, PrepareStoreOutput
 from connector.cascade import Cascade
 from connector.primary import Block, BlockState, CPUPrimaryTier
 from connector.promotion import Job, Request, TierLoads
-from connector.tier_guard import RAISED, GuardedTier, load_deadline_s, shut_down_tiers
+from connector.tier_guard import GuardedTier, load_deadline_s, shut_down_tiers
+from connector.tier_jobs import TierJobs
 from connector.tiering_options import TieringOptions
-from tiers.base import JobMetadata, JobResult, OffloadingEvent, ReqContext, SecondaryTierManager
+from tiers.base import OffloadingEvent, ReqContext, SecondaryTierManager
 from tiers.keys import OffloadKey
 
 logger = logging.getLogger(__name__)
@@ -67,15 +65,10 @@ class TieringOffloadingManager(OffloadingManager):
             self.metrics.inc(counter, by=0)  # rates see no increase in what begins at 1
         self._options = options or TieringOptions()
         self._clock = clock
-        self._job_ids = itertools.count(1)
-        self._jobs: dict[int, Job] = {}
-        self._raised: dict[int, float] = {}  # jobs whose submission raised, and until when they are awaited
-        self._reports_until = -math.inf  # by when the tiers have reported all jobs, unless storage hangs
         load_blocks_max = math.ceil(self._options.load_share * primary.num_blocks / max(1, len(self._tiers)))
-        self._deadlines_s = [load_deadline_s(tier) for tier in tiers]  # once: it raises
-        self._loads = [
-            TierLoads(load_blocks_max, min(self._options.load_deadline_s, own_s)) for own_s in self._deadlines_s
-        ]
+        deadlines_s = [load_deadline_s(tier) for tier in tiers]
+        self._jobs = TierJobs(self._tiers, deadlines_s, clock)
+        self._loads = [TierLoads(load_blocks_max, min(self._options.load_deadline_s, own_s)) for own_s in deadlines_s]
         self._requests: OrderedDict[str, Request] = OrderedDict()  # the one asked of last is last
         self._failed: OrderedDict[tuple[OffloadKey, int], float] = OrderedDict()  # when which tier's load; oldest first
         self._waiting: dict[Request, None] = {}  # an ordered set: with hits, loads under way or held blocks
@@ -154,7 +147,8 @@ class TieringOffloadingManager(OffloadingManager):
         """Take results, submit this step's promotions, let the tiers send this step's lookups."""
         began = self._clock()
         self._take_results()
-        self._end_raised(began)
+        for job, succeeded in self._jobs.take_overdue(began):
+            self._finish(job, succeeded)
         if self._waiting or any(loads.is_awaited for loads in self._loads):
             now = self._clock()
             self._give_up_late_loads(now)
@@ -168,22 +162,12 @@ class TieringOffloadingManager(OffloadingManager):
         self.metrics.observe("kvtiers_schedule_end_seconds", value=self._clock() - began)
 
     def has_jobs_to_await(self) -> bool:
-        """Whether a tier may still report a job. None does so later than its own deadline, unless storage hangs."""
-        return bool(self._jobs) and self._clock() < self._reports_until
+        """Whether a tier may still report a job."""
+        return self._jobs.are_awaited
 
     def drain(self) -> None:
         """Wait until the tiers have done what they were given. Bounded by the tiers' own deadlines."""
-        before: Collection[int] = ()
-        for rounds in itertools.count():  # what a round loaded or made room for may be stored by the next
-            for tier in self._tiers:
-                tier.call("drain_jobs")
-            self._take_results()
-            if not self._jobs:
-                return
-            if rounds and self._jobs.keys() == before:
-                break
-            before = frozenset(self._jobs)
-        logger.warning("%d jobs of the tiers did not end when they were drained", len(self._jobs))
+        self._jobs.drain(self._take_results)
 
     def reset_cache(self) -> None:
         """Forget the region's blocks, save those that the engine is loading or storing. The tiers keep theirs.
@@ -429,42 +413,22 @@ class TieringOffloadingManager(OffloadingManager):
         self._submit("submit_store", Job(index, blocks), ReqContext())
 
     def _submit(self, method: str, job: Job, req_context: ReqContext) -> None:
-        job_id = next(self._job_ids)
-        self._jobs[job_id] = job
-        self._reports_until = max(self._reports_until, self._clock() + self._deadlines_s[job.tier])
-        keys = tuple(block.key for block in job.blocks)
-        slots = np.array([block.slot for block in job.blocks], dtype=np.int32)
-        if self._tiers[job.tier].call(method, JobMetadata(job_id, keys, slots, req_context)) is RAISED:
-            # It may have begun some blocks before: freed now, a slot would be filled under its next owner.
-            self._raised[job_id] = self._clock() + self._deadlines_s[job.tier]
-            if job.request is not None:
-                self._end_wait(job, job.blocks)
-                self.primary.quarantine(job.blocks)
-
-    def _end_raised(self, now: float) -> None:
-        """A tier that does not know of a job it raised at will never report it: its slots are not kept for ever."""
-        for job_id in [job_id for job_id, until in self._raised.items() if now >= until]:
-            self._finish(job_id, ())
+        if not self._jobs.submit(method, job, req_context) and job.request is not None:
+            self._end_wait(job, job.blocks)
+            self.primary.quarantine(job.blocks)
 
     def _take_results(self, but: Collection[int] = ()) -> None:
-        for index, tier in enumerate(self._tiers):
-            if index in but:
-                continue
-            for result in tier.collect("get_finished", JobResult):
-                job = tier.job_of(result, self._jobs)
-                if job is None or job.tier != index:
-                    tier.contain_unknown(result)
-                    continue
-                self._finish(result.job_id, tier.succeeded_in(result, [block.key for block in job.blocks]))
-            self._cascade.send(index)
+        for index in range(len(self._tiers)):
+            if index not in but:
+                for job, succeeded in self._jobs.take_ended(index):
+                    self._finish(job, succeeded)
+                self._cascade.send(index)
 
-    def _finish(self, job_id: int, succeeded: Iterable[OffloadKey]) -> None:
-        job = self._jobs.pop(job_id)
-        self._raised.pop(job_id, None)
+    def _finish(self, job: Job, succeeded: frozenset[OffloadKey]) -> None:
         if job.request is None:
-            self._cascade.end(job.tier, job.blocks, frozenset(succeeded))
+            self._cascade.end(job.tier, job.blocks, succeeded)
         else:
-            self._end_load(job, frozenset(succeeded))
+            self._end_load(job, succeeded)
 
     def _log_once(self, what: str, message: str) -> None:
         if what not in self._logged:
