@@ -2,7 +2,8 @@
 
 ``lookup`` never waits: the first question about a key is queued and answered None; ``flush``, at the end of each
 scheduler step, hands all questions of the step to a probe thread as one batch; a later ``lookup`` finds the answer.
-"Asked" is no state to stay in: a question that is not answered within the deadline is answered "absent".
+"Asked" is no state to stay in: a question that is not answered within the deadline, counted from when it was handed
+over, is answered "absent", and one that waits as long for the step's end is handed over before it.
 
 Who owns what: the scheduler's thread owns both tables and calls everything public. Probe threads see only the batch
 they were handed and put their answers into a SimpleQueue. There is no lock.
@@ -11,6 +12,7 @@ they were handed and put their answers into a SimpleQueue. There is no lock.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import OrderedDict
@@ -34,7 +36,7 @@ class LookupOptions:
 
     Attributes:
         threads: probe threads; more than one, so that a stuck probe does not stop all admissions.
-        deadline_s: a question older than this is answered "absent".
+        deadline_s: a question that a probe has had for longer is answered "absent".
         present_ttl_s: how long a positive answer is believed. Short enough to notice another host's collector.
         absent_ttl_s: how long a negative answer is believed. Short, because another replica may store the block. Either
             is believed for ``deadline_s`` at least: a request needs the answers to all its keys at once. A failed load
@@ -89,8 +91,9 @@ class AsyncLookup:
         # their graves each time, 15 to 63 ms a step where the cache is full.
         self._answers: OrderedDict[OffloadKey, tuple[bool, float]] = OrderedDict()
         self._doubted_until = float("-inf")  # positive answers that would be believed until then came before a doubt
-        self._asked: dict[OffloadKey, float] = {}  # key -> asked at
+        self._asked: dict[OffloadKey, float] = {}  # key -> handed to a probe at; infinite while it is in _batch
         self._batch: list[OffloadKey] = []
+        self._batch_since = 0.0  # when its first question came
         self._questions: SimpleQueue[tuple[list[OffloadKey], float] | None] = SimpleQueue()
         self._replies: SimpleQueue[tuple[list[OffloadKey], float, Sequence[bool | None] | None]] = SimpleQueue()
         self._counts = LookupCounts()
@@ -111,8 +114,15 @@ class AsyncLookup:
             return known
         asked_at = self._asked.get(key)
         if asked_at is None:
-            self._asked[key] = now
+            if not self._batch:
+                self._batch_since = now
+            self._asked[key] = math.inf
             self._batch.append(key)
+            return None
+        if asked_at == math.inf:
+            # Many requests ask for one prefix in a step that takes long, and not every engine tells of its steps' ends.
+            if now - self._batch_since >= self._options.deadline_s:
+                self.flush()
             return None
         if now - asked_at < self._options.deadline_s:
             return None
@@ -128,7 +138,6 @@ class AsyncLookup:
         if not self._batch:
             return
         now = self._clock()
-        # A key asked early in a long step has the step's end as its start: the probe cannot begin before.
         keys = [key for key in self._batch if key in self._asked]
         self._batch = []
         for key in keys:

@@ -137,11 +137,34 @@ def test_what_waited_too_long_to_be_asked_is_not_asked(make: Make, clock: Clock)
     assert (counts.expired, counts.errors, counts.misses) == (2, 0, 0)
 
 
+def test_a_question_is_not_late_before_a_probe_has_it(make: Make, clock: Clock) -> None:
+    """A burst of requests that share a prefix asks for it again and again, within one step that takes long."""
+    lookup = make(Storage(KEYS), deadline_s=0.2)
+    lookup.lookup(KEYS[0])
+    clock.now += 0.19
+    lookup.lookup(KEYS[1])
+    clock.now += 0.02
+    assert lookup.lookup(KEYS[0]) is None
+    clock.now += 0.19
+    lookup.flush()
+    assert [answer(lookup, key) for key in KEYS[:2]] == [True, True]
+    assert lookup.take_counts().expired == 0
+
+
 def test_a_question_never_flushed_is_answered_too(make: Make, clock: Clock) -> None:
-    lookup = make(Storage())
+    storage = Storage(KEYS)
+    lookup = make(storage, deadline_s=0.2)
     lookup.lookup(KEYS[0])
     clock.now += 1
-    assert lookup.lookup(KEYS[0]) is False
+    lookup.lookup(KEYS[0])
+    assert answer(lookup, KEYS[0]) is True
+    storage.open.clear()
+    assert lookup.lookup(KEYS[1]) is None
+    clock.now += 0.21
+    assert lookup.lookup(KEYS[1]) is None
+    clock.now += 0.21
+    assert lookup.lookup(KEYS[1]) is False
+    storage.open.set()
 
 
 @pytest.mark.parametrize("error", [OSError("io"), SystemExit()])

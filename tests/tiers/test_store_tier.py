@@ -714,6 +714,7 @@ class TestLiveness:
         now[0] += 1
         tier.on_schedule_end()
         assert tier.lookup(KEYS[1]) is None
+        tier.on_schedule_end()
         now[0] += 0.3
         assert tier.lookup(KEYS[1]) is False  # as for any question that is not answered: L2
         assert tier.circuit_state == "closed"
