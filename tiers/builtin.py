@@ -26,7 +26,7 @@ from tiers.open_store import store_recipe, tool_recipe
 from tiers.seal import TRAILER_BYTES, Checksum, Seal
 from tiers.seal_kinds import seal_factory
 from tiers.store import Store, SupportsTouch
-from tiers.store_tier import CollectorEnd, StoreTierManager, TierOptions
+from tiers.store_tier import LOAD_ONLY_THREADS, CollectorEnd, StoreTierManager, TierOptions
 from tiers.tier_config import (
     BoundedTierConfig,
     ExternalTierConfig,
@@ -223,7 +223,7 @@ def _open_in_workers(name: str, config: TierConfig, options: TierOptions, view: 
             StoreRecipe.of(store_class, **store_options),
             region=view,
             # Lookups must not wait for batches: readers and writers help each other, so that all may be storing.
-            n_workers=options.n_read_threads + options.n_write_threads + config.lookup_threads,
+            n_workers=options.n_read_threads + options.n_write_threads + LOAD_ONLY_THREADS + config.lookup_threads,
             deadline_s=config.job_deadline_s,
             hidden_variables=frozenset(KEY_VARIABLES),
         )

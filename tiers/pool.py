@@ -3,8 +3,9 @@
 A job is a list of tasks; a task is a batch of blocks, not one block: a task costs a queue hop and a GIL hand-over, and
 one block a task was measured at half the throughput and 70 ms stalls of the main thread (a GIL convoy).
 
-Some threads prefer reads, the others prefer writes; each takes from the other queue when its own is empty, so no
-thread idles while anything waits and stores can never starve loads, nor loads stores.
+Some threads prefer reads, the others prefer writes; each takes from the other queue when its own is empty, so none of
+them idles while anything waits and stores can never starve loads, nor loads stores. A task of stores may take seconds
+on a slow disk, and all of them may be at one: some more threads take nothing but reads.
 
 Who owns what: one owner thread (the scheduler's) calls submit, get_finished, wait_idle and shutdown and owns the job
 table. Workers own only the task they hold. Between them are deques and SimpleQueues, whose operations are atomic in
@@ -62,11 +63,12 @@ class _Task(Generic[T]):
 
 
 class DualQueueThreadPool(Generic[T]):
-    """Runs jobs on read-preferring and write-preferring threads.
+    """Runs jobs on read-preferring and write-preferring threads, and on some for reads only.
 
     Args:
         n_read_threads: threads that prefer reads, at least 1.
         n_write_threads: threads that prefer writes, at least 1.
+        n_read_only_threads: threads beyond these that take no writes, so that a read waits for none that runs.
         name: prefix of the threads' names.
         jobs_max: jobs in flight, not yet returned by get_finished, beyond which writes are refused.
         cost_max: sum of the costs (the caller's unit, such as bytes) of writes in flight.
@@ -81,6 +83,7 @@ class DualQueueThreadPool(Generic[T]):
         name: str,
         jobs_max: int,
         cost_max: int,
+        n_read_only_threads: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if min(n_read_threads, n_write_threads, jobs_max, cost_max) < 1:
@@ -94,17 +97,19 @@ class DualQueueThreadPool(Generic[T]):
         self._writes: deque[_Task[T]] = deque()
         # One token a task, or a thread's marching orders at shutdown. Blocks in C, so idle threads cost nothing.
         self._tokens: SimpleQueue[None] = SimpleQueue()
+        self._read_tokens: SimpleQueue[None] = SimpleQueue()  # a second one of a read, for the threads for reads only
         self._ended: SimpleQueue[tuple[_Task[T], T | BaseException, float]] = SimpleQueue()
         self._finished: list[FinishedJob[T]] = []
         self._closing = False
         # Slot i is written by thread i only: the task it is in.
-        self._current: list[_Task[T] | None] = [None] * (n_read_threads + n_write_threads)
+        self._current: list[_Task[T] | None] = [None] * (n_read_threads + n_write_threads + n_read_only_threads)
         seats = iter(range(len(self._current)))
         self._threads = [
             threading.Thread(target=self._work, args=(next(seats), *queues), name=f"{name}-{kind}{i}", daemon=True)
             for kind, count, queues in (
-                ("read", n_read_threads, (self._reads, self._writes)),
-                ("write", n_write_threads, (self._writes, self._reads)),
+                ("read", n_read_threads, (self._tokens, self._reads, self._writes)),
+                ("write", n_write_threads, (self._tokens, self._writes, self._reads)),
+                ("readonly", n_read_only_threads, (self._read_tokens, self._reads, deque[_Task[T]]())),
             )
             for i in range(count)
         ]
@@ -139,7 +144,7 @@ class DualQueueThreadPool(Generic[T]):
         queue = self._reads if is_read else self._writes
         for index, run in enumerate(tasks):
             queue.append(_Task(job, index, run))
-            self._tokens.put(None)
+            self._wake_one(queue)
 
     def get_finished(self) -> list[FinishedJob[T]]:
         """Jobs that finished since the last call. Does not wait."""
@@ -169,7 +174,7 @@ class DualQueueThreadPool(Generic[T]):
             while (task := _take(queue)) is not None:
                 if task.job.submitted_at > limit:
                     queue.appendleft(task)
-                    self._tokens.put(None)  # a thread may have looked meanwhile, and found nothing
+                    self._wake_one(queue)  # a thread may have looked meanwhile, and found nothing
                     break
                 self._account(task, Cancelled(), self._clock())
 
@@ -198,7 +203,7 @@ class DualQueueThreadPool(Generic[T]):
             while (task := _take(queue)) is not None:
                 self._account(task, Cancelled(), self._clock())
         for _ in self._threads:
-            self._tokens.put(None)
+            self._wake_one(self._reads)
         deadline = self._clock() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, deadline - self._clock()))
@@ -206,6 +211,11 @@ class DualQueueThreadPool(Generic[T]):
         while not self._ended.empty():
             self._account(*self._ended.get_nowait())
         return not self._threads
+
+    def _wake_one(self, queue: deque[_Task[T]]) -> None:
+        self._tokens.put(None)
+        if queue is self._reads:
+            self._read_tokens.put(None)
 
     def _account(self, task: _Task[T], outcome: T | BaseException, ended_at: float) -> None:
         job = task.job
@@ -221,16 +231,16 @@ class DualQueueThreadPool(Generic[T]):
         assert len(outcomes) == len(job.outcomes), "a task must return a value"
         self._finished.append(FinishedJob(job.job_id, outcomes, ended_at - job.submitted_at))
 
-    def _work(self, seat: int, own: deque[_Task[T]], other: deque[_Task[T]]) -> None:
+    def _work(self, seat: int, tokens: SimpleQueue[None], own: deque[_Task[T]], other: deque[_Task[T]]) -> None:
         while True:
-            self._tokens.get()
+            tokens.get()
             task = _take(own) or _take(other)
             while task is None and (own or other):  # one came between the two looks; another thread has its token
                 task = _take(own) or _take(other)
             if task is None:
                 if self._closing:
                     return
-                continue  # a token whose task was cancelled
+                continue  # a token whose task was cancelled, or taken by who had its other token
             task.started_at = self._clock()
             self._current[seat] = task
             outcome: T | BaseException

@@ -39,6 +39,7 @@ TASK_BYTES_MIN = 1 << 20  # less is not worth another thread's wake-up
 REMOVED_KEYS_PER_STEP_MAX = 1024  # a scheduler step is not held up by what a collector did
 DOUBT_SHARE = 0.25  # part of job_deadline_s from which a task that still runs may be hung
 DRAIN_SHARE = 0.7  # part of shutdown_s that waiting jobs get to land
+LOAD_ONLY_THREADS = 1  # beyond a tier's others, which may all be at batches of stores; for a load that came meanwhile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +180,7 @@ class StoreTierManager(SecondaryTierManager):
             name=f"kvtiers-{self.name}",
             jobs_max=options.jobs_max,
             cost_max=options.max_bytes_in_flight,
+            n_read_only_threads=LOAD_ONLY_THREADS,
             clock=clock,
         )
         self._lookup = AsyncLookup(self._mover.probe, name=f"kvtiers-{self.name}", options=options.lookup, clock=clock)

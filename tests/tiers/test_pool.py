@@ -34,8 +34,11 @@ class Gate:
 def make() -> Iterator[Callable[..., Pool]]:
     pools: list[Pool] = []
 
-    def build(reads: int = 1, writes: int = 1, jobs_max: int = 1000, cost_max: int = 1 << 40) -> Pool:
-        pools.append(Pool(reads, writes, name="test", jobs_max=jobs_max, cost_max=cost_max))
+    def build(
+        reads: int = 1, writes: int = 1, jobs_max: int = 1000, cost_max: int = 1 << 40, reads_only: int = 0
+    ) -> Pool:
+        limits: dict[str, Any] = {"jobs_max": jobs_max, "cost_max": cost_max, "n_read_only_threads": reads_only}
+        pools.append(Pool(reads, writes, name="test", **limits))
         return pools[-1]
 
     yield build
@@ -93,6 +96,23 @@ def test_either_kind_of_thread_drains_the_others_queue(make: Callable[..., Pool]
     pool.submit(1, gates, is_read=is_read)
     for gate in gates:  # both run at once, so the thread of the other kind took one
         assert gate.entered.wait(20)
+        gate.go.set()
+    assert set(finish(pool)) == {1}
+
+
+def test_a_read_does_not_wait_for_the_writes_that_run(make: Callable[..., Pool]) -> None:
+    pool = make(2, 1, reads_only=1)
+    stores, late = [Gate(), Gate(), Gate()], Gate()
+    pool.submit(1, [*stores, late], is_read=False)
+    for gate in stores:
+        assert gate.entered.wait(20)
+    for job_id in (2, 3):  # again and again
+        pool.submit(job_id, [lambda: "loaded"] * 3, is_read=True)
+        done: list[FinishedJob[object]] = []
+        wait_for(lambda done=done: done.extend(pool.get_finished()) or done)  # type: ignore[misc]
+        assert [job.job_id for job in done] == [job_id]
+    assert not late.entered.is_set()
+    for gate in (*stores, late):
         gate.go.set()
     assert set(finish(pool)) == {1}
 
@@ -246,7 +266,7 @@ def test_wait_idle_gives_up(make: Callable[..., Pool]) -> None:
 
 def test_every_job_is_reported_exactly_once_under_load(make: Callable[..., Pool], record: Record) -> None:
     dice = random.Random(4)
-    pool = make(3, 2, jobs_max=3000)
+    pool = make(3, 2, jobs_max=3000, reads_only=1)
     reported: list[int] = []
 
     def task() -> object:

@@ -656,10 +656,10 @@ class TestLiveness:
         assert bench.store(tier, KEYS[:2]).success
         hung.gate.clear()
         hung.entered = 0
-        stuck, waiting = (bench.job(KEYS[:6]) for _ in range(2))
-        tier.submit_load(stuck)
-        tier.submit_load(waiting)
-        wait_for(lambda: hung.entered == 2)  # each of the two threads is stuck in a read into a slot
+        stuck, *waiting = (bench.job(KEYS[:6]) for _ in range(3))
+        for job in (stuck, *waiting):
+            tier.submit_load(job)
+        wait_for(lambda: hung.entered == 3)  # each of the three threads is stuck in a read into a slot
         now[0] += 10.5
         tier.on_schedule_end()
         assert tier.circuit_state == "open"
@@ -670,14 +670,32 @@ class TestLiveness:
         assert tier.lookup(KEYS[0]) is False
         tier.submit_store(refused := bench.job(KEYS[:3]))
         ended = {result.job_id: result.success for result in tier.get_finished()}
-        assert ended == {refused.job_id: False, waiting.job_id: False}
+        assert ended == {refused.job_id: False, waiting[-1].job_id: False}
         assert tier.metrics.value("kvtiers_stores_dropped_total", "test", "circuit_open") == 3
         hung.gate.set()
-        bench.result(tier, stuck)
+        tier.drain_jobs()
+        assert {result.job_id for result in tier.get_finished()} == {stuck.job_id, waiting[0].job_id}
         now[0] += 5
         bench.wait_until_closed(tier)
         assert bench.present(tier, KEYS[0])
         bench.load(tier, KEYS[:2])
+
+    def test_a_load_does_not_wait_for_the_stores_that_run(self, bench: Bench) -> None:
+        gated = GatedStore()
+        tier = bench.tier(store=gated)
+        bench.fill(1)
+        bench.store(tier, KEYS[:4])
+        gated.gate.clear()
+        gated.entered = 0
+        tier.submit_store(stores := bench.job(KEYS[4:]))
+        wait_for(lambda: gated.entered == TierOptions().n_read_threads + TierOptions().n_write_threads)
+        held, gated.gate = gated.gate, threading.Event()
+        gated.gate.set()
+        tier.submit_load(load := bench.job(KEYS[:4], [0, 1, 2, 3]))
+        (result,) = wait_for(lambda: list(tier.get_finished()))
+        assert (result.job_id, result.success) == (load.job_id, True)
+        held.set()
+        assert bench.result(tier, stores).success
 
     def test_stores_behind_a_hung_one_are_counted(self, bench: Bench) -> None:
         now = [1000.0]
@@ -748,7 +766,7 @@ class TestLiveness:
         hung.gate.clear()
         hung.entered = 0
         tier.submit_load(bench.job(KEYS))
-        wait_for(lambda: hung.entered == 2)
+        wait_for(lambda: hung.entered == 3)
         now[0] += 11
         tier.drain_jobs()
         assert list(tier.get_finished()) == []
@@ -762,11 +780,11 @@ class TestLiveness:
         tier = bench.tier(store=hung, n_read_threads=1, n_write_threads=1, job_deadline_s=10)
         hung.gate.clear()
         hung.entered = 0
-        stuck = [bench.job(KEYS[n : n + 1]) for n in range(2)]
-        waiting = [bench.job(KEYS[n : n + 1]) for n in range(2, 6)]
+        stuck = [bench.job(KEYS[n : n + 1]) for n in range(3)]
+        waiting = [bench.job(KEYS[n : n + 1]) for n in range(3, 6)]
         for job in (*stuck, *waiting):
             tier.submit_load(job)
-        wait_for(lambda: hung.entered == 2)
+        wait_for(lambda: hung.entered == 3)
         assert list(tier.get_finished()) == []
         now[0] += 11
         ended = {result.job_id: result.success for result in tier.get_finished()}
