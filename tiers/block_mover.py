@@ -41,6 +41,7 @@ class Batch:
     """What a task did: counted on a worker thread, booked on the scheduler's."""
 
     succeeded: list[OffloadKey] = field(default_factory=list)
+    gone: list[OffloadKey] = field(default_factory=list)  # of a load: not there, or not the block it should be
     bytes_moved: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
@@ -232,7 +233,7 @@ class BlockMover:
                 suspect.append((key, block))
                 continue
             except BlobNotFoundError:
-                pass
+                batch.gone.append(key)
             except StoreError as e:
                 self._note("load", e)
                 batch.errors[type(e).__name__] += 1
@@ -261,6 +262,7 @@ class BlockMover:
             except (SealError, BlobCorruptError) as e:
                 failure = e
             except BlobNotFoundError:
+                batch.gone.append(key)
                 return False
             except StoreError as e:
                 self._note("load", e)
@@ -272,6 +274,7 @@ class BlockMover:
         assert failure is not None
         reason = failure.reason if isinstance(failure, SealError) else SealReason.SIZE
         batch.verify_failures[reason] += 1
+        batch.gone.append(key)
         foreign = isinstance(failure, SealError) and failure.foreign
         removed = not foreign and self._quarantine(name, batch)
         # What stays is found bad by every request for it.

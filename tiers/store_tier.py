@@ -356,12 +356,14 @@ class StoreTierManager(SecondaryTierManager):
         op = _op(job.is_load)
         succeeded: list[OffloadKey] = []
         used: list[OffloadKey] = []
+        gone: list[OffloadKey] = []
         bytes_moved = 0
         for batch, size in zip(finished.outcomes, job.batch_sizes, strict=True):
             if isinstance(batch, BaseException):
                 self._counts.lost(batch, op, size, at_shutdown=self._closed)
                 continue
             succeeded += batch.succeeded
+            gone += batch.gone
             if job.is_load or batch.outcomes["already_stored"]:  # of what was computed or kept elsewhere, and is here
                 used += batch.succeeded
             bytes_moved += batch.bytes_moved
@@ -374,6 +376,8 @@ class StoreTierManager(SecondaryTierManager):
         if job.is_load:
             # Whatever the reason, a key that did not come is absent now: believing "present" would loop (vllm#49176).
             self._lookup.mark((key for key in job.keys if key not in done), present=False)
+            # Not all of them: what a storage that is away for a second has is there, and nobody would publish it again.
+            self._events.add(dict.fromkeys(gone), removed=True)
         elif done:
             self._lookup.mark(done, present=True)
             if self._collector is not None:

@@ -27,7 +27,7 @@ from connector.vllm import ending, hosts, kv_groups, translate
 from connector.vllm.metrics import StatsExporter, definitions
 from connector.vllm.pacing import Pacer
 from connector.vllm.prefix_order import PrefixOrder
-from tiers.base import JobMetadata, JobResult, OffloadingEvent, SecondaryTierManager
+from tiers.base import JobMetadata, JobResult, SecondaryTierManager
 from tiers.config import load_config
 from tiers.errors import ConfigError
 from tiers.file_mapper import FORMAT_VLLM_RAW
@@ -107,7 +107,6 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
         self._raised: dict[int, float] = {}  # those of them at which the tier raised, and until when they are awaited
         self._clock = time.monotonic
         self._ended: list[VllmJobResult] = []
-        self._removed: list[OffloadingEvent] = []
         self._not_stored = 0  # blocks of stores that ended while the tier was shut down
 
     @classmethod
@@ -160,23 +159,15 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
 
     def _end(self, result: JobResult) -> None:
         self._raised.pop(result.job_id, None)
-        is_load = result.job_id in self._loads
-        keys = (self._loads if is_load else self._stores).pop(result.job_id)
-        result = self._guard.checked(result, keys)
-        if is_load and not result.success and self._publishes:
-            gone = tuple(set(keys) - set(result.successful_keys))
-            self._removed.append(OffloadingEvent(gone, self.tier_type, removed=True))
-        self._ended.append(translate.job_result(result))
+        keys = (self._loads if result.job_id in self._loads else self._stores).pop(result.job_id)
+        self._ended.append(translate.job_result(self._guard.checked(result, keys)))
 
     def has_pending_work(self) -> bool:
         return bool(self._loads or self._stores or self._ended)
 
     def take_events(self) -> Iterable[Any]:
-        stored = self._guard.take_events()
-        if not self._publishes:
-            return ()
-        removed, self._removed = self._removed, []
-        return translate.events((*stored, *removed), self.locality)
+        events = self._guard.take_events()
+        return translate.events(events, self.locality) if self._publishes else ()
 
     def touch(self, keys: Collection[OffloadKey], req_context: Any) -> None:  # noqa: ARG002
         self._guard.call("touch", keys)

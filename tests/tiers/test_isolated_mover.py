@@ -141,6 +141,8 @@ def test_absent_keys_fail_alone(bench: Bench) -> None:
     assert bench.run(KEYS[:4], [0, 1, 2, 3], is_load=False).success
     result = bench.run(KEYS, list(range(8, 16)), is_load=True)
     assert set(result.successful_keys) == set(KEYS[:4])
+    removed = [key for event in bench.tier.take_events() if event.removed for key in event.keys]
+    assert sorted(removed) == sorted(KEYS[4:])
 
 
 def test_after_workers_died_the_next_batches_are_served(bench: Bench) -> None:

@@ -304,6 +304,25 @@ def test_events_tell_what_was_stored(bench: Bench) -> None:
     assert list(tier.take_events()) == []
 
 
+def test_events_tell_of_a_load_only_what_is_gone(bench: Bench) -> None:
+    """What a storage that is away for a second has is still there, and nobody would take the event back."""
+    gated = GatedStore()
+    tier = bench.tier(store=gated)
+    bench.fill(1)
+    bench.store(tier, KEYS[:4])
+    gated.delete(tier.mapper.relative_name(KEYS[0]))
+    write(gated, tier.mapper.relative_name(KEYS[1]), bytes(BLOB_BYTES))
+    write(gated, tier.mapper.relative_name(KEYS[2]), b"")
+    list(tier.take_events())
+    gated.error = StoreUnavailableError("away")
+    assert not bench.load(tier, KEYS[:4]).success
+    assert list(tier.take_events()) == []
+    gated.error = None
+    assert bench.load(tier, KEYS[:4]).successful_keys == (KEYS[3],)
+    told = [(key, event.removed) for event in tier.take_events() for key in event.keys]
+    assert sorted(told) == sorted((key, True) for key in KEYS[:3])
+
+
 def test_own_stores_are_found_without_asking(bench: Bench) -> None:
     tier = bench.tier()
     bench.fill(1)
@@ -629,6 +648,8 @@ class TestBatchedLoads:
         result = bench.load(tier, KEYS[:9])
         assert store.calls == 1
         assert set(result.successful_keys) == {KEYS[i] for i in (0, 1, 2, 5, 6, 7)}
+        removed = [key for event in tier.take_events() if event.removed for key in event.keys]
+        assert sorted(removed) == sorted(KEYS[i] for i in (3, 4, 8))
         assert all((bench.region[i] == original[i]).all() for i in (0, 1, 2, 5, 6, 7))
         assert tier.metrics.value("kvtiers_quarantined_blobs_total", "test") == 2
         assert store.size(name) is None

@@ -24,7 +24,7 @@ from tests.connector.scripted_tier import FakeClock
 from tests.vllm.engines import keys, offloading_config, request, spied_stores
 from tests.waiting import wait_for
 from tiers.base import JobResult, OffloadingEvent
-from tiers.errors import ConfigError
+from tiers.errors import ConfigError, StoreUnavailableError
 from tiers.keys import OffloadKey
 
 NUM_CHUNKS = 16
@@ -218,6 +218,19 @@ def test_vllm_publishes_stored_and_removed(engines: Any, tmp_path: Path) -> None
     reader = engines("reader", on_folder(tmp_path), enable_kv_cache_events=True)
     reader.find(some)
     assert [event.keys for event in reader.tier.take_events() if event.removed] == [[some[0]]]
+
+
+def test_what_a_storage_that_is_away_has_is_not_published_as_removed(engines: Any, tmp_path: Path) -> None:
+    def away(*_: Any) -> Any:
+        raise StoreUnavailableError("for a second")
+
+    some, options = keys(3), on_folder(tmp_path)
+    engines("writer", options).store(some)
+    options["tier"]["isolation"] = "thread"
+    reader = engines("reader", options, enable_kv_cache_events=True)
+    reader.tier.tier.store.get_into = away
+    assert reader.find(some) == [LookupResult.MISS] * 3
+    assert list(reader.tier.take_events()) == []
 
 
 def test_nobody_listens_nothing_is_said(engines: Any, tmp_path: Path) -> None:
