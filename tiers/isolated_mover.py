@@ -118,7 +118,8 @@ class IsolatedMover(BlockMover):
         answer.pop("put_bytes")
         seconds, cpu_s = answer.pop("took")
         if concurrency is not None:
-            concurrency.learn(threads, len(pairs), seconds, cpu_s, failed=bool(answer["outcomes"].get("failed")))
+            moved = len(pairs) - answer["outcomes"].get("dropped", 0)  # those that were not begun took no time
+            concurrency.learn(threads, moved, seconds, cpu_s, failed=bool(answer["outcomes"].get("failed")))
         for warning in answer.pop("warnings"):
             self._warn(warning)
         for text in answer.pop("said"):

@@ -136,6 +136,24 @@ def test_a_changed_block_is_a_miss_and_healed(bench: Bench, offset: int, caplog:
     assert np.array_equal(bench.rows[3:6], before[:3])
 
 
+def test_blocks_that_were_not_begun_teach_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link that has turned slow lets few blocks of a batch begin: these took the time, not all of them."""
+    mover = bench.tier._mover
+    assert isinstance(mover, IsolatedMover)
+    learnt: list[tuple[int, ...]] = []
+
+    class Learner(concurrency.Concurrency):
+        def learn(self, threads: int, blocks: int, *_: Any, **__: Any) -> None:
+            learnt.append((threads, blocks))
+
+    mover.loading, mover.storing = Learner(2, 2), Learner(2, 2)
+    bench.fill(1)
+    assert bench.run(KEYS, list(range(8)), is_load=False).success
+    mover.begin_s = 0.0
+    assert not bench.run(KEYS, list(range(8)), is_load=True).success
+    assert sum(blocks for _, blocks in learnt) == len(KEYS)
+
+
 def test_absent_keys_fail_alone(bench: Bench) -> None:
     bench.fill(1)
     assert bench.run(KEYS[:4], [0, 1, 2, 3], is_load=False).success
