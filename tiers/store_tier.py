@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -372,6 +372,10 @@ class StoreTierManager(SecondaryTierManager):
                 self._circuit.fail(op, batch.fault)
             elif batch.succeeded:
                 self._circuit.succeed(op)
+        ok = len(succeeded) == sum(job.batch_sizes)
+        if not ok and job.is_load:  # a key that was given twice has failed with either of its slots
+            missing = Counter(job.keys) - Counter(succeeded)
+            succeeded = [key for key in succeeded if key not in missing]
         done = set(succeeded)
         if job.is_load:
             # Whatever the reason, a key that did not come is absent now: believing "present" would loop (vllm#49176).
@@ -385,7 +389,6 @@ class StoreTierManager(SecondaryTierManager):
             self._events.add(succeeded, removed=False)
         if used:
             self.touch(used)
-        ok = len(done) == len(set(job.keys))
         outcome = "ok" if ok else "partial" if done else "failed"
         self._counts.job_ended(op, outcome, finished.duration_s, bytes_moved)
         self._results.append(JobResult(finished.job_id, ok, tuple(succeeded), finished.duration_s, bytes_moved))

@@ -279,6 +279,24 @@ def test_a_key_given_twice_is_stored_once_and_loaded_into_both_slots(bench: Benc
     assert (bench.region[2] == original[4]).all()
 
 
+def test_a_key_given_twice_of_which_one_slot_was_not_filled_has_failed(bench: Bench) -> None:
+    gated = GatedStore()
+    tier = bench.tier(store=gated, n_read_threads=1, n_write_threads=1)
+    bench.fill(1)
+    bench.store(tier, KEYS[:2])
+    get_into, gets = gated.get_into, []
+
+    def once(key: str, parts: Sequence[memoryview]) -> None:
+        gets.append(key)
+        if gets.count(key) > 1 and key == tier.mapper.relative_name(KEYS[0]):
+            raise StoreUnavailableError("away")
+        get_into(key, parts)
+
+    gated.get_into = once  # type: ignore[method-assign]
+    result = bench.load(tier, [KEYS[0], KEYS[1], KEYS[0]], [2, 3, 4])
+    assert (result.success, result.successful_keys) == (False, (KEYS[1],))
+
+
 def test_an_empty_job_succeeds(bench: Bench) -> None:
     tier = bench.tier()
     assert bench.store(tier, []).success
