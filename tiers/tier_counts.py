@@ -74,6 +74,7 @@ class TierCounts:
         """A job was not taken."""
         if op == "store":
             self._metrics.inc("kvtiers_stores_dropped_total", self._name, reason, by=blocks)
+        self._metrics.inc("kvtiers_blocks_total", self._name, op, "dropped", by=blocks)
         self._metrics.inc("kvtiers_jobs_total", self._name, op, "failed")
 
     def lost(self, error: BaseException, op: Kind, blocks: int, *, at_shutdown: bool) -> None:

@@ -358,6 +358,7 @@ def test_jobs_beyond_the_limit_fail_at_once_and_are_counted(bench: Bench, record
     tier.submit_store(second := bench.job(KEYS[1:3]))
     assert list(tier.get_finished()) == [JobResult(second.job_id, success=False)]
     assert tier.metrics.value("kvtiers_stores_dropped_total", "test", "queue_full") == 2
+    assert tier.metrics.value("kvtiers_blocks_total", "test", "store", "dropped") == 2
     gated.gate.set()
     assert bench.result(tier, first).success
     record("D4", jobs_max=1, blocks_dropped_and_counted=2)
