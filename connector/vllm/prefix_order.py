@@ -1,13 +1,15 @@
-"""PrefixOrder: which of a store's blocks comes first in its prompt, where vLLM does not say.
+"""PrefixOrder: which of a store's blocks comes first in its prompt.
 
 vLLM names the blocks of a store in a set. A prefix is of use up to its first gap, so what is stored when a job ends
-halfway should be its first blocks. Before a prompt is computed vLLM asks for its blocks, in their order: that is kept.
+halfway should be its first blocks. Later versions say at which token of its request each ends. Of earlier ones there is
+only this: before a prompt is computed vLLM asks for its blocks, in their order, up to the first that is absent.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Collection
+from typing import Any
 
 from tiers.keys import OffloadKey
 
@@ -36,8 +38,15 @@ class PrefixOrder:
         before = self._asked_before.get(key)
         self._asked[key] = next(self._numbers) if before is None else before
 
-    def places(self, keys: Collection[OffloadKey]) -> list[int]:
-        """Where the keys are in ``keys``, in the order of their prompt. What was never asked for is last."""
-        never = next(self._numbers)
-        numbers = [self._asked.get(key, self._asked_before.get(key, never)) for key in keys]
+    def places(self, keys: Collection[OffloadKey], req_context: Any = None) -> list[int]:
+        """Where the keys are in ``keys``, in the order of their prompt. What was never asked for is last.
+
+        Args:
+            req_context: vLLM's, of the request that stores them.
+        """
+        position_of = getattr(req_context, "get_offload_key_position", lambda _: None)
+        numbers: list[Any] = [position_of(key) for key in keys]
+        if None in numbers:
+            never = next(self._numbers)
+            numbers = [self._asked.get(key, self._asked_before.get(key, never)) for key in keys]
         return sorted(range(len(numbers)), key=numbers.__getitem__)

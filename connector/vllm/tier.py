@@ -127,7 +127,7 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
             self._ended.append(translate.job_result(JobResult(job.job_id, success=True)))  # as meant: nothing to do
             return
         keys = list(job.keys)
-        places = self._order.places(keys)
+        places = self._order.places(keys, job.req_context)
         job = replace(job, keys=[keys[i] for i in places], block_ids=np.asarray(job.block_ids)[places])
         self._stores[job.job_id] = job.keys
         self._hand_over("submit_store", job)

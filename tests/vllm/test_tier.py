@@ -173,6 +173,23 @@ def test_blocks_are_stored_in_the_order_of_their_prompt(engines: Any, tmp_path: 
     ]
 
 
+def test_the_order_that_vllm_knows_comes_first(engines: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    """Of a prompt whose first block is known absent, and of one that only stores, vLLM asks for no block more."""
+    context = request("positions")
+    if not hasattr(context, "set_offload_key_position"):
+        pytest.skip("this vLLM says nothing of it")
+    jobs = spied_stores(monkeypatch)
+    writer, some = engines("writer", on_folder(tmp_path)), keys(12)
+    assert writer.find(some[8:]) == [LookupResult.MISS] * 4
+    for position, key in enumerate(some):
+        context.set_offload_key_position(key, 32 * (position + 1))
+    writer.manager.on_new_request(context)
+    writer.manager.prepare_store(some, context)
+    writer.manager.complete_store(set(some), context)
+    writer.settle()
+    assert jobs[-1].keys == some
+
+
 def test_the_order_of_many_prompts_is_known_for_a_while() -> None:
     some, order = keys(10), PrefixOrder(keys_max=4)
     for key in (*some[:6], some[1], *some[6:8]):
