@@ -95,10 +95,13 @@ class SecondaryTierManager(ABC):
             A job at which ``submit_store`` or ``submit_load`` raised may have begun, so its slots do, too; but such a
             job may be unknown to the tier, and is taken for ended then.
         takes_stores: False: it is only read; the engine side submits no stores to it.
+        shutdown_s: how long ``shutdown`` may take, most of which it gives to what was accepted; the engine side may set
+            less. None: it does not say, and is drained before.
     """
 
     job_deadline_s: float | None = None
     takes_stores: bool = True
+    shutdown_s: float | None = None
 
     def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **options: Any) -> None:
         if options:

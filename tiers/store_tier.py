@@ -151,6 +151,7 @@ class StoreTierManager(SecondaryTierManager):
         # YAML makes a number of ``name: 1``; what shows metrics takes text only.
         self.name = tier_type if options.name in (None, "") else str(options.name)
         self.job_deadline_s = options.job_deadline_s
+        self.shutdown_s: float = options.shutdown_s
         self._rows = Rows(primary_kv_view)
         self.takes_stores = not options.read_only
         open_namespace(store, mapper, read_only=options.read_only)
@@ -293,7 +294,7 @@ class StoreTierManager(SecondaryTierManager):
         if self._closed:
             return
         self._closed = True
-        limit_s = self._options.shutdown_s
+        limit_s = self.shutdown_s
         if self._circuit.closed:
             # What was accepted is given most of the time to land; the rest of it is for what cannot be stopped.
             self._pool.wait_idle(limit_s * DRAIN_SHARE)

@@ -194,8 +194,13 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
 
     def shutdown(self) -> None:
         """End in time. Stores under way get most of it; what was acknowledged is on storage, the rest is counted."""
-        ending.drain(self._is_idle, self._ending_s * ending.DRAIN_SHARE)
-        rest_s = self._ending_s * (1 - ending.DRAIN_SHARE)
+        rest_s = self._ending_s
+        own_s = getattr(self.tier, "shutdown_s", None)
+        if own_s is None:
+            ending.drain(self._is_idle, rest_s * ending.DRAIN_SHARE)
+            rest_s *= 1 - ending.DRAIN_SHARE
+        else:
+            self.tier.shutdown_s = min(own_s, rest_s * ending.TIER_SHARE)
         if ending.call_within(self.tier.shutdown, rest_s, f"tier {self.tier_type}"):
             self._is_idle()
         unreported = sum(map(len, self._stores.values()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -278,6 +279,38 @@ def test_shutdown_counts_what_was_not_stored(engines: Any, tmp_path: Path, caplo
     with caplog.at_level("WARNING", logger="connector.vllm.tier"):
         tier.shutdown()
     assert "7 blocks were not stored" in caplog.text
+
+
+def test_a_tier_that_ends_in_time_by_itself_is_given_its_limit(engines: Any, tmp_path: Path) -> None:
+    """It gives stores most of it to land. Drained before, it had too little left to end anything."""
+    options = on_folder(tmp_path)
+    options["tier"]["isolation"] = "thread"
+    engine, go = engines("hung", options), threading.Event()
+    engine.tier.tier.store.put = lambda *_, **__: go.wait(20)
+    context = request("stores")
+    engine.manager.on_new_request(context)
+    engine.manager.prepare_store(keys(2), context)
+    engine.manager.complete_store(set(keys(2)), context)
+    engine.tier._ending_s = 1.0
+    engine.tier.shutdown()
+    try:
+        assert engine.tier.tier._mover.cut == "shutdown"
+    finally:
+        go.set()
+
+
+def test_tiers_of_one_type_without_a_name_are_told_apart(tmp_path: Path) -> None:
+    adapters = [
+        {"type": "KVTiersTier", "module_path": "connector.vllm.tier", **on_folder(tmp_path / name)} for name in "ab"
+    ]
+    extra = {"cpu_bytes_to_use": NUM_CHUNKS * 4096, "secondary_tiers": adapters}
+    manager = TieringOffloadingSpec(offloading_config(extra, engine_id="pytest-two")).get_manager()
+    assert isinstance(manager, TieringOffloadingManager)
+    try:
+        assert [tier.tier.name for tier in manager.secondary_tiers] == ["fs0", "fs1"]
+        assert [tier.tier_type for tier in manager.secondary_tiers] == ["fs0", "fs1"]
+    finally:
+        manager.shutdown()
 
 
 def out_of_order(*_: Any) -> Any:
