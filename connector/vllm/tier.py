@@ -12,8 +12,8 @@ several: vLLM asks and fills its tiers one by one, so each gets an entry of its 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Collection, Iterable
+        self._ending_s = ending.BUDGET_S / max(1, len(configs))
+        self._deadline_s = load_deadline_s(self.tier)
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +33,7 @@ from tiers.errors import ConfigError
 from tiers.file_mapper import FORMAT_VLLM_RAW
 from tiers.keys import OffloadKey
 from tiers.registry import SecondaryTierFactory
+from tiers.tier_config import TIER_MODELS
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +83,8 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
         if offloading_spec.blocks_per_chunk > 1 and kv_groups.has_window(offloading_spec.config):
             raise kv_groups.no_chunks_of_windows(offloading_spec.blocks_per_chunk)
         self._role = translate.role_of(vllm_config)
-        options = tier_options(tier, config_file, index)
+        configs = getattr(offloading_spec, "secondary_tier_configs", ())
+        options = with_name(tier_options(tier, config_file, index), [config.get("tier") for config in configs])
         own_type = str(options.get("name") or options["type"])
         # vLLM labels its metrics with the type: the tier's own says more than the adapter's.
         detector = () if backpressure_detector is None else (backpressure_detector,)  # before 0.31 there is none
@@ -94,7 +96,7 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
             spec = replace(spec, vllm_layout=translate.vllm_layout(offloading_spec))
         self.tier: SecondaryTierManager = SecondaryTierFactory.create_secondary_tier(options, primary_kv_view, spec)
         # vLLM ends its tiers one after the other.
-        self._ending_s = ending.BUDGET_S / max(1, len(getattr(offloading_spec, "secondary_tier_configs", ())))
+        self._ending_s = ending.BUDGET_S / max(1, len(configs))
         self._deadline_s = load_deadline_s(self.tier)
         self._guard = GuardedTier(self.tier, spec.metrics)
         self._metrics = spec.metrics
@@ -240,3 +242,13 @@ def tier_options(tier: dict[str, Any] | None, config_file: str | None, index: in
             f"{config_file} has {len(tiers)} tiers; write 0..{len(tiers) - 1} and one entry for each", field="index"
         )
     return dict(tiers[index])
+
+
+def with_name(options: dict[str, Any], entries: Sequence[Any]) -> dict[str, Any]:
+    """The options with a name of its own where several entries of vLLM's are of one type: as in a deployment's YAML."""
+    kind = options["type"]
+    alike = [i for i, entry in enumerate(entries) if isinstance(entry, dict) and entry.get("type") == kind]
+    places = [i for i in alike if entries[i] is options]
+    if kind not in TIER_MODELS or options.get("name") is not None or len(alike) < 2 or not places:
+        return options
+    return {**options, "name": f"{kind}{places[0]}"}
