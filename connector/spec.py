@@ -171,7 +171,7 @@ class TieringOffloadingSpec(OffloadingSpec):
                 promotion_wait_s=region.promotion_wait_s,
                 # The slowest tier's own deadline: a hit of its is worth that wait, as its config says.
                 lookup_deadline_s=max(lookup_deadlines_s, default=LOOKUP_DEADLINE_S),
-                load_deadline_s=max(LOAD_DEADLINE_S, *map(load_deadline_s, tiers)),
+                load_deadline_s=max(map(load_deadline_s, tiers), default=LOAD_DEADLINE_S),
             )
             return TieringOffloadingManager(primary, tiers, options)
         except BaseException:

@@ -19,6 +19,9 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
+#: The part of its time that a tier's shutdown is told. What is left is for what it closes after that.
+SHUTDOWN_SHARE: Final = 0.8
+
 _BY_SIGNALS: Final = (KeyboardInterrupt, SystemExit)
 
 #: What ``GuardedTier.call`` returns where the tier raised.
@@ -116,6 +119,22 @@ class GuardedTier:
             moved = 0.0, 0
         return JobResult(result.job_id, len(done) == len(set(keys)), tuple(done), *moved)
 
+    def limit_shutdown(self, within_s: float) -> bool:
+        """Tell the tier how long its shutdown may take, less what it closes after that.
+
+        Returns:
+            False if it does not bound its shutdown, so that what was accepted is to be drained before.
+        """
+        try:
+            own_s = self.tier.shutdown_s
+            if own_s is None:
+                return False
+            self.tier.shutdown_s = min(own_s, within_s * SHUTDOWN_SHARE)
+        except Exception as e:  # noqa: BLE001 - as above
+            self.contain("shutdown_s", _shown(e))
+            return False
+        return True
+
     def contain(self, where: str, what: str) -> None:
         """Count a tier's fault."""
         self._metrics.inc("kvtiers_contained_errors_total", self.name, where)
@@ -174,6 +193,8 @@ def shut_down_tiers(
         threading.Thread(target=shut_down, args=(index,), name=f"kvtiers-shutdown-{tier.name}", daemon=True)
         for index, tier in enumerate(tiers)
     ]
+    for tier in tiers:
+        tier.limit_shutdown(timeout_s)
     deadline = clock() + timeout_s
     for index, thread in enumerate(threads):
         try:

@@ -48,6 +48,9 @@ class TieringOffloadingManager(OffloadingManager):
         primary: the region's slots.
         tiers: asked in this order; each is stored to.
         clock: seconds, monotonic.
+
+    Attributes:
+        shutdown_s: bound of ``shutdown``; may be set to less.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class TieringOffloadingManager(OffloadingManager):
             self.metrics.inc(counter, by=0)  # rates see no increase in what begins at 1
         self._options = options or TieringOptions()
         self._clock = clock
+        self.shutdown_s = self._options.shutdown_s
         load_blocks_max = math.ceil(self._options.load_share * primary.num_blocks / max(1, len(self._tiers)))
         deadlines_s = [load_deadline_s(tier) for tier in tiers]
         self._jobs = TierJobs(self._tiers, deadlines_s, clock)
@@ -191,7 +195,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._requests.clear()
         self._cascade.close()
         self._closed = True
-        stuck = shut_down_tiers(self._tiers, self._options.shutdown_s, self._clock)
+        stuck = shut_down_tiers(self._tiers, self.shutdown_s, self._clock)
         self._take_results(but=stuck)
         if self._jobs:
             logger.error("shutdown: %d jobs were never reported; their slots stay quarantined", len(self._jobs))

@@ -14,9 +14,6 @@ BUDGET_S = 4.0
 #: The part of it in which stores under way may finish. What is left is for threads that are at a block.
 DRAIN_SHARE = 0.7
 
-#: The part of it that a tier which ends in time by itself is told. What is left is for what it closes after that.
-TIER_SHARE = 0.8
-
 _POLL_S = 0.005
 
 

@@ -292,7 +292,9 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
         if not ending.drain(is_idle, ending.BUDGET_S * ending.DRAIN_SHARE):
             counts = self.tiering.primary.slot_counts()
             logger.warning("%d blocks were on their way when the engine ended", counts.pinned + counts.pending)
-        ending.call_within(self._spec.shutdown, ending.BUDGET_S * (1 - ending.DRAIN_SHARE), "the tiers")
+        rest_s = ending.BUDGET_S * (1 - ending.DRAIN_SHARE)
+        self.tiering.shutdown_s = rest_s
+        ending.call_within(self._spec.shutdown, rest_s, "the tiers")
 
     def _end_stale(self) -> None:
         self._stale_steps = 0

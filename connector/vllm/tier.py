@@ -12,8 +12,8 @@ several: vLLM asks and fills its tiers one by one, so each gets an entry of its 
 from __future__ import annotations
 
 import logging
-        self._ending_s = ending.BUDGET_S / max(1, len(configs))
-        self._deadline_s = load_deadline_s(self.tier)
+import time
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -197,12 +197,9 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
     def shutdown(self) -> None:
         """End in time. Stores under way get most of it; what was acknowledged is on storage, the rest is counted."""
         rest_s = self._ending_s
-        own_s = getattr(self.tier, "shutdown_s", None)
-        if own_s is None:
+        if not self._guard.limit_shutdown(rest_s):
             ending.drain(self._is_idle, rest_s * ending.DRAIN_SHARE)
             rest_s *= 1 - ending.DRAIN_SHARE
-        else:
-            self.tier.shutdown_s = min(own_s, rest_s * ending.TIER_SHARE)
         if ending.call_within(self.tier.shutdown, rest_s, f"tier {self.tier_type}"):
             self._is_idle()
         unreported = sum(map(len, self._stores.values()))

@@ -1320,6 +1320,16 @@ def test_shutdown_does_not_wait_for_ever_for_a_stuck_tier() -> None:
     release.set()
 
 
+def test_a_tier_that_bounds_its_shutdown_is_told_how_long_there_is() -> None:
+    """Its own limit may be longer than what an engine has left; one that says nothing is asked nothing."""
+    engine = Engine(num_tiers=3)
+    for tier, own_s in zip(engine.tiers, (4.0, 0.1, None), strict=True):
+        tier.shutdown_s = own_s
+    engine.manager.shutdown_s = 1.0
+    engine.manager.shutdown()
+    assert [tier.shutdown_s for tier in engine.tiers] == [0.8, 0.1, None]
+
+
 def test_without_tiers_it_is_the_region_alone() -> None:
     engine = Engine(num_tiers=0, num_blocks=4)
     engine.store(*KEYS[:4])

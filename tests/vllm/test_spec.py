@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import time
 from collections.abc import Iterator
 from itertools import groupby
@@ -138,6 +139,23 @@ def test_a_producer_only_stores_and_a_consumer_only_loads(engines: Any, monkeypa
     consumer.store(others, [5, 6, 7])
     assert consumer.find(others) == [LookupResult.HIT] * 3
     assert with_role("kv_both").find([*some, *others]) == [*[LookupResult.HIT] * 3, *[LookupResult.MISS] * 3]
+
+
+def test_a_slow_tier_is_closed_in_the_time_that_is_left(engines: Any, tmp_path: Path) -> None:
+    """Told nothing, it gave waiting stores more time than there was, and was left behind with its threads at work."""
+    fs = {"type": "fs", "root_dir": str(tmp_path / "root"), "min_free": 0, "isolation": "thread"}
+    engine, go = engines(tiers=[fs]), threading.Event()
+    (tier,) = (guarded.tier for guarded in engine.manager.tiering._tiers)
+    tier.store.put = lambda *_, **__: go.wait(20)
+    context, some = request("store"), keys(2)
+    engine.manager.on_new_request(context)
+    engine.manager.prepare_store(some, context)
+    engine.manager.complete_store(set(some), context)
+    try:
+        engine.manager.shutdown()
+        assert tier._mover.cut == "shutdown"
+    finally:
+        go.set()
 
 
 def test_blocks_come_back_into_another_engines_tensors(engines: Any) -> None:
@@ -303,7 +321,7 @@ def test_a_store_that_hangs_does_not_keep_the_engine_stepping(engines: Any, monk
     manager.complete_store(set(output.keys_to_store), context)
     manager.on_schedule_end(STEP)
     assert manager.has_pending_work()
-    monkeypatch.setattr(manager.tiering, "_clock", lambda: time.monotonic() + 3600)
+    monkeypatch.setattr(manager.tiering._jobs, "_clock", lambda: time.monotonic() + 3600)
     assert not manager.has_pending_work()
     assert manager.tiering.primary.slot_counts().pinned == 3
 
