@@ -29,7 +29,6 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from connector.prefix_format import FORMAT
 from connector.prefix_limits import PrefixLimits
@@ -37,7 +36,9 @@ from connector.prefix_place import shared_place
 from connector.prefix_store import CHUNK_BLOCKS_MAX, PrefixStore, blocks_in_all
 from connector.vllm import translate, weights
 from connector.vllm.prefix_metrics import PrefixPromMetrics, PrefixReporter, PrefixStats
+from connector.vllm.prefix_model import kv_cache_spec_of
 from connector.vllm.prefix_requests import Request, SharedStorageMetadata, Stored, Transfer, salts_of
+from connector.vllm.prefix_siblings import SiblingLoads
 from connector.vllm.prefix_uses import PrefixUses
 from connector.vllm.prefix_worker import PrefixWorker
 from connector.vllm.resets import StorageSwitch
@@ -82,22 +83,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         self._role = translate.role_of(vllm_config)
         self._stores_any = self._role.stores and not self._place.read_only
         self._limits = PrefixLimits.of(self._place) if self._stores_any else None
-        if len(kv_cache_config.kv_cache_groups) != 1:
-            raise ConfigError(
-                f"the model has {len(kv_cache_config.kv_cache_groups)} KV cache groups, SharedStorageConnector "
-                "takes 1; use KVTiersSpec or KVTiersTier",
-                field="kv_connector",
-            )
-        kv_cache_spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
-        for each in getattr(kv_cache_spec, "kv_cache_specs", {"": kv_cache_spec}).values():
-            # MLA is full attention to vLLM, too. What others no longer need lies in vLLM's null block, which all
-            # requests have: nothing can be stored from it, loaded into it, or reported as its failure.
-            if not isinstance(each, FullAttentionSpec):
-                raise ConfigError(
-                    f"the model's KV cache is {type(each).__name__}, SharedStorageConnector takes full attention and "
-                    "MLA; use KVTiersSpec or KVTiersTier",
-                    field="kv_connector",
-                )
+        kv_cache_spec = kv_cache_spec_of(kv_cache_config)
         if getattr(transfer, "kv_load_failure_policy", "recompute") == "fail":
             logger.warning(
                 "kv_load_failure_policy is 'fail': a request that meets a damaged chunk will fail; write 'recompute'"
@@ -127,6 +113,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         self._stored = Stored()
         self._adapters = weights.Adapters()
         self._uses = PrefixUses(self._stores)
+        self._siblings = SiblingLoads(translate.steps_max(vllm_config, parallel.pp_size))
         num_blocks = int(kv_cache_config.num_blocks)
         self._worker = PrefixWorker(self._pool, num_blocks, self._block_size, self._load_deadline_s)
         self._reporter = PrefixReporter()
@@ -181,6 +168,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens on storage beyond those computed, block-aligned, never the prompt's last one. None: ask again."""
+        self._siblings.asked(request.request_id, num_computed_tokens)
         state = self._remember(request)
         if state is None or state.loads >= LOADS_MAX:
             return 0, False
@@ -226,13 +214,18 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
     def update_connector_output(self, connector_output: Any) -> None:
         """Store what could not be loaded again, when it was computed. What came too late is not asked for again."""
         hung_since = time.monotonic() - self._load_deadline_s
-        failed = connector_output.invalid_block_ids or ()
+        failed = set(connector_output.invalid_block_ids or ())
+        of_others = set(failed)
         for state in self._requests.values() if failed else ():
             if not state.loading.isdisjoint(failed):
+                of_others -= state.loading
                 state.stored_blocks = state.load_first
                 if state.load_began_at <= hung_since:
                     state.loads = LOADS_MAX
                 self._stored.discard(state.hashes[state.load_first :])
+        if of_others:  # with async scheduling a request may have been computed over them that vLLM does not set back
+            for state in self._requests.values():
+                state.stored_blocks = len(state.token_ids)
         for req_id in connector_output.finished_recving or ():
             if (loaded := self._requests.get(req_id)) is not None:
                 loaded.loading = frozenset()
@@ -240,13 +233,15 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
     def build_connector_meta(self, scheduler_output: Any) -> SharedStorageMetadata:
         """This step's loads and stores; ``scheduler_output`` is only read."""
         scheduled = scheduler_output.num_scheduled_tokens
+        stores_any = not self._siblings.in_doubt(scheduler_output) and self._stores_any
         meta = SharedStorageMetadata(self._loads, idle=not scheduled, revision=self._revision)
         self._loads = []
         for new in scheduler_output.scheduled_new_reqs:
             known = self._requests.get(new.req_id)
             if known is not None:
                 known.block_ids = list(new.block_ids[0])
-                self._add_store(meta, new.req_id, known, new.num_computed_tokens + scheduled[new.req_id])
+                if stores_any:
+                    self._add_store(meta, new.req_id, known, new.num_computed_tokens + scheduled[new.req_id])
         cached = scheduler_output.scheduled_cached_reqs
         for index, req_id in enumerate(cached.req_ids):
             known = self._requests.get(req_id)
@@ -257,7 +252,8 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
                 known.block_ids = list(new_ids[0]) if new_ids else []
             elif new_ids:
                 known.block_ids += new_ids[0]
-            self._add_store(meta, req_id, known, cached.num_computed_tokens[index] + scheduled[req_id])
+            if stores_any:
+                self._add_store(meta, req_id, known, cached.num_computed_tokens[index] + scheduled[req_id])
         return meta
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:  # noqa: ARG002
@@ -311,8 +307,6 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         return blocks_in_all(self._stores, state.hashes[:limit_blocks])
 
     def _add_store(self, meta: SharedStorageMetadata, req_id: str, state: Request, computed_tokens: int) -> None:
-        if not self._stores_any:
-            return
         last = min(computed_tokens // self._block_size, len(state.hashes), len(state.block_ids))
         state.stored_blocks = self._stored.end_of(state.hashes, state.stored_blocks, last)
         while state.stored_blocks < last:

@@ -188,6 +188,7 @@ def step(
     new: dict[str, tuple[list[int], int, int]] | None = None,
     cached: dict[str, tuple[list[int], int, int]] | None = None,
     resumed: tuple[str, ...] = (),
+    **more: Any,
 ) -> Any:
     """A scheduler's output: request -> (new block ids, tokens computed before, tokens scheduled)."""
     new, cached = new or {}, cached or {}
@@ -203,6 +204,7 @@ def step(
             num_computed_tokens=[computed for _, computed, _ in cached.values()],
             resumed_req_ids=set(resumed),
         ),
+        **more,
     )
 
 
@@ -513,6 +515,31 @@ def test_a_load_that_failed_says_nothing_about_other_requests(rigs: Any, tmp_pat
     assert rig.stores(step(new={"sound": ([0, 1, 3, 5, 7], 16, 2)})) == []
     rig.report("sound", {1, 3})  # those of a later owner
     assert rig.stores(step(cached={"sound": ([], 18, 1)})) == []
+
+
+@pytest.mark.parametrize("more", [{"has_sync_kv_loads": True}, {}], ids=["vLLM says so", "vLLM does not say"])
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_what_is_computed_over_another_connectors_load_is_stored_only_if_that_came(
+    rigs: Any, more: dict[str, Any], has_failed: bool
+) -> None:
+    rig, ids = rigs(), [3, 7, 1, 9, 5]
+    assert rig.matched(prompt(TOKENS)) == (0, False)
+    other = prompt(TOKENS[1:], "other")  # may share what was not loaded
+    assert rig.matched(other) == (0, False)
+    both = step(new={"r": (ids, 8, 10), "other": ([0, 2, 4, 6, 8], 0, 17)}, **more)
+    assert rig.stores(both) == []
+    # With async scheduling this one is built before it is known what came of the first.
+    assert rig.stores(step(cached={"r": ([], 18, 1), "other": ([], 17, 1)})) == []
+    rig.report("elsewhere", {3, 7} if has_failed else set())
+    stored = rig.stores(step(cached={"r": ([], 19, 1), "other": ([], 18, 1)}))
+    assert stored == ([] if has_failed else [(0, 4), (0, 4)])
+
+
+def test_loads_of_another_connector_that_no_step_waits_for_are_stored_as_they_come(rigs: Any) -> None:
+    rig = rigs()
+    assert rig.matched(prompt(TOKENS)) == (0, False)
+    rig.scheduler.build_connector_meta(step())  # it waits outside the batch
+    assert rig.stores(step(new={"r": ([3, 7, 1, 9, 5], 16, 2)})) == [(0, 4)]
 
 
 def test_what_is_on_the_gpu_and_was_stored_is_not_copied_again(rigs: Any) -> None:
