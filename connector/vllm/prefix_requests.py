@@ -62,6 +62,8 @@ class Request:
         loading: ids of the blocks that workers fill.
         load_first: index in the prompt of the first of them.
         load_began_at: when that load was asked for.
+        has_failed: of some rank, that load.
+        failed_loads: that have ended.
     """
 
     hashes: list[bytes]
@@ -74,10 +76,11 @@ class Request:
     found: int | None = None
     num_computed: int = 0
     stored_blocks: int = 0
-    loads: int = 0
     loading: frozenset[int] = frozenset()
     load_first: int = 0
     load_began_at: float = 0.0
+    has_failed: bool = False
+    failed_loads: int = 0
 
 
 class Stored:

@@ -54,7 +54,7 @@ translate.check_version()
 
 LOOKUP_DEADLINE_S = 1.0
 LOAD_DEADLINE_S = 20.0
-LOADS_MAX = 3  # of one request: where a bad chunk cannot be removed, its request must not load it for ever
+FAILED_LOADS_MAX = 3  # of one request: where a bad chunk cannot be removed, its request must not load it for ever
 SHUTDOWN_S = 4.0
 THREADS_END_S = 0.5  # of it, for threads that are at a lookup or at what is too late
 _THREADS = 2
@@ -170,7 +170,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         """Tokens on storage beyond those computed, block-aligned, never the prompt's last one. None: ask again."""
         self._siblings.asked(request.request_id, num_computed_tokens)
         state = self._remember(request)
-        if state is None or state.loads >= LOADS_MAX:
+        if state is None or state.failed_loads >= FAILED_LOADS_MAX:
             return 0, False
         state.num_computed = num_computed_tokens
         limit_blocks = (len(request.prompt_token_ids) - 1) // self._block_size
@@ -198,9 +198,12 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         return (tokens, True) if tokens > 0 else (0, False)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Remember a request that needs a load."""
+        """Remember a request that needs a load. vLLM calls it for all that it schedules."""
         state = self._requests.get(request.request_id)
-        if state is None or num_external_tokens <= 0:
+        if state is None:
+            return
+        state.matched = state.found = None  # should it come again, after a preemption, what is there is asked again
+        if num_external_tokens <= 0:
             return
         first = state.num_computed // self._block_size
         last = (state.num_computed + num_external_tokens) // self._block_size
@@ -208,8 +211,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         self._loads.append(self._transfer(request.request_id, state, block_ids, first, last, is_store=False))
         state.loading, state.load_first = frozenset(block_ids[first:last]), first
         state.load_began_at = time.monotonic()
-        state.loads += 1
-        state.matched = state.found = None  # should it come again, what is there has to be asked again
+        state.has_failed = False
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Store what could not be loaded again, when it was computed. What came too late is not asked for again."""
@@ -220,8 +222,9 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
             if not state.loading.isdisjoint(failed):
                 of_others -= state.loading
                 state.stored_blocks = state.load_first
+                state.has_failed = True
                 if state.load_began_at <= hung_since:
-                    state.loads = LOADS_MAX
+                    state.failed_loads = FAILED_LOADS_MAX
                 self._stored.discard(state.hashes[state.load_first :])
         if of_others:  # with async scheduling a request may have been computed over them that vLLM does not set back
             for state in self._requests.values():
@@ -229,6 +232,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         for req_id in connector_output.finished_recving or ():
             if (loaded := self._requests.get(req_id)) is not None:
                 loaded.loading = frozenset()
+                loaded.failed_loads += loaded.has_failed  # once, though ranks may have said so in several steps
 
     def build_connector_meta(self, scheduler_output: Any) -> SharedStorageMetadata:
         """This step's loads and stores; ``scheduler_output`` is only read."""
@@ -309,7 +313,9 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
     def _add_store(self, meta: SharedStorageMetadata, req_id: str, state: Request, computed_tokens: int) -> None:
         last = min(computed_tokens // self._block_size, len(state.hashes), len(state.block_ids))
         state.stored_blocks = self._stored.end_of(state.hashes, state.stored_blocks, last)
-        while state.stored_blocks < last:
+        # Chunks of one size are asked for side by side, and steps end anywhere. So before the prompt's end, whole ones.
+        blocks_min = 1 if last == len(state.hashes) else CHUNK_BLOCKS_MAX
+        while last - state.stored_blocks >= blocks_min:
             end = min(last, state.stored_blocks + CHUNK_BLOCKS_MAX)
             self._stored.add(state.hashes[state.stored_blocks : end])
             meta.requests.append(

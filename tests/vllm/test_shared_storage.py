@@ -424,15 +424,21 @@ def test_the_longest_stored_prefix_of_another_prompt_is_used(rigs: Any) -> None:
     assert rig.matched(prompt([1, *TOKENS[1:]], "elsewhere")) == (0, False)
 
 
-def test_a_prompt_in_chunks_over_several_steps_is_stored_as_it_grows(rigs: Any) -> None:
+def test_a_prompt_in_chunks_over_several_steps_is_stored_as_it_grows(
+    rigs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In chunks of one size, wherever steps end beside decodes: others are found one after the other, so too late."""
+    monkeypatch.setattr(module, "CHUNK_BLOCKS_MAX", 2)
     writer, reader = rigs(), rigs()
-    request = prompt(TOKENS, "w")
+    request = prompt([*TOKENS, *range(7)], "w")
     writer.matched(request)
-    writer.work(writer.scheduler.build_connector_meta(step(new={"w": ([3, 7], 0, 6)})))
-    writer.work(writer.scheduler.build_connector_meta(step(cached={"w": ([1, 9], 6, 6)})))
-    writer.work(writer.scheduler.build_connector_meta(step(cached={"w": ([5], 12, 6)})))
+    assert writer.stores(step(new={"w": ([3, 7], 0, 6)})) == []
+    assert writer.stores(step(cached={"w": ([1, 9], 6, 7)})) == [(0, 2)]
+    assert writer.stores(step(cached={"w": ([5], 13, 5)})) == [(2, 4)]
+    assert writer.stores(step(cached={"w": ([0, 2], 18, 5)})) == []
+    assert writer.stores(step(cached={"w": ([], 23, 2)})) == [(4, 6)]
     writer.saved()
-    again = writer.scheduler.build_connector_meta(step(cached={"w": ([], 18, 1)}))
+    again = writer.scheduler.build_connector_meta(step(cached={"w": ([], 25, 1)}))
     assert again.requests == []  # decoding stores nothing
     request = prompt(TOKENS)
     assert reader.matched(request) == (16, True)
@@ -441,7 +447,67 @@ def test_a_prompt_in_chunks_over_several_steps_is_stored_as_it_grows(rigs: Any) 
         assert torch.equal(reader.kv[layer][[2, 4, 6, 8]], writer.kv[layer][[3, 7, 1, 9]])
 
 
-def test_a_request_resumed_after_preemption_brings_all_its_blocks(rigs: Any) -> None:
+def test_the_last_chunk_of_a_prompt_is_stored_though_it_is_not_whole(
+    rigs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CHUNK_BLOCKS_MAX", 3)
+    rig = rigs()
+    rig.matched(prompt(TOKENS))
+    assert rig.stores(step(new={"r": ([3, 7, 1, 9, 5], 0, 18)})) == [(0, 3), (3, 4)]
+
+
+def test_of_a_prompt_that_is_not_computed_to_its_end_whole_chunks_are_stored(
+    rigs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = rigs()
+    request = prompt(TOKENS)
+    rig.matched(request)
+    monkeypatch.setattr(module, "CHUNK_BLOCKS_MAX", 3)
+    assert rig.stores(step(new={"r": ([3, 7, 1, 9], 0, 15)})) == [(0, 3)]
+    rig.saved()
+    rig.scheduler.request_finished(request, [3, 7, 1, 9])
+    assert rigs().matched(prompt(TOKENS, "elsewhere")) == (12, True)
+    assert rig.matched(prompt(TOKENS, "again"), computed=12) == (0, False)
+    assert rig.stores(step(new={"again": ([3, 7, 1, 9, 5], 12, 6)})) == [(3, 4)]
+
+
+def preempted(rig: Rig, request: Any, ids: list[int]) -> None:
+    """It was computed, and its blocks are another one's now."""
+    rig.scheduler.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: (ids,)), 0)
+    rig.stores(step(new={request.request_id: (ids, 0, len(request.prompt_token_ids))}))
+    rig.saved()
+
+
+def test_a_preempted_request_loads_what_was_stored_while_it_ran(rigs: Any) -> None:
+    rig, ids = rigs(), [3, 7, 1, 9, 5]
+    request = prompt(TOKENS)
+    assert rig.matched(request) == (0, False)
+    preempted(rig, request, ids)
+    for _ in range(module.FAILED_LOADS_MAX + 1):
+        assert rig.matched(request) == (16, True)
+        loaded, failed = load(rig, request, ids, 16)
+        assert (loaded, failed) == ({"r"}, set())
+        rig.report("r", failed)
+        preempted(rig, request, ids)
+
+
+def test_a_request_whose_loads_fail_is_computed_in_the_end(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    store_whole(rigs(), TOKENS, [3, 7, 1, 9, 5])
+    rig = rigs()
+    monkeypatch.setattr(rig.worker._stores[0], "match", lambda _: [])
+    request = prompt(TOKENS)
+    for _ in range(module.FAILED_LOADS_MAX):
+        assert rig.matched(request) == (16, True)
+        _, failed = load(rig, request, [2, 4, 6, 8, 10], 16)
+        assert failed == {2, 4, 6, 8}
+        for ids in ({2}, {4}):  # of two ranks, in two steps
+            rig.scheduler.update_connector_output(SimpleNamespace(finished_recving=None, invalid_block_ids=ids))
+        rig.report("r", set())
+    assert rig.matched(request) == (0, False)
+
+
+def test_a_request_resumed_after_preemption_brings_all_its_blocks(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHUNK_BLOCKS_MAX", 2)
     rig = rigs()
     rig.matched(prompt(TOKENS, "w"))
     rig.work(rig.scheduler.build_connector_meta(step(new={"w": ([3, 7], 0, 8)})))
@@ -1143,7 +1209,7 @@ def test_storage_that_hangs_delays_a_request_by_one_deadline(rigs: Any) -> None:
                 late.append(len(reader.worker._worker._pool._waiting) + len(reader.worker._worker._pool._began))
                 reader.report(name, failed)
             given_up.append(late)
-    assert given_up == [[1], [2], [2] * module.LOADS_MAX]  # where both threads hang a load fails at once
+    assert given_up == [[1], [2], [2] * module.FAILED_LOADS_MAX]  # where both threads hang a load fails at once
 
 
 def test_what_is_beyond_the_bound_is_not_even_copied(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
