@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, wait
+from concurrent.futures import Future, wait
 from functools import partial
 from itertools import islice, takewhile
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 from connector.prefix_files.base import Files
+from connector.prefix_files.side_by_side import SideBySide, result_of
 from tiers.concurrency import Concurrency
-from tiers.daemon_pool import DaemonPool
-from tiers.errors import BlobNotFoundError, StoreClosedError
+from tiers.errors import BlobNotFoundError
 
 if TYPE_CHECKING:
     from tiers.stores.s3 import S3Store
-
-T = TypeVar("T")
 
 FILES_MIN = 4  # that are read at once, however large
 BUFFERS_BYTES_MAX = 64 << 20  # that they are read into
@@ -35,19 +32,17 @@ class BucketFiles(Files):
 
     def __init__(self, store: S3Store, threads: int, threads_max: int) -> None:
         self._store = store
-        self._threads_max = max(threads, threads_max)
         self._reading = Concurrency(threads, threads_max)
-        self._starting = threading.Lock()  # guards _pool
-        self._pool: DaemonPool | None = None
+        self._side_by_side = SideBySide(max(threads, threads_max), "kvtiers-prefix-s3")
 
     def write(self, path: str, data: bytes) -> None:
         self._store.put(path, [memoryview(data)], overwrite=True)
 
     def write_all(self, files: Mapping[str, bytes]) -> None:
-        writes = [self._submit(self.write, path, data) for path, data in files.items()]
+        writes = [self._side_by_side.submit(self.write, path, data) for path, data in files.items()]
         wait(writes)  # before any error comes out: nothing is to be written behind a caller who cleans up
         for done in writes:
-            _result(done)
+            result_of(done)
 
     def read(self, path: str, bytes_max: int) -> bytes:
         found = self._store.get_tail(path, bytes_max)  # its size need not be asked before
@@ -63,7 +58,7 @@ class BucketFiles(Files):
     def reading(self, paths: Sequence[str], bytes_max: int) -> list[Callable[[], bytes]]:
         if len(paths) == 1:  # the caller waits for it at once
             return super().reading(paths, bytes_max)
-        return [partial(_result, self._submit(self.read, path, bytes_max)) for path in paths]
+        return [partial(result_of, self._side_by_side.submit(self.read, path, bytes_max)) for path in paths]
 
     def read_all(self, files: Mapping[str, tuple[str, int]]) -> Iterator[tuple[str, memoryview]]:
         biggest = max((size for _, size in files.values()), default=0)
@@ -74,7 +69,7 @@ class BucketFiles(Files):
 
         def begin(buffer: memoryview) -> None:
             for name, (path, size) in islice(to_begin, 1):
-                read = self._submit(self._read_into, path, buffer[:size])
+                read = self._side_by_side.submit(self._read_into, path, buffer[:size])
                 ahead.append((name, buffer, buffer[:size], read))
 
         for _ in range(min(threads, len(files), max(FILES_MIN, BUFFERS_BYTES_MAX // max(1, biggest)))):
@@ -82,7 +77,7 @@ class BucketFiles(Files):
         try:
             while ahead:
                 name, buffer, data, read = ahead.popleft()
-                cpu_s += _result(read)
+                cpu_s += result_of(read)
                 yield name, data
                 begin(buffer)
             self._reading.learn(threads, len(files), time.monotonic() - started, cpu_s)
@@ -119,19 +114,4 @@ class BucketFiles(Files):
 
     def close(self) -> None:
         self._store.close()
-        with self._starting:
-            if self._pool is not None:
-                self._pool.shutdown(0.0)
-
-    def _submit(self, call: Callable[..., T], *arguments: Any) -> Future[T]:
-        with self._starting:
-            if self._pool is None:
-                self._pool = DaemonPool(self._threads_max, "kvtiers-prefix-s3")
-            return self._pool.submit(call, *arguments)
-
-
-def _result(future: Future[T]) -> T:
-    try:
-        return future.result()
-    except CancelledError:
-        raise StoreClosedError("the storage was closed") from None
+        self._side_by_side.close()

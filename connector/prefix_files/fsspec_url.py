@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import takewhile
 from typing import Any
 
 from connector.prefix_files.base import FILES_AT_ONCE, Files, storage_errors
+from connector.prefix_files.side_by_side import SideBySide, result_of
 from tiers.errors import ConfigError, public_url
 from tiers.stores.fsspec_driver import ATOMIC_PUT, TEMPORARY_FOLDER, protocols_of, put_and_move
 
@@ -24,6 +27,7 @@ class FsspecFiles(Files):
                 f"{public_url(url)!r} cannot be used: {e}; see the extra kvtiers[fsspec]", field="url"
             ) from e
         self._root = root.rstrip("/")
+        self._side_by_side = SideBySide(FILES_AT_ONCE, "kvtiers-prefix-fsspec")
         self._is_atomic = bool(protocols_of(self._fs) & ATOMIC_PUT)
 
     def write(self, path: str, data: bytes) -> None:
@@ -65,6 +69,15 @@ class FsspecFiles(Files):
                 return False
             return True
 
+    def present(self, runs: Sequence[Sequence[str]]) -> list[int]:
+        asked = [[self._side_by_side.submit(self.exists, path) for path in run] for run in runs]
+        return [sum(1 for _ in takewhile(result_of, run)) for run in asked]
+
+    def reading(self, paths: Sequence[str], bytes_max: int) -> list[Callable[[], bytes]]:
+        if len(paths) == 1:  # the caller waits for it at once
+            return super().reading(paths, bytes_max)
+        return [partial(result_of, self._side_by_side.submit(self.read, path, bytes_max)) for path in paths]
+
     def names(self, folder: str) -> list[str]:
         with storage_errors(folder):
             try:
@@ -83,6 +96,9 @@ class FsspecFiles(Files):
         if not self._is_atomic:  # else there are no folders
             with storage_errors(folder), contextlib.suppress(FileNotFoundError):
                 self._fs.rmdir(self._full(folder))
+
+    def close(self) -> None:
+        self._side_by_side.close()
 
     def _fresh(self, path: str) -> str:
         full = self._full(path)

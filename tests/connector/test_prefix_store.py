@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tiers.errors import BlobNotFoundError, ConfigError, SealError, StoreError
+from tiers.errors import BlobNotFoundError, ConfigError, SealError, StoreClosedError, StoreError
 from tiers.keys import hash_blocks
 
 if TYPE_CHECKING:
@@ -437,6 +438,44 @@ def test_file_systems_that_know_no_refresh_are_fine() -> None:
     store = store_at("strict://prefixes-strict")
     assert store.publish(hashes_of(1), layers_of(1))
     assert [chunk.blocks for chunk in store.match(hashes_of(1))] == [1]
+
+
+def test_far_file_systems_are_asked_for_many_chunks_and_all_ranks_at_once() -> None:
+    """One after the other they would take longer than lookup_deadline_s."""
+    fsspec = pytest.importorskip("fsspec")
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    together = threading.Barrier(4)
+
+    class Far(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
+        protocol = "far"
+        is_far = False
+
+        def info(self, path: str, **options: object) -> object:
+            if Far.is_far:
+                together.wait(5)  # as long as no three others are under way
+            return super().info(path, **options)
+
+        def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: object) -> object:
+            if Far.is_far:
+                together.wait(5)
+            return super().cat_file(path, start, end, **options)
+
+    fsspec.register_implementation("far", Far, clobber=True)
+    hashes = hashes_of(*range(10))
+    stores = [store_at("far://prefixes-far", rank=rank) for rank in range(5)]
+    for store in stores:
+        for start in range(0, 10, 2):
+            assert store.publish(hashes[start : start + 2], layers_of(2))
+    Far.is_far = True
+    found = stores[0].match(hashes)
+    assert [chunk.blocks for chunk in found] == [2] * 5
+    assert [len(read()) > 0 for read in stores[0].manifests(found[:4])] == [True] * 4
+    assert blocks_in_all(stores, hashes) == 10
+    for store in stores:
+        store.close()
+    with pytest.raises(StoreClosedError):
+        stores[0].manifests(found[:4])[0]()
 
 
 def test_what_is_used_is_made_new_once_an_hour(tmp_path: Path) -> None:

@@ -1,0 +1,53 @@
+"""SideBySide: threads for questions to storage that is far, which one after the other would take too long."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
+from typing import Any, TypeVar
+
+from tiers.daemon_pool import DaemonPool
+from tiers.errors import StoreClosedError
+
+T = TypeVar("T")
+
+
+class SideBySide:
+    """A pool whose threads the first call starts: many processes make one, and few ask. Any thread.
+
+    Args:
+        threads: of all.
+        name: of them.
+    """
+
+    def __init__(self, threads: int, name: str) -> None:
+        self._threads = threads
+        self._name = name
+        self._starting = threading.Lock()  # guards _pool
+        self._pool: DaemonPool | None = None
+
+    def submit(self, call: Callable[..., T], *arguments: Any) -> Future[T]:
+        """Begin it."""
+        with self._starting:
+            if self._pool is None:
+                self._pool = DaemonPool(self._threads, self._name)
+            return self._pool.submit(call, *arguments)
+
+    def close(self) -> None:
+        """Cancel what has not begun; waits for nothing."""
+        with self._starting:
+            if self._pool is not None:
+                self._pool.shutdown(0.0)
+
+
+def result_of(future: Future[T]) -> T:
+    """What a call returned, or raises what it raised.
+
+    Raises:
+        StoreClosedError: it was cancelled.
+    """
+    try:
+        return future.result()
+    except CancelledError:
+        raise StoreClosedError("the storage was closed") from None
