@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -103,3 +103,9 @@ def file_name(layer: str) -> str:
     """Of a layer's file, in its attempt's folder."""
     # A layer's name comes from the model; quoted, it cannot leave its folder.
     return urllib.parse.quote(layer, safe="").replace("..", "%2E%2E") + ".safetensors"
+
+
+def chunk_bytes_max(hashes: Sequence[bytes], layers: Mapping[str, torch.Tensor]) -> int:
+    """More than the files of a chunk will have."""
+    manifest = 512 + sum(2 * len(block) + 8 for block in hashes) + sum(6 * len(layer) + 128 for layer in layers)
+    return manifest + sum(tensor.nbytes + 512 for tensor in layers.values())

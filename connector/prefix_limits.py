@@ -12,13 +12,14 @@ from dataclasses import replace
 
 from tiers.builtin import NFS_NEWCOMER_S
 from tiers.capacity.account import Account
-from tiers.capacity.link import CollectorLink
+from tiers.capacity.link import TOUCH_EVERY_S, CollectorLink
 from tiers.capacity.policy import CapacityPolicy
 from tiers.file_mapper import FileMapper
 from tiers.layers.worker_process import StoreRecipe
 from tiers.open_store import tool_recipe
 from tiers.tier_config import BoundedTierConfig, NfsTierConfig
 
+USE_NOTED_S = 3600.0
 GRACE_S = 60.0  # younger chunks stay: of some the layers are under way, and others are about to be loaded
 
 
@@ -69,3 +70,10 @@ class PrefixLimits:
         store_class, options = tool_recipe(self._place)
         recipe = StoreRecipe("connector.prefix_chunks", "open_chunks", {"root": StoreRecipe.of(store_class, **options)})
         return CollectorLink("prefixes", recipe, self.policy, mapper, notes_uses=False)
+
+
+def use_noted_s(policy: CapacityPolicy | None) -> float:
+    """For so long a use need not be noted again, whoever uses it: before it counts for what is to go."""
+    if policy is None:
+        return USE_NOTED_S
+    return min(USE_NOTED_S, TOUCH_EVERY_S, (policy.ttl_s or 4 * TOUCH_EVERY_S) / 4)

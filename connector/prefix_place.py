@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -72,6 +73,18 @@ def shared_place(extra_config: Mapping[str, Any]) -> BoundedTierConfig:
         return place_of_prefixes(tiers[index])
     except ConfigError as e:
         raise ConfigError(f"tiers[{index}] is no storage for plain prefixes: {e}", field="config_file") from e
+
+
+def seconds_of(extra_config: Mapping[str, Any], name: str, default: float) -> float:
+    """One of the connector's own options that are seconds.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    value = extra_config.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ConfigError(f"{value!r} is not accepted; write seconds, more than 0", field=name)
+    return float(value)
 
 
 def place_of_prefixes(tier: TierConfig | ExternalTierConfig) -> BoundedTierConfig:

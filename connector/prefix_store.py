@@ -33,14 +33,14 @@ from connector.prefix_format import (
     FORMAT,
     MANIFEST_BYTES_MAX,
     MANIFEST_NAME,
+    chunk_bytes_max,
     file_name,
     seal,
     tensor_bytes,
     tensor_in,
     unseal,
 )
-from tiers.capacity.link import TOUCH_EVERY_S
-from tiers.capacity.policy import CapacityPolicy
+from connector.prefix_limits import PrefixLimits, use_noted_s
 from tiers.errors import (
     BlobCorruptError,
     BlobNotFoundError,
@@ -54,14 +54,11 @@ from tiers.tier_config import BoundedTierConfig
 if TYPE_CHECKING:
     import torch
 
-    from connector.prefix_limits import PrefixLimits
-
 logger = logging.getLogger(__name__)
 
 CANDIDATES_MAX = 16  # chunks that begin alike and are read to find where they part from a prompt
 AHEAD_FIRST, AHEAD_MAX = 4, 32  # chunks of one size that are asked for at once, where one of that size came before
 CHUNK_BLOCKS_MAX = 128
-USE_NOTED_S = 3600.0
 _MANIFEST = re.compile(MANIFEST_NAME)
 
 
@@ -170,12 +167,16 @@ class PrefixStore:
         if not 1 <= len(hashes) <= CHUNK_BLOCKS_MAX:
             raise ValueError(f"a chunk of {len(hashes)} blocks; accepted are 1..{CHUNK_BLOCKS_MAX}")
         path = self._path(hashes)
-        if self._files.exists(path):
-            return False
+        try:
+            if self._files.exists(path):
+                return False
+        except StoreError:
+            self.counts.errors += 1
+            raise
         account = None if self._limits is None else self._limits.account()
         if account is None:
             return self._write(path, hashes, layers)
-        size = _bytes_max(hashes, layers)
+        size = chunk_bytes_max(hashes, layers)
         try:
             taken = account.take(size, path)
         except StoreError as e:
@@ -271,6 +272,9 @@ class PrefixStore:
                 raise
             what = "gone" if isinstance(e, BlobNotFoundError) else "not what was stored"
             raise SealError(SealReason.SIZE, f"a layer of {chunk.path} is {what}") from e
+        except StoreError:
+            self.counts.errors += 1
+            raise
         self.counts.chunks_loaded += 1
 
     def discard(self, chunk: Chunk, manifest: Callable[[], bytes]) -> None:
@@ -329,6 +333,7 @@ class PrefixStore:
                 self._discard(path, None)
                 continue
             except StoreError as e:
+                self.counts.errors += not isinstance(e, BlobNotFoundError)  # it was removed meanwhile
                 logger.debug("manifest %s: %s", path, e)
                 continue
             alike = 0
@@ -409,13 +414,6 @@ class PrefixStore:
         return body
 
 
-def use_noted_s(policy: CapacityPolicy | None) -> float:
-    """For so long a use need not be noted again, whoever uses it: before it counts for what is to go."""
-    if policy is None:
-        return USE_NOTED_S
-    return min(USE_NOTED_S, TOUCH_EVERY_S, (policy.ttl_s or 4 * TOUCH_EVERY_S) / 4)
-
-
 def blocks_in_all(stores: Sequence[PrefixStore], hashes: Sequence[bytes]) -> int:
     """Leading blocks that all of these have: one for each rank, in the same place.
 
@@ -430,9 +428,3 @@ def blocks_in_all(stores: Sequence[PrefixStore], hashes: Sequence[bytes]) -> int
         if count < len(chunks):
             found = min(found, sum(chunk.blocks for chunk in other.match(hashes[:found])))
     return found
-
-
-def _bytes_max(hashes: Sequence[bytes], layers: Mapping[str, torch.Tensor]) -> int:
-    """More than the files of a chunk will have."""
-    manifest = 512 + sum(2 * len(block) + 8 for block in hashes) + sum(6 * len(layer) + 128 for layer in layers)
-    return manifest + sum(tensor.nbytes + 512 for tensor in layers.values())

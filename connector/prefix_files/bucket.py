@@ -18,9 +18,6 @@ from tiers.errors import BlobNotFoundError
 if TYPE_CHECKING:
     from tiers.stores.s3 import S3Store
 
-FILES_MIN = 4  # that are read at once, however large
-BUFFERS_BYTES_MAX = 64 << 20  # that they are read into
-
 
 class BucketFiles(Files):
     """Objects of a bucket. Layers are read and written side by side, by threads that the first such call starts.
@@ -72,18 +69,19 @@ class BucketFiles(Files):
                 read = self._side_by_side.submit(self._read_into, path, buffer[:size])
                 ahead.append((name, buffer, buffer[:size], read))
 
-        for _ in range(min(threads, len(files), max(FILES_MIN, BUFFERS_BYTES_MAX // max(1, biggest)))):
-            begin(memoryview(bytearray(biggest)))
-        try:
-            while ahead:
-                name, buffer, data, read = ahead.popleft()
-                cpu_s += result_of(read)
-                yield name, data
-                begin(buffer)
-            self._reading.learn(threads, len(files), time.monotonic() - started, cpu_s)
-        finally:
-            for *_, read in ahead:
-                read.cancel()
+        with self._side_by_side.files_at_once(biggest) as at_once:
+            for _ in range(min(threads, len(files), at_once)):
+                begin(memoryview(bytearray(biggest)))
+            try:
+                while ahead:
+                    name, buffer, data, read = ahead.popleft()
+                    cpu_s += result_of(read)
+                    yield name, data
+                    begin(buffer)
+                self._reading.learn(threads, len(files), time.monotonic() - started, cpu_s)
+            finally:
+                for *_, read in ahead:
+                    read.cancel()
 
     def _read_into(self, path: str, data: memoryview) -> float:
         """Seconds of processor that it took."""

@@ -44,15 +44,17 @@ class FsspecFiles(Files):
 
     def read_all(self, files: Mapping[str, tuple[str, int]]) -> Iterator[tuple[str, memoryview]]:
         names = list(files)
-        for start in range(0, len(names), FILES_AT_ONCE):
-            some = names[start : start + FILES_AT_ONCE]
-            full = [self._full(files[name][0]) for name in some]
-            ends = [files[name][1] + 1 for name in some]  # one byte more shows that there is more
-            with storage_errors(files[some[0]][0]):
-                # Not cat(), which takes a path with a bracket for a pattern.
-                found = self._fs.cat_ranges(full, [0] * len(full), ends, on_error="raise")
-            for name, data in zip(some, found, strict=True):
-                yield name, memoryview(bytearray(data))  # which a tensor may lie over; nobody may write bytes
+        with self._side_by_side.files_at_once(max((size for _, size in files.values()), default=0)) as at_once:
+            at_once = min(at_once, FILES_AT_ONCE)
+            for start in range(0, len(names), at_once):
+                some = names[start : start + at_once]
+                full = [self._full(files[name][0]) for name in some]
+                ends = [files[name][1] + 1 for name in some]  # one byte more shows that there is more
+                with storage_errors(files[some[0]][0]):
+                    # Not cat(), which takes a path with a bracket for a pattern.
+                    found = self._fs.cat_ranges(full, [0] * len(full), ends, on_error="raise")
+                for name, data in zip(some, found, strict=True):
+                    yield name, memoryview(bytearray(data))  # which a tensor may lie over; nobody may write bytes
 
     def write_all(self, files: Mapping[str, bytes]) -> None:
         if not self._is_atomic:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 
@@ -11,6 +12,9 @@ from tiers.daemon_pool import DaemonPool
 from tiers.errors import StoreClosedError
 
 T = TypeVar("T")
+
+FILES_MIN = 4  # that a load reads at once, however large
+BUFFERS_BYTES_MAX = 64 << 20  # that loads under way read into
 
 
 class SideBySide:
@@ -24,7 +28,8 @@ class SideBySide:
     def __init__(self, threads: int, name: str) -> None:
         self._threads = threads
         self._name = name
-        self._starting = threading.Lock()  # guards _pool
+        self._starting = threading.Lock()  # guards these
+        self._loads = 0
         self._pool: DaemonPool | None = None
 
     def submit(self, call: Callable[..., T], *arguments: Any) -> Future[T]:
@@ -33,6 +38,18 @@ class SideBySide:
             if self._pool is None:
                 self._pool = DaemonPool(self._threads, self._name)
             return self._pool.submit(call, *arguments)
+
+    @contextlib.contextmanager
+    def files_at_once(self, biggest: int) -> Iterator[int]:
+        """How many files one load may have in memory, while it is under way; ``biggest``: bytes of one."""
+        with self._starting:
+            self._loads += 1
+            share = BUFFERS_BYTES_MAX // self._loads
+        try:
+            yield max(FILES_MIN, share // max(1, biggest))
+        finally:
+            with self._starting:
+                self._loads -= 1
 
     def close(self) -> None:
         """Cancel what has not begun; waits for nothing."""

@@ -41,8 +41,9 @@ class Load:
                 raise KVTiersError("it was given up")
             call()
 
-    def give_up(self) -> None:
-        """From here on its thread writes nothing."""
-        self.future.cancel()
+    def give_up(self) -> bool:
+        """From here on its thread writes nothing. Returns whether it had begun."""
+        had_begun = not self.future.cancel()
         with self._writing:
             self._given_up = True
+        return had_begun

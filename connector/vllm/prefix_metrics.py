@@ -23,6 +23,8 @@ HELP = {
     "errors": "Errors of the storage.",
     "chunks_removed": "Chunks that this engine's collector removed, by ttl or max_bytes.",
     "bytes_removed": "Bytes of these.",
+    "lookups_given_up": "Lookups that lookup_deadline_s ended, or that were not made because all threads hung.",
+    "loads_failed": "Loads that failed, or that load_deadline_s or a reset ended; their blocks are computed.",
     "dropped_blocks": "Blocks that were not stored, because too many bytes waited for it.",
 }
 

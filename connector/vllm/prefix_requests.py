@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
+from tiers.keys import hash_blocks
+
 STORED_MAX = 131_072  # blocks; some 20 MB
 
 
@@ -40,11 +42,13 @@ class SharedStorageMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM 
     Attributes:
         idle: no request is computed in this step.
         revision: the scheduler's ``model.revision``; workers go by its digest of the config.
+        drops_loads: what is under way is not to be used any more.
     """
 
     requests: list[Transfer] = field(default_factory=list)
     idle: bool = False
     revision: str | None = None
+    drops_loads: bool = False
 
 
 @dataclass(slots=True)
@@ -57,6 +61,7 @@ class Request:
         salts: see ``salts_of``.
         matched: the lookup.
         asked_at: when it was asked.
+        is_given_up: it was not waited for to its end.
         found: its answer, leading blocks; None before there is one.
         stored_blocks: leading blocks that are on storage, or on their way.
         loading: ids of the blocks that workers fill.
@@ -73,6 +78,7 @@ class Request:
     block_ids: list[int] = field(default_factory=list)
     matched: Future[int] | None = None
     asked_at: float = 0.0
+    is_given_up: bool = False
     found: int | None = None
     num_computed: int = 0
     stored_blocks: int = 0
@@ -81,6 +87,26 @@ class Request:
     load_began_at: float = 0.0
     has_failed: bool = False
     failed_loads: int = 0
+
+    def hash_blocks(self, block_size: int, adapter: str = "") -> None:
+        """Name the prompt's blocks. ``adapter``: what its weights are known by."""
+        ends = [first for first, _ in self.salts[1:]] + [len(self.token_ids)]
+        hashes: list[bytes] = []
+        for (first, salt), end in zip(self.salts, ends, strict=True):
+            if salt and adapter:
+                salt += f"\nadapter:{adapter}".encode()
+            tokens = self.token_ids[first * block_size : end * block_size]
+            hashes += hash_blocks(tokens, block_size, hashes[-1] if hashes else b"", salt)
+        self.hashes = hashes
+
+
+def transfer_of(
+    req_id: str, state: Request, block_ids: Sequence[int], first: int, last: int, block_size: int, *, is_store: bool
+) -> Transfer:
+    """Of the prompt's blocks from ``first`` to ``last``, exclusive."""
+    ids = torch.tensor(block_ids[first:last], dtype=torch.int64)
+    slots = (ids[:, None] * block_size + torch.arange(block_size)).flatten()
+    return Transfer(req_id, state.hashes[first if is_store else 0 : last], first, slots, is_store)
 
 
 class Stored:

@@ -41,10 +41,12 @@ class PrefixWorker:
 
     Attributes:
         dropped_blocks: not saved because ``SAVE_BYTES_MAX`` waited to be published.
+        loads_failed: given up and dropped ones among them.
     """
 
     def __init__(self, pool: DaemonPool, num_blocks: int, block_size: int, load_deadline_s: float) -> None:
         self.dropped_blocks = 0
+        self.loads_failed = 0
         self._pool = pool
         self._num_blocks = num_blocks
         self._block_size = block_size
@@ -79,8 +81,7 @@ class PrefixWorker:
         # The model may still read these blocks, or fill them with zeros.
         submitted = None if self._cuda is None else submitted_so_far(self._cuda)
         if self._pool.hangs(self._load_deadline_s):  # it would only be waited for in vain
-            load.future = Future()
-            load.future.set_exception(StoreTimeoutError("all threads hang in loads that were given up"))
+            load.future = _failed(StoreTimeoutError("all threads hang in loads that were given up"))
         else:
             load.future = self._pool.submit(self._load_on_device, store, transfer, load, submitted)
         self._loading[transfer.req_id] = load
@@ -98,11 +99,18 @@ class PrefixWorker:
             if error is not None:
                 logger.warning("request %s: its prefix was not loaded and is computed: %s", req_id, error)
                 self._failed_blocks.update(load.blocks)
+                self.loads_failed += 1
         for saved in [future for future in self._saving if future.done()]:
             del self._saving[saved]
             if saved.exception() is not None:
                 self._say_not_stored(saved.exception())
         return done | late
+
+    def drop_loads(self) -> None:
+        """What was loaded and is not reported yet, or is under way, failed: a reset has made it another model's."""
+        for load in self._loading.values():
+            self._stop(load)
+            load.future = _failed(KVTiersError("the engine's caches were reset"))
 
     def failed_blocks(self) -> set[int]:
         """Ids of the blocks whose loads failed since the last call: they hold nothing of use."""
@@ -156,10 +164,16 @@ class PrefixWorker:
             self._say_at = time.monotonic() + SAY_EVERY_S
 
     def _give_up(self, load: Load) -> str:
-        load.give_up()
+        had_begun = self._stop(load)
+        what = "with its wait in line storage took longer than" if had_begun else "it waited in line behind others for"
+        return f"{what} load_deadline_s, {self._load_deadline_s:g} s"
+
+    def _stop(self, load: Load) -> bool:
+        """Returns whether it had begun."""
+        had_begun = load.give_up()
         if self._cuda is not None:
             torch.cuda.synchronize(self._cuda)  # what was written before may still be on its way
-        return f"storage took longer than load_deadline_s, {self._load_deadline_s:g} s"
+        return had_begun
 
     def _load_on_device(
         self, store: PrefixStore, transfer: Transfer, load: Load, submitted: torch.cuda.Event | None
@@ -207,3 +221,9 @@ class PrefixWorker:
 
     def _pages(self, layer: torch.Tensor) -> torch.Tensor:
         return token_pages(layer, self._num_blocks, self._block_size)
+
+
+def _failed(error: Exception) -> Future[None]:
+    future: Future[None] = Future()
+    future.set_exception(error)
+    return future

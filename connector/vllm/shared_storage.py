@@ -18,10 +18,8 @@ does not answer within ``load_deadline_s``.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,12 +30,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build
 
 from connector.prefix_format import FORMAT
 from connector.prefix_limits import PrefixLimits
-from connector.prefix_place import shared_place
+from connector.prefix_place import seconds_of, shared_place
 from connector.prefix_store import CHUNK_BLOCKS_MAX, PrefixStore, blocks_in_all
 from connector.vllm import translate, weights
 from connector.vllm.prefix_metrics import PrefixPromMetrics, PrefixReporter, PrefixStats
 from connector.vllm.prefix_model import kv_cache_spec_of
-from connector.vllm.prefix_requests import Request, SharedStorageMetadata, Stored, Transfer, salts_of
+from connector.vllm.prefix_requests import Request, SharedStorageMetadata, Stored, Transfer, salts_of, transfer_of
 from connector.vllm.prefix_siblings import SiblingLoads
 from connector.vllm.prefix_uses import PrefixUses
 from connector.vllm.prefix_worker import PrefixWorker
@@ -46,7 +44,6 @@ from tiers.capacity.link import CollectorLink
 from tiers.daemon_pool import DaemonPool
 from tiers.errors import ConfigError, StoreError
 from tiers.file_mapper import FileMapper, strict_fields
-from tiers.keys import hash_blocks
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +54,9 @@ LOAD_DEADLINE_S = 20.0
 FAILED_LOADS_MAX = 3  # of one request: where a bad chunk cannot be removed, its request must not load it for ever
 SHUTDOWN_S = 4.0
 THREADS_END_S = 0.5  # of it, for threads that are at a lookup or at what is too late
-_THREADS = 2
+# Both mostly wait where storage is far; a load holds some layers in memory, and needs the GIL beside the model.
+LOOKUP_THREADS = 16
+LOAD_THREADS = 8
 
 
 class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
@@ -89,8 +88,8 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
                 "kv_load_failure_policy is 'fail': a request that meets a damaged chunk will fail; write 'recompute'"
             )
         self._block_size = int(kv_cache_spec.block_size)
-        self._lookup_deadline_s = _seconds(extra, "lookup_deadline_s", LOOKUP_DEADLINE_S)
-        self._load_deadline_s = _seconds(extra, "load_deadline_s", LOAD_DEADLINE_S)
+        self._lookup_deadline_s = seconds_of(extra, "lookup_deadline_s", LOOKUP_DEADLINE_S)
+        self._load_deadline_s = seconds_of(extra, "load_deadline_s", LOAD_DEADLINE_S)
         self._spec = translate.engine_spec(build_offloading_config(vllm_config, kv_cache_config))
         self._revision = self._spec.config.model.revision
         parallel = self._spec.config.parallel
@@ -102,7 +101,8 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
             )
         self._ranks = range(parallel.world_size) if role == KVConnectorRole.SCHEDULER else (parallel.rank,)
         self._stores = self._open(self._spec)
-        self._pool = DaemonPool(_THREADS, "kvtiers-prefix")
+        threads = LOOKUP_THREADS if role == KVConnectorRole.SCHEDULER else LOAD_THREADS
+        self._pool = DaemonPool(threads, "kvtiers-prefix")
         if role == KVConnectorRole.SCHEDULER:
             self._check_storage()
         else:
@@ -110,6 +110,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         # scheduler
         self._requests: dict[str, Request] = {}
         self._loads: list[Transfer] = []  # not handed to the workers yet
+        self._drops_loads = False
         self._stored = Stored()
         self._adapters = weights.Adapters()
         self._uses = PrefixUses(self._stores)
@@ -117,6 +118,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         num_blocks = int(kv_cache_config.num_blocks)
         self._worker = PrefixWorker(self._pool, num_blocks, self._block_size, self._load_deadline_s)
         self._reporter = PrefixReporter()
+        self._lookups_given_up = 0
         self._removed = dict.fromkeys(("chunks_removed", "bytes_removed"), 0)
         self._collector: CollectorLink | None = None
         if self._limits is not None and role == KVConnectorRole.SCHEDULER:
@@ -161,7 +163,12 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         for told in self._collector.take_reports() if self._collector is not None else ():
             for count, by_reason in (("chunks_removed", "removed_blobs"), ("bytes_removed", "removed_bytes")):
                 self._removed[count] += sum(told.get("report", {}).get(by_reason, {}).values())
-        own = {"dropped_blocks": self._worker.dropped_blocks, **self._removed}
+        own = {
+            "dropped_blocks": self._worker.dropped_blocks,
+            "loads_failed": self._worker.loads_failed,
+            "lookups_given_up": self._lookups_given_up,
+            **self._removed,
+        }
         return self._reporter.take((store.counts for store in self._stores), own)
 
     # -- scheduler ---------------------------------------------------------------------------------------------------
@@ -179,14 +186,19 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
             return 0, False
         if state.matched is None:
             if self._pool.hangs(self._lookup_deadline_s):  # it would only be waited for in vain
-                return 0, False
+                return self._give_up(state)
             state.matched = self._pool.submit(self._match, state, limit_blocks)
             state.asked_at = time.monotonic()
             return None, False
         if not state.matched.done():
-            return (None if time.monotonic() - state.asked_at < self._lookup_deadline_s else 0), False
+            if time.monotonic() - state.asked_at < self._lookup_deadline_s:
+                return None, False
+            if state.lora is None:  # else it says how the prompt is stored
+                state.matched.cancel()  # those behind it in the line are not to be late for one that is
+            return self._give_up(state)
         if state.found is None:
-            state.found = state.matched.result() if state.matched.exception() is None else 0
+            failed = state.matched.cancelled() or state.matched.exception() is not None
+            state.found = 0 if failed else state.matched.result()
             state.stored_blocks = state.found
             self._stored.add(state.hashes[: state.found])
             self._stored.discard(state.hashes[state.found : limit_blocks])
@@ -202,13 +214,18 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         state = self._requests.get(request.request_id)
         if state is None:
             return
-        state.matched = state.found = None  # should it come again, after a preemption, what is there is asked again
+        state.matched, state.found, state.is_given_up = (
+            None,
+            None,
+            False,
+        )  # should it come again, after a preemption, what is there is asked again
         if num_external_tokens <= 0:
             return
         first = state.num_computed // self._block_size
         last = (state.num_computed + num_external_tokens) // self._block_size
         block_ids = list(blocks.get_block_ids()[0])
-        self._loads.append(self._transfer(request.request_id, state, block_ids, first, last, is_store=False))
+        size = self._block_size
+        self._loads.append(transfer_of(request.request_id, state, block_ids, first, last, size, is_store=False))
         state.loading, state.load_first = frozenset(block_ids[first:last]), first
         state.load_began_at = time.monotonic()
         state.has_failed = False
@@ -216,11 +233,10 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
     def update_connector_output(self, connector_output: Any) -> None:
         """Store what could not be loaded again, when it was computed. What came too late is not asked for again."""
         hung_since = time.monotonic() - self._load_deadline_s
-        failed = set(connector_output.invalid_block_ids or ())
-        of_others = set(failed)
+        failed = of_others = set(connector_output.invalid_block_ids or ())
         for state in self._requests.values() if failed else ():
             if not state.loading.isdisjoint(failed):
-                of_others -= state.loading
+                of_others = of_others - state.loading
                 state.stored_blocks = state.load_first
                 state.has_failed = True
                 if state.load_began_at <= hung_since:
@@ -238,8 +254,8 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         """This step's loads and stores; ``scheduler_output`` is only read."""
         scheduled = scheduler_output.num_scheduled_tokens
         stores_any = not self._siblings.in_doubt(scheduler_output) and self._stores_any
-        meta = SharedStorageMetadata(self._loads, idle=not scheduled, revision=self._revision)
-        self._loads = []
+        meta = SharedStorageMetadata(self._loads, not scheduled, self._revision, self._drops_loads)
+        self._loads, self._drops_loads = [], False
         for new in scheduler_output.scheduled_new_reqs:
             known = self._requests.get(new.req_id)
             if known is not None:
@@ -275,7 +291,13 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
                 if state.matched is not None:
                     state.matched.cancel()
             self._requests.clear()
+            self._drops_loads = True
         return True
+
+    def _give_up(self, state: Request) -> tuple[int, bool]:
+        self._lookups_given_up += not state.is_given_up
+        state.is_given_up = True  # vLLM asks again where it has no room for the request yet
+        return 0, False
 
     def _remember(self, request: Any) -> Request | None:
         state = self._requests.get(request.request_id)
@@ -286,19 +308,9 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
             salts = salts_of(request, self._block_size)
             state = Request([], list(tokens), salts, getattr(request, "lora_request", None))
             if state.lora is None:
-                state.hashes = self._hashes(state)
+                state.hash_blocks(self._block_size)
             self._requests[request.request_id] = state
         return state
-
-    def _hashes(self, state: Request, adapter: str = "") -> list[bytes]:
-        hashes: list[bytes] = []
-        ends = [first for first, _ in state.salts[1:]] + [len(state.token_ids)]
-        for (first, salt), end in zip(state.salts, ends, strict=True):
-            if salt and adapter:
-                salt += f"\nadapter:{adapter}".encode()
-            tokens = state.token_ids[first * self._block_size : end * self._block_size]
-            hashes += hash_blocks(tokens, self._block_size, hashes[-1] if hashes else b"", salt)
-        return hashes
 
     def _match(self, state: Request, limit_blocks: int) -> int:
         """Leading blocks that every rank has stored."""
@@ -307,7 +319,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
             if adapter is None:
                 logger.debug("which adapter is in %s is not known", state.lora.lora_path)
                 return 0
-            state.hashes = self._hashes(state, adapter)
+            state.hash_blocks(self._block_size, adapter)
         return blocks_in_all(self._stores, state.hashes[:limit_blocks])
 
     def _add_store(self, meta: SharedStorageMetadata, req_id: str, state: Request, computed_tokens: int) -> None:
@@ -318,18 +330,11 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         while last - state.stored_blocks >= blocks_min:
             end = min(last, state.stored_blocks + CHUNK_BLOCKS_MAX)
             self._stored.add(state.hashes[state.stored_blocks : end])
+            size = self._block_size
             meta.requests.append(
-                self._transfer(req_id, state, state.block_ids, state.stored_blocks, end, is_store=True)
+                transfer_of(req_id, state, state.block_ids, state.stored_blocks, end, size, is_store=True)
             )
             state.stored_blocks = end
-
-    def _transfer(
-        self, req_id: str, state: Request, block_ids: Sequence[int], first: int, last: int, *, is_store: bool
-    ) -> Transfer:
-        size = self._block_size
-        ids = torch.tensor(block_ids[first:last], dtype=torch.int64)
-        slots = (ids[:, None] * size + torch.arange(size)).flatten()
-        return Transfer(req_id, state.hashes[first if is_store else 0 : last], first, slots, is_store)
 
     # -- worker ------------------------------------------------------------------------------------------------------
 
@@ -342,6 +347,8 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         for transfer in self._transfers():
             if not transfer.is_store:
                 self._worker.load(self._stores[0], transfer)
+        if self._get_connector_metadata().drops_loads:
+            self._worker.drop_loads()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: requests join the batch when all their layers are in."""
@@ -395,13 +402,6 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
                 revision,
             )
         self._revision = revision  # this was said once
-
-
-def _seconds(extra_config: Mapping[str, Any], name: str, default: float) -> float:
-    value = extra_config.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ConfigError(f"{value!r} is not accepted; write seconds, more than 0", field=name)
-    return float(value)
 
 
 def _register() -> None:

@@ -38,9 +38,9 @@ pytest.importorskip("safetensors", reason="prefixes are safetensors: pip install
 
 from connector.prefix_chunks import ChunkStore
 from connector.prefix_files import folder as folder_files
-from connector.prefix_limits import PrefixLimits
+from connector.prefix_limits import PrefixLimits, use_noted_s
 from connector.prefix_place import place_at, place_of_prefixes
-from connector.prefix_store import PrefixStore, use_noted_s
+from connector.prefix_store import PrefixStore
 
 BLOCK = 4
 LAYERS = ("model.layers.0.attn", "model.layers.1.attn")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tiers.errors import BlobNotFoundError, ConfigError, SealError, StoreClosedError, StoreError
+from tiers.errors import BlobNotFoundError, ConfigError, SealError, StoreClosedError, StoreError, StoreUnavailableError
 from tiers.keys import hash_blocks
 
 if TYPE_CHECKING:
@@ -22,8 +22,10 @@ else:
     torch = pytest.importorskip("torch", reason="prefixes are tensors: pip install 'kvtiers[torch]'")
 pytest.importorskip("safetensors", reason="prefixes are safetensors: pip install 'kvtiers[torch]'")
 
+from connector.prefix_files.side_by_side import BUFFERS_BYTES_MAX, FILES_MIN, SideBySide
+from connector.prefix_limits import USE_NOTED_S
 from connector.prefix_place import place_at
-from connector.prefix_store import CHUNK_BLOCKS_MAX, USE_NOTED_S, Chunk, PrefixStore, blocks_in_all
+from connector.prefix_store import CHUNK_BLOCKS_MAX, Chunk, PrefixStore, blocks_in_all
 
 BLOCK = 4
 LAYERS = ("model.layers.0.attn", "model.layers.1.attn")
@@ -476,6 +478,28 @@ def test_far_file_systems_are_asked_for_many_chunks_and_all_ranks_at_once() -> N
         store.close()
     with pytest.raises(StoreClosedError):
         stores[0].manifests(found[:4])[0]()
+
+
+def test_loads_under_way_share_the_memory_that_they_read_into() -> None:
+    threads = SideBySide(1, "test")
+    layer = BUFFERS_BYTES_MAX // 16
+    share, large = threads.files_at_once, threads.files_at_once(BUFFERS_BYTES_MAX)
+    with share(layer) as first, share(layer) as second, large as third:
+        assert (first, second, third) == (16, 8, FILES_MIN)
+    with threads.files_at_once(layer) as alone:
+        assert alone == 16
+
+
+def test_a_store_that_is_not_even_asked_for_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = store_at(str(tmp_path))
+
+    def refuse(_: str) -> bool:
+        raise StoreUnavailableError("connection refused")
+
+    monkeypatch.setattr(store._files, "exists", refuse)
+    with pytest.raises(StoreUnavailableError):
+        store.publish(hashes_of(1), layers_of(1))
+    assert store.counts.errors == 1
 
 
 def test_what_is_used_is_made_new_once_an_hour(tmp_path: Path) -> None:

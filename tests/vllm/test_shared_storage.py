@@ -40,7 +40,7 @@ from connector.vllm.prefix_requests import SharedStorageMetadata
 from connector.vllm.shared_storage import SharedStorageConnector
 from tests.vllm.engines import LAYERS, offloading_config
 from tests.waiting import wait_for
-from tiers.errors import ConfigError, KVTiersError, StoreConfigError
+from tiers.errors import ConfigError, KVTiersError, StoreConfigError, StoreUnavailableError
 from tiers.keys import hash_blocks
 from tiers.testing.http_faults import HttpFaultServer
 from tiers.testing.servers import S3Server
@@ -1073,6 +1073,91 @@ def test_a_load_waits_for_no_store(rigs: Any, monkeypatch: pytest.MonkeyPatch) -
     rig.saved()
 
 
+def test_a_bursts_lookups_and_loads_are_made_side_by_side(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two at a time, most would be late: what waits in line is under the same deadline."""
+    store_whole(rigs(), TOKENS, [3, 7, 1, 9, 5])
+    rig = rigs()
+    rig.scheduler._lookup_deadline_s = 20.0
+    for connector, count in ((rig.scheduler, 16), (rig.worker, 8)):
+        store = connector._stores[0]
+        together, match = threading.Barrier(count), store.match
+        monkeypatch.setattr(store, "match", lambda hashes, b=together, m=match: (b.wait(20), m(hashes))[1])
+    asked = [prompt(TOKENS, f"r{index}") for index in range(16)]
+    for request in asked:
+        assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (None, False)
+    assert [rig.matched(request) for request in asked] == [(16, True)] * 16
+    for request in asked[:8]:
+        rig.scheduler.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: ([2, 4, 6, 8],)), 16)
+    rig.work(rig.scheduler.build_connector_meta(step()))
+    wait_for(lambda: all(each.future.done() for each in rig.worker._worker._loading.values()))
+    assert rig.loaded() == ({request.request_id for request in asked[:8]}, set())
+
+
+def test_a_lookup_that_is_late_in_line_makes_none_behind_it_late(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOOKUP_THREADS", 1)
+    rig = rigs()
+    rig.scheduler._lookup_deadline_s = 60.0
+    first, second = prompt(TOKENS, "first"), prompt(TOKENS, "second")
+    with hanging(rig.scheduler):
+        for request in (first, second):
+            assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (None, False)
+        wait_for(lambda: len(rig.scheduler._pool._began) == 1)
+        rig.scheduler._lookup_deadline_s = 0.0
+        for _ in range(2):  # as vLLM does while it has no room for them
+            for request in (first, second):
+                assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+        assert not rig.scheduler._pool._waiting
+        assert rig.scheduler.get_kv_connector_stats().data["lookups_given_up"] == 2
+    rig.scheduler._lookup_deadline_s = 60.0
+    rig.scheduler.update_state_after_alloc(second, SimpleNamespace(get_block_ids=lambda: ([0],)), 0)
+    assert rig.matched(second) == (0, False)
+    assert rig.scheduler.get_kv_connector_stats() is None
+
+
+def test_a_load_that_waited_in_line_says_so(
+    rigs: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "LOAD_THREADS", 1)
+    store_whole(rigs(), TOKENS, [3, 7, 1, 9, 5])
+    rig = rigs()
+    ids = {"first": [0, 1, 2, 3], "second": [4, 5, 6, 7]}
+    with hanging(rig.worker):
+        for name, blocks in ids.items():
+            request = prompt(TOKENS, name)
+            rig.matched(request)
+            allocated = SimpleNamespace(get_block_ids=lambda blocks=blocks: (blocks,))
+            rig.scheduler.update_state_after_alloc(request, allocated, 16)
+        rig.work(rig.scheduler.build_connector_meta(step()))
+        wait_for(lambda: len(rig.worker._worker._pool._began) == 1 and len(rig.worker._worker._pool._waiting) == 1)
+        for each in rig.worker._worker._loading.values():
+            each.late_at = 0.0
+        assert rig.loaded() == ({"first", "second"}, set(range(8)))
+    assert "request first: its prefix was not loaded and is computed: with its wait in line storage took" in caplog.text
+    assert (
+        "request second: its prefix was not loaded and is computed: it waited in line behind others for" in caplog.text
+    )
+    assert rig.worker.get_kv_connector_stats().data["loads_failed"] == 2
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_load_that_a_reset_overtakes_has_failed(rigs: Any, has_ended: bool) -> None:
+    """vLLM resets when weights were changed: what is read is KV of those before."""
+    store_whole(rigs(), TOKENS, [3, 7, 1, 9, 5])
+    rig = rigs()
+    request = prompt(TOKENS)
+    rig.matched(request)
+    with hanging(rig.worker) as let_go:
+        rig.scheduler.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: ([2, 4, 6, 8],)), 16)
+        rig.work(rig.scheduler.build_connector_meta(step()))
+        if has_ended:
+            let_go.set()
+            wait_for(lambda: rig.worker._worker._loading["r"].future.done())
+        rig.scheduler.reset_cache()
+        rig.work(rig.scheduler.build_connector_meta(step()))
+        assert rig.loaded() == ({"r"}, {2, 4, 6, 8})
+    assert not rig.scheduler.build_connector_meta(step()).drops_loads
+
+
 def test_a_load_that_was_given_up_writes_nothing_more() -> None:
     one = Load([1], late_at=0.0)
     one.future = Future()
@@ -1100,7 +1185,8 @@ def test_shutdown_waits_for_no_lookup_and_no_load_that_hangs(rigs: Any, monkeypa
         assert not ending.is_alive()
 
 
-def test_a_lookup_nobody_waits_for_any_more_is_not_made(rigs: Any) -> None:
+def test_a_lookup_nobody_waits_for_any_more_is_not_made(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOOKUP_THREADS", 2)
     rig = rigs()
     rig.scheduler._lookup_deadline_s = 60.0
     with hanging(rig.scheduler):
@@ -1112,7 +1198,10 @@ def test_a_lookup_nobody_waits_for_any_more_is_not_made(rigs: Any) -> None:
         assert last.cancelled()
 
 
-def test_while_storage_hangs_no_request_waits_and_none_that_ended_is_kept(rigs: Any) -> None:
+def test_while_storage_hangs_no_request_waits_and_none_that_ended_is_kept(
+    rigs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LOOKUP_THREADS", 2)
     rig = rigs()
     rig.scheduler._lookup_deadline_s = 60.0
     with hanging(rig.scheduler) as let_go:
@@ -1161,6 +1250,22 @@ def test_what_was_done_is_counted_in_vllms_endpoint(rigs: Any, tmp_path: Path) -
     assert 'vllm:kvtiers_prefix_errors_total{engine="0"} 0.0' in shown
 
 
+@pytest.mark.parametrize("call", ["read", "read_all"])
+def test_errors_of_the_storage_are_counted_in_loads(rigs: Any, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    store_whole(rigs(), TOKENS, [3, 7, 1, 9, 5])
+    rig = rigs()
+    request = prompt(TOKENS)
+    rig.matched(request)
+
+    def refuse(*_: Any) -> Any:
+        raise StoreUnavailableError("connection refused")
+
+    monkeypatch.setattr(rig.worker._stores[0]._files, call, refuse)
+    assert load(rig, request, [2, 4, 6, 8, 10], 16) == ({"r"}, {2, 4, 6, 8})
+    counted = rig.worker.get_kv_connector_stats().data
+    assert (counted["errors"], counted["loads_failed"]) == (1, 1)
+
+
 def test_multi_connector_reads_its_counts() -> None:
     """It looks the classes of its connectors up by name only, in the process that exports metrics."""
     sent = MultiConnector.build_kv_connector_stats({"SharedStorageConnector": {"chunks_stored": 2}})
@@ -1195,8 +1300,9 @@ def test_a_buffer_of_an_unknown_order_ends_the_engine_at_its_start(rigs: Any) ->
         rigs().worker.register_kv_caches({"layer": torch.rand(BLOCKS + 1, 3, SIZE, 10)})
 
 
-def test_storage_that_hangs_delays_a_request_by_one_deadline(rigs: Any) -> None:
+def test_storage_that_hangs_delays_a_request_by_one_deadline(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM asks again about a request of which nothing could be loaded."""
+    monkeypatch.setattr(module, "LOAD_THREADS", 2)
     store_whole(rigs(), TOKENS, [3, 7, 1, 9, 5])
     reader = rigs(extra={"load_deadline_s": 0.2})
     given_up = []
