@@ -32,7 +32,7 @@ from tiers.errors import (
 from tiers.stores.s3 import S3Store
 from tiers.stores.s3_direct import DirectReader
 from tiers.stores.s3_obstore import DIRECT_BYTES_MIN
-from tiers.stores.s3_options import S3Options
+from tiers.stores.s3_options import IDLE_S_MAX, S3Options
 from tiers.stores.s3_session import S3Session
 from tiers.stores.s3_signature import ReadSigner
 from tiers.testing.contract import fetch, make_data
@@ -84,6 +84,48 @@ def test_connection_that_the_server_gave_up_is_no_error(store: S3Store, server: 
     server.inject(Fault.RESET_BEFORE, times=2)
     with pytest.raises(StoreUnavailableError):
         fetch(store, "f/a", len(DATA))
+
+
+def ports(server: HttpFaultServer) -> list[int]:
+    """The client's, of each GET: which connection it came by."""
+    return [request.client_port for request in server.requests("GET")]
+
+
+def test_connection_that_was_idle_for_long_is_not_used_again(store: S3Store, server: HttpFaultServer) -> None:
+    """A NAT may have forgotten it without a word."""
+    now = [0.0]
+    session = S3Session(store.options)
+    reader = DirectReader(session, clock=lambda: now[0])
+    parts = [memoryview(bytearray(len(DATA)))]
+    server.answer_after_s = 0.05
+    with ThreadPoolExecutor(2) as pool:  # so there are two connections
+        list(pool.map(lambda _: reader.get_into("f/a", parts, len(DATA)), range(2)))
+    two = [sock for sock, _ in reader._idle]
+    assert len(two) == 2
+    for now[0] in (IDLE_S_MAX, IDLE_S_MAX + 1, 2 * IDLE_S_MAX + 2):
+        reader.get_into("f/a", parts, len(DATA))
+    used = ports(server)[2:]
+    assert used[0] == used[1] != used[2]
+    assert [sock.fileno() for sock in two] == [-1, -1]  # the other one, too, which nobody used
+    reader.close()
+    session.close()
+
+
+def test_hanging_connection_that_was_used_before_takes_the_idle_ones_with_it(
+    store: S3Store, server: HttpFaultServer
+) -> None:
+    session = S3Session(replace(store.options, request_timeout_s=0.6))
+    reader = DirectReader(session)
+    server.answer_after_s = 0.05
+    parts = [memoryview(bytearray(len(DATA)))]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda _: reader.get_into("f/a", parts, len(DATA)), range(2)))
+    server.inject(Fault.STALL, times=1)
+    with pytest.raises(StoreTimeoutError):
+        reader.get_into("f/a", parts, len(DATA))
+    assert not reader._idle
+    reader.close()
+    session.close()
 
 
 def test_a_request_in_two_packets_waits_for_no_acknowledgement(store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:

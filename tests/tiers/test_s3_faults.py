@@ -377,6 +377,20 @@ def test_many_keys_are_moved_by_as_many_threads_as_can_be_had(
     assert [key for key in keys if server.get_object("bucket", key) is not None] == []
 
 
+@pytest.mark.parametrize("idle_s_max", [-1.0, 60.0])
+def test_boto3_uses_no_connection_that_was_idle_for_long(
+    stored: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch, idle_s_max: float
+) -> None:
+    """The control plane's, and those of ``client: boto3``."""
+    monkeypatch.setattr("tiers.stores.s3_session.IDLE_S_MAX", idle_s_max)
+    for _ in range(3):
+        list(stored.keys())
+        if stored.options.client == "boto3":
+            fetch(stored, "f/a", len(DATA))
+    ports = {request.client_port for request in server.requests("GET")}
+    assert len(ports) == (1 if idle_s_max > 0 else len(server.requests("GET")))
+
+
 # -- bodies ---------------------------------------------------------------------------------------------------------
 
 

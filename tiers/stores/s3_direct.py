@@ -19,6 +19,7 @@ import select
 import socket
 import ssl
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
@@ -31,6 +32,7 @@ from tiers.errors import BlobCorruptError, StorePermissionError
 from tiers.posix import look_at, runs, transfer
 from tiers.store import Look, parts_size
 from tiers.stores.s3_errors import connection_error, deadline_error, server_error
+from tiers.stores.s3_options import IDLE_S_MAX
 from tiers.stores.s3_session import S3Session
 from tiers.stores.s3_signature import ReadSigner
 from tiers.stores.watchdog import Watchdog
@@ -46,6 +48,8 @@ _CODE = re.compile(rb"<Code>([A-Za-z0-9.]{1,64})</Code>")
 
 class DirectReader:
     """One attempt at one GET. Any thread may call; ``_idle`` is a stack whose operations are atomic.
+
+    It holds connections, and since when each is idle: the newest on top.
 
     All of it ends after ``attempt_timeout_s``, but for a name server that does not answer: the resolver has its own
     time for that.
@@ -66,7 +70,7 @@ class DirectReader:
         # As the other clients send it. Proxies may hand on what they have made of it, and a signature covers it.
         host = f"[{self._name}]" if ":" in self._name else self._name
         self._signer = ReadSigner(host if self._port == usual_port else f"{host}:{self._port}", session.region)
-        self._idle: list[socket.socket] = []
+        self._idle = deque[tuple[socket.socket, float]]()
         self._closed = False
         self._watchdog = Watchdog(self._options.attempt_timeout_s, clock)
 
@@ -99,6 +103,8 @@ class DirectReader:
             except (OSError, http.client.HTTPException, ValueError):
                 sock.close()
                 if self._clock() >= deadline:
+                    if reused is not None:  # what forgot this one may have forgotten all
+                        self._close_idle()
                     raise deadline_error(self._options.attempt_timeout_s, self._session.place) from None
                 if reused is None:
                     raise connection_error(self._session.place) from None
@@ -108,7 +114,7 @@ class DirectReader:
             else:
                 # Only now: who takes it next must not be ended by our watchdog.
                 if keeps and not self._closed:
-                    self._idle.append(sock)
+                    self._idle.append((sock, self._clock()))
                 else:
                     sock.close()
                 return filled
@@ -117,8 +123,7 @@ class DirectReader:
         """Close idle connections and end the watchdog."""
         self._closed = True
         self._watchdog.close()
-        while self._idle:
-            self._idle.pop().close()
+        self._close_idle()
 
     def _receive(
         self, sock: socket.socket, parts: Sequence[memoryview], size: int, look: Look | None
@@ -156,10 +161,21 @@ class DirectReader:
         except ValueError as e:
             raise StorePermissionError(f"the credentials cannot be sent: {e}") from None
 
-    def _pop_idle(self) -> socket.socket | None:
+    def _close_idle(self) -> None:
         with contextlib.suppress(IndexError):
             while True:
-                sock = self._idle.pop()
+                self._idle.pop()[0].close()
+
+    def _pop_idle(self) -> socket.socket | None:
+        oldest = self._clock() - IDLE_S_MAX
+        with contextlib.suppress(IndexError):  # another thread took it
+            while self._idle[0][1] < oldest:
+                self._idle.popleft()[0].close()
+            while True:
+                sock, idle_since = self._idle.pop()
+                if idle_since < oldest:
+                    sock.close()
+                    continue
                 poll = select.poll()
                 poll.register(sock, select.POLLIN)
                 if not poll.poll(0):

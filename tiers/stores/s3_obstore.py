@@ -41,6 +41,7 @@ from tiers.posix import look_at
 from tiers.store import Look
 from tiers.stores.s3_direct import DirectReader
 from tiers.stores.s3_errors import connection_error, deadline_error, server_error, without_absence
+from tiers.stores.s3_options import IDLE_S_MAX
 from tiers.stores.s3_session import S3Session
 from tiers.stores.watchdog import begin
 
@@ -202,6 +203,7 @@ class ObstoreClient:
             "connect_timeout": timedelta(seconds=options.connect_timeout_s),
             "timeout": timedelta(seconds=options.attempt_timeout_s),
             "pool_max_idle_per_host": str(options.max_connections),
+            "pool_idle_timeout": timedelta(seconds=IDLE_S_MAX),
             "user_agent": "kvtiers",
         }
         if session.ca_pem is not None:

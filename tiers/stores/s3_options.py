@@ -39,6 +39,10 @@ PREFIX_LENGTH_MAX = 512  # bytes; leaves 511 of S3's 1,024 for the key
 TIMEOUT_S_MAX = 3600
 RETRIES_MAX = 20
 CONNECTIONS_MAX = 1024
+# No connection is used again that was idle for longer. What lies between may have forgotten it by then without a word
+# (load balancers after 60 s at the earliest, NATs after 240 to 350), and a request on it hangs until its time is up.
+# HTTP clients wait for 60 to 90 s, or for ever as urllib3; to connect anew after half a minute costs nobody anything.
+IDLE_S_MAX = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

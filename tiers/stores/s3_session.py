@@ -36,7 +36,7 @@ from tiers.stores.chatty_loggers import cap_chatty_loggers
 from tiers.stores.s3_boto_errors import BOTO_ERRORS, is_of_s3, translate
 from tiers.stores.s3_credentials import ChainCredentials
 from tiers.stores.s3_errors import NO_S3, Place, deadline_error, server_error, without_absence
-from tiers.stores.s3_options import S3Options, check_endpoint
+from tiers.stores.s3_options import IDLE_S_MAX, S3Options, check_endpoint
 from tiers.stores.watchdog import begin
 
 DEFAULT_REGION = "us-east-1"
@@ -234,6 +234,7 @@ class S3Session:
             ),
         )
         client.meta.events.register("before-call.s3.HeadBucket", _follow_no_redirect)
+        client.meta.events.register("before-send.s3", _IdleLimit(client))
         return client
 
     def translate(self, error: Exception) -> StoreError:
@@ -352,6 +353,23 @@ class _Fixed:
 
     def load_credentials(self) -> Credentials | None:
         return self._credentials
+
+
+class _IdleLimit:
+    """Before each request: has a client forget its idle connections every so often, all of them.
+
+    urllib3 keeps them for ever and does not say how old they are. Those in use go on.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self._forgot_at = time.monotonic()
+
+    def __call__(self, **_: Any) -> None:
+        now = time.monotonic()
+        if now - self._forgot_at > IDLE_S_MAX:
+            self._forgot_at = now
+            self._client.close()
 
 
 def _follow_no_redirect(context: dict[str, Any], **_: Any) -> None:
