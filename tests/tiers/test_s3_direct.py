@@ -358,26 +358,3 @@ def test_every_address_of_a_name_is_tried(store: S3Store, server: HttpFaultServe
     assert fetch(named, "f/a", len(DATA)) == DATA
     assert by_us(server) == [True]
     named.close()
-
-
-@pytest.mark.parametrize(
-    ("variables", "usable"),
-    [
-        ({}, True),
-        ({"http_proxy": "http://proxy.example:3128"}, False),
-        ({"https_proxy": "http://proxy.example:3128"}, True),
-        ({"all_proxy": "http://proxy.example:3128"}, False),
-        ({"http_proxy": "http://proxy.example:3128", "no_proxy": "127.0.0.1"}, True),
-    ],
-)
-def test_requests_through_a_proxy_are_left_to_obstore(
-    store: S3Store, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], usable: bool
-) -> None:
-    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
-        monkeypatch.delenv(name, raising=False)
-        monkeypatch.delenv(name.upper(), raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    session = S3Session(store.options)
-    assert DirectReader.usable(session) is usable
-    session.close()

@@ -24,7 +24,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 from urllib.parse import quote, urlsplit
-from urllib.request import getproxies, proxy_bypass
 
 from botocore.httpsession import get_cert_path
 
@@ -47,9 +46,9 @@ _CODE = re.compile(rb"<Code>([A-Za-z0-9.]{1,64})</Code>")
 
 
 class DirectReader:
-    """One attempt at one GET. Any thread may call; ``_idle`` is a stack whose operations are atomic.
+    """One attempt at one GET from the endpoint itself, through no proxy. Any thread may call.
 
-    It holds connections, and since when each is idle: the newest on top.
+    ``_idle`` is a stack, whose operations are atomic, of connections and since when each is idle.
 
     All of it ends after ``attempt_timeout_s``, but for a name server that does not answer: the resolver has its own
     time for that.
@@ -73,12 +72,6 @@ class DirectReader:
         self._idle = deque[tuple[socket.socket, float]]()
         self._closed = False
         self._watchdog = Watchdog(self._options.attempt_timeout_s, clock)
-
-    @staticmethod
-    def usable(session: S3Session) -> bool:
-        """Whether requests go to the endpoint itself, not through a proxy."""
-        parts = urlsplit(session.endpoint_url)
-        return not ({parts.scheme, "all"} & getproxies().keys()) or bool(proxy_bypass(parts.hostname or ""))
 
     def get_into(self, key: str, parts: Sequence[memoryview], size: int, look: Look | None = None) -> bool:
         """Fill the parts as ``DataPlane.get_into`` does.

@@ -21,6 +21,8 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import obstore
 from obstore.exceptions import (
@@ -88,7 +90,7 @@ class ObstoreClient:
         checksum = session.options.checksum
         self._checked = self._plain if checksum == "none" else self._make(checksum)
         storage_class = session.options.storage_class
-        self._direct = DirectReader(session, clock=clock) if DirectReader.usable(session) else None
+        self._direct = DirectReader(session, clock=clock) if session.proxy is None else None
         self._attributes: dict[str, str] | None = {"Storage-Class": storage_class} if storage_class else None
 
     def put(self, key: str, parts: Sequence[memoryview], *, create: bool, checked: bool) -> bool:
@@ -206,6 +208,11 @@ class ObstoreClient:
             "pool_idle_timeout": timedelta(seconds=IDLE_S_MAX),
             "user_agent": "kvtiers",
         }
+        if session.proxy is not None:
+            client["proxy_url"] = session.proxy
+        elif getproxies():  # which reqwest would read by itself, were there none for it
+            client["proxy_url"] = session.endpoint_url
+            client["proxy_excludes"] = f"*,{urlsplit(session.endpoint_url).hostname}"  # "*" are names, no addresses
         if session.ca_pem is not None:
             client["root_certificate"] = session.ca_pem
         endpoint = f"{scheme}://{options.bucket}.{rest}" if session.virtual_host else session.endpoint_url

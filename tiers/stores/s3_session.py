@@ -20,6 +20,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import boto3
 import botocore.session
@@ -37,6 +38,7 @@ from tiers.stores.s3_boto_errors import BOTO_ERRORS, is_of_s3, translate
 from tiers.stores.s3_credentials import ChainCredentials
 from tiers.stores.s3_errors import NO_S3, Place, deadline_error, server_error, without_absence
 from tiers.stores.s3_options import IDLE_S_MAX, S3Options, check_endpoint
+from tiers.stores.s3_proxy import proxy_of
 from tiers.stores.watchdog import begin
 
 DEFAULT_REGION = "us-east-1"
@@ -62,6 +64,7 @@ class S3Session:
     def __init__(self, options: S3Options) -> None:
         cap_chatty_loggers()
         self.options = options
+        self._proxies: dict[str, str] | None = None
         # Until the client is made, what the options say is all there is to name in an error.
         self.place = Place(options.bucket, options.region or "", options.endpoint_url or "AWS")
         try:
@@ -89,6 +92,10 @@ class S3Session:
             check_endpoint(self.endpoint_url, allow_insecure=options.allow_insecure, virtual=self.virtual_host)
         except ConfigError as e:  # S3Options saw the option; the environment or the profile may name another one
             raise StoreConfigError(f"endpoint: {e}") from None
+        self.proxy = proxy_of(self.endpoint_url)
+        if getproxies():  # a client reads them by itself, and it took one to know the endpoint
+            self._proxies = {urlsplit(self.endpoint_url).scheme: self.proxy} if self.proxy else {}
+            self.client = self.make_client(sign_payload=options.checksum == "none")
         self._asking = threading.BoundedSemaphore(options.max_connections)
         #: Why the data plane got no credentials: it sees the exception of its provider as text only.
         self.credentials_error: StoreError | None = None
@@ -225,6 +232,7 @@ class S3Session:
                 read_timeout=options.attempt_timeout_s,
                 retries=_ONE_ATTEMPT,  # S3Store retries, for both clients alike
                 max_pool_connections=options.max_connections,
+                proxies=self._proxies,
                 s3=style,
                 # Our own checksum is sent with every put; the seal proves what is read.
                 request_checksum_calculation="when_required",
