@@ -217,11 +217,11 @@ def test_get_that_begins_after_its_clients_were_replaced_is_given_up_in_time(
     session = S3Session(replace(store.options, request_timeout_s=0.6))
     reader = DirectReader(session)
     parts = [memoryview(bytearray(len(DATA)))]
-    assert reader.get_into("f/a", parts, len(DATA))
+    reader.get_into("f/a", parts, len(DATA))
     (watchdog,) = [thread for thread in threading.enumerate() if thread is reader._watchdog._thread]
     reader.close()
     watchdog.join()
-    assert reader.get_into("f/a", parts, len(DATA))
+    reader.get_into("f/a", parts, len(DATA))
     server.inject(Fault.STALL)
     with pytest.raises(StoreTimeoutError, match=r"did not answer within 0\.3 s"):
         reader.get_into("f/a", parts, len(DATA))
@@ -274,8 +274,9 @@ def test_objects_however_they_are_announced(store: S3Store, parsed: list[HTTPRes
 @pytest.mark.parametrize(
     ("head", "error"),
     [
-        (b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % (len(DATA) - 1), BlobCorruptError),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 0%d\r\n\r\n" % (len(DATA) + 1), BlobCorruptError),
+        (b"HTTP/1.1 200 OK\r\nETag: x\r\nContent-Length: %d\r\n\r\n" % (len(DATA) - 1), BlobCorruptError),
+        (b"HTTP/1.1 200 OK\r\nETag: x\r\nContent-Length: 0%d\r\n\r\n" % (len(DATA) + 1), BlobCorruptError),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % (len(DATA) + 1), StoreUnavailableError),
         (b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n", BlobNotFoundError),
         (b"HTTP/1.1 503 Slow\r\nContent-Length: 0\r\n\r\n", StoreThrottledError),
         (b"220 ftp.example.com ready\r\n\r\n", StoreUnavailableError),

@@ -395,9 +395,8 @@ def test_boto3_uses_no_connection_that_was_idle_for_long(
 
 
 @by_all_readers
-@pytest.mark.parametrize("fault", [Fault.LONGER, Fault.HTML_WITH_200])
-def test_other_length_touches_no_byte(stored: S3Store, server: HttpFaultServer, fault: Fault) -> None:
-    server.inject(fault)
+def test_other_length_touches_no_byte(stored: S3Store, server: HttpFaultServer) -> None:
+    server.inject(Fault.LONGER)
     target = GuardedParts(len(DATA))
     before = target.joined()
     with pytest.raises(BlobCorruptError):
@@ -507,6 +506,38 @@ def test_region_beside_an_error_is_no_redirect(
     server.inject(Fault.ACCESS_DENIED)
     with pytest.raises(StorePermissionError):
         stored.size("f/a")
+
+
+@by_all_readers
+def test_page_that_is_no_object_is_no_fault_of_the_object(stored: S3Store, server: HttpFaultServer) -> None:
+    """Status 200, of a login page or a sick proxy: what is taken for a corrupt block is deleted."""
+    server.inject(Fault.HTML_WITH_200)
+    target = GuardedParts(len(DATA))
+    before = target.joined()
+    calls: list[Callable[[], object]] = [
+        lambda: stored.get_into("f/a", target.parts),
+        lambda: stored.get_tail("f/a", 10),
+        lambda: stored.size("f/a"),
+    ]
+    for call in calls:
+        with pytest.raises(StoreUnavailableError):
+            call()
+    assert target.joined() == before
+    target.assert_only_parts_touched()
+
+
+@by_all_readers
+@pytest.mark.parametrize("fault", [Fault.REDIRECT, Fault.NO_LENGTH])
+def test_answer_that_no_client_can_use_is_asked_for_once(
+    stored: S3Store, server: HttpFaultServer, fault: Fault
+) -> None:
+    """A second request of the same attempt would take its time once more."""
+    store = S3Store(replace(stored.options, retries=0))
+    server.inject(fault)
+    with pytest.raises((StoreConfigError, StoreUnavailableError)):
+        fetch(store, "f/a", len(DATA))
+    assert len(server.requests("GET")) == 1
+    store.close()
 
 
 # -- puts that somebody else, or we ourselves, did already ----------------------------------------------------------
@@ -947,6 +978,14 @@ def test_fault_is_a_miss_of_exactly_those_keys(tier: Tier, server: HttpFaultServ
     for i in (2, 5):
         server.inject(fault, methods=("GET",), path_contains=tier.name(i))
     assert tier.load() == set(range(ROWS)) - {2, 5}
+
+
+def test_page_that_is_no_object_costs_no_block(tier: Tier, server: HttpFaultServer) -> None:
+    server.inject(Fault.HTML_WITH_200, methods=("GET",), path_contains=tier.name(2), times=4)
+    assert tier.load() == set(range(ROWS)) - {2}
+    server.heal()
+    assert tier.load() == set(range(ROWS))
+    assert not server.requests("DELETE")
 
 
 def test_absent_block_is_a_miss(stored: S3Store) -> None:

@@ -91,8 +91,7 @@ class Boto3Client:
             if body.is_late:
                 raise deadline_error(self._options.attempt_timeout_s, self._session.place) from None
             raise self._session.translate(e) from None
-        if "ETag" not in answer:  # a 200 from something that is not S3
-            raise connection_error(self._session.place)
+        self._raise_unless_object(answer)
         return True
 
     def get_into(self, key: str, parts: Sequence[memoryview], size: int, look: Look | None = None) -> None:
@@ -102,6 +101,7 @@ class Boto3Client:
             answer = self._client.get_object(Bucket=self._options.bucket, Key=key)
         except BOTO_ERRORS as e:
             raise self._session.translate(e) from None
+        self._raise_unless_object(answer)
         self._read_body(answer, parts, size, started)
         if look is not None:
             look_at(look, 0, parts)
@@ -114,6 +114,7 @@ class Boto3Client:
         except BOTO_ERRORS as e:
             self._raise_unless_absent(e)
             return None
+        self._raise_unless_object(answer)
         tail = bytearray(min(length, answer.get("ContentLength", length)))
         self._read_body(answer, [memoryview(tail)] if tail else [], len(tail), started)
         size = str(answer.get("ContentRange", len(tail))).rpartition("/")[2]
@@ -124,10 +125,12 @@ class Boto3Client:
     def size(self, key: str) -> int | None:
         """The object's size; None if absent."""
         try:
-            size = self._client.head_object(Bucket=self._options.bucket, Key=key).get("ContentLength")
+            answer = self._client.head_object(Bucket=self._options.bucket, Key=key)
         except BOTO_ERRORS as e:
             self._raise_unless_absent(e)
             return None
+        self._raise_unless_object(answer)
+        size = answer.get("ContentLength")
         if size is None:  # a proxy that compresses, say
             raise connection_error(self._session.place)
         return int(size)
@@ -172,6 +175,13 @@ class Boto3Client:
         if self._clock() - started >= self._options.attempt_timeout_s:
             raise deadline_error(self._options.attempt_timeout_s, self._session.place)
         if not complete:
+            raise connection_error(self._session.place)
+
+    def _raise_unless_object(self, answer: Mapping[str, Any]) -> None:
+        """A page with status 200 from something that is not S3 would pass for an object of another size."""
+        if "ETag" not in answer:
+            if "Body" in answer:
+                answer["Body"].close()
             raise connection_error(self._session.place)
 
     def _raise_unless_absent(self, error: Exception) -> None:

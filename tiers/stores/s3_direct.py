@@ -6,8 +6,6 @@ of the CPU, half of it under TLS.
 The usual answer, an object of the size that is asked for, is recognised while it still lies in the socket, and then
 received headers and all with one system call: parsing headers with http.client costs 0.1 ms, and each return to Python
 is a fight of all threads for the GIL. Whatever else comes, and all that comes through TLS, is http.client's.
-
-What is neither an object nor an error, such as a redirect, is left to obstore.
 """
 
 from __future__ import annotations
@@ -73,15 +71,8 @@ class DirectReader:
         self._closed = False
         self._watchdog = Watchdog(self._options.attempt_timeout_s, clock)
 
-    def get_into(self, key: str, parts: Sequence[memoryview], size: int, look: Look | None = None) -> bool:
-        """Fill the parts as ``DataPlane.get_into`` does.
-
-        Returns:
-            False if the server redirects or does not say how large the object is: no byte was written.
-
-        Raises:
-            StoreError: as ``DataPlane``'s.
-        """
+    def get_into(self, key: str, parts: Sequence[memoryview], size: int, look: Look | None = None) -> None:
+        """See ``DataPlane``."""
         request = self._sign(self._folder + quote(key, safe="/-._~"))
         deadline = self._clock() + self._options.attempt_timeout_s
         while True:
@@ -92,7 +83,7 @@ class DirectReader:
                     if reused is None and isinstance(sock, ssl.SSLSocket):
                         sock.do_handshake()
                     sock.sendall(request)
-                    filled, keeps = self._receive(sock, parts, size, look)
+                    keeps = self._receive(sock, parts, size, look)
             except (OSError, http.client.HTTPException, ValueError):
                 sock.close()
                 if self._clock() >= deadline:
@@ -110,7 +101,7 @@ class DirectReader:
                     self._idle.append((sock, self._clock()))
                 else:
                     sock.close()
-                return filled
+                return
 
     def close(self) -> None:
         """Close idle connections and end the watchdog."""
@@ -118,10 +109,8 @@ class DirectReader:
         self._watchdog.close()
         self._close_idle()
 
-    def _receive(
-        self, sock: socket.socket, parts: Sequence[memoryview], size: int, look: Look | None
-    ) -> tuple[bool, bool]:
-        """Whether the parts are filled, and whether the connection can be used again."""
+    def _receive(self, sock: socket.socket, parts: Sequence[memoryview], size: int, look: Look | None) -> bool:
+        """Fill the parts; whether the connection can be used again."""
         pieces = [(0, parts)] if look is None else runs(parts, PIECE_BYTES)
         if not isinstance(sock, ssl.SSLSocket) and (head_bytes := _head_of_object(sock, size)):
             head = [memoryview(bytearray(head_bytes))]
@@ -130,22 +119,27 @@ class DirectReader:
                 head = []
                 if look is not None:
                     look_at(look, offset, run)
-            return True, True
+            return True
         with contextlib.closing(http.client.HTTPResponse(sock, method="GET")) as response:
             response.begin()
-            if response.status >= http.HTTPStatus.BAD_REQUEST:
+            if response.status >= http.HTTPStatus.MULTIPLE_CHOICES:
                 code = _CODE.search(response.read(ERROR_BYTES_MAX))
-                raise server_error(response.status, code[1].decode() if code else "", place=self._session.place)
+                location = response.getheader("Location", "")
+                raise server_error(
+                    response.status, code[1].decode() if code else "", place=self._session.place, location=location
+                )
             if response.status != http.HTTPStatus.OK or response.length is None:
-                return False, False
+                raise connection_error(self._session.place)
             if response.length != size:
+                if response.getheader("ETag") is None:  # a 200 from something that is not S3
+                    raise connection_error(self._session.place)
                 raise BlobCorruptError(f"{response.length} bytes are stored, {size} were asked for")
             for offset, run in pieces:
                 for piece in run:
                     fill(response, piece)
                 if look is not None:
                     look_at(look, offset, run)
-            return True, not response.will_close
+            return not response.will_close
 
     def _sign(self, path: str) -> bytes:
         found = self._session.credentials()

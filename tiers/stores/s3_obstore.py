@@ -116,12 +116,13 @@ class ObstoreClient:
 
     def get_into(self, key: str, parts: Sequence[memoryview], size: int, look: Look | None = None) -> None:
         """See ``DataPlane``."""
-        if self._direct is not None and size >= DIRECT_BYTES_MIN and self._direct.get_into(key, parts, size, look):
+        if self._direct is not None and size >= DIRECT_BYTES_MIN:
+            self._direct.get_into(key, parts, size, look)
             return
         started = self._clock()
         try:
             result = obstore.get(self._plain, key)
-            announced = result.meta["size"]
+            announced = self._size_of(result.meta)
             if announced != size:
                 raise BlobCorruptError(f"{announced} bytes are stored, {size} were asked for")
             filled = 0
@@ -139,7 +140,7 @@ class ObstoreClient:
         started = self._clock()
         try:
             result = obstore.get(self._plain, key, options={"range": {"suffix": length}})
-            return result.meta["size"], bytes(result.bytes())
+            return self._size_of(result.meta), bytes(result.bytes())
         except FileNotFoundError as e:
             self._raise_unless_absent(e, started)
             return None
@@ -150,7 +151,7 @@ class ObstoreClient:
         """The object's size; None if absent."""
         started = self._clock()
         try:
-            return obstore.head(self._plain, key)["size"]
+            return self._size_of(obstore.head(self._plain, key))
         except FileNotFoundError as e:
             self._raise_unless_absent(e, started)
             return None
@@ -251,6 +252,11 @@ class ObstoreClient:
                 f"ca_bundle: a certificate of {session.ca_path}" if session.ca_pem else "endpoint: this configuration"
             )
             raise StoreConfigError(f"{what} is not taken by obstore; set client: boto3") from None
+
+    def _size_of(self, found: ObjectMeta) -> int:
+        if found["e_tag"] is None:  # a page with status 200 from something that is not S3
+            raise connection_error(self._session.place)
+        return found["size"]
 
     def _raise_unless_absent(self, error: FileNotFoundError, started: float) -> None:
         """A 404 is an absent key or an absent bucket. A HEAD's has no body and cannot tell: it passes for the key's."""
