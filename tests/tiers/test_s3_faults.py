@@ -10,6 +10,7 @@ import re
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -181,6 +182,67 @@ def test_code_that_is_none_is_not_repeated(
     )
     (outcome,) = stored.delete_many(["f/a"])
     assert str(outcome).endswith("something else answers there (HTTP 500) (key 'f/a')")
+
+
+def calls_of(store: S3Store) -> list[Callable[[], object]]:
+    """Every way in which it asks for something, of the control plane and of objects."""
+    keys = ["f/a", "f/b"]
+    return [
+        lambda: store.put("f/b", as_parts(DATA)),
+        lambda: fetch(store, "f/a", len(DATA)),
+        lambda: store.get_tail("f/a", 10),
+        lambda: store.size("f/a"),
+        lambda: store.delete("f/a"),
+        lambda: list(store.keys()),
+        lambda: [outcome for outcome in store.delete_many(keys) if not isinstance(outcome, StoreError)],
+        store.folders,
+        store.check,
+    ]
+
+
+@pytest.mark.parametrize("code", ["<Code/>", "<Code><x/></Code>", "<Code>A</Code><Code>B</Code>", ""])
+@pytest.mark.parametrize("status", [200, 403, 503])
+def test_error_documents_whose_code_is_none(
+    stored: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch, status: int, code: str
+) -> None:
+    document = Answer(status, f"<Error>{code}<Message>m</Message></Error>".encode())
+    monkeypatch.setitem(http_faults._INSTEAD, Fault.INTERNAL_ERROR, document)
+    server.inject(Fault.INTERNAL_ERROR)
+    for call in calls_of(stored):
+        with suppress(StoreError):
+            call()
+
+
+@pytest.mark.parametrize("store", ["obstore"], indirect=True)
+@pytest.mark.parametrize(
+    "entries",
+    [
+        "<Contents><Key>f/a</Key><LastModified>2026-01-01T00:00:00Z</LastModified></Contents>",
+        "<Contents><Key>f/a</Key><Size>3</Size></Contents>",
+        "<CommonPrefixes></CommonPrefixes>",
+    ],
+)
+def test_listing_with_entries_that_say_too_little(
+    stored: S3Store, monkeypatch: pytest.MonkeyPatch, entries: str
+) -> None:
+    page = tiny_s3._xml("ListBucketResult", f"<Name>bucket</Name>{entries}")
+    monkeypatch.setattr(tiny_s3.TinyS3, "_list", lambda *_: page)
+    listing = stored.folders if "Prefix" in entries else lambda: list(stored.keys())
+    with pytest.raises(StoreConfigError, match="answers, but not as S3 does"):
+        listing()
+
+
+@pytest.mark.parametrize("store", ["obstore"], indirect=True)
+def test_listing_whose_token_does_not_move_on_ends(stored: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    token = "<IsTruncated>true</IsTruncated><NextContinuationToken>t</NextContinuationToken>"
+    page = tiny_s3._xml("ListBucketResult", f"<Name>bucket</Name>{token}")
+    asked = iter(range(3))  # an endless one ends with StopIteration
+    monkeypatch.setattr(tiny_s3.TinyS3, "_list", lambda *_: page if next(asked) < 2 else b"")
+    with pytest.raises(StoreConfigError, match="the same page of a listing again and again"):
+        list(stored.keys())
+    asked = iter(range(3))
+    with pytest.raises(StoreConfigError, match="the same page of a listing again and again"):
+        stored.folders()
 
 
 @by_all_readers
@@ -636,6 +698,59 @@ def test_a_server_that_refuses_conditions_is_asked_first(
     assert [server.get_object("bucket", key) for key in ("f/a", "f/b", "f/c")] == [b"other", b"another's", DATA]
     assert caplog.text.count("refuses If-None-Match") == 1
     assert "refuses crc64nvme" not in caplog.text
+
+
+@pytest.mark.parametrize("code", ["", "SomethingOfAProxys"])
+def test_refusals_that_do_not_say_of_what_are_not_remembered(
+    store: S3Store,
+    server: HttpFaultServer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    code: str,
+) -> None:
+    """A load balancer's, while its backends restart: each put gets around them by itself."""
+    monkeypatch.setitem(http_faults._INSTEAD, Fault.INTERNAL_ERROR, tiny_s3.error(400, code))
+    for times in (1, 2):  # the checksum is left out, then the condition
+        server.inject(Fault.INTERNAL_ERROR, methods=("PUT",), times=times)
+        assert store.put(f"f/{times}", as_parts(DATA)) is True
+    assert not store.checksum_refused
+    assert store.capabilities.exclusive_create
+    server.inject(Fault.INTERNAL_ERROR, methods=("POST",), times=1)
+    assert store.delete_many(["f/1", "f/2"]) == [None, None]
+    assert store.delete_many(["f/1"]) == [None]
+    assert len(server.requests("POST")) == 2
+    assert "refuses" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("XAmzContentChecksumMismatch", StoreUnavailableError),
+        ("InvalidDigest", StoreUnavailableError),
+        ("ThrottlingException", StoreThrottledError),
+    ],
+)
+def test_passing_fault_with_status_400_is_retried(
+    store: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch, code: str, error: type[StoreError]
+) -> None:
+    monkeypatch.setitem(http_faults._INSTEAD, Fault.INTERNAL_ERROR, tiny_s3.error(400, code))
+    server.inject(Fault.INTERNAL_ERROR, times=3)
+    assert store.put("f/a", as_parts(DATA)) is True
+    assert not store.checksum_refused
+    server.inject(Fault.INTERNAL_ERROR)
+    with pytest.raises(error):
+        store.put("f/b", as_parts(DATA))
+
+
+def test_blob_that_is_too_large_is_sent_once(
+    store: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = Answer(413, b"<html>413 Request Entity Too Large</html>", {"Content-Type": "text/html"})
+    monkeypatch.setitem(http_faults._INSTEAD, Fault.INTERNAL_ERROR, page)
+    server.inject(Fault.INTERNAL_ERROR)
+    with pytest.raises(StoreConfigError, match=r"^the blob is larger than the server, or a proxy before it, takes"):
+        store.put("f/a", as_parts(DATA))
+    assert len(server.requests("PUT")) == 1
 
 
 @pytest.mark.parametrize(("method", "refusal"), [("HEAD", Fault.ACCESS_DENIED), ("PUT", Fault.REFUSE_CHECKSUM)])

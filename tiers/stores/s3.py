@@ -30,6 +30,7 @@ from tiers.stores.s3_errors import (
     CredentialsRefusedError,
     Place,
     RequestRefusedError,
+    VagueRefusalError,
     deadline_error,
 )
 from tiers.stores.s3_lookup import Answers, Lookups
@@ -95,7 +96,8 @@ class S3Store(Store):
         if not overwrite and self._size(key, latest_start) is not None:
             return False
         published = self._put(key, plain, latest_start, create=False)
-        if refused is not None and self.capabilities.exclusive_create:  # so it was "only if absent" that was refused
+        # So it was "only if absent" that was refused.
+        if refused is not None and not isinstance(refused, VagueRefusalError) and self.capabilities.exclusive_create:
             self.capabilities = replace(self.capabilities, exclusive_create=False)
             logger.warning("%r: the server refuses If-None-Match; it is asked what is there before each put", self)
         return published
@@ -309,7 +311,7 @@ class S3Store(Store):
         if checked and self._clock() <= latest_start:
             with contextlib.suppress(RequestRefusedError):  # so the checksum was not the reason
                 published = put(checked=False)
-                if not self._checksum_refused:
+                if not isinstance(refused, VagueRefusalError) and not self._checksum_refused:
                     self._checksum_refused = True
                     logger.warning(
                         "%r: the server refuses %s; payloads are signed instead", self, self.options.checksum
@@ -325,9 +327,10 @@ class S3Store(Store):
             return self._delete_each(names)
         try:
             return self._attempts.run("", lambda clients: clients.session.delete_batch(names))
-        except RequestRefusedError:  # MissingContentMD5, NotImplemented and the like
+        except RequestRefusedError as e:  # MissingContentMD5, NotImplemented and the like
             failed = self._delete_each(names)
-            if len(failed) < len(names) and not self._batches_refused:
+            says_so = not isinstance(e, VagueRefusalError)
+            if says_so and len(failed) < len(names) and not self._batches_refused:
                 self._batches_refused = True
                 logger.warning("%r: the server refuses DeleteObjects; blobs are deleted one by one instead", self)
             return failed

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from http import HTTPStatus
+from typing import Any
 from urllib.parse import urlsplit
 
 from botocore import exceptions as boto_errors
@@ -27,9 +29,9 @@ from tiers.stores.s3_errors import (
     server_error,
 )
 
-#: Everything that a call of boto3 raises when something outside of this process is wrong. The last three are from its
-#: credential chain: a token file or a helper that is not there, what was refreshed and is expired all the same, what
-#: cannot be parsed.
+#: Everything that a call of boto3 raises when something outside of this process is wrong. OSError, RuntimeError
+#: and ValueError are from its credential chain: a token file or a helper that is not there, what was refreshed and is
+#: expired all the same, what cannot be parsed. TypeError is its own of an error document with a code that is no text.
 BOTO_ERRORS = (
     boto_errors.BotoCoreError,
     boto_errors.ClientError,
@@ -37,6 +39,7 @@ BOTO_ERRORS = (
     OSError,
     RuntimeError,
     ValueError,
+    TypeError,
 )
 
 
@@ -48,7 +51,7 @@ def translate(error: Exception, place: Place, timeout_s: float) -> StoreError:
         timeout_s: of an attempt.
     """
     if isinstance(error, boto_errors.ClientError):
-        code = error.response.get("Error", {}).get("Code", "")
+        code = code_of(error.response.get("Error", {}))
         answer = error.response.get("ResponseMetadata", {})
         if not is_of_s3(error):
             return _chain_error(error, answer.get("HTTPStatusCode", 403), code, place)
@@ -79,6 +82,12 @@ def translate(error: Exception, place: Place, timeout_s: float) -> StoreError:
     return StorePermissionError(
         "secret: boto3's credential chain found what it cannot read; what does credential_process print?"
     )
+
+
+def code_of(error: Mapping[str, Any]) -> str:
+    """The code in an error document, "" if it has none: botocore hands on None, a dict or a list as well."""
+    code = error.get("Code")
+    return code if isinstance(code, str) else ""
 
 
 def is_of_s3(error: boto_errors.ClientError) -> bool:
@@ -174,7 +183,7 @@ _UNANSWERED: tuple[tuple[tuple[type[Exception], ...], type[StoreError], str], ..
         "boto3 does not accept the configuration of this bucket or of ~/.aws/config",
     ),
     (
-        (ResponseParserError,),
+        (ResponseParserError, TypeError),
         StoreConfigError,
         NO_S3,
     ),

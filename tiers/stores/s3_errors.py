@@ -44,6 +44,10 @@ class RequestRefusedError(StoreConfigError):
     """The server does not take requests of this form: the only error a put without a checksum may get around."""
 
 
+class VagueRefusalError(RequestRefusedError):
+    """It does not say that it is the form, so it may be a passing fault of what lies between: nothing to remember."""
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """What a hint may name. Nothing secret."""
@@ -63,6 +67,7 @@ _TOKEN = "secret: the session token is not one of this endpoint; correct or unse
 _CLOCK = "clock: this machine's clock is too far from the server's; run NTP (chronyc makestep)"
 _BUCKET = "bucket: {bucket} does not exist at {endpoint_url}; create it or correct bucket"
 _KMS = "secret: the KMS key cannot be used; check sse_kms_key_id and grant kms:GenerateDataKey and kms:Decrypt"
+_TOO_LARGE = "the blob is larger than the server, or a proxy before it, takes"
 _FORM = "the server does not take this request"
 
 NO_S3 = "endpoint: {} answers, but not as S3 does; is it the right address, or a proxy's page?"
@@ -82,7 +87,7 @@ CODES: Mapping[str, tuple[type[StoreError], str]] = {
     "BadDigest": (StoreUnavailableError, "the bytes changed on their way"),
     "BandwidthLimitExceeded": (StoreThrottledError, "the server asks to slow down"),
     "ConditionalRequestConflict": (StoreUnavailableError, "another writer is at this key"),
-    "EntityTooLarge": (StoreConfigError, "the blob is larger than the server takes"),
+    "EntityTooLarge": (StoreConfigError, _TOO_LARGE),
     "ExpiredToken": (CredentialsExpiredError, _EXPIRED),
     "IDPCommunicationError": (StoreUnavailableError, "STS cannot reach the identity provider"),
     "IllegalLocationConstraintException": (StoreConfigError, _REGION),
@@ -91,6 +96,7 @@ CODES: Mapping[str, tuple[type[StoreError], str]] = {
     "InvalidAccessKeyId": (CredentialsRefusedError, _KEY_ID),
     "InvalidBucketName": (StoreConfigError, "bucket: {bucket} is no name that {endpoint_url} takes"),
     "InvalidClientTokenId": (CredentialsRefusedError, _KEY_ID),
+    "InvalidDigest": (StoreUnavailableError, "the bytes changed on their way"),
     "InvalidObjectState": (BlobCorruptError, "archived: its storage class cannot be read at once"),
     "InvalidRange": (BlobCorruptError, "the blob is shorter than what was asked for"),
     "InvalidStorageClass": (StoreConfigError, "storage_class: the server has no such class"),
@@ -115,11 +121,30 @@ CODES: Mapping[str, tuple[type[StoreError], str]] = {
     "SlowDownWrite": (StoreThrottledError, "the server asks to slow down"),
     "TemporaryRedirect": (StoreConfigError, _REGION),
     "Throttling": (StoreThrottledError, "the server asks to slow down"),
+    "ThrottlingException": (StoreThrottledError, "the server asks to slow down"),  # KMS'
     "TokenRefreshRequired": (CredentialsExpiredError, _EXPIRED),
+    "XAmzContentChecksumMismatch": (StoreUnavailableError, "the bytes changed on their way"),  # MinIO's
     "XAmzContentSHA256Mismatch": (StoreUnavailableError, "the bytes changed on their way"),
     "XMinioAdminBucketQuotaExceeded": (StoreFullError, "bucket: the quota of {bucket} is used up"),
     "XMinioStorageFull": (StoreFullError, "the server's disks are full"),
 }
+
+#: Codes by which servers say that they do not take the form of a request, whatever its bytes.
+_REFUSALS = frozenset(
+    (
+        "InvalidArgument",
+        "InvalidHeader",
+        "InvalidRequest",
+        "MalformedXML",
+        "MethodNotAllowed",
+        "MissingContentMD5",
+        "NotImplemented",
+        "NotSupported",
+        "UnsupportedArgument",
+        "UnsupportedHeader",
+        "UnsupportedOperation",
+    )
+)
 
 #: For answers without a code we know: HEAD has no body, proxies have their own.
 _STATUSES: Mapping[int, tuple[type[StoreError], str]] = {
@@ -132,6 +157,7 @@ _STATUSES: Mapping[int, tuple[type[StoreError], str]] = {
     408: (StoreUnavailableError, "the server waited too long for the body"),
     409: (StoreUnavailableError, "another writer is at this key"),
     412: (StoreUnavailableError, "another writer is at this key"),
+    413: (StoreConfigError, _TOO_LARGE),
     416: (BlobCorruptError, "the blob is shorter than what was asked for"),
     429: (StoreThrottledError, "the server asks to slow down"),
     501: (RequestRefusedError, _FORM),
@@ -156,6 +182,8 @@ def server_error(status: int, code: str, *, place: Place, location: str = "") ->
         else (RequestRefusedError, _FORM)
     )
     error, hint = CODES.get(code) or _STATUSES.get(status) or fallback
+    if error is RequestRefusedError and status != 501 and code not in _REFUSALS:
+        error = VagueRefusalError
     said = f"{code}, HTTP {status}" if code else f"HTTP {status}"
     target = _TARGET.match(location)
     filled = hint.format(

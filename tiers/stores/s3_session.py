@@ -12,8 +12,9 @@ import re
 import ssl
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from http import HTTPStatus
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 from tiers.errors import ConfigError, StoreConfigError, StoreError, StorePermissionError
 from tiers.store import KeyInfo
 from tiers.stores.chatty_loggers import cap_chatty_loggers
-from tiers.stores.s3_boto_errors import BOTO_ERRORS, is_of_s3, translate
+from tiers.stores.s3_boto_errors import BOTO_ERRORS, code_of, is_of_s3, translate
 from tiers.stores.s3_credentials import ChainCredentials
 from tiers.stores.s3_errors import NO_S3, Place, deadline_error, server_error, without_absence
 from tiers.stores.s3_options import IDLE_S_MAX, S3Options, check_endpoint
@@ -132,8 +133,9 @@ class S3Session:
         """
         start = {"ContinuationToken": token} if token else {"StartAfter": after} if after else {}
         page = self._list(Prefix=prefix, **start)
-        found = [KeyInfo(o["Key"], o["Size"], o["LastModified"].timestamp()) for o in page.get("Contents", ())]
-        return found, page.get("NextContinuationToken", "") if page.get("IsTruncated") else ""
+        with self._as_no_s3():
+            found = [KeyInfo(o["Key"], o["Size"], o["LastModified"].timestamp()) for o in page.get("Contents", ())]
+        return found, self._next_token(page, token)
 
     def delete_batch(self, keys: Sequence[str]) -> dict[str, StoreError]:
         """Delete up to ``DELETE_KEYS_MAX`` objects by their whole names; the errors of those that are still there."""
@@ -146,10 +148,11 @@ class S3Session:
             raise without_absence(self.translate(e), self.place) from None
         failed: dict[str, StoreError] = {}
         for error in answer.get("Errors", ()):
-            if error.get("Code") != "NoSuchKey":
+            code = code_of(error)
+            if code != "NoSuchKey":
                 # Of a server that does not say which key is still there, any may be.
-                names = [error["Key"]] if "Key" in error else keys
-                failed.update(dict.fromkeys(names, server_error(500, error.get("Code", ""), place=self.place)))
+                names = [error["Key"]] if error.get("Key") in keys else keys
+                failed.update(dict.fromkeys(names, server_error(500, code, place=self.place)))
         return failed
 
     def check(self) -> None:
@@ -172,9 +175,10 @@ class S3Session:
         while True:
             start = {"ContinuationToken": token} if token else {}
             page = self._list(Prefix=prefix, Delimiter="/", **start)
-            folders += [folder["Prefix"][len(prefix) : -1] for folder in page.get("CommonPrefixes", ())]
-            objects += [found["Key"][len(prefix) :] for found in page.get("Contents", ())]
-            token = page.get("NextContinuationToken", "") if page.get("IsTruncated") else ""
+            with self._as_no_s3():
+                folders += [folder["Prefix"][len(prefix) : -1] for folder in page.get("CommonPrefixes", ())]
+                objects += [found["Key"][len(prefix) :] for found in page.get("Contents", ())]
+            token = self._next_token(page, token)
             if not token:
                 return folders, objects
 
@@ -200,7 +204,7 @@ class S3Session:
         try:
             found = self._ask(self.client.get_bucket_lifecycle_configuration, Bucket=bucket)
         except boto_errors.ClientError as e:
-            if e.response["Error"]["Code"] != "NoSuchLifecycleConfiguration":
+            if code_of(e.response.get("Error", {})) != "NoSuchLifecycleConfiguration":
                 raise without_absence(self.translate(e), self.place) from None
             found = {}
         except BOTO_ERRORS as e:
@@ -303,7 +307,7 @@ class S3Session:
         try:
             answer = self._ask(self.client.list_objects_v2, Bucket=self.options.bucket, **arguments)
         except boto_errors.ClientError as e:
-            code = e.response.get("Error", {}).get("Code", "")
+            code = code_of(e.response.get("Error", {}))
             status = e.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
             # S3 says what is wrong in a document. Without one botocore repeats the number; a page of HTML has no code.
             says_nothing = (not code or code.isdigit()) and status in (400, 401, 403)
@@ -316,6 +320,25 @@ class S3Session:
         if "Name" not in answer:  # a page of HTML is XML enough for botocore
             raise StoreConfigError(NO_S3.format(self.endpoint_url))
         return answer
+
+    @contextmanager
+    def _as_no_s3(self) -> Iterator[None]:
+        """Around what takes a listing apart: an entry without a size or a date, say."""
+        try:
+            yield
+        except (KeyError, TypeError, AttributeError):
+            raise StoreConfigError(NO_S3.format(self.endpoint_url)) from None
+
+    def _next_token(self, page: dict[str, Any], token: str) -> str:
+        """The token of the next page, "" after the last.
+
+        Raises:
+            StoreConfigError: it is that of this page, which would be listed for ever.
+        """
+        following: str = page.get("NextContinuationToken", "") if page.get("IsTruncated") else ""
+        if following and following == token:
+            raise StoreConfigError(f"endpoint: {self.endpoint_url} gives the same page of a listing again and again")
+        return following
 
     @property
     def _is_aws(self) -> bool:
