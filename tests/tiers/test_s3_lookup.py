@@ -144,6 +144,45 @@ def test_a_folder_that_cannot_be_listed_is_left_alone(fault: str) -> None:
         assert (bucket.lists, len(bucket.heads)) == ([], 30)
 
 
+def by_folder(name: str) -> list[str]:
+    return name.split("/")
+
+
+@pytest.mark.parametrize("neighbour", ["ab-x/0", "ab.bin"])
+def test_servers_that_list_folder_by_folder(neighbour: str) -> None:
+    """SeaweedFS: "m/ab/…" before "m/ab-x/…", so what starts after the second has not seen the first."""
+    inside = [f"m/ab/{i:02}" for i in range(30)]
+    beside = f"m/{neighbour}"
+    bucket = Bucket([*inside, beside])
+    bucket.sizes = dict(sorted(bucket.sizes.items(), key=lambda item: by_folder(item[0])))
+
+    def list_sizes(folder: str, after: str) -> tuple[list[tuple[str, int]], bool]:
+        found = [(name, size) for name, size in bucket.sizes.items() if by_folder(name) > by_folder(after)]
+        return found[:20], len(found) > 20
+
+    bucket.list_sizes = list_sizes  # type: ignore[method-assign]
+    bucket.ask([*inside, beside])
+    bucket.ask([*inside[15:], beside])
+
+
+def test_page_that_ends_in_a_folder_says_nothing_of_its_neighbours() -> None:
+    inside = [f"m/ab/{i:04}" for i in range(1010)]
+    beside = [f"m/ab-{i:02}" for i in range(20)]
+    bucket = Bucket([*inside, *beside])
+
+    def list_sizes(folder: str, after: str) -> tuple[list[tuple[str, int]], bool]:
+        bucket.lists.append(folder)
+        found = sorted(
+            ((name, size) for name, size in bucket.sizes.items() if by_folder(name) > by_folder(after)),
+            key=lambda item: by_folder(item[0]),
+        )
+        return found[:PAGE_NAMES], len(found) > PAGE_NAMES
+
+    bucket.list_sizes = list_sizes  # type: ignore[method-assign]
+    bucket.ask(["m/aa", *beside])
+    assert bucket.lists
+
+
 def test_nothing_to_ask_teaches_nothing() -> None:
     bucket = Bucket(names_of(30))
     bucket.head_s = 0.5

@@ -67,7 +67,8 @@ class Lookups:
     ) -> None:
         """Answer what pages of the names' common folder answer sooner than HEADs; the first LIST of a folder is to see.
 
-        An error ends it: the HEADs will tell.
+        An error ends it: the HEADs will tell. A page proves absence only of names that come in one order on S3, by
+        bytes, and on servers with real folders.
 
         Args:
             names: objects' names -> keys.
@@ -77,6 +78,9 @@ class Lookups:
         asked = sorted(names)
         folder = _common_folder(asked)
         if not self._is_worth_a_list(folder, len(asked)):
+            return
+        by_folder = [_folder_by_folder(name) for name in asked]
+        if any(name > after for name, after in pairwise(by_folder)):
             return
         while len(asked) >= LIST_KEYS_MIN:
             started = self._clock()
@@ -88,7 +92,10 @@ class Lookups:
             if (more and not page) or any(name >= after for (name, _), (after, _) in pairwise(page)):
                 self._remember(folder, _ENDLESS, 1.0)
                 return  # no order (S3 Express): absence proves nothing
-            known = bisect_right(asked, page[-1][0]) if more else len(asked)
+            known = len(asked)
+            if more:
+                last = page[-1][0]
+                known = min(bisect_right(asked, last), bisect_right(by_folder, _folder_by_folder(last)))
             took_s = self._clock() - started
             self._remember(folder, took_s, known / len(asked))
             sizes = dict(page)
@@ -96,7 +103,7 @@ class Lookups:
                 size = sizes.get(name)
                 if size != 0:  # may be a folder marker: a HEAD knows
                     answers[names[name]] = size
-            del asked[:known]
+            del asked[:known], by_folder[:known]
             if known < LIST_KEYS_MIN or took_s > known * self._key_s:
                 return
 
@@ -155,6 +162,11 @@ class Lookups:
         if len(self._listings) >= FOLDERS_MAX:
             self._listings.clear()
         self._listings[folder] = _Listing(seconds, share, self._clock() + BELIEVED_S)
+
+
+def _folder_by_folder(name: str) -> str:
+    """What SeaweedFS lists by: "ab/c" before "ab-c", though "-" is below "/" (and below "." of a file's "ab.c")."""
+    return name.replace("/", "\0")
 
 
 def _common_folder(names: Sequence[str]) -> str:
