@@ -633,6 +633,12 @@ def test_put_that_is_answered_by_a_proxys_page_is_no_success(store: S3Store, ser
     assert server.get_object("bucket", "f/a") is None
 
 
+def test_put_sends_its_body_at_once(store: S3Store, server: HttpFaultServer) -> None:
+    """boto3 would wait a second for servers that never say "100 Continue"."""
+    store.put("f/a", as_parts(DATA))
+    assert [request.headers.get("expect") for request in server.requests("PUT")] == [None]
+
+
 # -- credentials that come back -------------------------------------------------------------------------------------
 
 

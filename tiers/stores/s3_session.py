@@ -247,6 +247,7 @@ class S3Session:
         )
         client.meta.events.register("before-call.s3.HeadBucket", _follow_no_redirect)
         client.meta.events.register("before-send.s3", _IdleLimit(client))
+        client.meta.events.register("before-sign.s3.PutObject", _expect_no_continue)
         return client
 
     def translate(self, error: Exception) -> StoreError:
@@ -406,6 +407,11 @@ class _IdleLimit:
 def _follow_no_redirect(context: dict[str, Any], **_: Any) -> None:
     """For the HEAD by which botocore asks where a bucket is that redirects: that it redirects, too, is the answer."""
     context.get("s3_redirect", {})["redirected"] = True
+
+
+def _expect_no_continue(request: Any, **_: Any) -> None:
+    """Send a body at once: to ask first costs a round trip a put, and 1 s where the server or a proxy never says go."""
+    del request.headers["Expect"]
 
 
 _ONE_ATTEMPT = {"total_max_attempts": 1, "mode": "standard"}
