@@ -15,7 +15,7 @@ from typing import Any
 
 from tiers.block_reader import BlockReader, read_identities, read_small
 from tiers.conversion import Converter
-from tiers.errors import BlobNotFoundError, StoreConfigError, StoreError, StoreFullError, StorePermissionError
+from tiers.errors import BlobNotFoundError, StoreError, StoreFullError, StorePermissionError
 from tiers.file_mapper import CONFIG_FILE_NAME, IDENTITY_FILE_PREFIX
 from tiers.inventory import BlockName, list_blocks
 from tiers.seal import TRAILER_BYTES, Seal, fingerprint_in
@@ -25,6 +25,10 @@ THREADS = 8  # reading or writing mostly waits, on one side at least
 BATCH_BLOCKS = 256  # asked for at once, whether the target has them
 
 Block = tuple[KeyInfo, BlockName]
+
+
+class _Unusable(Exception):
+    """One namespace cannot be copied; the others may."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,23 +141,23 @@ class Copier:
             if move.seal is None and move.name.namespace in self.report.left_out:
                 self.report.errors += 1
                 continue
-            if self._room_bytes is not None:
-                if move.info.size > self._room_bytes:
-                    self.report.no_room = True
-                    break
-                self._room_bytes -= move.info.size
+            if self._room_bytes is not None and move.info.size > self._room_bytes:
+                self.report.no_room = True
+                break
             try:
                 if move.seal is None and move.name.namespace not in self._namespaces:
                     self._copy_namespace(move.name.namespace)
             except StoreFullError:
                 self.report.no_room = True
                 break
-            except StoreError as e:
-                if not (isinstance(e, StoreConfigError) or _is_refused(e)):
+            except (_Unusable, StorePermissionError) as e:
+                if not (isinstance(e, _Unusable) or _is_refused(e)):
                     raise
                 self.report.left_out[move.name.namespace] = str(e)
                 self.report.errors += 1
                 continue
+            if self._room_bytes is not None:
+                self._room_bytes -= move.info.size
             wanted.append(move)
         return wanted
 
@@ -188,14 +192,14 @@ class Copier:
 
     def _copy_namespace(self, namespace: str) -> None:
         if not read_identities(self._source, namespace):
-            raise StoreConfigError(f"the source's {namespace}/{CONFIG_FILE_NAME} is missing or damaged")
+            raise _Unusable(f"the source's {namespace}/{CONFIG_FILE_NAME} is missing or damaged")
         own = (info.key for info in self._source.keys(f"{namespace}/{IDENTITY_FILE_PREFIX}"))
         for key in (f"{namespace}/{CONFIG_FILE_NAME}", *own):
             data = read_small(self._source, key)
             if data is not None:
                 self._target.put(key, [memoryview(data)])  # what is there stays
         if not read_identities(self._target, namespace):
-            raise StoreConfigError(f"the target's {namespace}/{CONFIG_FILE_NAME} is damaged or another namespace's")
+            raise _Unusable(f"the target's {namespace}/{CONFIG_FILE_NAME} is damaged or another namespace's")
         self._namespaces.add(namespace)
 
     def _copy_some(self, moves: list[_Move], reader: BlockReader) -> CopyReport:

@@ -183,6 +183,15 @@ def close_reader(fd: int) -> None:
         pass
 
 
+def _passes_by_rights() -> bool:
+    """Whether CAP_DAC_OVERRIDE is in effect: who lacks it could not use what he has given away."""
+    try:
+        with open("/proc/thread-self/status") as f:
+            return any(line.startswith("CapEff:") and int(line[7:], 16) >> 1 & 1 for line in f)
+    except OSError:
+        return False
+
+
 class RootFolder:
     """A store's root, opened once. Immutable, so any thread may use it; descriptors it returns are the caller's.
 
@@ -213,7 +222,7 @@ class RootFolder:
             self.fd = os.open(path, OPEN_FOLDER)
         self._openat2 = openat2_works(self.fd)
         self._owner: tuple[int, int] | None = None
-        if os.geteuid() == 0:
+        if os.geteuid() == 0 and _passes_by_rights():
             status = os.fstat(self.fd)
             if status.st_uid != 0:
                 self._owner = status.st_uid, status.st_gid

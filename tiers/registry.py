@@ -16,6 +16,7 @@ from typing import Any
 from tiers.base import SecondaryTierManager
 from tiers.config import ENTRY_POINT_GROUP
 from tiers.errors import ConfigError
+from tiers.layers import loaded_code  # noqa: F401 - to look at the package while it is loaded, not when a worker starts
 
 #: Tier type -> (module, class).
 _BUILT_IN: Mapping[str, tuple[str, str]] = {

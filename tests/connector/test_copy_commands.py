@@ -25,7 +25,7 @@ from tiers import folder_listing
 from tiers.capacity.account import Account
 from tiers.conversion import Conversion, Converter
 from tiers.copying import Copier, find_blocks
-from tiers.errors import StoreFullError, StorePermissionError, StoreUnavailableError
+from tiers.errors import StoreConfigError, StoreFullError, StorePermissionError, StoreUnavailableError
 from tiers.file_mapper import FileMapper
 from tiers.inventory import BlockName
 from tiers.keyring import KeyRing
@@ -192,6 +192,28 @@ def test_a_namespace_without_identity_keeps_no_other_from_being_copied(near: Pat
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes root")
+def test_a_namespace_that_is_left_out_takes_no_room(near: Path, far: Path) -> None:
+    digest = NAMESPACE.rpartition("_")[2]
+    other = far / NAMES[0].partition("/")[0].replace(digest, "0" * 12)  # listed before the good one
+    shutil.copytree(far / NAMES[0].partition("/")[0], other)
+    source, target = LocalStore(far, read_only=True), LocalStore(near)
+    room_bytes = (far / NAMES[0]).stat().st_size
+    report = Copier(source, target, room_bytes=room_bytes).copy(find_blocks(source, [""]))
+    assert (report.copied, report.no_room) == (1, True)
+
+
+def test_a_target_that_takes_nothing_ends_it(near: Path, far: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a million blocks not one would be copied."""
+
+    def refuse(*_: object, **__: object) -> bool:
+        raise StoreConfigError("this file system has no hard links")
+
+    source, target = LocalStore(far, read_only=True), LocalStore(near)
+    monkeypatch.setattr(target, "put", refuse)
+    with pytest.raises(StoreConfigError, match="no hard links"):
+        Copier(source, target).copy(find_blocks(source, [""]))
+
+
 @pytest.mark.parametrize("refused", ["000", "leaf", "namespace"])
 def test_folders_of_somebody_else_in_the_target_stop_nothing(near: Path, far: Path, refused: str) -> None:
     """As a command leaves them that was run by root."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,6 +69,26 @@ def test_what_differs_is_told_once(package: Package, name: str, caplog: pytest.L
             package.code.check()
         package.now += LOOK_EVERY_S
     assert [record.levelno for record in caplog.records if MESSAGE in record.message] == [logging.ERROR]
+
+
+def test_what_cannot_be_read_is_no_other_code(package: Package, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of descriptors: said as it is, and over as soon as there are some."""
+
+    def scarce(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    for taken in ("builtins.open", "os.scandir"):
+        with monkeypatch.context() as few:
+            few.setattr(taken, scarce)
+            with pytest.raises(OSError, match="Too many open files"):
+                package.code.check()
+        package.code.check()
+
+
+def test_it_is_looked_at_when_the_registry_is_imported() -> None:
+    """Not when the first worker is started: a model is loaded in between, for minutes."""
+    program = "import sys, tiers.registry; sys.exit('tiers.layers.loaded_code' not in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_a_killed_worker_is_not_replaced_by_one_of_other_code(package: Package, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ and the store works again as soon as the fault is gone.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import gc
 import os
@@ -533,6 +534,36 @@ def test_where_nothing_can_be_given_away_it_is_stored(tmp_path: Path, monkeypatc
     store = LocalStore(tmp_path)
     store.put("f/a", as_parts(b"1"))
     assert fetch(store, "f/a", 1) == b"1"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving files away takes root")
+def test_root_without_its_rights_keeps_what_it_makes(tmp_path: Path) -> None:
+    """A container that dropped CAP_DAC_OVERRIDE: what it gave away it could not use itself."""
+    os.chown(tmp_path, 65534, 65534)
+    tmp_path.chmod(0o777)
+
+    def use() -> None:
+        drop_capability(CAP_DAC_OVERRIDE)
+        store = LocalStore(tmp_path)
+        for key in ("f/a", "f/b", "c"):
+            store.put(key, as_parts(b"1"))
+            assert fetch(store, key, 1) == b"1"
+
+    assert run_in_child(use) == 0
+    assert owners(tmp_path / "f") == {0}
+
+
+CAP_DAC_OVERRIDE = 1
+
+
+def drop_capability(number: int) -> None:
+    """From the effective ones of this thread (capset(2), version 3)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    sets = (ctypes.c_uint32 * 6)()
+    assert libc.capget(header, sets) == 0
+    sets[0] &= ~(1 << number)
+    assert libc.capset(header, sets) == 0, os.strerror(ctypes.get_errno())
 
 
 def test_what_somebody_else_keeps_to_himself_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

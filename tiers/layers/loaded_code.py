@@ -22,6 +22,7 @@ class LoadedCode:
     """The package's source as it was when this was made: at import, so that it is what was loaded.
 
     By its contents, because a version does not change with each change, nor the contents with each new installation.
+    A package in an archive, or without sources, never shows that it was replaced.
     Any thread may call: two at once look twice.
     """
 
@@ -37,6 +38,7 @@ class LoadedCode:
 
         Raises:
             RuntimeError: another one, or none, is there now.
+            OSError: it cannot be read.
         """
         if self._clock() >= self._refused_until:
             if self._digest() == self._loaded:
@@ -50,17 +52,26 @@ class LoadedCode:
 
     def _digest(self) -> bytes:
         digest = hashlib.blake2b()
-        for folder, folders, names in os.walk(self._package):
+        for folder, folders, names in os.walk(self._package, onerror=_raise_unless_gone):
             folders.sort()
             for name in sorted(names):
                 if name.endswith(".py"):
                     path = os.path.join(folder, name)
                     content = b""
                     # What is being replaced at this moment differs as well.
-                    with suppress(OSError), open(path, "rb", buffering=0) as f:
+                    with (
+                        suppress(FileNotFoundError, NotADirectoryError, PermissionError),
+                        open(path, "rb", buffering=0) as f,
+                    ):
                         content = f.read()
                     digest.update(f"{path} {len(content)}\n".encode(errors="surrogateescape") + content)
         return digest.digest()
+
+
+def _raise_unless_gone(e: OSError) -> None:
+    # Out of descriptors, or a disk that fails: no other code is there for that.
+    if not isinstance(e, FileNotFoundError | NotADirectoryError | PermissionError):
+        raise e
 
 
 OWN_CODE = LoadedCode(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))

@@ -167,8 +167,8 @@ class SharingRules(StorePlace):
                     assert _fetched(each, "f/a", LARGE_BYTES) in (None, *versions)
             finally:
                 after.close()
-        store.put("f/a", as_parts(b"mine"), overwrite=True)
-        assert fetch(store, "f/a", 4) == b"mine"
+        store.put("f/b", as_parts(b"mine"))
+        assert fetch(store, "f/b", 4) == b"mine"
 
     # ---- close ---------------------------------------------------------------------------------------------
 
