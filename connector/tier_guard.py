@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from numbers import Real
 from typing import Any, Final, TypeVar
 
 from connector.tiering_options import LOAD_DEADLINE_S, LOAD_GRACE_S
@@ -129,7 +130,8 @@ class GuardedTier:
             own_s = self.tier.shutdown_s
             if own_s is None:
                 return False
-            self.tier.shutdown_s = min(own_s, within_s * SHUTDOWN_SHARE)
+            if own_s > within_s * SHUTDOWN_SHARE:
+                self.tier.shutdown_s = within_s * SHUTDOWN_SHARE
         except Exception as e:  # noqa: BLE001 - as above
             self.contain("shutdown_s", _shown(e))
             return False
@@ -158,12 +160,12 @@ def load_deadline_s(tier: SecondaryTierManager) -> float:
     own = getattr(tier, "job_deadline_s", None)
     if own is None or own == math.inf:
         return LOAD_DEADLINE_S
-    if not isinstance(own, int | float) or not own > 0:
+    if not isinstance(own, Real) or not float(own) > 0:
         raise ConfigError(
             f"job_deadline_s: {own!r} is not accepted; a tier states seconds, above 0, or None",
             field=f"tier {type(tier).__name__}",
         )
-    return own + LOAD_GRACE_S
+    return float(own) + LOAD_GRACE_S
 
 
 def _shown(thing: object) -> str:

@@ -44,7 +44,7 @@ class TierJobs:
     @property
     def are_awaited(self) -> bool:
         """Whether a tier may still report one. None does so later than its own deadline, unless storage hangs."""
-        return bool(self._jobs) and self._clock() < self._reports_until
+        return len(self._jobs) > len(self._raised) and self._clock() < self._reports_until
 
     def submit(self, method: str, job: Job, req_context: ReqContext) -> bool:
         """Give a tier a job.
@@ -65,7 +65,7 @@ class TierJobs:
         return True
 
     def take_ended(self, index: int) -> Iterator[Ended]:
-        """The jobs that a tier reports."""
+        """The jobs that a tier reports; and those that it will not, as it raised: slots are not kept for ever."""
         tier = self._tiers[index]
         for result in tier.collect("get_finished", JobResult):
             job = tier.job_of(result, self._jobs)
@@ -74,11 +74,10 @@ class TierJobs:
                 continue
             self._forget(result.job_id)
             yield job, tier.succeeded_in(result, [block.key for block in job.blocks])
-
-    def take_overdue(self, now: float) -> Iterator[Ended]:
-        """Jobs that a tier does not know of, as it raised, and so will never report: slots are not kept for ever."""
-        for job_id in [job_id for job_id, until in self._raised.items() if now >= until]:
-            yield self._forget(job_id), frozenset()
+        now = self._clock()
+        for job_id, until in list(self._raised.items()):
+            if now >= until and self._jobs[job_id].tier == index:
+                yield self._forget(job_id), frozenset()
 
     def drain(self, take: Callable[[], None]) -> None:
         """Wait until the tiers have done what they were given. Bounded by the tiers' own deadlines.

@@ -151,8 +151,6 @@ class TieringOffloadingManager(OffloadingManager):
         """Take results, submit this step's promotions, let the tiers send this step's lookups."""
         began = self._clock()
         self._take_results()
-        for job, succeeded in self._jobs.take_overdue(began):
-            self._finish(job, succeeded)
         if self._waiting or any(loads.is_awaited for loads in self._loads):
             now = self._clock()
             self._give_up_late_loads(now)
@@ -293,12 +291,15 @@ class TieringOffloadingManager(OffloadingManager):
     def _bar(self, request: Request, index: int) -> None:
         """The request's hits in a tier whose share does not come free are none: another tier may have them."""
         request.hit_tiers &= ~(1 << index)
-        barred = [key for key, tier in request.hits.items() if tier == index]
+        barred = []
+        for key in [key for key, tier in request.hits.items() if tier == index]:
+            del request.hits[key]
+            if self.primary.find(key) is None:  # else another request has it loaded
+                barred.append(key)
         if not barred:
             return
         self.metrics.inc("kvtiers_promotion_room_expired_total", by=len(barred))
         for key in barred:
-            del request.hits[key]
             request.refused[key] = request.refused.get(key, 0) | 1 << index
         self._log_once(
             f"loads {index}",

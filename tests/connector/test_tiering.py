@@ -14,6 +14,7 @@ import pytest
 from connector.base import CPULoadStoreSpec
 from connector.cascade import RETRY_S
 from connector.primary import CPUPrimaryTier, SlotCounts
+from connector.tier_guard import load_deadline_s
 from connector.tiering import TieringOffloadingManager
 from connector.tiering_options import LOAD_DEADLINE_S, LOAD_GRACE_S, TieringOptions
 from tests.connector.scripted_tier import FakeClock, ScriptedTier, job_keys, make_view, pattern, row
@@ -1328,6 +1329,53 @@ def test_a_tier_that_bounds_its_shutdown_is_told_how_long_there_is() -> None:
     engine.manager.shutdown_s = 1.0
     engine.manager.shutdown()
     assert [tier.shutdown_s for tier in engine.tiers] == [0.8, 0.1, None]
+
+
+def test_a_tier_whose_limit_is_short_enough_is_told_nothing() -> None:
+    class Fixed(ScriptedTier):
+        @property
+        def shutdown_s(self) -> float:  # type: ignore[override]
+            return 0.5
+
+    manager = TieringOffloadingManager(CPUPrimaryTier(8), [Fixed(make_view(8), "fixed")], clock=FakeClock())
+    manager.shutdown()
+    assert not manager.metrics.value("kvtiers_contained_errors_total", "fixed", "shutdown_s")
+
+
+@pytest.mark.parametrize("own", [np.float32(3), np.int64(3), 3])
+def test_a_tiers_deadline_may_be_any_number(own: Any) -> None:
+    tier = ScriptedTier(make_view(8), "numbers")
+    tier.job_deadline_s = own
+    assert load_deadline_s(tier) == 3 + LOAD_GRACE_S
+
+
+def test_a_job_at_which_a_tier_raised_keeps_no_engine_stepping() -> None:
+    """It may still report it; nobody will, mostly, and an idle engine would step until its deadline."""
+    engine = Engine(auto=False)
+    engine.tier.raising.add("submit_store")
+    engine.store(KEYS[0])
+    assert engine.counts.pinned == 1
+    assert not engine.manager.has_jobs_to_await()
+    engine.manager.shutdown()
+    engine.clock.advance(3600)
+    engine.manager.on_schedule_end()  # late: there is no tier any more
+
+
+def test_hits_that_another_request_has_loaded_are_not_counted_as_without_room() -> None:
+    engine = Engine(num_blocks=40, num_tiers=2, auto=False, load_share=0.4)  # 8 blocks a tier
+    engine.tiers[1].put(*KEYS[:16])
+    whole, beginning = ReqContext("whole"), ReqContext("beginning")
+    for req, keys in ((whole, KEYS[:16]), (beginning, KEYS[:8])):
+        for key in keys:
+            engine.manager.lookup(key, req)
+    engine.manager.on_schedule_end()
+    for job in list(engine.tiers[1].jobs):
+        engine.tiers[1].finish(job)
+    engine.manager.on_schedule_end()  # the rest of the whole takes the share, and hangs
+    engine.manager.on_request_finished(whole)
+    engine.clock.advance(60)
+    engine.manager.on_schedule_end()
+    assert engine.counted("kvtiers_promotion_room_expired_total") == 0
 
 
 def test_without_tiers_it_is_the_region_alone() -> None:
