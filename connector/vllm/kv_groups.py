@@ -8,10 +8,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1 import kv_cache_interface
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from connector.vllm import translate
 from tiers.errors import ConfigError
+
+# R-SWA, of newer releases, keeps a window of what it has generated.
+_WINDOWS = tuple(
+    getattr(kv_cache_interface, name)
+    for name in ("ChunkedLocalAttentionSpec", "RSWASpec", "SlidingWindowSpec")
+    if hasattr(kv_cache_interface, name)
+)
 
 
 def has_window(config: Any) -> bool:
@@ -26,7 +34,7 @@ def has_window(config: Any) -> bool:
     kinds = _layer_specs(config)
     if kinds is None:  # 0.33 counts windows itself; a Mamba state is one to it, for which one block does no harm
         return any(getattr(group, "sliding_window_size_in_chunks", None) is not None for group in config.groups)
-    return any(isinstance(kind, SlidingWindowSpec | ChunkedLocalAttentionSpec) for kind in kinds)
+    return any(isinstance(kind, _WINDOWS) for kind in kinds)
 
 
 def no_chunks_of_windows(blocks_per_chunk: int) -> ConfigError:

@@ -90,7 +90,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         self._block_size = int(kv_cache_spec.block_size)
         self._lookup_deadline_s = seconds_of(extra, "lookup_deadline_s", LOOKUP_DEADLINE_S)
         self._load_deadline_s = seconds_of(extra, "load_deadline_s", LOAD_DEADLINE_S)
-        self._spec = translate.engine_spec(build_offloading_config(vllm_config, kv_cache_config))
+        self._spec = translate.engine_spec(build_offloading_config(vllm_config, kv_cache_config), by_token=True)
         self._revision = self._spec.config.model.revision
         parallel = self._spec.config.parallel
         if parallel.dcp_size > 1 or parallel.pcp_size > 1:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from connector.vllm.pacing import Pacer
 from connector.vllm.prefix_order import PrefixOrder
 from tiers.base import JobMetadata, JobResult, SecondaryTierManager
 from tiers.config import load_config
-from tiers.errors import ConfigError
+from tiers.errors import ConfigError, KVTiersError
 from tiers.file_mapper import FORMAT_VLLM_RAW
 from tiers.keys import OffloadKey
 from tiers.registry import SecondaryTierFactory
@@ -84,7 +84,8 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
             raise kv_groups.no_chunks_of_windows(offloading_spec.blocks_per_chunk)
         self._role = translate.role_of(vllm_config)
         configs = getattr(offloading_spec, "secondary_tier_configs", ())
-        options = with_name(tier_options(tier, config_file, index), [config.get("tier") for config in configs])
+        own = {"tier": tier, "config_file": config_file, "index": index}
+        options = with_name(tier_options(tier, config_file, index), own, configs)
         own_type = str(options.get("name") or options["type"])
         # vLLM labels its metrics with the type: the tier's own says more than the adapter's.
         detector = () if backpressure_detector is None else (backpressure_detector,)  # before 0.31 there is none
@@ -241,11 +242,23 @@ def tier_options(tier: dict[str, Any] | None, config_file: str | None, index: in
     return dict(tiers[index])
 
 
-def with_name(options: dict[str, Any], entries: Sequence[Any]) -> dict[str, Any]:
-    """The options with a name of its own where several entries of vLLM's are of one type: as in a deployment's YAML."""
+def with_name(options: dict[str, Any], own: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The options with a name of its own where another of vLLM's entries has none either, and is of the same type.
+
+    Args:
+        own: what says which entry is meant, as ``tier_options`` takes it.
+        entries: of vLLM's ``secondary_tiers``.
+    """
     kind = options["type"]
-    alike = [i for i, entry in enumerate(entries) if isinstance(entry, dict) and entry.get("type") == kind]
-    places = [i for i in alike if entries[i] is options]
-    if kind not in TIER_MODELS or options.get("name") is not None or len(alike) < 2 or not places:
+    if kind not in TIER_MODELS or options.get("name") is not None:
         return options
-    return {**options, "name": f"{kind}{places[0]}"}
+    alike = []
+    for place, entry in enumerate(entries):
+        try:
+            theirs = tier_options(entry.get("tier"), entry.get("config_file"), entry.get("index"))
+        except KVTiersError:  # said when it is its turn; or somebody else's entry
+            continue
+        if theirs["type"] == kind and theirs.get("name") is None:
+            alike.append(place)
+    places = [i for i in alike if all(entries[i].get(name) == value for name, value in own.items())]
+    return options if len(alike) < 2 or not places else {**options, "name": f"{kind}{places[0]}"}

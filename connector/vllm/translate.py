@@ -119,8 +119,12 @@ def warn_of_adapters() -> None:
         )
 
 
-def engine_spec(spec: Any, *, blocks_per_chunk: int | None = None) -> EngineSpec:
-    """The engine's identity out of a spec of vLLM's (or the OffloadingConfig in it)."""
+def engine_spec(spec: Any, *, by_token: bool = False) -> EngineSpec:
+    """The engine's identity out of a spec of vLLM's (or the OffloadingConfig in it).
+
+    Args:
+        by_token: what is stored is in the order of tokens, however kernels cut pages.
+    """
     warn_of_seeded_hashes()
     config = getattr(spec, "config", spec)
     vllm_config = find_vllm_config()
@@ -133,7 +137,7 @@ def engine_spec(spec: Any, *, blocks_per_chunk: int | None = None) -> EngineSpec
             ),
             cache=CacheConfig(
                 tokens_per_hash=config.cache.tokens_per_hash,
-                blocks_per_chunk=blocks_per_chunk or config.cache.blocks_per_chunk,
+                blocks_per_chunk=config.cache.blocks_per_chunk,
                 hash_algorithm=_hash_algorithm(vllm_config),
             ),
             parallel=ParallelConfig(
@@ -153,7 +157,7 @@ def engine_spec(spec: Any, *, blocks_per_chunk: int | None = None) -> EngineSpec
             canonical_layout=canonical,
             kv_cache_layout=getattr(config, "kv_cache_layout", None),
             replicated_layout=bool(getattr(config, "replicated_layout", False)),
-            platform=kv_platform(vllm_config, [group.tokens_per_block for group in config.groups]),
+            platform=kv_platform(vllm_config, [group.tokens_per_block for group in config.groups], by_token=by_token),
         ),
         Metrics(),
     )
@@ -246,7 +250,7 @@ def _model_revision(vllm_config: Any | None) -> str | None:
     return kv_revision(vllm_config)
 
 
-def kv_platform(vllm_config: Any | None, block_sizes: Iterable[int]) -> str:
+def kv_platform(vllm_config: Any | None, block_sizes: Iterable[int], *, by_token: bool = False) -> str:
     """Whose kernels lay out the KV: "cuda", "cuda:" and a digest, or "cpu:amx".
 
     vLLM's CPU backend packs the same KV in another order where the machine has AMX: with the same sizes, and wrong
@@ -256,13 +260,14 @@ def kv_platform(vllm_config: Any | None, block_sizes: Iterable[int]) -> str:
 
     Args:
         block_sizes: tokens of a block, of each group.
+        by_token: see ``engine_spec``.
     """
     if current_platform.is_rocm():
         return f"rocm:{_rocm_kernels(vllm_config)}"
     if not current_platform.is_cpu():
         name = str(current_platform.device_name or current_platform.device_type or "unknown")
         is_one_kernels_block = max(block_sizes, default=0) <= _KERNEL_BLOCK_TOKENS
-        return name if is_one_kernels_block else f"{name}:{_cuda_kernels(vllm_config)}"
+        return name if by_token or is_one_kernels_block else f"{name}:{_cuda_kernels(vllm_config)}"
     model = getattr(vllm_config, "model_config", None)
     try:
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
@@ -299,8 +304,10 @@ def _rocm_kernels(vllm_config: Any | None) -> str:
 def _asked_kernels(vllm_config: Any | None) -> tuple[str, str, str]:
     """The backends that were asked for, and the release, which decides where none was."""
     attention = getattr(vllm_config, "attention_config", None)
-    chosen = getattr(attention, "backend", None), getattr(attention, "backend_per_kind", None)
-    return str(chosen[0]), str(chosen[1]), ".".join(vllm.__version__.split(".")[:2])
+    per_kind = getattr(attention, "backend_per_kind", None)
+    if isinstance(per_kind, dict):  # in whatever order it was written
+        per_kind = sorted((str(kind), str(backend)) for kind, backend in per_kind.items())
+    return str(getattr(attention, "backend", None)), str(per_kind), ".".join(vllm.__version__.split(".")[:2])
 
 
 def _hash_algorithm(vllm_config: Any | None) -> str:

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.v1 import kv_cache_interface
 from vllm.v1.kv_cache_interface import KVCacheConfig, UniformTypeKVCacheSpecs
 from vllm.v1.kv_offload.base import CanonicalKVCaches
 from vllm.v1.kv_offload.config import OffloadingCacheConfig
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
+from connector.vllm import kv_groups
 from connector.vllm.spec import KVTiersSpec
 from tests.vllm import engines
 from tests.vllm.engines import BLOCK_BYTES, CHUNKED, FULL, MAMBA, SLIDING, offloading_config
@@ -43,6 +45,15 @@ def made_by(kv_cache_config: KVCacheConfig, make: Any) -> Any:
 def config_of(kinds: list[Any], extra: dict[str, Any], blocks_per_chunk: int = CHUNK, **changes: Any) -> Any:
     cache = OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=blocks_per_chunk)
     return offloading_config(extra, groups=engines.groups(len(kinds)), cache=cache, **changes)
+
+
+@pytest.mark.skipif(not hasattr(kv_cache_interface, "RSWASpec"), reason="this vLLM has no R-SWA")
+def test_a_window_of_what_was_generated_is_one() -> None:
+    """It is full attention to vLLM, and what lies between the prompt and the window is freed all the same."""
+    rswa = engines.attention(kv_cache_interface.RSWASpec, rswa_window=32)
+    extra = {"cpu_bytes_to_use": 1 << 20, "blocks_per_chunk": 1, "tiers": [{"type": "memory"}]}
+    config = config_of([rswa], extra)
+    assert made_by(engines.kv_cache_config(rswa), lambda: kv_groups.has_window(config))
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["told", "from_the_file"])

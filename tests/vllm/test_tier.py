@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -299,10 +300,17 @@ def test_a_tier_that_ends_in_time_by_itself_is_given_its_limit(engines: Any, tmp
         go.set()
 
 
-def test_tiers_of_one_type_without_a_name_are_told_apart(tmp_path: Path) -> None:
-    adapters = [
-        {"type": "KVTiersTier", "module_path": "connector.vllm.tier", **on_folder(tmp_path / name)} for name in "ab"
-    ]
+@pytest.mark.parametrize("in_files", ["", "b", "ab"])
+def test_tiers_of_one_type_without_a_name_are_told_apart(tmp_path: Path, in_files: str) -> None:
+    def place(name: str) -> dict[str, Any]:
+        given = on_folder(tmp_path / name)
+        if name not in in_files:
+            return given
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(json.dumps({"region": {"size": "1MiB"}, "tiers": [given["tier"]]}))
+        return {"config_file": str(path)}
+
+    adapters = [{"type": "KVTiersTier", "module_path": "connector.vllm.tier", **place(name)} for name in "ab"]
     extra = {"cpu_bytes_to_use": NUM_CHUNKS * 4096, "secondary_tiers": adapters}
     manager = TieringOffloadingSpec(offloading_config(extra, engine_id="pytest-two")).get_manager()
     assert isinstance(manager, TieringOffloadingManager)

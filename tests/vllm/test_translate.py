@@ -253,6 +253,9 @@ def test_cudas_backends_share_nothing_where_a_kernels_block_may_be_smaller(monke
     plain = platform(32)
     assert str(plain).startswith("cuda:")
     assert platform(32) == platform(128) == plain
+    kinds = {"full": "A", "sliding": "B"}
+    assert platform(32, kinds=kinds) == platform(32, kinds=dict(reversed(kinds.items())))
+    assert translate.kv_platform(some_vllm_config(), [32], by_token=True) == "cuda"
     found = [platform(32, **other) for other in others]
     monkeypatch.setattr(vllm, "__version__", "0.99.1")
     found.append(platform(32))
