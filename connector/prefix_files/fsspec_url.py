@@ -5,19 +5,23 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Any
 
 from connector.prefix_files.base import FILES_AT_ONCE, Files, storage_errors
 from connector.prefix_files.side_by_side import SideBySide, result_of
-from tiers.errors import ConfigError, public_url
-from tiers.stores.fsspec_driver import ATOMIC_PUT, TEMPORARY_FOLDER, protocols_of, put_and_move
+from tiers.errors import ConfigError, StoreConfigError, public_url
+from tiers.stores.fsspec_driver import ATOMIC_PUT, TEMPORARY_FOLDER, check_drivers, protocols_of, put_and_move
 
 
 class FsspecFiles(Files):
     """Files under an fsspec URL. Object stores show a put in one piece; elsewhere files are written and moved."""
 
     def __init__(self, url: str, options: dict[str, Any]) -> None:
+        try:
+            check_drivers(url)
+        except StoreConfigError as e:
+            raise ConfigError(f"{public_url(url)!r}: {e}", field="url") from None
         try:
             import fsspec
 
@@ -73,7 +77,16 @@ class FsspecFiles(Files):
 
     def present(self, runs: Sequence[Sequence[str]]) -> list[int]:
         asked = [[self._side_by_side.submit(self.exists, path) for path in run] for run in runs]
-        return [sum(1 for _ in takewhile(result_of, run)) for run in asked]
+        counts = []
+        try:
+            for run in asked:
+                counts.append(sum(1 for _ in takewhile(result_of, run)))
+                for question in run[counts[-1] :]:
+                    question.cancel()  # those of other lookups are behind it in line
+        finally:  # of an error, too
+            for question in chain.from_iterable(asked[len(counts) :]):
+                question.cancel()
+        return counts
 
     def reading(self, paths: Sequence[str], bytes_max: int) -> list[Callable[[], bytes]]:
         if len(paths) == 1:  # the caller waits for it at once

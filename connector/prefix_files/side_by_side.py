@@ -14,7 +14,8 @@ from tiers.errors import StoreClosedError
 T = TypeVar("T")
 
 FILES_MIN = 4  # that a load reads at once, however large
-BUFFERS_BYTES_MAX = 64 << 20  # that loads under way read into
+#: That one load alone reads into; the n-th of those under way gets 1/n of it. Eight (LOAD_THREADS) come to 174 MiB.
+BUFFERS_BYTES_MAX = 64 << 20
 
 
 class SideBySide:

@@ -109,6 +109,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
             self._pool.submit(self._stores[0].prepare)
         # scheduler
         self._requests: dict[str, Request] = {}
+        self._loading: dict[str, frozenset[int]] = {}  # request -> blocks that workers fill, though it may be aborted
         self._loads: list[Transfer] = []  # not handed to the workers yet
         self._drops_loads = False
         self._stored = Stored()
@@ -118,7 +119,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         num_blocks = int(kv_cache_config.num_blocks)
         self._worker = PrefixWorker(self._pool, num_blocks, self._block_size, self._load_deadline_s)
         self._reporter = PrefixReporter()
-        self._lookups_given_up = 0
+        self._lookups_given_up = self._dropped_blocks = 0
         self._removed = dict.fromkeys(("chunks_removed", "bytes_removed"), 0)
         self._collector: CollectorLink | None = None
         if self._limits is not None and role == KVConnectorRole.SCHEDULER:
@@ -164,7 +165,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
             for count, by_reason in (("chunks_removed", "removed_blobs"), ("bytes_removed", "removed_bytes")):
                 self._removed[count] += sum(told.get("report", {}).get(by_reason, {}).values())
         own = {
-            "dropped_blocks": self._worker.dropped_blocks,
+            "dropped_blocks": self._dropped_blocks + self._worker.dropped_blocks,
             "loads_failed": self._worker.loads_failed,
             "lookups_given_up": self._lookups_given_up,
             **self._removed,
@@ -199,9 +200,10 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         if state.found is None:
             failed = state.matched.cancelled() or state.matched.exception() is not None
             state.found = 0 if failed else state.matched.result()
-            state.stored_blocks = state.found
+            # What it stored before a preemption may be on its way still.
+            state.stored_blocks = max(state.stored_blocks, state.found)
             self._stored.add(state.hashes[: state.found])
-            self._stored.discard(state.hashes[state.found : limit_blocks])
+            self._stored.discard(state.hashes[state.stored_blocks : limit_blocks])
             self._uses.note(state.hashes[: state.found])
         # From 0.31 on vLLM sees to the first itself. Who only stores asks, too: what is there is not copied again.
         if getattr(request, "skip_reading_prefix_cache", False) or not self._role.loads:
@@ -214,11 +216,8 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         state = self._requests.get(request.request_id)
         if state is None:
             return
-        state.matched, state.found, state.is_given_up = (
-            None,
-            None,
-            False,
-        )  # should it come again, after a preemption, what is there is asked again
+        # Should it come again, after a preemption, what is there is asked again.
+        state.matched, state.found, state.is_given_up = None, None, False
         if num_external_tokens <= 0:
             return
         first = state.num_computed // self._block_size
@@ -226,7 +225,8 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         block_ids = list(blocks.get_block_ids()[0])
         size = self._block_size
         self._loads.append(transfer_of(request.request_id, state, block_ids, first, last, size, is_store=False))
-        state.loading, state.load_first = frozenset(block_ids[first:last]), first
+        self._loading[request.request_id] = frozenset(block_ids[first:last])
+        state.load_first = first
         state.load_began_at = time.monotonic()
         state.has_failed = False
 
@@ -234,9 +234,9 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         """Store what could not be loaded again, when it was computed. What came too late is not asked for again."""
         hung_since = time.monotonic() - self._load_deadline_s
         failed = of_others = set(connector_output.invalid_block_ids or ())
-        for state in self._requests.values() if failed else ():
-            if not state.loading.isdisjoint(failed):
-                of_others = of_others - state.loading
+        for req_id, blocks in self._loading.items() if failed else ():
+            of_others = of_others - blocks
+            if not blocks.isdisjoint(failed) and (state := self._requests.get(req_id)) is not None:
                 state.stored_blocks = state.load_first
                 state.has_failed = True
                 if state.load_began_at <= hung_since:
@@ -246,22 +246,21 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
             for state in self._requests.values():
                 state.stored_blocks = len(state.token_ids)
         for req_id in connector_output.finished_recving or ():
+            self._loading.pop(req_id, None)
             if (loaded := self._requests.get(req_id)) is not None:
-                loaded.loading = frozenset()
                 loaded.failed_loads += loaded.has_failed  # once, though ranks may have said so in several steps
 
     def build_connector_meta(self, scheduler_output: Any) -> SharedStorageMetadata:
         """This step's loads and stores; ``scheduler_output`` is only read."""
         scheduled = scheduler_output.num_scheduled_tokens
-        stores_any = not self._siblings.in_doubt(scheduler_output) and self._stores_any
+        in_doubt = self._siblings.in_doubt(scheduler_output)
         meta = SharedStorageMetadata(self._loads, not scheduled, self._revision, self._drops_loads)
         self._loads, self._drops_loads = [], False
         for new in scheduler_output.scheduled_new_reqs:
             known = self._requests.get(new.req_id)
             if known is not None:
                 known.block_ids = list(new.block_ids[0])
-                if stores_any:
-                    self._add_store(meta, new.req_id, known, new.num_computed_tokens + scheduled[new.req_id])
+                self._add_store(meta, new.req_id, known, new.num_computed_tokens + scheduled[new.req_id], in_doubt)
         cached = scheduler_output.scheduled_cached_reqs
         for index, req_id in enumerate(cached.req_ids):
             known = self._requests.get(req_id)
@@ -272,19 +271,28 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
                 known.block_ids = list(new_ids[0]) if new_ids else []
             elif new_ids:
                 known.block_ids += new_ids[0]
-            if stores_any:
-                self._add_store(meta, req_id, known, cached.num_computed_tokens[index] + scheduled[req_id])
+            self._add_store(meta, req_id, known, cached.num_computed_tokens[index] + scheduled[req_id], in_doubt)
         return meta
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:  # noqa: ARG002
         """Nothing of it needs its blocks any more: what is stored was copied in its step."""
         state = self._requests.pop(request.request_id, None)
-        if state is not None and state.matched is not None:
+        if state is None:
+            return False, None
+        if state.matched is not None:
             state.matched.cancel()
+        if state.doubted_blocks:  # no later step has stored them
+            stored = self._stored.end_of(state.hashes, state.stored_blocks, state.doubted_blocks)
+            self._dropped_blocks += max(0, state.doubted_blocks - stored)
         return False, None
 
     def reset_cache(self) -> bool | None:
-        """Nothing is cached here; requests that are known keep no claim on storage where it is not used any more."""
+        """Nothing is cached here; requests that are known keep no claim on storage where it is not used any more.
+
+        Workers hear of it with the next step. A load that one under way reports until then is used, as running requests
+        are: vLLM resets at once only if told to, and answers that it failed, since the load's blocks are in use.
+        Otherwise (pause, sleep) it waits until no step is under way.
+        """
         self._storage.reset()
         if self._storage.is_off:
             for state in self._requests.values():
@@ -322,8 +330,15 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
             state.hash_blocks(self._block_size, adapter)
         return blocks_in_all(self._stores, state.hashes[:limit_blocks])
 
-    def _add_store(self, meta: SharedStorageMetadata, req_id: str, state: Request, computed_tokens: int) -> None:
+    def _add_store(
+        self, meta: SharedStorageMetadata, req_id: str, state: Request, computed_tokens: int, in_doubt: bool
+    ) -> None:
+        if not self._stores_any:
+            return
         last = min(computed_tokens // self._block_size, len(state.hashes), len(state.block_ids))
+        state.doubted_blocks = last if in_doubt else 0
+        if in_doubt:
+            return
         state.stored_blocks = self._stored.end_of(state.hashes, state.stored_blocks, last)
         # Chunks of one size are asked for side by side, and steps end anywhere. So before the prompt's end, whole ones.
         blocks_min = 1 if last == len(state.hashes) else CHUNK_BLOCKS_MAX

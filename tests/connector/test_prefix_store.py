@@ -22,6 +22,8 @@ else:
     torch = pytest.importorskip("torch", reason="prefixes are tensors: pip install 'kvtiers[torch]'")
 pytest.importorskip("safetensors", reason="prefixes are safetensors: pip install 'kvtiers[torch]'")
 
+from connector.prefix_files import FILES_AT_ONCE, files_for
+from connector.prefix_files.fsspec_url import FsspecFiles
 from connector.prefix_files.side_by_side import BUFFERS_BYTES_MAX, FILES_MIN, SideBySide
 from connector.prefix_limits import USE_NOTED_S
 from connector.prefix_place import place_at
@@ -51,8 +53,18 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
         return
     fsspec = pytest.importorskip("fsspec")
     if request.param != "memory":
-        scheme = "local" if request.param == "local" else "dir::file"
-        yield f"{scheme}://{tmp_path}/prefixes"
+        if request.param != "local":
+            from fsspec.implementations.local import LocalFileSystem
+
+            class Folders(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
+                protocol = "folders"
+
+                @classmethod
+                def _strip_protocol(cls, path: object) -> object:
+                    return super()._strip_protocol(str(path).removeprefix("folders://"))
+
+            fsspec.register_implementation("folders", Folders, clobber=True)
+        yield f"{'local' if request.param == 'local' else 'folders'}://{tmp_path}/prefixes"
         return
     yield f"memory://prefixes-{os.getpid()}-{tmp_path.name}"
     fsspec.filesystem("memory").store.clear()
@@ -440,6 +452,48 @@ def test_file_systems_that_know_no_refresh_are_fine() -> None:
     store = store_at("strict://prefixes-strict")
     assert store.publish(hashes_of(1), layers_of(1))
     assert [chunk.blocks for chunk in store.match(hashes_of(1))] == [1]
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("tar://kv::file:///nowhere/kv.tar", "its driver has one open file for all threads"),
+        ("simplecache::memory://kv", "its cache keeps what was"),
+        ("ftp://host/kv", "its driver has one connection for all threads"),
+        ("nosuch://kv", "no such driver"),
+    ],
+)
+def test_protocols_that_break_promises_are_refused(url: str, expected: str) -> None:
+    pytest.importorskip("fsspec")
+    with pytest.raises(ConfigError, match=expected) as caught:
+        files_for(place_at(url))
+    assert caught.value.field == "url"
+
+
+def test_once_the_answer_is_known_no_question_stays_in_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("fsspec")
+    files, go_on = FsspecFiles("memory://prefixes-line", {}), threading.Event()
+
+    def exists(path: str) -> bool:
+        if path == "broken":
+            raise StoreUnavailableError("connection refused")
+        if path != "gone":
+            go_on.wait(20)
+        return path == "there"
+
+    monkeypatch.setattr(files, "exists", exists)
+    behind = [str(index) for index in range(50 * FILES_AT_ONCE)]
+    assert files.present([["gone", *behind]]) == [0]
+    assert files._side_by_side._pool is not None
+    assert not files._side_by_side._pool._waiting
+    go_on.set()
+    assert files.present([["there", "gone", "there"], ["there"]]) == [1, 1]
+    go_on.clear()
+    with pytest.raises(StoreUnavailableError):
+        files.present([["broken", *behind], behind])
+    assert not files._side_by_side._pool._waiting
+    go_on.set()
+    files.close()
 
 
 def test_far_file_systems_are_asked_for_many_chunks_and_all_ranks_at_once() -> None:

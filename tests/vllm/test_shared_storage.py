@@ -518,6 +518,24 @@ def test_a_request_resumed_after_preemption_brings_all_its_blocks(rigs: Any, mon
     assert transfer.hashes == list(hash_blocks(TOKENS, SIZE))[2:4]
 
 
+def test_what_a_preempted_request_stores_still_is_not_copied_again(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, ids = rigs(), [3, 7, 1, 9, 5]
+    store, go_on = rig.worker._stores[0], threading.Event()
+    publish = store.publish
+    monkeypatch.setattr(store, "publish", lambda *chunk: (go_on.wait(20), publish(*chunk)))
+    request = prompt(TOKENS)
+    assert rig.matched(request) == (0, False)
+    rig.scheduler.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: (ids,)), 0)
+    assert rig.stores(step(new={"r": (ids, 0, 18)})) == [(0, 4)]
+    assert rig.matched(request, computed=8) == (0, False)
+    assert rig.stores(step(cached={"r": (ids, 8, 10)}, resumed=("r",))) == []
+    again = prompt(TOKENS, "again")  # to which the GPU's cache answers
+    assert rig.matched(again, computed=16) == (0, False)
+    assert rig.stores(step(new={"again": (ids, 16, 2)})) == []
+    go_on.set()
+    rig.saved()
+
+
 def test_several_requests_in_one_step(rigs: Any) -> None:
     writer, reader = rigs(), rigs()
     prompts = {"a": list(range(9)), "b": list(range(50, 59))}
@@ -583,6 +601,22 @@ def test_a_load_that_failed_says_nothing_about_other_requests(rigs: Any, tmp_pat
     assert rig.stores(step(cached={"sound": ([], 18, 1)})) == []
 
 
+def test_a_load_that_fails_when_its_client_has_left_says_nothing_about_other_requests(rigs: Any) -> None:
+    store_whole(rigs(), TOKENS, [3, 7, 1, 9, 5])
+    rig = rigs()
+    gone, other = prompt(TOKENS, "gone"), prompt(TOKENS[1:], "other")
+    assert rig.matched(gone) == (16, True)
+    assert rig.matched(other) == (0, False)
+    rig.scheduler.update_state_after_alloc(gone, SimpleNamespace(get_block_ids=lambda: ([2, 4, 6, 8, 10],)), 16)
+    rig.scheduler.build_connector_meta(step())
+    rig.scheduler.request_finished(gone, [2, 4, 6, 8, 10])
+    failed = SimpleNamespace(finished_recving=None, invalid_block_ids={2, 4})
+    rig.scheduler.update_connector_output(failed)  # of one rank; the other one says so a step later
+    rig.report("gone", {2, 4, 6, 8})
+    assert rig.stores(step(new={"other": ([3, 7, 1, 9, 5], 0, 17)})) == [(0, 4)]
+    assert not rig.scheduler._loading
+
+
 @pytest.mark.parametrize("more", [{"has_sync_kv_loads": True}, {}], ids=["vLLM says so", "vLLM does not say"])
 @pytest.mark.parametrize("has_failed", [False, True])
 def test_what_is_computed_over_another_connectors_load_is_stored_only_if_that_came(
@@ -599,6 +633,28 @@ def test_what_is_computed_over_another_connectors_load_is_stored_only_if_that_ca
     rig.report("elsewhere", {3, 7} if has_failed else set())
     stored = rig.stores(step(cached={"r": ([], 19, 1), "other": ([], 18, 1)}))
     assert stored == ([] if has_failed else [(0, 4), (0, 4)])
+
+
+def test_blocks_that_another_connectors_loads_left_no_step_to_store_are_counted(rigs: Any) -> None:
+    rig, ids = rigs(), [3, 7, 1, 9, 5]
+    store_whole(rig, TOKENS[:9], [0, 2, 4])
+    request = prompt(TOKENS)
+    rig.matched(request)
+    assert rig.stores(step(new={"r": (ids, 0, 14)}, has_sync_kv_loads=True)) == []
+    assert rig.stores(step(cached={"r": ([], 14, 4)}, has_sync_kv_loads=True)) == []
+    assert rig.scheduler.get_kv_connector_stats() is None
+    rig.scheduler.request_finished(request, ids)
+    assert rig.scheduler.get_kv_connector_stats().data == {"dropped_blocks": 2}
+    for req_id in ("once more", "and stored"):
+        request = prompt(TOKENS, req_id)
+        rig.matched(request)
+        rig.stores(step(new={req_id: (ids, 0, 18)}, has_sync_kv_loads=True))
+        rig.stores(step(cached={req_id: ([], 18, 1)}, has_sync_kv_loads=False))
+        if req_id == "and stored":
+            rig.stores(step(cached={req_id: ([], 19, 1)}, has_sync_kv_loads=False))
+        rig.scheduler.request_finished(request, ids)
+        counted = rig.scheduler.get_kv_connector_stats()
+        assert (counted and counted.data) == ({"dropped_blocks": 2} if req_id == "once more" else None)
 
 
 def test_loads_of_another_connector_that_no_step_waits_for_are_stored_as_they_come(rigs: Any) -> None:
