@@ -280,9 +280,9 @@ http {{
   keepalive_requests 10000000; keepalive_timeout 300s; client_body_buffer_size 64k;
   client_body_temp_path {folder}/tmp/body; proxy_temp_path {folder}/tmp/proxy; fastcgi_temp_path {folder}/tmp/f;
   uwsgi_temp_path {folder}/tmp/u; scgi_temp_path {folder}/tmp/s;
-  map $request_method $put_etag {{ PUT '"stub"'; default ""; }}
+  map $request_method $etag {{ PUT '"stub"'; default $sent_http_etag; }}
   server {{
-    listen 127.0.0.1:{port}{tls}; root {folder}/data; add_header ETag $put_etag always;
+    listen 127.0.0.1:{port}{tls}; root {folder}/data; add_header ETag $etag always;
     location = /{bucket} {{
       default_type application/xml;
       if ($args ~ start-after) {{ return 405; }}
