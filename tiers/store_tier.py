@@ -190,6 +190,7 @@ class StoreTierManager(SecondaryTierManager):
         )
         self._clock = clock
         self._in_flight: dict[int, _InFlight] = {}
+        self._loading: dict[OffloadKey, set[int]] = {}  # the loads under way of a key that was not stored since
         self._to_book: deque[FinishedJob[Batch]] = deque()
         self._results: list[JobResult] = []
         self._events = UnreadEvents(self.name)
@@ -341,6 +342,9 @@ class StoreTierManager(SecondaryTierManager):
             self._results.append(JobResult(job.job_id, success=not keys))
             return
         self._in_flight[job.job_id] = _InFlight(keys, is_load, submitted_ns, tuple(map(len, batches)))
+        if is_load:
+            for key in keys:
+                self._loading.setdefault(key, set()).add(job.job_id)
 
     def _blocks_per_task(self, count: int, *, is_load: bool) -> int:
         """An equal share of a job for every thread, within TASK_BYTES_MIN and what ``TierOptions`` say."""
@@ -382,11 +386,15 @@ class StoreTierManager(SecondaryTierManager):
             # Whatever the reason, a key that did not come is absent now: believing "present" would loop (vllm#49176).
             self._lookup.mark((key for key in job.keys if key not in done), present=False)
             # Not all of them: what a storage that is away for a second has is there, and nobody would publish it again.
-            self._events.add(dict.fromkeys(gone), removed=True)
+            # Nor what was stored since: who hears "removed" last takes it for gone.
+            not_stored_since = self._take_loading(finished.job_id, job.keys)
+            self._events.add([key for key in dict.fromkeys(gone) if key in not_stored_since], removed=True)
         elif done:
             self._lookup.mark(done, present=True)
             if self._collector is not None:
                 self._collector.note_stored(done)  # or who hears "removed" last would take them for gone
+            for key in done:
+                self._loading.pop(key, None)
             self._events.add(succeeded, removed=False)
         if used:
             self.touch(used)
@@ -395,6 +403,15 @@ class StoreTierManager(SecondaryTierManager):
         self._results.append(JobResult(finished.job_id, ok, tuple(succeeded), finished.duration_s, bytes_moved))
         if self._options.trace_job is not None:
             self._trace(JobTrace(op, outcome, job.submitted_ns, finished.duration_s, len(job.keys), bytes_moved))
+
+    def _take_loading(self, job_id: int, keys: Iterable[OffloadKey]) -> set[OffloadKey]:
+        """The keys of a load that ended which were not stored since it began."""
+        found = {key for key in keys if job_id in self._loading.get(key, ())}
+        for key in found:
+            self._loading[key].remove(job_id)
+            if not self._loading[key]:
+                del self._loading[key]
+        return found
 
     def _trace(self, trace: JobTrace) -> None:
         assert self._options.trace_job is not None

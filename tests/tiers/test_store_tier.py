@@ -341,6 +341,41 @@ def test_events_tell_of_a_load_only_what_is_gone(bench: Bench) -> None:
     assert sorted(told) == sorted((key, True) for key in KEYS[:3])
 
 
+@pytest.mark.parametrize("loads_again", [False, True])
+def test_what_was_stored_while_a_load_of_it_was_under_way_is_not_told_as_removed(
+    bench: Bench, loads_again: bool
+) -> None:
+    """A load that found nothing and hangs at another block, whose request has computed and stored it meanwhile."""
+    hanging = HangsAtOneKey()
+    tier = bench.tier(store=hanging)
+    bench.fill(1)
+    bench.store(tier, KEYS[1:2])
+    list(tier.take_events())
+    hanging.key = tier.mapper.relative_name(KEYS[1])
+    hanging.gate.clear()
+    tier.submit_load(bench.job(KEYS[:3], [10, 11, 12]))
+    wait_for(lambda: hanging.entered)
+    results: list[JobResult] = []
+    tier.submit_store(bench.job(KEYS[:1]))
+
+    def ended() -> list[JobResult]:
+        results.extend(tier.get_finished())
+        return results
+
+    assert wait_for(ended)[0].success
+    if loads_again:
+        tier.submit_load(bench.job(KEYS[:1], [20]))
+    hanging.gate.set()
+    tier.drain_jobs()
+    results.extend(tier.get_finished())
+    assert [result.successful_keys for result in results if not result.success] == [(KEYS[1],)]
+    told = [(key, event.removed) for event in tier.take_events() for key in event.keys]
+    assert told == [(KEYS[0], False), (KEYS[2], True)]
+    hanging.inner.delete(tier.mapper.relative_name(KEYS[0]))
+    assert not bench.load(tier, KEYS[:1]).success
+    assert [(event.keys, event.removed) for event in tier.take_events()] == [((KEYS[0],), True)]
+
+
 def test_own_stores_are_found_without_asking(bench: Bench) -> None:
     tier = bench.tier()
     bench.fill(1)
@@ -535,6 +570,20 @@ class GatedStore(Store):
     def close(self) -> None:
         self.closed = True
         self.inner.close()
+
+
+class HangsAtOneKey(GatedStore):
+    """A store whose gate holds up the loads of one key."""
+
+    key = ""
+
+    def _pass(self) -> None:
+        pass
+
+    def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
+        if key == self.key:
+            super()._pass()
+        self.inner.get_into(key, parts)
 
 
 def test_a_tier_without_a_mapper_of_its_own_takes_no_other_revisions_blocks(bench: Bench) -> None:
