@@ -267,8 +267,8 @@ class TieringOffloadingManager(OffloadingManager):
         """The hits that their tiers' shares of the region have room for; others wait, but for no tier that is stuck."""
         room = [loads.room for loads in self._loads]
         for index, loads in enumerate(self._loads):
-            has_hits = request.hit_tiers >> index & 1
-            if has_hits and (now >= request.capped_until or not (room[index] or loads.is_awaited)):
+            waits = request.hit_tiers >> index & 1 and not room[index]
+            if waits and (now >= request.capped_until or not loads.is_awaited):
                 self._bar(request, index)
         wanted = []
         # Hundreds of hits of each of hundreds of requests are too many to look through in each step to no purpose.

@@ -822,6 +822,27 @@ def test_a_wait_for_a_tiers_share_is_bounded() -> None:
     assert engine.lookup(KEYS[:16], ReqContext("large")) == [True] * 8 + [None] * 8  # not given up
 
 
+def test_a_wait_for_one_tiers_share_ends_without_the_hits_that_another_has_room_for() -> None:
+    engine, slow = hung_load(hung=1)
+    engine.clock.advance(19.0)
+    slow.finish(next(iter(slow.jobs)))
+    engine.manager.on_schedule_end()
+    engine.clock.advance(1.1)
+    engine.tier.put(KEYS[30])
+    assert engine.lookup([*KEYS[8:20], KEYS[30]], ReqContext("large")) == [None] * 13
+    assert engine.lookup_until_known([KEYS[30]], ReqContext("large")) == [True]
+    assert engine.lookup(KEYS[8:20], ReqContext("large")) == [False]
+
+
+def test_what_comes_free_of_a_tiers_share_in_the_step_in_which_the_wait_for_it_ends_is_used() -> None:
+    engine, slow = hung_load(num_tiers=1)
+    engine.clock.advance(20.1)
+    slow.finish(next(iter(slow.jobs)))
+    engine.manager.on_schedule_end()
+    engine.manager.on_schedule_end()
+    assert engine.lookup(KEYS[:20], ReqContext("large")) == [True] * 8 + [None] * 8 + [False]
+
+
 def test_a_large_load_is_several_jobs_so_that_one_that_hangs_keeps_no_more_than_its_own_slots() -> None:
     keys = [block_key(number) for number in range(1000, 1300)]
     engine = Engine(num_blocks=400, auto=False, load_share=1, load_deadline_s=20.0)
