@@ -22,7 +22,7 @@ from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadingMetricMetada
 from vllm.v1.kv_offload.tiering.base import JobResult as VllmJobResult
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager as VllmTier
 
-from connector.tier_guard import RAISED, GuardedTier, load_deadline_s
+from connector.tier_guard import RAISED, GuardedTier, load_deadline_s, shut_down_tiers
 from connector.vllm import ending, hosts, kv_groups, translate
 from connector.vllm.metrics import StatsExporter, definitions
 from connector.vllm.pacing import Pacer
@@ -98,8 +98,12 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
         self.tier: SecondaryTierManager = SecondaryTierFactory.create_secondary_tier(options, primary_kv_view, spec)
         # vLLM ends its tiers one after the other.
         self._ending_s = ending.BUDGET_S / max(1, len(configs))
-        self._deadline_s = load_deadline_s(self.tier)
         self._guard = GuardedTier(self.tier, spec.metrics)
+        try:
+            self._deadline_s = load_deadline_s(self.tier)
+        except BaseException:
+            shut_down_tiers([self._guard], self._ending_s)  # vLLM never hears of it, so nobody else would
+            raise
         self._metrics = spec.metrics
         self._stats = StatsExporter(spec.metrics)
         self._publishes = enable_kv_events and bool(getattr(offloading_spec.config, "enable_kv_cache_events", False))

@@ -28,6 +28,8 @@ from tests.waiting import wait_for
 from tiers.base import JobResult, OffloadingEvent
 from tiers.errors import ConfigError, StoreUnavailableError
 from tiers.keys import OffloadKey
+from tiers.store_tier import StoreTierManager
+from tiers.stores.memory import MemoryStore
 
 NUM_CHUNKS = 16
 STEP = ScheduleEndContext(new_req_ids=[], preempted_req_ids=[])
@@ -427,12 +429,29 @@ def test_a_result_nobody_asked_for_does_not_reach_vllm(engines: Any, tmp_path: P
     ],
 )
 def test_bad_options_are_named(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        make_tier(options)
+
+
+class TheirTier(StoreTierManager):
+    """Somebody else's, which states a deadline that is none."""
+
+    def __init__(self, spec: Any, view: memoryview, tier_type: str) -> None:
+        super().__init__(spec, view, tier_type, store=MemoryStore())
+        self.job_deadline_s = "soon"  # type: ignore[assignment]
+
+
+def test_a_tier_that_is_refused_for_its_deadline_is_stopped() -> None:
+    with pytest.raises(ConfigError, match="TheirTier: job_deadline_s: 'soon' is not accepted"):
+        make_tier({"tier": {"type": "TheirTier", "module_path": __name__}})
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("kvtiers-TheirTier")] == []
+
+
+def make_tier(options: dict[str, Any]) -> Any:
     spec = type("Spec", (), {"config": offloading_config(), "blocks_per_chunk": 1})()
     view = memoryview(bytearray(4 * 4096)).cast("b", (4, 4096))
-    with pytest.raises(ConfigError, match=said):
-        SecondaryTierFactory.create_secondary_tier(
-            {"type": "KVTiersTier", "module_path": "connector.vllm.tier", **options}, view, spec
-        )
+    adapter = {"type": "KVTiersTier", "module_path": "connector.vllm.tier", **options}
+    return SecondaryTierFactory.create_secondary_tier(adapter, view, spec)
 
 
 def test_a_file_with_several_tiers_needs_an_index(tmp_path: Path) -> None:
