@@ -237,6 +237,23 @@ def test_what_left_the_region_while_it_waited_for_a_tier_gets_there_when_it_come
     assert set(KEYS[:4]) <= far.blobs.keys()
 
 
+def test_what_a_reset_found_waiting_for_a_tier_gets_there_when_it_comes_back_to_the_region_from_another() -> None:
+    engine = Engine(num_blocks=8, num_tiers=2, load_share=1, store_backlog_share=0.25)
+    engine.tier.put(*KEYS[:4])
+    far = engine.tiers[1]
+    far.auto = False
+    engine.store(*KEYS[:4])
+    engine.manager.reset_cache()
+    far.auto = True
+    engine.manager.on_schedule_end()
+    assert far.blobs.keys() == {KEYS[0]}
+    engine.clock.advance(RETRY_S)
+    assert engine.lookup_until_known(KEYS[:4]) == [True] * 4
+    for _ in range(4):
+        engine.manager.on_schedule_end()
+    assert far.blobs.keys() == set(KEYS[:4])
+
+
 def test_a_block_that_a_tier_never_takes_keeps_no_others_from_it() -> None:
     engine = Engine(num_blocks=32, auto=False)
     bad = {KEYS[0], *KEYS[20:30]}
