@@ -890,6 +890,12 @@ def test_listing_whose_pages_have_no_end_is_given_up(
     store.close()
 
 
+def test_page_that_is_no_listing_does_not_say_that_blobs_are_absent(stored: S3Store, server: HttpFaultServer) -> None:
+    server.inject(Fault.HTML_WITH_200)
+    answers = stored.size_many(["f/a", *(f"f/{i:02}" for i in range(LIST_KEYS_MIN))])
+    assert {type(answer) for answer in answers} == {StoreUnavailableError}
+
+
 def test_one_bad_answer_is_one_keys_affair(stored: S3Store, server: HttpFaultServer) -> None:
     server.inject(Fault.ACCESS_DENIED, path_contains="/f/b")
     absent, denied, present = stored.size_many(["f/c", "f/b", "f/a"])
@@ -918,6 +924,17 @@ def test_blobs_are_deleted_one_by_one_where_batches_are_refused(
     assert len(server.requests("POST")) == 1  # it is remembered
     said = [record.getMessage() for record in caplog.records if "DeleteObjects" in record.getMessage()]
     assert said == [f"{store!r}: the server refuses DeleteObjects; blobs are deleted one by one instead"]
+
+
+def test_page_that_is_no_answer_to_a_deletion_deletes_nothing(stored: S3Store, server: HttpFaultServer) -> None:
+    server.inject(Fault.HTML_WITH_200)
+    with pytest.raises(StoreConfigError, match="answers, but not as S3 does"):
+        stored.delete("f/a")
+    (outcome,) = stored.delete_many(["f/a"])
+    assert isinstance(outcome, StoreConfigError)
+    server.heal()
+    assert stored.size("f/a") == len(DATA)
+    assert stored.delete_many(["f/a"]) == [None]
 
 
 def test_refusal_of_every_deletion_is_not_about_batches(store: S3Store, server: HttpFaultServer) -> None:

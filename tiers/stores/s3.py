@@ -130,7 +130,7 @@ class S3Store(Store):
 
     def delete(self, key: str) -> None:
         name = self._name(key)
-        self._attempts.run(key, lambda clients: clients.data.delete(name))
+        self._attempts.run(key, lambda clients: clients.session.delete(name))
 
     def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
         """List blobs, 1,000 a request. Objects whose names are no keys (folder markers, say) are left out."""
@@ -187,12 +187,15 @@ class S3Store(Store):
         self._attempts.raise_if_closed()
         answers: Answers = {}
         names = self._names(keys, answers)
+
+        def list_sizes(folder: str, after: str) -> tuple[list[tuple[str, int]], bool]:
+            found = self._attempts.run("", lambda clients: clients.data.list_sizes(folder, after))
+            if not found[0]:  # to obstore a page of HTML is an empty listing; a HEAD is not fooled
+                self.size(next(iter(names.values())))
+            return found
+
         if may_list:
-            self._lookups.answer_by_listing(
-                names,
-                answers,
-                lambda folder, after: self._attempts.run("", lambda clients: clients.data.list_sizes(folder, after)),
-            )
+            self._lookups.answer_by_listing(names, answers, list_sizes)
         self._lookups.answer_by_asking([key for key in names.values() if key not in answers], answers, self.size)
         return [answers[key] for key in keys]
 
@@ -336,7 +339,7 @@ class S3Store(Store):
             return failed
 
     def _delete_each(self, names: Sequence[str]) -> dict[str, StoreError]:
-        return delete_each(names, lambda name: self._attempts.run("", lambda clients: clients.data.delete(name)))
+        return delete_each(names, lambda name: self._attempts.run("", lambda clients: clients.session.delete(name)))
 
     def _get_into(
         self, key: str, parts: Sequence[memoryview], look: Look | None, latest_start: float | None = None

@@ -135,13 +135,6 @@ class Boto3Client:
             raise connection_error(self._session.place)
         return int(size)
 
-    def delete(self, key: str) -> None:
-        """Delete an object; absent is success."""
-        try:
-            self._client.delete_object(Bucket=self._options.bucket, Key=key)
-        except BOTO_ERRORS as e:
-            self._raise_unless_absent(e)
-
     def list_sizes(self, folder: str, after: str) -> tuple[list[tuple[str, int]], bool]:
         """See ``DataPlane``."""
         found, token = self._session.list_page(f"{folder}/" if folder else "", after=after)

@@ -49,9 +49,6 @@ class DataPlane(Protocol):
     def size(self, key: str) -> int | None:
         """The object's size; None if absent."""
 
-    def delete(self, key: str) -> None:
-        """Delete an object; absent is success."""
-
     def list_sizes(self, folder: str, after: str) -> tuple[list[tuple[str, int]], bool]:
         """About 1,000 names after ``after`` below ``folder``, with their sizes, and whether there are more.
 

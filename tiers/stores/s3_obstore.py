@@ -158,16 +158,6 @@ class ObstoreClient:
         except (BaseError, OSError, ValueError) as e:
             raise self._translate(e, started) from None
 
-    def delete(self, key: str) -> None:
-        """Delete an object; absent is success."""
-        started = self._clock()
-        try:
-            obstore.delete(self._plain, key)
-        except FileNotFoundError as e:
-            self._raise_unless_absent(e, started)
-        except (BaseError, OSError, ValueError) as e:
-            raise self._translate(e, started) from None
-
     def list_sizes(self, folder: str, after: str) -> tuple[list[tuple[str, int]], bool]:
         """See ``DataPlane``. A folder marker "a/" is shown as "a"."""
         started = self._clock()
@@ -230,8 +220,6 @@ class ObstoreClient:
             "skip_signature": False,
             "s3_express": False,
             "request_payer": False,
-            # Bulk deletion is a POST with a checksum of its own, which clones refuse; one key needs none.
-            "disable_bulk_delete": True,
         }
         if checksum is not None:
             config["checksum_algorithm"] = checksum

@@ -32,7 +32,7 @@ from botocore.credentials import Credentials, DeferredRefreshableCredentials, cr
 if TYPE_CHECKING:
     from obstore.store import S3Credential
 
-from tiers.errors import ConfigError, StoreConfigError, StoreError, StorePermissionError
+from tiers.errors import BlobNotFoundError, ConfigError, StoreConfigError, StoreError, StorePermissionError
 from tiers.store import KeyInfo
 from tiers.stores.chatty_loggers import cap_chatty_loggers
 from tiers.stores.s3_boto_errors import BOTO_ERRORS, code_of, is_of_s3, translate
@@ -137,15 +137,27 @@ class S3Session:
             found = [KeyInfo(o["Key"], o["Size"], o["LastModified"].timestamp()) for o in page.get("Contents", ())]
         return found, self._next_token(page, token)
 
+    def delete(self, key: str) -> None:
+        """Delete an object by its whole name; absent is success. (obstore takes any page with status 200 for it.)"""
+        try:
+            answer = self._ask(self.client.delete_object, Bucket=self.options.bucket, Key=key)
+        except BOTO_ERRORS as e:
+            if not isinstance(error := self.translate(e), BlobNotFoundError):
+                raise error from None
+            return
+        if answer["ResponseMetadata"]["HTTPStatusCode"] != HTTPStatus.NO_CONTENT:
+            raise StoreConfigError(NO_S3.format(self.endpoint_url))
+
     def delete_batch(self, keys: Sequence[str]) -> dict[str, StoreError]:
         """Delete up to ``DELETE_KEYS_MAX`` objects by their whole names; the errors of those that are still there."""
         objects = [{"Key": key} for key in keys]
         try:
-            answer = self._ask(
-                self.client.delete_objects, Bucket=self.options.bucket, Delete={"Objects": objects, "Quiet": True}
-            )
+            # Not "Quiet": the answer would look like a page of HTML.
+            answer = self._ask(self.client.delete_objects, Bucket=self.options.bucket, Delete={"Objects": objects})
         except BOTO_ERRORS as e:
             raise without_absence(self.translate(e), self.place) from None
+        if not (answer.get("Deleted") or answer.get("Errors")):
+            raise StoreConfigError(NO_S3.format(self.endpoint_url))
         failed: dict[str, StoreError] = {}
         for error in answer.get("Errors", ()):
             code = code_of(error)

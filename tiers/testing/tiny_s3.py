@@ -136,7 +136,8 @@ class TinyS3:
         if request.method == "POST" and "delete" in request.query:
             keys = [unescape(key, _QUOTES) for key in re.findall(r"<Key>(.*?)</Key>", request.body.decode())]
             self._do(lambda objects: [objects.pop((bucket, key), None) for key in keys])
-            return Answer(200, _xml("DeleteResult", ""))
+            deleted = "".join(f"<Deleted><Key>{escape(key)}</Key></Deleted>" for key in keys)
+            return Answer(200, _xml("DeleteResult", deleted))
         if request.method == "GET" and request.query.get("list-type") == "2":
             return Answer(200, self._list(bucket, request.query), region)
         return error(501, "NotImplemented")
