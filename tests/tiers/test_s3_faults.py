@@ -238,11 +238,24 @@ def test_listing_whose_token_does_not_move_on_ends(stored: S3Store, monkeypatch:
     page = tiny_s3._xml("ListBucketResult", f"<Name>bucket</Name>{token}")
     asked = iter(range(3))  # an endless one ends with StopIteration
     monkeypatch.setattr(tiny_s3.TinyS3, "_list", lambda *_: page if next(asked) < 2 else b"")
-    with pytest.raises(StoreConfigError, match="the same page of a listing again and again"):
+    with pytest.raises(StoreConfigError, match="cuts a listing off"):
         list(stored.keys())
     asked = iter(range(3))
-    with pytest.raises(StoreConfigError, match="the same page of a listing again and again"):
+    with pytest.raises(StoreConfigError, match="cuts a listing off"):
         stored.folders()
+
+
+@pytest.mark.parametrize("store", ["obstore"], indirect=True)
+@pytest.mark.parametrize("token", ["", "<NextContinuationToken/>"])
+def test_listing_that_is_cut_off_without_a_token_is_an_error(
+    stored: S3Store, monkeypatch: pytest.MonkeyPatch, token: str
+) -> None:
+    """A collector and ``migrate`` would take it for all that there is."""
+    page = tiny_s3._xml("ListBucketResult", f"<Name>bucket</Name><IsTruncated>true</IsTruncated>{token}")
+    monkeypatch.setattr(tiny_s3.TinyS3, "_list", lambda *_: page)
+    for listing in (lambda: list(stored.keys()), stored.folders, lambda: stored.names_in("f")):
+        with pytest.raises(StoreConfigError, match="cuts a listing off"):
+            listing()
 
 
 @by_all_readers

@@ -346,11 +346,15 @@ class S3Session:
         """The token of the next page, "" after the last.
 
         Raises:
-            StoreConfigError: it is that of this page, which would be listed for ever.
+            StoreConfigError: there is more and no token, or that of this page, which would be listed for ever.
         """
-        following: str = page.get("NextContinuationToken", "") if page.get("IsTruncated") else ""
-        if following and following == token:
-            raise StoreConfigError(f"endpoint: {self.endpoint_url} gives the same page of a listing again and again")
+        if not page.get("IsTruncated"):
+            return ""
+        following: str = page.get("NextContinuationToken", "")
+        if following in ("", token):
+            raise StoreConfigError(
+                f"endpoint: {self.endpoint_url} cuts a listing off and does not say where it goes on"
+            )
         return following
 
     @property
