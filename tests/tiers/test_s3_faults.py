@@ -618,13 +618,24 @@ def test_answer_that_no_client_can_use_is_asked_for_once(
 # -- puts that somebody else, or we ourselves, did already ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", [Fault.CONFLICT, Fault.PRECONDITION])
-def test_create_that_loses_is_success(store: S3Store, server: HttpFaultServer, fault: Fault) -> None:
-    server.inject(fault)
-    store.put("f/a", as_parts(DATA))
+def test_create_that_loses_is_success(store: S3Store, server: HttpFaultServer) -> None:
+    server.inject(Fault.PRECONDITION)
+    assert not store.put("f/a", as_parts(DATA))
     assert len(server.requests("PUT")) == 1
     with pytest.raises(StoreUnavailableError):
         store.put("f/a", as_parts(DATA), overwrite=True)
+
+
+def test_create_that_meets_another_operation_is_made_again(store: S3Store, server: HttpFaultServer) -> None:
+    """Of a 409 nobody knows what comes: the other operation may be a deletion."""
+    server.inject(Fault.CONFLICT, times=1)
+    assert store.put("f/a", as_parts(DATA))
+    assert server.get_object("bucket", "f/a") == DATA
+    server.inject(Fault.CONFLICT, times=1)
+    assert not store.put("f/a", as_parts(DATA))
+    server.inject(Fault.CONFLICT)
+    with pytest.raises(StoreUnavailableError, match="another writer"):
+        store.put("f/b", as_parts(DATA))
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -1137,6 +1148,16 @@ def test_page_that_is_no_object_costs_no_block(tier: Tier, server: HttpFaultServ
     server.heal()
     assert tier.load() == set(range(ROWS))
     assert not server.requests("DELETE")
+
+
+def test_block_whose_puts_meet_other_operations_is_not_stored(tier: Tier, server: HttpFaultServer) -> None:
+    """W1: what is told to the engine as stored is there."""
+    server.s3.remove_objects("bucket", lambda key: key == tier.name(2))
+    server.inject(Fault.CONFLICT, methods=("PUT",), path_contains=tier.name(2))
+    tier.manager.submit_store(tier.job())
+    tier.manager.drain_jobs()
+    (result,) = tier.manager.get_finished()
+    assert set(result.successful_keys) == set(KEYS) - {KEYS[2]}
 
 
 def test_absent_block_is_a_miss(stored: S3Store) -> None:

@@ -1,8 +1,9 @@
 """S3Store: blobs as objects of a bucket on AWS or anything that speaks S3.
 
 A put is one request: an object is visible whole or not at all, and with ``If-None-Match: *`` the first of many writers
-wins (412 and 409: somebody else stored it, which is success, also when a lost acknowledgement made us ask twice). A
-server that refuses that header (501 of Backblaze B2) is asked first what is there, and the last of many writers wins.
+wins (412: somebody else stored it, which is success, also when a lost acknowledgement made us ask twice; 409: somebody
+is at the key, who may be deleting it, so the put is made again). A server that refuses that header (501 of Backblaze
+B2) is asked first what is there, and the last of many writers wins.
 
 Two data planes behind one protocol, chosen by ``S3Options.client``; credentials and everything rare go through boto3.
 Layers of time, inside out: an attempt has the client's own total timeout, half of ``request_timeout_s``; an operation

@@ -20,6 +20,7 @@ import importlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from http import HTTPStatus
 from http.client import HTTPException
 from typing import Any
 
@@ -38,8 +39,6 @@ from tiers.stores.watchdog import Watchdog
 
 # What a socket raises while a body is read, below botocore.
 _BODY_ERRORS = (OSError, HTTPError, HTTPException, ValueError)
-
-_CREATED_BY_OTHERS = (409, 412)
 
 
 class Boto3Client:
@@ -84,7 +83,7 @@ class Boto3Client:
             answer = client.put_object(Bucket=self._options.bucket, Key=key, Body=body, **arguments)
         except boto_errors.ClientError as e:
             status = e.response["ResponseMetadata"]["HTTPStatusCode"]
-            if not (create and status in _CREATED_BY_OTHERS and is_of_s3(e)):
+            if not (create and status == HTTPStatus.PRECONDITION_FAILED and is_of_s3(e)):
                 raise without_absence(self._session.translate(e), self._session.place) from None
             return False
         except BOTO_ERRORS as e:

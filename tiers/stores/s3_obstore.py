@@ -57,6 +57,8 @@ _IMPORTED_BY_PID: Final = os.getpid()
 # All of it is what object_store 0.14 writes; the tests of faults fail when a later one writes something else.
 _STATUS = re.compile(r"Server returned non-2xx status code: (\d{3})\b")
 _CODE = re.compile(r"<Code>([A-Za-z0-9.]{1,64})</Code>")
+# Is an AlreadyExistsError as well, but of an operation that is under way at the key.
+_CONFLICT = "Server returned non-2xx status code: 409"
 # A 301 without Location, which is how AWS says "other region".
 _BARE_REDIRECT = "Received redirect without LOCATION"
 # A 200 where a 206 was due.
@@ -107,7 +109,7 @@ class ObstoreClient:
                 use_multipart=False,
             )
         except AlreadyExistsError as e:
-            if not create:  # a plain 409
+            if not create or _CONFLICT in str(e):
                 raise self._translate(e, started) from None
             return False
         except (BaseError, OSError, ValueError) as e:
