@@ -334,7 +334,9 @@ class S3TierConfig(BoundedTierConfig):
         "crc64nvme", description="Checksum the server verifies; falls back once where a clone refuses it."
     )
     request_timeout: RequestSeconds = Field(10.0, description="Seconds for one operation with its retries.")
-    connect_timeout: RequestSeconds = Field(2.0, description="Seconds for one connection.")
+    connect_timeout: RequestSeconds = Field(
+        2.0, description="Seconds to connect; obstore divides them by the addresses."
+    )
     retries: Annotated[int, Field(ge=0, le=20)] = Field(3, description="Further attempts after 5xx, 429 or a reset.")
     client: Literal["obstore", "boto3"] = Field(
         "obstore", description="obstore (Rust, fast), or boto3 where policy allows only AWS's own."

@@ -19,6 +19,10 @@ T = TypeVar("T")
 class LimitOptions:
     """Limits of a LimitStore.
 
+    Below a tier, a call that is not let in counts as a failure of the storage, and three in a row cut the tier off:
+    allow as many calls as the tier has threads (by default 7, two of them for lookups), or wait for longer than so many
+    calls take one after the other.
+
     Attributes:
         calls_max: calls under way at once.
         bytes_max: payload bytes of the puts and gets under way; a larger one goes alone.

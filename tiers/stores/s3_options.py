@@ -72,7 +72,8 @@ class S3Options:
         request_timeout_s: one operation with all its retries. One attempt may take half of it, and no attempt
             starts after half of it, so the whole never takes longer. The credential chain may take half of it, too,
             and 3 s at least.
-        connect_timeout_s: of one connection.
+        connect_timeout_s: of one connection. obstore, and so what reads beside it, gives each of the host's n addresses
+            (AWS: 8) 1/n of it; boto3 gives all of it to each.
         retries: further attempts after a 5xx, a 429 or a broken connection.
         max_connections: requests under way at once; more wait.
         client: ``obstore`` (Rust) or ``boto3`` for those who may run nothing but AWS's own.
