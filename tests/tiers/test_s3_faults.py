@@ -961,6 +961,23 @@ def test_page_that_is_no_answer_to_a_deletion_deletes_nothing(stored: S3Store, s
     assert stored.delete_many(["f/a"]) == [None]
 
 
+def test_servers_that_answer_deletions_in_other_ways_delete(stored: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is as quiet as it was not asked to be, and says 200 where S3 says 204."""
+    answer = tiny_s3.TinyS3.answer
+
+    def otherwise(self: tiny_s3.TinyS3, request: tiny_s3.Request) -> tiny_s3.Answer:
+        made = answer(self, request)
+        if request.method == "POST":
+            return tiny_s3.Answer(200, tiny_s3._xml("DeleteResult", ""))
+        if request.method == "DELETE":
+            return tiny_s3.Answer(200, headers={"x-amz-request-id": "1"})
+        return made
+
+    monkeypatch.setattr(tiny_s3.TinyS3, "answer", otherwise)
+    assert stored.delete_many(["f/a", "f/b"]) == [None, None]
+    assert stored.size("f/a") is None
+
+
 def test_refusal_of_every_deletion_is_not_about_batches(store: S3Store, server: HttpFaultServer) -> None:
     server.inject(Fault.NOT_IMPLEMENTED)
     outcomes = store.delete_many(["a", "b"])

@@ -37,7 +37,7 @@ from tiers.store import KeyInfo
 from tiers.stores.chatty_loggers import cap_chatty_loggers
 from tiers.stores.s3_boto_errors import BOTO_ERRORS, code_of, is_of_s3, translate
 from tiers.stores.s3_credentials import ChainCredentials
-from tiers.stores.s3_errors import NO_S3, Place, deadline_error, server_error, without_absence
+from tiers.stores.s3_errors import NO_S3, Place, VagueRefusalError, deadline_error, server_error, without_absence
 from tiers.stores.s3_options import IDLE_S_MAX, S3Options, check_endpoint
 from tiers.stores.s3_proxy import proxy_of
 from tiers.stores.watchdog import begin
@@ -145,11 +145,16 @@ class S3Session:
             if not isinstance(error := self.translate(e), BlobNotFoundError):
                 raise error from None
             return
-        if answer["ResponseMetadata"]["HTTPStatusCode"] != HTTPStatus.NO_CONTENT:
+        said = answer["ResponseMetadata"]
+        if said["HTTPStatusCode"] != HTTPStatus.NO_CONTENT and "x-amz-request-id" not in said["HTTPHeaders"]:
             raise StoreConfigError(NO_S3.format(self.endpoint_url))
 
     def delete_batch(self, keys: Sequence[str]) -> dict[str, StoreError]:
-        """Delete up to ``DELETE_KEYS_MAX`` objects by their whole names; the errors of those that are still there."""
+        """Delete up to ``DELETE_KEYS_MAX`` objects by their whole names; the errors of those that are still there.
+
+        Raises:
+            VagueRefusalError: the answer names no object, so it may be no answer of S3's.
+        """
         objects = [{"Key": key} for key in keys]
         try:
             # Not "Quiet": the answer would look like a page of HTML.
@@ -157,7 +162,7 @@ class S3Session:
         except BOTO_ERRORS as e:
             raise without_absence(self.translate(e), self.place) from None
         if not (answer.get("Deleted") or answer.get("Errors")):
-            raise StoreConfigError(NO_S3.format(self.endpoint_url))
+            raise VagueRefusalError(NO_S3.format(self.endpoint_url))
         failed: dict[str, StoreError] = {}
         for error in answer.get("Errors", ()):
             code = code_of(error)
