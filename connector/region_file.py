@@ -108,18 +108,6 @@ def allocate_anonymous(geometry: RegionGeometry) -> int:
     return fd
 
 
-def check_attached(fd: int, geometry: RegionGeometry) -> None:
-    """Check that a region of this geometry is behind a descriptor.
-
-    Raises:
-        RegionError: it is not.
-    """
-    header = RegionHeader.read(fd, f"behind descriptor {fd}")
-    if header is None or not header.sized:
-        raise RegionError(f"no region is behind descriptor {fd}")
-    header.check_geometry(geometry, f"behind descriptor {fd}")
-
-
 def join_named(
     path: str,
     geometry: RegionGeometry,

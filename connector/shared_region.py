@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from connector.region_file import (
     allocate_anonymous,
-    check_attached,
     join_named,
     pieces,
     reap_stale_regions,
@@ -44,15 +43,13 @@ class SharedOffloadRegion:
     tensors one after another. One thread at a time calls the methods; the views may be used by any thread.
 
     Args:
-        instance_id: the engine's own id: the same in all its processes, and no other engine's. None: see ``anonymous``
-            and ``attach``.
+        instance_id: the engine's own id: the same in all its processes, and no other engine's. None: see ``anonymous``.
         num_blocks: rows, 1 or more.
         cpu_page_size: bytes of one worker's cell, 1 or more.
         num_workers: 1..495.
         rank: of the worker, or None for the scheduler.
         directory: a tmpfs.
         join_timeout_s: how long to wait for the first process, which allocates all of the memory (0.2 to 1 GB/s).
-        fd: map the region behind this descriptor; it stays the caller's.
         clock, sleep: monotonic seconds, and how to wait.
 
     Attributes:
@@ -74,7 +71,6 @@ class SharedOffloadRegion:
         *,
         directory: str = "/dev/shm",
         join_timeout_s: float = 300.0,
-        fd: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -93,9 +89,6 @@ class SharedOffloadRegion:
                 self._fd = join_named(
                     self._path, self.geometry, seat, timeout_s=join_timeout_s, clock=clock, sleep=sleep
                 )
-            elif fd is not None:
-                check_attached(fd, self.geometry)
-                self._fd = os.dup(fd)
             else:
                 self._fd = allocate_anonymous(self.geometry)
             try:
@@ -122,25 +115,13 @@ class SharedOffloadRegion:
     def anonymous(
         cls, num_blocks: int, cpu_page_size: int, num_workers: int = 1, rank: int | None = 0
     ) -> SharedOffloadRegion:
-        """A region without a name: a memfd sealed against resizing. Other processes ``attach`` by its ``fd``.
+        """A region without a name: a memfd sealed against resizing.
 
         Raises:
             ConfigError: a bad argument; names it.
             RegionError: too little memory.
         """
         return cls(None, num_blocks, cpu_page_size, num_workers, rank)
-
-    @classmethod
-    def attach(
-        cls, fd: int, num_blocks: int, cpu_page_size: int, num_workers: int, rank: int | None
-    ) -> SharedOffloadRegion:
-        """Map the region behind a descriptor, which stays the caller's.
-
-        Raises:
-            ConfigError: a bad argument; names it.
-            RegionError: no region is behind ``fd``, or one of another geometry.
-        """
-        return cls(None, num_blocks, cpu_page_size, num_workers, rank, fd=fd)
 
     @property
     def fd(self) -> int:
