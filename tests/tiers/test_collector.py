@@ -490,7 +490,6 @@ class Busy(FaultyStore):
 
     def __init__(self, store: Store, meanwhile: Callable[[KeyInfo], None]) -> None:
         super().__init__(store)
-        self.inner = store
         self.meanwhile = meanwhile
 
     def keys(self, prefix: str = "") -> Iterator[KeyInfo]:

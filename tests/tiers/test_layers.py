@@ -47,6 +47,7 @@ LAYERS: dict[str, Callable[[Store], Layer]] = {
     "retry": RetryStore,
     "limit": LimitStore,
     "measure": lambda inner: MeasureStore(inner, lambda _: None),
+    "faulty": FaultyStore,
     "all": lambda inner: MeasureStore(LimitStore(RetryStore(inner)), lambda _: None),
 }
 

@@ -31,12 +31,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 from unittest import mock
 
 from tiers import folder_cleanup, folder_listing, posix, publish, vllm_raw
-from tiers.layers.layer import BATCH_METHODS, SINGLE_METHODS
+from tiers.layers.layer import Layer
 from tiers.store import KeyInfo, Store
+
+T = TypeVar("T")
 
 # ---- a store that fails by plan --------------------------------------------------------------------------------------
 
@@ -84,10 +86,10 @@ class Fault:
             del data[self.truncate_to :]
 
 
-class FaultyStore(Store):
+class FaultyStore(Layer):
     """A store layer that fails by plan. Any thread may call; ``_lock`` owns ``calls`` and ``struck``.
 
-    It has the optional methods its store has. ``plan`` may be replaced at any time.
+    ``plan`` may be replaced at any time.
 
     Args:
         store: closed with this one.
@@ -108,22 +110,15 @@ class FaultyStore(Store):
         sleep: Callable[[float], object] = time.sleep,
         rng: random.Random | None = None,
     ) -> None:
-        self.capabilities = store.capabilities
+        super().__init__(store)
         self.plan: Sequence[Fault] = tuple(plan)
         self.calls: Counter[str] = Counter()
         self.struck: Counter[Fault] = Counter()
-        self._store = store
         self._sleep = sleep
         self._random = random.Random(0) if rng is None else rng
         self._lock = threading.Lock()
-        # On the instance: whether a store has an extra is asked with isinstance, which looks for the attribute.
-        for name in (*SINGLE_METHODS, *BATCH_METHODS):
-            if name == "get_tail":
-                continue  # its answer can be damaged
-            if hasattr(store, name):
-                setattr(self, name, functools.partial(self._call, name))
         if hasattr(store, "get_tail"):
-            self.get_tail = self._get_tail
+            self.get_tail = self._get_tail  # its answer can be damaged
 
     def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
         faults = self._before("put")
@@ -132,13 +127,13 @@ class FaultyStore(Store):
                 data = bytearray(b"".join(parts))
                 fault.damage(data)
                 parts = [memoryview(data)]
-        published = self._store.put(key, parts, overwrite=overwrite)
+        published = self.inner.put(key, parts, overwrite=overwrite)
         self._after(faults)
         return published
 
     def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
         faults = self._before("get_into")
-        self._store.get_into(key, parts)
+        self.inner.get_into(key, parts)
         for fault in faults:
             if fault.flip_bit is not None or fault.truncate_to is not None:
                 data = bytearray(b"".join(parts))
@@ -148,23 +143,15 @@ class FaultyStore(Store):
                     del data[: part.nbytes]
         self._after(faults)
 
-    def size(self, key: str) -> int | None:
-        size: int | None = self._call("size", key)
-        return size
-
-    def delete(self, key: str) -> None:
-        self._call("delete", key)
-
     def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
-        listing: Iterator[KeyInfo] = self._call("keys", prefix)
-        return listing
+        return self._around("keys", lambda: self.inner.keys(prefix), 0)
 
     def close(self) -> None:
-        self._call("close")
+        self._around("close", self.inner.close, 0)
 
     def _get_tail(self, key: str, length: int) -> tuple[int, bytes] | None:
         faults = self._before("get_tail")
-        found: tuple[int, bytes] | None = getattr(self._store, "get_tail")(key, length)  # noqa: B009 - an extra
+        found: tuple[int, bytes] | None = getattr(self.inner, "get_tail")(key, length)  # noqa: B009 - an extra
         if found is not None:
             size, tail = found[0], bytearray(found[1])
             for fault in faults:
@@ -173,9 +160,9 @@ class FaultyStore(Store):
         self._after(faults)
         return found
 
-    def _call(self, method: str, *arguments: object) -> Any:
+    def _around(self, method: str, call: Callable[[], T], size: int) -> T:  # noqa: ARG002 - the plan knows no sizes
         faults = self._before(method)
-        answer = getattr(self._store, method)(*arguments)
+        answer = call()
         self._after(faults)
         return answer
 
