@@ -25,6 +25,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from moto.core.models import DEFAULT_ACCOUNT_ID
 from moto.s3.models import s3_backends
 
+from tests.tiers.root_folder import FolderContract
 from tests.web_server import WebServer, serve_folder
 from tiers.errors import (
     BlobCorruptError,
@@ -109,21 +110,9 @@ class TestTemporaryNameAndMove(StoreContract):
         return None if found is None else bytes(found.getvalue())
 
 
-class TestLocal(StoreContract):
+class TestLocal(FolderContract):
     def make_store(self) -> FsspecStore:
-        return FsspecStore(f"file://{self.tmp_path}/place")
-
-    def reopen(self, store: Store) -> FsspecStore:
-        return self.make_store()
-
-    def plant(self, store: Store, key: str, data: bytes) -> None:
-        path = self.tmp_path / "place" / key
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-
-    def peek(self, store: Store, key: str) -> bytes | None:
-        path = self.tmp_path / "place" / key
-        return path.read_bytes() if path.is_file() else None
+        return FsspecStore(f"file://{self.root}")
 
 
 class TestS3(StoreContract):

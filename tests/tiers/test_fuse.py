@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers.root_folder import FolderContract
 from tests.waiting import deadline, wait_for
 from tiers.errors import (
     BlobNotFoundError,
@@ -30,7 +31,7 @@ from tiers.layers.isolate import ProcessIsolatedStore, StoreRecipe
 from tiers.store import Store
 from tiers.stores.local import LocalStore
 from tiers.stores.nfs import NfsStore
-from tiers.testing.contract import StoreContract, as_parts, fetch, list_keys, make_data
+from tiers.testing.contract import as_parts, fetch, list_keys, make_data
 from tiers.testing.fuse import OPERATIONS, FuseFault, FuseMount, why_no_fuse
 
 pytestmark = pytest.mark.skipif(bool(why_no_fuse()), reason=str(why_no_fuse()))
@@ -72,7 +73,7 @@ def store(request: pytest.FixtureRequest, mount: FuseMount) -> Iterator[Store]:
 
 
 @pytest.mark.full
-class TestNfsStoreOnFuse(StoreContract):
+class TestNfsStoreOnFuse(FolderContract):
     """Without a fault it is a file system like any other."""
 
     def make_store(self) -> Store:
@@ -87,14 +88,9 @@ class TestNfsStoreOnFuse(StoreContract):
     def reopen(self, store: Store) -> Store:
         return NfsStore(self.mount.path / "root")
 
-    def plant(self, store: Store, key: str, data: bytes) -> None:
-        path = self.mount.backing / "root" / key
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-
-    def peek(self, store: Store, key: str) -> bytes | None:
-        path = self.mount.backing / "root" / key
-        return path.read_bytes() if path.is_file() else None
+    @property
+    def root(self) -> Path:
+        return self.mount.backing / "root"
 
     def test_blob_that_is_replaced_is_always_there(self, store: Store) -> None:
         pytest.skip("libfuse moves an open file aside before another takes its name")

@@ -23,6 +23,7 @@ import pytest
 
 from tests.leaks import open_fds
 from tests.tiers.misbehaving_store import OddStore, OptionsDataclass, PlainStore
+from tests.tiers.root_folder import FolderContract
 from tests.waiting import deadline, wait_for
 from tiers.errors import (
     BlobNotFoundError,
@@ -43,32 +44,20 @@ from tiers.store import Capabilities, Store, SupportsGetMany, SupportsQuarantine
 from tiers.stores.local import LocalStore
 from tiers.stores.memory import MemoryStore
 from tiers.stores.nfs import NfsStore
-from tiers.testing.contract import StoreContract, as_parts, fetch, list_keys, make_data
+from tiers.testing.contract import as_parts, fetch, list_keys, make_data
 from tiers.testing.faults import run_in_child
 
 WAIT_S_MAX = 30.0
 BLOCK_BYTES = 64 << 10
 
 
-class TestNfsStoreInProcesses(StoreContract):
+class TestNfsStoreInProcesses(FolderContract):
     """Parts outside of any region: through the socket, or the bounce file."""
 
     store_class: type[Store] = NfsStore
 
     def make_store(self) -> Store:
         return ProcessIsolatedStore(StoreRecipe.of(self.store_class, root_dir=self.tmp_path / "root"))
-
-    def reopen(self, store: Store) -> Store:
-        return self.make_store()
-
-    def plant(self, store: Store, key: str, data: bytes) -> None:
-        path = self.tmp_path / "root" / key
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-
-    def peek(self, store: Store, key: str) -> bytes | None:
-        path = self.tmp_path / "root" / key
-        return path.read_bytes() if path.is_file() else None
 
 
 @pytest.mark.full

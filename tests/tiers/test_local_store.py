@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from tests.leaks import open_fds
+from tests.tiers.root_folder import FolderContract
 from tiers import posix, publish
 from tiers.errors import (
     BlobCorruptError,
@@ -33,25 +34,13 @@ from tiers.errors import (
 from tiers.folder_listing import FOLDERS_DEEP_MAX
 from tiers.store import Store
 from tiers.stores.local import LocalStore
-from tiers.testing.contract import StoreContract, as_parts, fetch, list_keys, make_data
+from tiers.testing.contract import as_parts, fetch, list_keys, make_data
 from tiers.testing.faults import SyscallFaults, run_in_child, start_child, wait_child
 
 
-class TestLocalStore(StoreContract):
+class TestLocalStore(FolderContract):
     def make_store(self) -> Store:
         return LocalStore(self.tmp_path / "root")
-
-    def reopen(self, store: Store) -> Store:
-        return self.make_store()
-
-    def plant(self, store: Store, key: str, data: bytes) -> None:
-        path = self.tmp_path / "root" / key
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-
-    def peek(self, store: Store, key: str) -> bytes | None:
-        path = self.tmp_path / "root" / key
-        return path.read_bytes() if path.is_file() else None
 
 
 class TestStepwise(TestLocalStore):

@@ -14,29 +14,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers.root_folder import FolderContract
 from tiers import posix, publish
 from tiers.errors import BlobNotFoundError, StoreFullError, StoreUnavailableError
 from tiers.store import Store
 from tiers.stores.nfs import NfsStore, mount_findings
-from tiers.testing.contract import StoreContract, as_parts, fetch, list_keys, make_data
+from tiers.testing.contract import as_parts, fetch, list_keys, make_data
 from tiers.testing.faults import SyscallFaults, run_in_child
 
 
-class TestNfsStore(StoreContract):
+class TestNfsStore(FolderContract):
     def make_store(self) -> Store:
         return NfsStore(self.tmp_path / "root")
-
-    def reopen(self, store: Store) -> Store:
-        return self.make_store()
-
-    def plant(self, store: Store, key: str, data: bytes) -> None:
-        path = self.tmp_path / "root" / key
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-
-    def peek(self, store: Store, key: str) -> bytes | None:
-        path = self.tmp_path / "root" / key
-        return path.read_bytes() if path.is_file() else None
 
 
 def test_nothing_that_nfs_lacks_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
