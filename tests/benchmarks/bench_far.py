@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from rich.console import Console
@@ -29,7 +30,6 @@ from rich.table import Table
 
 from connector.shared_region import SharedOffloadRegion
 from tests.benchmarks.bench_fs import KIB, MIB
-from tests.environment import environment
 from tests.identity import FakeSpec, block_key
 from tiers.base import JobMetadata
 from tiers.builtin import S3TierManager
@@ -145,7 +145,7 @@ def main() -> None:
     table = Table("server", "block", "tier", "store", "first load", "later loads", "at once", title="MB/s")
     all_moves, all_lookups = [], []
     try:
-        with environment(S3Server("", "stub", "stub").environment):
+        with mock.patch.dict("os.environ", S3Server("", "stub", "stub").environment):
             for server, options in ((far, distance), ("near", {})):
                 with nginx_stub(**options) as url:
                     for row in moves(server, url):

@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from unittest import mock
 
 from rich.console import Console
 from rich.table import Table
 
-from tests.environment import environment
 from tiers.stores.s3 import S3Store
 from tiers.stores.s3_options import S3Options
 from tiers.testing.http_faults import HttpFaultServer
@@ -76,7 +76,7 @@ def ask_both_ways(store: S3Store, names: list[str]) -> tuple[float, float, float
 def far_server() -> Iterator[str]:
     """Its URL."""
     credentials = {"AWS_ACCESS_KEY_ID": "bench", "AWS_SECRET_ACCESS_KEY": "bench"}
-    with environment(credentials), HttpFaultServer(buckets=[BUCKET], requests_max=1) as server:
+    with mock.patch.dict("os.environ", credentials), HttpFaultServer(buckets=[BUCKET], requests_max=1) as server:
         server.answer_after_s = FAR_S
         yield server.endpoint_url
 
@@ -84,7 +84,7 @@ def far_server() -> Iterator[str]:
 @contextmanager
 def near_server() -> Iterator[str]:
     """Its URL."""
-    with seaweed_server() as server, environment(server.s3.environment):
+    with seaweed_server() as server, mock.patch.dict("os.environ", server.s3.environment):
         server.s3.client().create_bucket(Bucket=BUCKET)
         yield server.s3.endpoint_url
 

@@ -28,6 +28,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 from rich.console import Console
@@ -36,7 +37,6 @@ from rich.table import Table
 from tests.benchmarks.bench_fs import KIB, MIB, free_pages, stall_while
 from tests.benchmarks.s3_contenders import CEILING, THREADS, Contender, NixlContender, Region, make_contender
 from tests.certificate import make_certificate
-from tests.environment import environment
 from tiers.testing.servers import STUB_BUCKET, S3Server, find_nginx, find_weed, nginx_stub, seaweed_server
 
 SIZES = (256 * KIB, MIB, 4 * MIB, 16 * MIB)
@@ -146,12 +146,12 @@ def server(where: str) -> Iterator[S3Server]:
             reached = S3Server(stack.enter_context(nginx_stub()), "key", "secret")
         elif where == "nginx-tls":
             folder = make_certificate(Path(stack.enter_context(tempfile.TemporaryDirectory())))
-            stack.enter_context(environment({"AWS_CA_BUNDLE": str(folder / "ca.pem")}))
+            stack.enter_context(mock.patch.dict("os.environ", {"AWS_CA_BUNDLE": str(folder / "ca.pem")}))
             reached = S3Server(stack.enter_context(nginx_stub(folder / "server.pem")), "key", "secret")
         else:
             reached = stack.enter_context(seaweed_server()).s3
             reached.client().create_bucket(Bucket=STUB_BUCKET)
-        stack.enter_context(environment(reached.environment))
+        stack.enter_context(mock.patch.dict("os.environ", reached.environment))
         yield reached
 
 

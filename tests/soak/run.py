@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import psutil
@@ -19,7 +20,6 @@ from numpy.typing import NDArray
 from connector.primary import CPUPrimaryTier
 from connector.shared_region import SharedOffloadRegion
 from connector.tiering import TieringOffloadingManager
-from tests.environment import environment
 from tests.identity import FakeSpec
 from tests.soak.chaos import Chaos, FolderPlace, FusePlace, LayerPlace, Place, S3Place
 from tests.soak.engine import RecordedTier, SoakEngine
@@ -136,9 +136,14 @@ def run_soak(options: SoakOptions, progress: Callable[[str], None] = lambda _: N
         places = [_make_place(name, folder / name, fuse=options.fuse) for name in options.tiers]
         for place in places:
             cleanup.callback(place.close)
-        cleanup.enter_context(environment({"AWS_ACCESS_KEY_ID": "soak", "AWS_SECRET_ACCESS_KEY": "soak",
-            "AWS_EC2_METADATA_DISABLED": "true", "AWS_CONFIG_FILE": os.devnull,
-            "AWS_SHARED_CREDENTIALS_FILE": os.devnull}))  # fmt: skip
+        environment = {
+            "AWS_ACCESS_KEY_ID": "soak",
+            "AWS_SECRET_ACCESS_KEY": "soak",
+            "AWS_EC2_METADATA_DISABLED": "true",
+            "AWS_CONFIG_FILE": os.devnull,
+            "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+        }
+        cleanup.enter_context(mock.patch.dict("os.environ", environment))
         spared = [child.pid for child in psutil.Process().children(recursive=True)]
         progress("warming up")
         # Once without faults: what is made once a process (imports, a client's runtime) is no leak.

@@ -12,13 +12,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from http.client import HTTPResponse
+from unittest import mock
 
 import pytest
 from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import ReadOnlyCredentials
 
-from tests.environment import environment
 from tests.s3_clients import choose
 from tiers.errors import (
     BlobCorruptError,
@@ -344,7 +344,7 @@ def test_requests_are_signed_as_botocore_signs_them(
 
 
 def test_credentials_that_no_header_may_hold(store: S3Store, server: HttpFaultServer) -> None:
-    with environment({"AWS_SESSION_TOKEN": "a\nx-evil:1"}):
+    with mock.patch.dict("os.environ", {"AWS_SESSION_TOKEN": "a\nx-evil:1"}):
         theirs = S3Store(replace(store.options))
         with pytest.raises(StorePermissionError, match="control character") as caught:
             fetch(theirs, "f/a", len(DATA))
