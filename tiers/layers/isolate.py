@@ -132,13 +132,13 @@ class ProcessIsolatedStore(Store):
     def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
         message = Message(self._region)
         message.add([key, overwrite], parts)
-        published: bool = self._one("put", message, key, give=True)[0]
+        published: bool = self._one("put", message, key)
         return published
 
     def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
         message = Message(self._region)
         message.add([key], parts)
-        self._one("get", message, key, give=False)
+        self._one("get", message, key)
 
     def size(self, key: str) -> int | None:
         (size,) = self.size_many([key])
@@ -229,10 +229,18 @@ class ProcessIsolatedStore(Store):
         """See ``SupportsGetMany``. A batch past its deadline fails as a whole."""
         outcomes: list[Exception | None] = []
         for start in range(0, len(requests), BATCH_COUNT_MAX):
+            asked = requests[start : start + BATCH_COUNT_MAX]
             message = Message(self._region)
-            for key, parts in requests[start : start + BATCH_COUNT_MAX]:
+            for key, parts in asked:
                 message.add([key], parts)
-            outcomes += self._batch("get", message, [key for key, _ in requests[start : start + BATCH_COUNT_MAX]])
+            try:
+                (_, failures), _ = self._exchange("get", message, "")
+            except StoreClosedError:
+                raise
+            except StoreError as e:
+                outcomes += [type(e)(str(e), key=key) for key, _ in asked]
+            else:
+                outcomes += [None if failure is None else decode_error(failure) for failure in failures]
         return outcomes
 
     def size_many(self, keys: Sequence[str]) -> list[int | Exception | None]:
@@ -252,20 +260,11 @@ class ProcessIsolatedStore(Store):
 
     # ---- one request -------------------------------------------------------------------------------------------------
 
-    def _one(self, operation: str, message: Message, key: str, *, give: bool) -> Any:
-        (value, (failure,)), _ = self._exchange(operation, message, key, give=give)
+    def _one(self, operation: str, message: Message, key: str) -> Any:
+        (value, (failure,)), _ = self._exchange(operation, message, key)
         if failure is not None:
             raise decode_error(failure)
         return value
-
-    def _batch(self, operation: str, message: Message, keys: Sequence[str]) -> list[Exception | None]:
-        try:
-            (_, failures), _ = self._exchange(operation, message, "", give=operation == "put")
-        except StoreClosedError:
-            raise
-        except StoreError as e:
-            return [type(e)(str(e), key=key) for key in keys]
-        return [None if failure is None else decode_error(failure) for failure in failures]
 
     def _many(self, operation: str, keys: Sequence[str]) -> list[Any]:
         self._pool.check_usable()
@@ -286,18 +285,19 @@ class ProcessIsolatedStore(Store):
         message = Message(None)
         message.items = arguments
         message.raw = raw
-        (value, (failure,)), answer = self._exchange(operation, message, key, give=False)
+        (value, (failure,)), answer = self._exchange(operation, message, key)
         if failure is not None:
             raise decode_error(failure)
         return value, answer
 
-    def _exchange(self, operation: str, message: Message, key: str, *, give: bool) -> tuple[Any, memoryview]:
+    def _exchange(self, operation: str, message: Message, key: str) -> tuple[Any, memoryview]:
         """Have one worker do it, and return its answer's content and raw bytes.
 
         Raises:
             StoreTimeoutError: the deadline passed; the worker is gone.
             StoreUnavailableError: the worker died.
         """
+        give = operation == "put"
         for _ in range(REDELIVERIES_MAX):
             worker = self._take_worker(key)
             deadline = self._deadline_at()

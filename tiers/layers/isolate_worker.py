@@ -212,7 +212,7 @@ class _Worker:
                 if not _send_answer(sock, page):
                     return
             return
-        n_outcomes = len(arguments) if operation in ("put", "get") else 1
+        n_outcomes = len(arguments) if operation == "get" else 1
         answer: tuple[object, object]
         back = b""
         try:
@@ -235,19 +235,6 @@ class _Worker:
 
     def _answer(self, operation: str, arguments: Any, outside: memoryview) -> tuple[tuple[object, object], bytes]:
         store = self._store
-        if operation == "put":
-            rest = outside
-            published: list[object] = []
-            failures: list[object] = []
-            for key, overwrite, segments in arguments:
-                parts, rest = self._parts(segments, rest)
-                try:
-                    published.append(store.put(key, parts, overwrite=overwrite))
-                    failures.append(None)
-                except Exception as e:  # noqa: BLE001 - a process's edge: whatever it was, the caller must hear of it
-                    published.append(False)
-                    failures.append(encode_error(e))
-            return (published, failures), b""
         if operation == "get":
             return self._get(arguments, outside)
         if operation == "describe":
@@ -257,6 +244,10 @@ class _Worker:
             if operation == "run":
                 module, name, argument = arguments
                 value = find_object(module, name)(store, self._region, argument, outside)
+            elif operation == "put":
+                ((key, overwrite, segments),) = arguments
+                parts, _ = self._parts(segments, outside)
+                value = store.put(key, parts, overwrite=overwrite)
             else:
                 value = getattr(self, f"_{operation}")(*arguments)
             if operation == "get_tail" and value is not None:
