@@ -36,7 +36,7 @@ from connector.gpu_copy import (
     KernelCopy,
     Method,
 )
-from connector.host_copy import ITEM_BYTES_MIN, LOOP_BYTES_MAX, RUN_BYTES_MIN, HostCopier
+from connector.host_copy import HostCopier
 from connector.pinning import PinnedMemory, pieces_of
 from connector.transfer_plan import CopyPlan, Direction, TensorGeometry, Transfer, TransferLayout
 
@@ -81,8 +81,6 @@ class HandlerOptions:
             ``GpuCopier``.
         store_kernel_bytes_max, load_kernel_bytes_max: mean copy length up to which the kernel is used.
         kernel_copies_min: number of copies from which on it is.
-        host_run_bytes_min, host_item_bytes_min: from where on CPU tensors are copied in one pass; see ``HostCopier``.
-        host_loop_bytes_max: up to where a job of few copies makes each by itself; likewise.
     """
 
     jobs_max: int = 1024
@@ -92,9 +90,6 @@ class HandlerOptions:
     store_kernel_bytes_max: int = STORE_KERNEL_BYTES_MAX
     load_kernel_bytes_max: int = LOAD_KERNEL_BYTES_MAX
     kernel_copies_min: int = KERNEL_COPIES_MIN
-    host_run_bytes_min: int = RUN_BYTES_MIN
-    host_item_bytes_min: int = ITEM_BYTES_MIN
-    host_loop_bytes_max: int = LOOP_BYTES_MAX
 
     def __post_init__(self) -> None:
         if self.method not in (None, "batch", "kernel", "copy"):
@@ -222,17 +217,7 @@ def create_handlers(
     store: Copier
     load: Copier
     if device.type == "cpu":
-        store, load = (
-            HostCopier(
-                layout,
-                way,
-                owner=allocations,
-                run_bytes_min=chosen.host_run_bytes_min,
-                item_bytes_min=chosen.host_item_bytes_min,
-                loop_bytes_max=chosen.host_loop_bytes_max,
-            )
-            for way in Direction
-        )
+        store, load = (HostCopier(layout, way, owner=allocations) for way in Direction)
     else:
         store, load = _gpu_copiers(device, allocations, region_views, chosen)
     return (

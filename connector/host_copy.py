@@ -68,8 +68,6 @@ class HostCopier:
 
     Args:
         owner: kept as long as the copier: whatever owns the memory of the layout.
-        run_bytes_min, item_bytes_min: mean bytes of a slice and bytes of an item from which on one pass is made.
-        loop_bytes_max: bytes of a job of few copies up to which each is a call.
     """
 
     def __init__(
@@ -78,16 +76,10 @@ class HostCopier:
         direction: Direction,
         *,
         owner: object,
-        run_bytes_min: int = RUN_BYTES_MIN,
-        item_bytes_min: int = ITEM_BYTES_MIN,
-        loop_bytes_max: int = LOOP_BYTES_MAX,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._owner = owner
         self._loading = direction is Direction.LOAD
-        self._run_bytes_min = run_bytes_min
-        self._item_bytes_min = item_bytes_min
-        self._loop_bytes_max = loop_bytes_max
         self._clock = clock
         self._unit = layout.unit_bytes
         # Views of address space. What lies between the tensors is never touched: a plan holds checked addresses only.
@@ -107,9 +99,9 @@ class HostCopier:
             MemoryError: no room for the indices.
         """
         started = self._clock()
-        if len(plan) <= _LOOP_COPIES_MAX and plan.total_bytes <= self._loop_bytes_max:
+        if len(plan) <= _LOOP_COPIES_MAX and plan.total_bytes <= LOOP_BYTES_MAX:
             self._copy_each(plan)
-        elif self._unit >= self._item_bytes_min:
+        elif self._unit >= ITEM_BYTES_MIN:
             self._copy_many(plan)
         else:
             # Items that divide all lengths are too short: those of one length are whole pages.
@@ -133,7 +125,7 @@ class HostCopier:
         item = whole if self._loading else self._unit
         breaks = plan.cpu[1:] != plan.cpu[:-1] + plan.nbytes[:-1]
         runs = int(np.count_nonzero(breaks)) + 1
-        if item >= self._item_bytes_min and plan.total_bytes >= runs * self._run_bytes_min:
+        if item >= ITEM_BYTES_MIN and plan.total_bytes >= runs * RUN_BYTES_MIN:
             self._copy_slices(plan, item, np.flatnonzero(breaks) + 1)
         else:
             self._copy_twice(plan, whole)

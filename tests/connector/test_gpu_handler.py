@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from connector import host_copy
 from connector.base import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -36,9 +37,9 @@ from tests.connector.transfer_cases import (
 )
 
 ONE_GROUP = [[(0, 64), (1, 64)]]
-NO_LOOP = {"host_loop_bytes_max": 0}
-ONE_PASS = {**NO_LOOP, "host_run_bytes_min": 0, "host_item_bytes_min": 0}
-TWO_PASSES = {**NO_LOOP, "host_run_bytes_min": 1 << 40}
+# Of connector.host_copy.
+ONE_PASS = {"LOOP_BYTES_MAX": 0, "RUN_BYTES_MIN": 0, "ITEM_BYTES_MIN": 0}
+TWO_PASSES = {"LOOP_BYTES_MAX": 0, "RUN_BYTES_MIN": 1 << 40}
 
 
 @pytest.fixture
@@ -47,18 +48,23 @@ def rng() -> np.random.Generator:
 
 
 class Handlers:
-    """A world's two handlers, shut down at the end."""
+    """A world's two handlers, shut down at the end; meanwhile these thresholds are in force."""
 
-    def __init__(self, world: World, **options: Any) -> None:
+    def __init__(self, world: World, **thresholds: int) -> None:
         self.world = world
-        self.store, self.load = create_handlers(world.caches, world.views, world.factor, **options)
+        self.store, self.load = create_handlers(world.caches, world.views, world.factor)
+        self._thresholds = thresholds
+        self._patch = pytest.MonkeyPatch()
 
     def __enter__(self) -> Handlers:
+        for name, value in self._thresholds.items():
+            self._patch.setattr(host_copy, name, value)
         return self
 
     def __exit__(self, *_: object) -> None:
         self.store.shutdown()
         self.load.shutdown()
+        self._patch.undo()
 
     def run(self, job: Job, direction: Direction, job_id: int = 1) -> TransferResult:
         handler, spec = self.of(job, direction)
@@ -93,50 +99,50 @@ def check_transfer(handlers: Handlers, job: Job, direction: Direction) -> None:
 
 
 @pytest.mark.parametrize("direction", Direction)
-@pytest.mark.parametrize("options", [{}, ONE_PASS, TWO_PASSES], ids=["by size", "one pass", "two passes"])
+@pytest.mark.parametrize("thresholds", [{}, ONE_PASS, TWO_PASSES], ids=["by size", "one pass", "two passes"])
 @pytest.mark.parametrize("factor", [1, 2, 4, 8])
 class TestAgainstReference:
     def test_random_ids(
-        self, rng: np.random.Generator, factor: int, options: dict[str, int], direction: Direction
+        self, rng: np.random.Generator, factor: int, thresholds: dict[str, int], direction: Direction
     ) -> None:
         world = make_world(rng, pages=[64, 64], groups=ONE_GROUP, factor=factor)
-        with Handlers(world, **options) as handlers:
+        with Handlers(world, **thresholds) as handlers:
             for size in (1, factor, 3 * factor - 1, 20):
                 check_transfer(handlers, make_job(rng, world, [size]), direction)
 
     def test_unaligned_first_blocks_of_several_groups(
-        self, rng: np.random.Generator, factor: int, options: dict[str, int], direction: Direction
+        self, rng: np.random.Generator, factor: int, thresholds: dict[str, int], direction: Direction
     ) -> None:
         groups = [[(0, 48), (2, 96)], [(1, 80)], [(3, 16), (1, 80)]]
         world = make_world(rng, pages=[48, 80, 96, 16], groups=groups, factor=factor, num_slots=40)
-        with Handlers(world, **options) as handlers:
+        with Handlers(world, **thresholds) as handlers:
             for skip in range(factor):
                 job = make_job(rng, world, [7, 0, 9], [skip, 5, factor * 3 + (skip * 5) % factor])
                 check_transfer(handlers, job, direction)
 
     def test_padded_pages(
-        self, rng: np.random.Generator, factor: int, options: dict[str, int], direction: Direction
+        self, rng: np.random.Generator, factor: int, thresholds: dict[str, int], direction: Direction
     ) -> None:
         groups = [[(0, 40), (1, 23)], [(0, 64)]]
         world = make_world(rng, pages=[64, 24], groups=groups, factor=factor, gap_bytes=13)
-        with Handlers(world, **options) as handlers:
+        with Handlers(world, **thresholds) as handlers:
             check_transfer(handlers, make_job(rng, world, [9, 5], [1, 2]), direction)
 
     def test_another_workers_cells_are_untouched(
-        self, rng: np.random.Generator, factor: int, options: dict[str, int], direction: Direction
+        self, rng: np.random.Generator, factor: int, thresholds: dict[str, int], direction: Direction
     ) -> None:
         world = make_world(rng, pages=[64, 128], groups=[[(0, 64), (1, 128)]], factor=factor, num_workers=2, rank=1)
-        with Handlers(world, **options) as handlers:
+        with Handlers(world, **thresholds) as handlers:
             check_transfer(handlers, make_job(rng, world, [11], [factor - 1]), direction)
 
     def test_layers_that_share_a_storage(
-        self, rng: np.random.Generator, factor: int, options: dict[str, int], direction: Direction
+        self, rng: np.random.Generator, factor: int, thresholds: dict[str, int], direction: Direction
     ) -> None:
         pages = [32, 64, 32]
         world = make_world(
             rng, pages=pages, groups=[list(enumerate(pages))], factor=factor, gap_bytes=32, shared_storage=True
         )
-        with Handlers(world, **options) as handlers:
+        with Handlers(world, **thresholds) as handlers:
             check_transfer(handlers, make_job(rng, world, [13], [3]), direction)
 
 
@@ -175,9 +181,9 @@ def test_contiguous_ids_are_one_run(rng: np.random.Generator, direction: Directi
 
 
 @pytest.mark.parametrize("direction", Direction)
-@pytest.mark.parametrize("options", [{}, ONE_PASS, TWO_PASSES], ids=["by size", "one pass", "two passes"])
+@pytest.mark.parametrize("thresholds", [{}, ONE_PASS, TWO_PASSES], ids=["by size", "one pass", "two passes"])
 def test_a_region_that_lies_between_the_tensors(
-    rng: np.random.Generator, options: dict[str, int], direction: Direction
+    rng: np.random.Generator, thresholds: dict[str, int], direction: Direction
 ) -> None:
     """numpy takes its address ranges for overlapping then, and must not copy or skip anything for it."""
     memory = torch.from_numpy(rng.integers(-128, 128, 3 * 40 * 256, dtype=np.int8)).view(3, 40, 256)
@@ -187,7 +193,7 @@ def test_a_region_that_lies_between_the_tensors(
     )
     region = memory[1]
     world = World(caches, [memory[0], memory[2]], region, [region[:, :128], region[:, 128:]], factor=1)
-    with Handlers(world, **options) as handlers:
+    with Handlers(world, **thresholds) as handlers:
         check_transfer(handlers, make_job(rng, world, [30]), direction)
 
 
@@ -220,10 +226,10 @@ def transfers(draw: st.DrawFn) -> tuple[World, Job]:
 @settings(max_examples=150, deadline=None)
 @given(transfers(), st.sampled_from(list(Direction)), st.sampled_from([{}, ONE_PASS, TWO_PASSES]))
 def test_any_transfer_is_the_references(
-    transfer: tuple[World, Job], direction: Direction, options: dict[str, int]
+    transfer: tuple[World, Job], direction: Direction, thresholds: dict[str, int]
 ) -> None:
     world, job = transfer
-    with Handlers(world, **options) as handlers:
+    with Handlers(world, **thresholds) as handlers:
         check_transfer(handlers, job, direction)
 
 
