@@ -7,7 +7,6 @@ A worker reads JSON lines from its standard input (its configuration, then units
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from tiers.errors import StoreError, StoreUnavailableError
-from tiers.layers.isolate_worker import decode_option, find_object
+from tiers.layers.isolate_worker import make_store, own_output
 from tiers.layers.worker_process import StoreRecipe, python_command
 from tiers.verify import UnitResult, Verifier, decode_result
 
@@ -26,16 +25,14 @@ from tiers.verify import UnitResult, Verifier, decode_result
 def main() -> None:
     """Be a worker."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to handle
-    output = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not mix with the answers
+    output = own_output()
     config = json.loads(sys.stdin.readline())
-    options = {name: decode_option(value) for name, value in config["options"].items()}
     verifier: Verifier | None = None
     for line in sys.stdin:
         answer: dict[str, Any]
         try:
             if verifier is None:
-                verifier = Verifier(find_object(config["module"], config["name"])(**options), repair=config["repair"])
+                verifier = Verifier(make_store(config), repair=config["repair"])
             answer = {"result": asdict(verifier.check(json.loads(line)))}
         except StoreError as e:
             answer = {"error": str(e)}

@@ -26,6 +26,7 @@ from connector.region_header import row_stride
 from connector.spec import TieringOffloadingSpec
 from tiers.config import DeploymentConfig, parse_config
 from tiers.errors import ConfigError, KVTiersError
+from tiers.layers.isolate_worker import own_output
 
 ADDED_LINE = "This line was added in the middle of the text."
 MIDDLE_SHARE = 10  # a line's end within a tenth of the text behind its middle is taken for the middle
@@ -210,9 +211,7 @@ def peak_rss_bytes() -> int:
 
 def main() -> int:
     """Entry point of the process; returns its exit code."""
-    # Libraries print where they like: what is not an event goes to standard error.
-    events = Events(os.fdopen(os.dup(1), "w", encoding="utf-8"))
-    os.dup2(2, 1)
+    events = Events(own_output())
     try:
         with LastWarning() as warning:
             figures = serve(WorkerTask.from_json(json.load(sys.stdin)), events)

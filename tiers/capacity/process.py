@@ -18,13 +18,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from functools import partial
+from typing import Any, TextIO
 
 from tiers.capacity.account import read_measured, used_bytes
 from tiers.capacity.collector import Collector
 from tiers.capacity.policy import CapacityPolicy
 from tiers.errors import StoreError
-from tiers.layers.isolate_worker import decode_option, die_with_parent, find_object
+from tiers.layers.isolate_worker import die_with_parent, make_store, own_output
 from tiers.store import Store, SupportsTouch
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ def main() -> None:
     os.nice(NICENESS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to handle
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # by an exception, so that the lease is released
-    tell = _own_output()
+    tell = partial(_tell, own_output())
     config = json.loads(sys.stdin.readline())
     touches: deque[str] = deque(maxlen=TOUCHES_MAX)
     threading.Thread(target=_read_touches, args=(touches,), name="kvtiers-collector-input", daemon=True).start()
@@ -59,8 +60,7 @@ def main() -> None:
     while True:
         try:
             if store is None:
-                options = {name: decode_option(value) for name, value in config["options"].items()}
-                store = find_object(config["module"], config["name"])(**options)
+                store = make_store(config)
                 collector = make_collector(store, policy, touches, tell_removed)
             _note_uses(store, touches, NOTE_S_MAX)
             started_at = time.monotonic()
@@ -122,19 +122,12 @@ def _read_touches(touches: deque[str]) -> None:
     os._exit(0)  # the main thread is inside a call that hangs
 
 
-def _own_output() -> Callable[[dict[str, Any]], None]:
-    """What writes a message; what libraries print goes to standard error."""
-    output = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-
-    def tell(message: dict[str, Any]) -> None:
-        try:
-            output.write(json.dumps(message) + "\n")
-            output.flush()
-        except BrokenPipeError:
-            os._exit(0)
-
-    return tell
+def _tell(output: TextIO, message: dict[str, Any]) -> None:
+    try:
+        output.write(json.dumps(message) + "\n")
+        output.flush()
+    except BrokenPipeError:
+        os._exit(0)
 
 
 if __name__ == "__main__":

@@ -24,11 +24,11 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import islice
-from typing import Any
+from typing import Any, TextIO
 
 from tiers import errors
 from tiers.errors import StoreError
@@ -104,13 +104,19 @@ def decode_error(encoded: Sequence[str]) -> StoreError:
     return error
 
 
-def decode_option(value: Any) -> Any:
+def make_store(recipe: Mapping[str, Any]) -> Any:
+    """The store of a recipe, as ``StoreRecipe.encode`` gives it."""
+    options = {name: _decode_option(value) for name, value in recipe["options"].items()}
+    return find_object(recipe["module"], recipe["name"])(**options)
+
+
+def _decode_option(value: Any) -> Any:
     """A recipe's option as the parent had it: dataclasses are made again, all else is as JSON has it."""
     if isinstance(value, list):
-        return [decode_option(item) for item in value]
+        return [_decode_option(item) for item in value]
     if not isinstance(value, dict):
         return value
-    fields = {name: decode_option(item) for name, item in value.items()}
+    fields = {name: _decode_option(item) for name, item in value.items()}
     place = fields.pop("$dataclass", None)
     return find_object(*place)(**fields) if place else fields
 
@@ -155,6 +161,13 @@ def die_with_parent(parent_pid: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # it was too late
         sys.exit()
+
+
+def own_output() -> TextIO:
+    """Standard output, for this process's own messages alone: what libraries print goes to standard error."""
+    output = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return output
 
 
 class _Worker:
@@ -229,9 +242,7 @@ class _Worker:
 
     def _open(self) -> None:
         if self._store is None:
-            config = self._config
-            options = {name: decode_option(value) for name, value in config["options"].items()}
-            self._store = find_object(config["module"], config["name"])(**options)
+            self._store = make_store(self._config)
 
     def _answer(self, operation: str, arguments: Any, outside: memoryview) -> tuple[tuple[object, object], bytes]:
         store = self._store
