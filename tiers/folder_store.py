@@ -33,10 +33,10 @@ from tiers.posix import (
     read_tail,
     remove_blob,
     store_error,
-    write_all,
 )
 from tiers.publish import PRIVATE_FOLDER, FreeSpace, Publisher, sweep
 from tiers.store import KeyInfo, Look, Store, check_key, parts_size
+from tiers.vectored_io import write_all
 
 logger = logging.getLogger(__name__)
 

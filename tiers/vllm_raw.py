@@ -19,10 +19,11 @@ from typing import Any, Literal
 
 from tiers.errors import BlobCorruptError, BlobNotFoundError, StoreConfigError
 from tiers.inventory import parse_block_name
-from tiers.posix import OPEN_LISTING, OPEN_READ, RootFolder, close_reader, read_all, regular_size, store_error
+from tiers.posix import OPEN_LISTING, OPEN_READ, RootFolder, close_reader, regular_size, store_error
 from tiers.seal import NO_TRAILER, TRAILER_BYTES, TRAILER_FIELDS_BYTES
 from tiers.store import KeyInfo, Look, parts_size
 from tiers.stores.local import LocalStore
+from tiers.vectored_io import read_all
 
 SEAL_ATTRIBUTE = "user.kvtiers.seal"
 

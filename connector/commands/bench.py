@@ -34,12 +34,12 @@ from tiers.config_values import parse_size
 from tiers.errors import ConfigError, KVTiersError, StoreError
 from tiers.keys import make_offload_key
 from tiers.open_store import store_recipe, tool_recipe
-from tiers.posix import transfer
 from tiers.publish import PRIVATE_FOLDER, PrivateNames
 from tiers.registry import SecondaryTierFactory
 from tiers.seal import TRAILER_BYTES, Seal
 from tiers.store_tier import StoreTierManager
 from tiers.tier_config import BoundedTierConfig, TierConfig
+from tiers.vectored_io import transfer
 
 ROUNDS = 3
 SETTLE_S = 0.5  # for worker processes to start and to map the region, as they do while an engine loads its model

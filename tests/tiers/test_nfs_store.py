@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiers.root_folder import FolderContract
-from tiers import posix, publish
+from tiers import publish, vectored_io
 from tiers.errors import BlobNotFoundError, StoreFullError, StoreUnavailableError
 from tiers.store import Store
 from tiers.stores.nfs import NfsStore, mount_findings
@@ -153,14 +153,14 @@ def test_estale_while_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """The file was removed and stored anew by another host: the second read finds the new one."""
     prepare(tmp_path)
     store = NfsStore(tmp_path)
-    real, errors = posix.transfer, [errno.ESTALE]
+    real, errors = vectored_io.transfer, [errno.ESTALE]
 
     def stale(*arguments: object, size: int) -> int:
         if errors:
             raise OSError(errors.pop(), "stale")
         return real(*arguments, size=size)  # type: ignore[arg-type, misc]
 
-    monkeypatch.setattr(posix, "transfer", stale)
+    monkeypatch.setattr(vectored_io, "transfer", stale)
     assert fetch(store, "f/a", 5000) == make_data(5000)
     assert not errors
 

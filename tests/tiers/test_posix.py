@@ -1,4 +1,4 @@
-"""tiers.posix and the reserve of tiers.publish: errnos, opening below a root, vectored I/O, free space."""
+"""tiers.posix, tiers.vectored_io and the reserve of tiers.publish: errnos, opening below a root, parts, free space."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from tiers.errors import StoreError, StoreFullError, StoreUnavailableError
 from tiers.posix import (
     ERRORS,
-    IOV_COUNT_MAX,
     OPEN_FOLDER,
     OPEN_READ,
     RootFolder,
@@ -22,9 +21,9 @@ from tiers.posix import (
     openat2,
     openat2_works,
     store_error,
-    transfer,
 )
 from tiers.publish import FreeSpace
+from tiers.vectored_io import IOV_COUNT_MAX, transfer
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
 

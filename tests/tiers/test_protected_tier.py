@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from connector.cli import app
 from connector.vllm_config import vllm_config
 from tests.identity import FakeSpec, block_key
-from tiers import block_mover, posix, protected_seal
+from tiers import block_mover, protected_seal, vectored_io
 from tiers.base import JobMetadata
 from tiers.builtin import FileSystemTierManager
 from tiers.config import parse_config, parse_tier
@@ -125,8 +125,8 @@ def test_piece_by_piece_is_the_same(bench: Bench, options: dict[str, Any], monke
     expected = bench.fill()
     whole = bench.tier(OLD, **options)
     monkeypatch.setattr(block_mover, "PIECEWISE_BYTES_MIN", 0)
-    monkeypatch.setattr(posix, "READ_PIECE_BYTES", 4096)
-    monkeypatch.setattr(posix, "WRITE_PIECE_BYTES", 4096)
+    monkeypatch.setattr(vectored_io, "READ_PIECE_BYTES", 4096)
+    monkeypatch.setattr(vectored_io, "WRITE_PIECE_BYTES", 4096)
     pieces = bench.tier(OLD, **options)
     assert bench.run(pieces, "store", KEYS) == set(KEYS)
     assert bench.loads(whole, expected)

@@ -20,7 +20,7 @@ import pytest
 from tests.identity import FakeSpec, block_key
 from tests.promises import Record
 from tests.waiting import wait_for
-from tiers import block_mover, posix, store_tier
+from tiers import block_mover, store_tier, vectored_io
 from tiers.base import JobMetadata, JobResult
 from tiers.errors import (
     BlobCorruptError,
@@ -121,9 +121,9 @@ class Bench:
 def bench(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     if "piece" in request.param:
         monkeypatch.setattr(block_mover, "PIECEWISE_BYTES_MIN", 0)
-        monkeypatch.setattr(posix, "READ_PIECE_BYTES", ROW_BYTES // 2)
-        monkeypatch.setattr(posix, "WRITE_PIECE_BYTES", ROW_BYTES // 2)
-        monkeypatch.setattr(posix, "RUN_SLACK_BYTES", 0)
+        monkeypatch.setattr(vectored_io, "READ_PIECE_BYTES", ROW_BYTES // 2)
+        monkeypatch.setattr(vectored_io, "WRITE_PIECE_BYTES", ROW_BYTES // 2)
+        monkeypatch.setattr(vectored_io, "RUN_SLACK_BYTES", 0)
     memory = MemoryStore()
     made = Bench((lambda: memory) if request.param == "memory" else (lambda: LocalStore(str(tmp_path / "kv"))))
     yield made

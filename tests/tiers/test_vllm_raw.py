@@ -20,7 +20,7 @@ from connector.cli import app
 from tests.identity import FakeSpec, block_key
 from tests.tiers.test_local_store import TestLocalStore
 from tests.waiting import wait_for
-from tiers import posix
+from tiers import vectored_io
 from tiers.base import JobMetadata, JobResult, SecondaryTierManager
 from tiers.conversion import Converter
 from tiers.copying import Copier, find_blocks
@@ -117,9 +117,9 @@ class TestStore:
         assert self.get(store)[0] == b"x" * ROW_BYTES
 
     def test_pieces_of_a_block(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(posix, "READ_PIECE_BYTES", 4096)
-        monkeypatch.setattr(posix, "WRITE_PIECE_BYTES", 4096)
-        monkeypatch.setattr(posix, "RUN_SLACK_BYTES", 0)
+        monkeypatch.setattr(vectored_io, "READ_PIECE_BYTES", 4096)
+        monkeypatch.setattr(vectored_io, "WRITE_PIECE_BYTES", 4096)
+        monkeypatch.setattr(vectored_io, "RUN_SLACK_BYTES", 0)
         store = VllmRawStore(root)
         trailer = bytearray(TRAILER_BYTES)
         seen: list[tuple[int, int]] = []

@@ -20,7 +20,7 @@ from connector.shared_region import SharedOffloadRegion
 from tests.identity import CONFIG, FakeSpec, block_key
 from tests.promises import Record
 from tests.s3_clients import READERS, choose
-from tiers import block_mover, posix
+from tiers import block_mover, vectored_io
 from tiers.base import JobMetadata
 from tiers.isolated_mover import IsolatedMover
 from tiers.keys import OffloadKey
@@ -169,9 +169,9 @@ def rig(
     }
     if way == "piece by piece":
         monkeypatch.setattr(block_mover, "PIECEWISE_BYTES_MIN", 0)
-        monkeypatch.setattr(posix, "READ_PIECE_BYTES", PAGE_BYTES)
-        monkeypatch.setattr(posix, "WRITE_PIECE_BYTES", PAGE_BYTES)
-        monkeypatch.setattr(posix, "RUN_SLACK_BYTES", 0)
+        monkeypatch.setattr(vectored_io, "READ_PIECE_BYTES", PAGE_BYTES)
+        monkeypatch.setattr(vectored_io, "WRITE_PIECE_BYTES", PAGE_BYTES)
+        monkeypatch.setattr(vectored_io, "RUN_SLACK_BYTES", 0)
     if ": " in way:
         name, _, value = way.partition(": ")
         monkeypatch.setenv("KEYS_OF_THIS_TEST", bytes(range(32)).hex())

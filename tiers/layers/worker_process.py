@@ -16,8 +16,9 @@ from typing import Any
 from tiers.errors import RegionError, StoreConfigError
 from tiers.layers.isolate_worker import receive_frame, send_frame
 from tiers.layers.mapped_file import address_of, open_mapped_file
-from tiers.posix import STDERR, occupy_standard_streams, transfer
+from tiers.posix import STDERR, occupy_standard_streams
 from tiers.store import Store, parts_size
+from tiers.vectored_io import transfer
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,6 @@ from dataclasses import replace
 from typing import Any, Final
 
 from tiers.errors import BlobCorruptError, InvalidKeyError, StoreError
-from tiers.posix import look_at
 from tiers.store import KEY_LENGTH_MAX, KEY_PART_LENGTH_MAX, Capabilities, KeyInfo, Look, Store, check_key, parts_size
 from tiers.stores.s3_attempts import Attempts
 from tiers.stores.s3_delete import delete_each
@@ -38,6 +37,7 @@ from tiers.stores.s3_lookup import Answers, Lookups
 from tiers.stores.s3_options import S3Options
 from tiers.stores.s3_session import DELETE_KEYS_MAX
 from tiers.stores.watchdog import begin
+from tiers.vectored_io import look_at
 
 __all__ = ["S3Options", "S3Store"]
 

@@ -28,7 +28,6 @@ from botocore import exceptions as boto_errors
 from urllib3.exceptions import HTTPError
 
 from tiers.errors import BlobCorruptError, BlobNotFoundError, StoreConfigError
-from tiers.posix import look_at
 from tiers.store import Look, parts_size
 from tiers.stores.s3_boto_errors import BOTO_ERRORS, is_of_s3
 from tiers.stores.s3_direct import fill
@@ -36,6 +35,7 @@ from tiers.stores.s3_errors import connection_error, deadline_error, without_abs
 from tiers.stores.s3_options import S3Options
 from tiers.stores.s3_session import S3Session
 from tiers.stores.watchdog import Watchdog
+from tiers.vectored_io import look_at
 
 # What a socket raises while a body is read, below botocore.
 _BODY_ERRORS = (OSError, HTTPError, HTTPException, ValueError)

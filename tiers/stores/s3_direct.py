@@ -26,13 +26,13 @@ from urllib.parse import quote, urlsplit
 from botocore.httpsession import get_cert_path
 
 from tiers.errors import BlobCorruptError, StorePermissionError
-from tiers.posix import look_at, runs, transfer
 from tiers.store import Look, parts_size
 from tiers.stores.s3_errors import connection_error, deadline_error, server_error
 from tiers.stores.s3_options import IDLE_S_MAX
 from tiers.stores.s3_session import S3Session
 from tiers.stores.s3_signature import ReadSigner
 from tiers.stores.watchdog import Watchdog
+from tiers.vectored_io import look_at, runs, transfer
 
 ERROR_BYTES_MAX: Final = 64 << 10
 PIECE_BYTES: Final = 512 << 10  # of what is looked at

@@ -39,13 +39,13 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig, S3Config
 
 from tiers.errors import BlobCorruptError, BlobNotFoundError, InvalidKeyError, StoreConfigError, StoreError
-from tiers.posix import look_at
 from tiers.store import Look
 from tiers.stores.s3_direct import DirectReader
 from tiers.stores.s3_errors import connection_error, deadline_error, server_error, without_absence
 from tiers.stores.s3_options import IDLE_S_MAX
 from tiers.stores.s3_session import S3Session
 from tiers.stores.watchdog import begin
+from tiers.vectored_io import look_at
 
 CHUNK_BYTES: Final = 256 << 10
 DIRECT_BYTES_MIN: Final = 256 << 10

@@ -5,8 +5,9 @@ A layer, for whatever sits on top of a store::
     store = FaultyStore(MemoryStore(), [Fault("get_into", first=3, flip_bit=17), Fault("put", count=None, error=...)])
     store.plan = []  # healed
 
-System calls, for stores on a file system (``tiers.posix``, ``tiers.publish``, ``tiers.folder_listing`` and
-``tiers.folder_cleanup`` make all of theirs). Run once to learn how many there are, then once for each::
+System calls, for stores on a file system (``tiers.posix``, ``tiers.vectored_io``, ``tiers.publish``,
+``tiers.folder_listing`` and ``tiers.folder_cleanup`` make all of theirs). Run once to learn how many there are, then
+once for each::
 
     with SyscallFaults() as dry:
         store.put("a", parts)
@@ -34,7 +35,7 @@ from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 from unittest import mock
 
-from tiers import folder_cleanup, folder_listing, posix, publish, vllm_raw
+from tiers import folder_cleanup, folder_listing, posix, publish, vectored_io, vllm_raw
 from tiers.layers.layer import Layer
 from tiers.store import KeyInfo, Store
 
@@ -254,6 +255,7 @@ class SyscallFaults:
         link_open_file = functools.partial(self._make_call, "linkat", posix.link_open_file)
         for module, name, replacement in (
             (posix, "os", seam),
+            (vectored_io, "os", seam),
             (publish, "os", seam),
             (folder_cleanup, "os", seam),
             (folder_listing, "os", seam),
