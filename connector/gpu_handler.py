@@ -209,6 +209,7 @@ def create_handlers(
     Raises:
         ValueError: tensors and views do not fit each other.
         TypeError: an option that is not there.
+        RuntimeError: a thread cannot be started.
     """
     chosen = HandlerOptions(**options)
     _check_tensors(kv_caches, region_views, blocks_per_chunk)
@@ -220,10 +221,18 @@ def create_handlers(
         store, load = (HostCopier(layout, way, owner=allocations) for way in Direction)
     else:
         store, load = _gpu_copiers(device, allocations, region_views, chosen)
-    return (
-        CopyHandler(Direction.STORE, layout, store, jobs_max=chosen.jobs_max),
-        CopyHandler(Direction.LOAD, layout, load, jobs_max=chosen.jobs_max),
-    )
+    copiers = [store, load]
+    handlers: list[CopyHandler] = []
+    try:
+        for way, copier in zip(Direction, copiers, strict=True):
+            handlers.append(CopyHandler(way, layout, copier, jobs_max=chosen.jobs_max))
+    except RuntimeError:  # no thread to be had: the region would stay pinned
+        for handler in handlers:
+            handler.shutdown()
+        for copier in copiers[len(handlers) :]:
+            copier.close()
+        raise
+    return handlers[0], handlers[1]
 
 
 def _check_tensors(kv_caches: CanonicalKVCaches, region_views: Sequence[torch.Tensor], blocks_per_chunk: int) -> None:

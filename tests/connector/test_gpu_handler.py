@@ -414,6 +414,28 @@ def test_a_transfer_needs_no_thread_that_may_not_be_had(
         assert handlers.run(make_job(rng, world, [3]), Direction.STORE).success
 
 
+@pytest.mark.parametrize("refused", Direction)
+def test_where_one_handler_has_no_thread_the_other_is_shut_down(
+    rng: np.random.Generator, refused: Direction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[HostCopier] = []
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith(f"kvtiers-{refused}"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(HostCopier, "close", lambda copier: closed.append(copier))
+    world = make_world(rng, pages=[64, 64], groups=ONE_GROUP)
+    before = set(threading.enumerate())
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        create_handlers(world.caches, world.views, world.factor)
+    assert len({id(copier) for copier in closed}) == 2
+    assert set(threading.enumerate()) == before
+
+
 def test_submit_and_poll_do_not_wait_for_the_copy(held_store: tuple[CopyHandler, Held]) -> None:
     handler, copier = held_store
     assert handler.transfer_async(1, SPEC)
