@@ -55,7 +55,8 @@ class FolderStore(Store):
         root_dir: the root; made where it is missing, and made again by a put where it was removed meanwhile. It may
             lie behind a symbolic link, but be none.
         publisher: how blobs become visible on this file system.
-        read_only: the root must be there, and opening it removes nothing. (Nobody calls what writes.)
+        read_only: the root must be there, and neither opening nor ``sweep`` removes anything. (Nobody calls what else
+            writes.)
         min_free_bytes: a put that would leave less free space than this is StoreFullError. 0: none is kept. See
             ``FreeSpace`` for several processes.
         quarantine_count_max: bad blobs kept in ``.quarantine``; further ones are deleted.
@@ -88,6 +89,7 @@ class FolderStore(Store):
         self._quarantine_count_max = quarantine_count_max
         self._publisher = publisher
         self._now = now
+        self._read_only = read_only
         self._lock = threading.Lock()
         self._refused: set[str] = set()
         self.damaged = 0
@@ -196,6 +198,8 @@ class FolderStore(Store):
         """See ``SupportsSweep``."""
         root = self._use_root(None)
         try:
+            if self._read_only:
+                return own_bytes(root)
             try:
                 now = self._now(root)
             except OSError as e:

@@ -124,7 +124,7 @@ def _collect(place: Place, *, dry_run: bool) -> dict[str, Any]:
     policy = place.policy
     if policy is None:
         return {"skipped": "is read_only" if place.read_only else "has neither max_bytes nor ttl"}
-    with place.open(writes=True) as store, Ticker(f"collecting {place.name}", unit="listed") as ticker:
+    with place.open(writes=not dry_run) as store, Ticker(f"collecting {place.name}", unit="listed") as ticker:
         report = _run(Collector(store, policy, on_progress=ticker.count), dry_run, policy.lease_s)
     return {"skipped": "another collector is at work"} if report is None else asdict(report)
 

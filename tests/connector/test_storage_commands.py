@@ -68,16 +68,28 @@ def test_blocks_of_a_server_that_tells_no_times_are_not_called_old(root: Path) -
     assert (found["ages"]["unknown"]["blobs"], found["ages"]["older"]["blobs"]) == (3, 0)
 
 
-@pytest.mark.parametrize("command", [("ls",), ("du",), ("verify",), ("migrate",)])
+@pytest.mark.parametrize("command", [("ls",), ("du",), ("verify",), ("migrate",), ("gc", "--dry-run")])
 def test_what_only_looks_leaves_nothing_in_an_nfs_root(tmp_path: Path, command: tuple[str, ...]) -> None:
     """A folder that root's command made would keep the engine of another user from starting."""
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
     path = tmp_path / "c.yaml"
-    tiers = [f"- {{type: nfs, name: {name}, root_dir: {tmp_path / name}, min_free: 0}}\n" for name in ("a", "b")]
+    options = "type: nfs, min_free: 0, ttl: 1h"
+    tiers = [f"- {{{options}, name: {name}, root_dir: {tmp_path / name}}}\n" for name in ("a", "b")]
     path.write_text(f"region: {{size: 1MiB}}\ntiers:\n{''.join(tiers)}")
     ok(*command, str(path))
     assert [list((tmp_path / name).iterdir()) for name in ("a", "b")] == [[], []]
+
+
+@pytest.mark.parametrize("command", [("ls",), ("verify",), ("gc", "--dry-run")])
+def test_what_only_looks_leaves_what_dead_writers_left(root: Path, command: tuple[str, ...]) -> None:
+    (root / ".tmp").mkdir()
+    left = root / ".tmp" / "left"
+    left.write_bytes(bytes(SIZE))
+    os.utime(left, (0, 0))
+    out = run(*command, write_config(root, "ttl: 9h"))[1]
+    assert left.exists()
+    assert command[0] != "gc" or "in quarantine and half written: 4 KiB" in out
 
 
 def test_ls(root: Path) -> None:

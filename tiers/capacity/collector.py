@@ -185,7 +185,7 @@ class Collector:
         self._began_at = self._monotonic()
         self._room.begin()
         if isinstance(self._store, SupportsSweep):
-            # A dry run leaves what is in quarantine. What dead writers left went when the store was opened.
+            # A dry run leaves what is in quarantine, and what dead writers left in a store that is only read.
             report.own_bytes = self._store.sweep(float("inf") if report.dry_run else self._policy.quarantine_s)
         baseline = read_baseline(self._store, now=now, writer_s=writer_s)
         histogram = self._measure(report, now)
