@@ -119,6 +119,19 @@ def test_a_deep_folder_that_may_not_be_looked_into_is_named(
     assert f"into 1 in {tmp_path}: {name};" in problem.message
 
 
+def test_a_folder_that_an_engine_has_just_removed_is_no_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "m_r0").mkdir()
+
+    def access(path: str, mode: int) -> bool:
+        Path(path).rmdir()
+        return False
+
+    monkeypatch.setattr(os, "access", access)
+    assert list(doctor_storage._refused_folders("fs", str(tmp_path))) == []
+
+
 def test_not_all_folders_of_a_large_root_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(10):
         (tmp_path / "m_r0" / f"{number:03}" / "0b_g0").mkdir(parents=True)
