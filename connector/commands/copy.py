@@ -43,7 +43,7 @@ def warm(
     as_json: AsJson = False,
 ) -> None:
     """Fill a near tier from a far one: by default the first from the last. Stops where the near tier is full."""
-    places = open_places("warm", config, None)
+    places = open_places("warm", config, None, tells=from_tier is None or to_tier is None)
     source, target = _choose("warm", places, from_tier, -1), _choose("warm", places, to_tier, 0)
     if namespace is not None and names is not None:
         raise _refuse("warm", "--namespace and --names exclude each other")
@@ -65,9 +65,10 @@ def migrate(
 
     Between format: vllm-raw and sealed-1 blocks are named and sealed anew.
     """
-    places = open_places("migrate", config, None)
+    by_default = from_tier is None or (to_tier is None and target_config is None)
+    places = open_places("migrate", config, None, tells=by_default)
     source = _choose("migrate", places, from_tier, 0)
-    targets = places if target_config is None else open_places("migrate", target_config, None)
+    targets = places if target_config is None else open_places("migrate", target_config, None, tells=to_tier is None)
     target = _choose("migrate", targets, to_tier, -1)
     _copy("migrate", source, target, [""], as_json)
 

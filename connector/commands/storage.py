@@ -158,10 +158,16 @@ def open_places(
     config: Path,
     tier: str | None,
     find: Callable[[Path, str | None, Callable[[str], None]], list[Place]] = find_places,
+    *,
+    tells: bool = True,
 ) -> list[Place]:
-    """As ``find``; bad input ends the command."""
+    """As ``find``; bad input ends the command.
+
+    Args:
+        tells: name the tiers that are left out.
+    """
     try:
-        return find(config, tier, partial(complain, command))
+        return find(config, tier, partial(complain, command) if tells else lambda _: None)
     except KVTiersError as e:
         complain(command, str(e))
         raise typer.Exit(EXIT_BAD_INPUT) from e

@@ -323,17 +323,38 @@ def test_sizes_and_ages_in_words() -> None:
     assert [human_age(s) for s in (-1, 90, 600, 7300, 172_800)] == ["0s", "90s", "10min", "2h", "2d"]
 
 
-@pytest.mark.parametrize("command", ["ls", "du", "verify", "warm"])
-def test_a_tier_that_is_not_looked_into_is_named(root: Path, command: str) -> None:
-    path = root.parent / "theirs.yaml"
+def write_theirs(root: Path, name: str = "theirs.yaml") -> str:
+    """A tier that is not ours, and two that are."""
+    path = root.parent / name
     fs = [
         f"- {{type: fs, name: {name}, root_dir: {path}, min_free: 0}}"
         for name, path in (("near", root), ("far", f"{root}-2"))
     ]
     LocalStore(f"{root}-2").close()
     path.write_text("\n".join(["region: {size: 1MiB}", "tiers:", "- {type: Mine, module_path: mine}", *fs, ""]))
-    result = CliRunner().invoke(app, [command, str(path)])
+    return str(path)
+
+
+@pytest.mark.parametrize("command", ["ls", "du", "verify", "warm"])
+def test_a_tier_that_is_not_looked_into_is_named(root: Path, command: str) -> None:
+    config = write_theirs(root)
+    result = CliRunner().invoke(app, [command, config])
     assert f"kvtiers {command}: left out: Mine, which is not kvtiers' own" in result.stderr
     assert "left out" not in result.stdout
     if command != "warm":
-        assert "left out" not in CliRunner().invoke(app, [command, str(path), "--tier", "near"]).stderr
+        assert "left out" not in CliRunner().invoke(app, [command, config, "--tier", "near"]).stderr
+
+
+def test_no_tier_is_called_left_out_where_both_are_named(root: Path) -> None:
+    one, other = write_theirs(root), write_theirs(root, "others.yaml")
+    both = ("--from", "far", "--to", "near")
+    for arguments, told in (
+        (("warm", one, *both), 0),
+        (("warm", one, "--to", "near"), 1),
+        (("migrate", one, *both), 0),
+        (("migrate", one, "--from", "near"), 1),
+        (("migrate", one, other, *both), 0),
+        (("migrate", one, other, "--to", "far"), 1),
+        (("migrate", one, other), 2),
+    ):
+        assert CliRunner().invoke(app, arguments).stderr.count("left out: Mine") == told, arguments
