@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.platforms import current_platform
 from vllm.v1 import kv_cache_interface
-from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec
 
 from connector.vllm import translate
 from tiers.errors import ConfigError
@@ -44,6 +45,42 @@ def no_chunks_of_windows(blocks_per_chunk: int) -> ConfigError:
         "stores chunks that are not all there, and others would load them; set blocks_per_chunk: 1 for this model",
         field="blocks_per_chunk",
     )
+
+
+def is_in_token_order(config: Any) -> bool:
+    """Whether blocks have their bytes in the order of tokens on every GPU, however CUDA's kernels cut them.
+
+    So have blocks that no kernel cuts. (``config`` counts the tokens of all DCP ranks, a spec those of one.)
+
+    Args:
+        config: vLLM's OffloadingConfig.
+    """
+    specs = _layer_specs(config)
+    if specs is None:
+        return False
+    return all(spec.block_size <= translate.KERNEL_BLOCK_TOKENS for spec in specs) or _is_plain_mla(config, specs)
+
+
+def _is_plain_mla(config: Any, specs: list[Any]) -> bool:
+    """Whether all layers are MLA that keeps one vector a token, and nothing else.
+
+    With one head a kernel's block is its tokens one after the other, and all of CUDA's backends write these by one
+    function (``concat_and_cache_mla``). Before 0.29, which brought ``create_kv_cache_views``, a kernel's block could
+    have all layers in it. The indexer of sparse attention is MLA to vLLM, too, but its kernels order blocks in their
+    own way.
+    """
+    model = getattr(translate.find_vllm_config(), "model_config", None)
+    if model is None or not current_platform.is_cuda() or not hasattr(kv_cache_interface, "create_kv_cache_views"):
+        return False
+    head_size = model.get_head_size()
+    is_plain = all(
+        type(spec) is MLAAttentionSpec
+        and spec.head_size == head_size  # an indexer's is another
+        and spec.page_size_bytes == spec.block_size * head_size * spec.dtype.itemsize
+        for spec in specs
+    )
+    # The scheduler has one layer's spec for a whole group: with an indexer among them the sizes do not add up.
+    return is_plain and sum(spec.page_size_bytes for spec in specs) == config.worker_kv_bytes_per_block
 
 
 def check_layout(config: Any) -> None:
@@ -98,7 +135,7 @@ def _kv_cache_config() -> Any | None:
 
 
 def _layer_specs(config: Any) -> list[Any] | None:
-    """The kinds of the offloaded groups; None where they are not known."""
+    """The kind of each offloaded layer; None where they are not known."""
     found = _kv_cache_config()
     if found is None:
         return None
@@ -106,5 +143,5 @@ def _layer_specs(config: Any) -> list[Any] | None:
     for index, group in enumerate(config.groups):
         # Before 0.32 all groups are offloaded. A worker has the specs of each layer, the scheduler one for all.
         spec = found.kv_cache_groups[getattr(group, "group_id", index)].kv_cache_spec
-        specs += getattr(spec, "kv_cache_specs", {"": spec}).values()
+        specs += getattr(spec, "kv_cache_specs", dict.fromkeys(group.layer_names, spec)).values()
     return specs

@@ -137,7 +137,7 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
             logger.warning("removed %s: its engine died while it was starting", path)
         try:
             return TieringOffloadingSpec(
-                translate.engine_spec(self).config,
+                translate.engine_spec(self, by_token=kv_groups.is_in_token_order(self.config)).config,
                 self.deployment.model_copy(update={"blocks_per_chunk": self.blocks_per_chunk}),
                 self._cell_bytes,
                 rank=rank,

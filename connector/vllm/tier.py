@@ -92,7 +92,8 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
         super().__init__(offloading_spec, primary_kv_view, own_type, *detector)
         self.locality = translate.locality(str(options["type"]), locality)
         translate.warn_of_adapters()
-        spec = translate.engine_spec(offloading_spec)
+        by_token = kv_groups.is_in_token_order(offloading_spec.config)
+        spec = translate.engine_spec(offloading_spec, by_token=by_token)
         if options.get("format") == FORMAT_VLLM_RAW:
             spec = replace(spec, vllm_layout=translate.vllm_layout(offloading_spec))
         self.tier: SecondaryTierManager = SecondaryTierFactory.create_secondary_tier(options, primary_kv_view, spec)

@@ -56,7 +56,7 @@ else:
 _JOB_RESULT_FIELDS = frozenset(field.name for field in dataclasses.fields(VllmJobResult))
 _FRAMES_MAX = 32
 _URL_END = 150
-_KERNEL_BLOCK_TOKENS = 16
+KERNEL_BLOCK_TOKENS = 16  # all of CUDA's attention kernels take such a block whole
 
 #: Where our tiers keep their blocks, as vLLM's events and hit sources call it.
 _LOCALITIES = {"fs": "LOCAL", "memory": "LOCAL", "nfs": "REMOTE", "s3": "REMOTE", "fsspec": "REMOTE"}
@@ -256,7 +256,8 @@ def kv_platform(vllm_config: Any | None, block_sizes: Iterable[int], *, by_token
     vLLM's CPU backend packs the same KV in another order where the machine has AMX: with the same sizes, and wrong
     tokens for who takes one for the other. So do ROCm's attention backends with keys, under one name of layout, and
     CUDA's where their kernels' blocks are smaller than vLLM's: of 64 tokens, say, so that a block of 128 has its heads
-    twice. How small they are no config tells, only that all take 16.
+    twice. How small they are no config tells, only that all take 16. (``kv_groups.is_in_token_order`` knows others that
+    all lay out alike.)
 
     Args:
         block_sizes: tokens of a block, of each group.
@@ -266,7 +267,7 @@ def kv_platform(vllm_config: Any | None, block_sizes: Iterable[int], *, by_token
         return f"rocm:{_rocm_kernels(vllm_config)}"
     if not current_platform.is_cpu():
         name = str(current_platform.device_name or current_platform.device_type or "unknown")
-        is_one_kernels_block = max(block_sizes, default=0) <= _KERNEL_BLOCK_TOKENS
+        is_one_kernels_block = max(block_sizes, default=0) <= KERNEL_BLOCK_TOKENS
         return name if by_token or is_one_kernels_block else f"{name}:{_cuda_kernels(vllm_config)}"
     model = getattr(vllm_config, "model_config", None)
     try:
