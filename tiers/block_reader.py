@@ -62,10 +62,6 @@ class BlockReader:
             BlobNotFoundError: it was removed since it was listed.
             StoreError: it cannot be read.
         """
-        if name.namespace not in self._identities:
-            identities = self._identities[name.namespace] = read_identities(self._store, name.namespace)
-            if any(namespace_of(fields) != name.namespace for fields in identities.values()):
-                self._shared.add(name.namespace)
         verdict = self._judge(info, name)
         if verdict[0] == SealReason.SIZE and (size := self._store.size(info.key)) != info.size:
             if size is None:
@@ -73,8 +69,26 @@ class BlockReader:
             verdict = self._judge(replace(info, size=size), name)  # healed since it was listed
         return verdict
 
+    def seal_for(self, name: BlockName, trailer: bytes | memoryview) -> Seal:
+        """What checks a block that has this trailer, here or in another store: its writer's seal, if it is known.
+
+        Raises:
+            StoreError: the namespace's files cannot be read.
+        """
+        identities = self._identities_of(name.namespace)
+        found = fingerprint_in(trailer)
+        wanted = found if found in identities else next(iter(identities), bytes(32))
+        return self._seal(wanted, name, identities.get(wanted, {}))
+
+    def _identities_of(self, namespace: str) -> dict[bytes, dict[str, Any]]:
+        if namespace not in self._identities:
+            identities = self._identities[namespace] = read_identities(self._store, namespace)
+            if any(namespace_of(fields) != namespace for fields in identities.values()):
+                self._shared.add(namespace)
+        return self._identities[namespace]
+
     def _judge(self, info: KeyInfo, name: BlockName) -> tuple[str | None, bool]:
-        identities = self._identities[name.namespace]
+        identities = self._identities_of(name.namespace)
         if info.size <= TRAILER_BYTES or info.size % PAYLOAD_MULTIPLE_BYTES or len(name.digits) % 2:
             return SealReason.SIZE if identities else NO_IDENTITY, False
         if len(self._buffer) < info.size and not self._grow(info.size):
@@ -85,9 +99,7 @@ class BlockReader:
         for _ in range(2):  # twice: a block replaced under the reader happens once
             try:
                 self._store.get_into(info.key, [payload, trailer])
-                found = fingerprint_in(trailer)
-                wanted = found if found in identities else next(iter(identities), bytes(32))
-                self._seal(wanted, name, identities.get(wanted, {})).verify(name.offload_key, payload, trailer)
+                self.seal_for(name, trailer).verify(name.offload_key, payload, trailer)
                 return None, False
             except (SealError, BlobCorruptError) as e:
                 failure = e

@@ -15,10 +15,17 @@ from typing import Any
 
 from tiers.block_reader import BlockReader, read_identities, read_small
 from tiers.conversion import Converter
-from tiers.errors import BlobNotFoundError, StoreError, StoreFullError, StorePermissionError
+from tiers.errors import (
+    BlobCorruptError,
+    BlobNotFoundError,
+    SealError,
+    StoreError,
+    StoreFullError,
+    StorePermissionError,
+)
 from tiers.file_mapper import CONFIG_FILE_NAME, IDENTITY_FILE_PREFIX
 from tiers.inventory import BlockName, list_blocks
-from tiers.seal import TRAILER_BYTES, Seal, fingerprint_in
+from tiers.seal import NO_TRAILER, TRAILER_BYTES, Seal, fingerprint_in
 from tiers.store import KeyInfo, Store, SupportsSizeMany, SupportsTail
 
 THREADS = 8  # reading or writing mostly waits, on one side at least
@@ -46,9 +53,11 @@ class CopyReport:
 
     Attributes:
         copied, copied_bytes: with their trailers.
-        present: blocks that the target had, of the same size.
+        present: blocks that the target had, of the same size and with a good trailer. (Of a store that cannot read a
+            blob's end by itself, of the same size.)
         bad: blocks whose seal failed, that have none, or that only a newer version can judge.
-        errors: blocks that could not be read or written, or whose names another engine's have in the target.
+        errors: blocks that could not be read or written, or whose names another engine's have in the target, or a newer
+            version's.
         left_out: namespaces whose blocks are not copied, and why; these are among ``errors``.
         no_room: the target is full, or its bound reached; the rest was not looked at.
     """
@@ -95,6 +104,7 @@ class Copier:
     ) -> None:
         self._source = source
         self._target = target
+        self._tails = target if isinstance(target, SupportsTail) else None
         self._room_bytes = room_bytes
         self._on_progress = on_progress
         self._converter = converter
@@ -115,33 +125,56 @@ class Copier:
         left = iter(blocks)
         with ThreadPoolExecutor(THREADS) as pool:
             while not self.report.no_room and (batch := list(islice(left, BATCH_BLOCKS))):
-                wanted = self._take_wanted(batch)
+                moves = [move for block in batch if (move := self._plan(*block)) is not None]
+                wanted = self._take_wanted(moves, self._look(moves, pool))
                 parts = [wanted[seat::THREADS] for seat in range(THREADS)]
                 for report in pool.map(self._copy_some, parts, self._readers):
                     self._add(report)
                 self._on_progress(self.report)
         return self.report
 
-    def _take_wanted(self, batch: list[Block]) -> list[_Move]:
-        """Those that the target lacks and has room for."""
+    def _look(self, moves: list[_Move], pool: ThreadPoolExecutor) -> list[Any]:
+        """Size and end of what the target has, parallel to the moves; None where there is nothing, or an exception."""
+        keys = [move.target for move in moves]
+        found = _sizes(self._target, keys)
+        parts = [(keys[seat::THREADS], found[seat::THREADS]) for seat in range(THREADS)]
+        for seat, ends in enumerate(pool.map(lambda part: list(map(self._end, *part)), parts)):
+            found[seat::THREADS] = ends
+        return found
+
+    def _end(self, key: str, size: Any) -> Any:
+        if not isinstance(size, int):
+            return size
+        if self._tails is None:
+            return size, None
+        try:
+            return self._tails.get_tail(key, TRAILER_BYTES)
+        except BlobCorruptError:
+            return None  # it is no blob any more
+        except StoreError as e:
+            return e
+
+    def _take_wanted(self, moves: list[_Move], found: list[Any]) -> list[_Move]:
+        """Those that the target lacks, or has damaged, and has room for."""
         wanted = []
-        moves = [move for block in batch if (move := self._plan(*block)) is not None]
-        for move, size in zip(moves, _sizes(self._target, [move.target for move in moves]), strict=True):
-            if _is_refused(size):
+        for move, there in zip(moves, found, strict=True):
+            if _is_refused(there):
                 self.report.errors += 1
                 continue
-            if isinstance(size, Exception):
-                raise size
-            if size is not None and move.seal is not None and self._is_of_others(move):
+            if isinstance(there, Exception):
+                raise there
+            is_present = there is not None and self._is_good(move, *there)
+            if is_present is None:
                 self.report.errors += 1
                 continue
-            if size is not None and size == move.info.size:
+            if is_present:
                 self.report.present += 1
                 continue
             if move.seal is None and move.name.namespace in self.report.left_out:
                 self.report.errors += 1
                 continue
-            if self._room_bytes is not None and move.info.size > self._room_bytes:
+            more_bytes = move.info.size - (0 if there is None else there[0])
+            if self._room_bytes is not None and more_bytes > self._room_bytes:
                 self.report.no_room = True
                 break
             try:
@@ -157,7 +190,7 @@ class Copier:
                 self.report.errors += 1
                 continue
             if self._room_bytes is not None:
-                self._room_bytes -= move.info.size
+                self._room_bytes -= more_bytes
             wanted.append(move)
         return wanted
 
@@ -182,13 +215,21 @@ class Copier:
             return None
         return _Move(info, name, found.name.path, found.seal, found.fingerprint)
 
-    def _is_of_others(self, move: _Move) -> bool:
-        """Whether the target's name is taken by an engine that only shares the folder."""
-        assert move.seal is not None
-        if not isinstance(self._target, SupportsTail):
-            return False
-        found = self._target.get_tail(move.target, TRAILER_BYTES)
-        return found is not None and move.seal.is_of_others(found[1])
+    def _is_good(self, move: _Move, size: int, tail: bytes | None) -> bool | None:
+        """Whether that is the block in good order, by the checks of a store job.
+
+        None: it is another engine's, or a newer version's, and never replaced.
+        """
+        if tail is None or tail == NO_TRAILER:  # a store shows this one only where its engines take it
+            return size == move.info.size
+        seal = move.seal or self._readers[0].seal_for(move.name, tail)
+        if size != move.info.size:
+            return None if seal.is_of_others(tail) else False
+        try:
+            seal.check_trailer(move.name.offload_key, tail, size - TRAILER_BYTES)
+        except SealError as e:
+            return None if e.foreign else False
+        return True
 
     def _copy_namespace(self, namespace: str) -> None:
         if not read_identities(self._source, namespace):
@@ -220,7 +261,7 @@ class Copier:
                         report.errors += 1
                         continue
                     trailer = memoryview(move.seal.trailer(move.name.offload_key, payload))
-                # A blob of another size is there, or none: what is there is no good block of this namespace.
+                # What is there is no good block of this namespace.
                 self._target.put(move.target, [payload, trailer], overwrite=True)
             except BlobNotFoundError:
                 continue  # removed since it was listed

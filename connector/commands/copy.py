@@ -207,7 +207,7 @@ def _show(result: dict[str, Any]) -> None:
     for name, text in (
         ("present", "were there already"),
         ("bad", "not copied, their seal failed, or is missing, or a newer version made it (see kvtiers verify)"),
-        ("errors", "could not be read or written, or another engine's block has the name"),
+        ("errors", "could not be read or written, or another engine's or a newer version's block has the name"),
     ):
         if result[name]:
             say(f"  {text}: {result[name]:,} blocks")

@@ -167,6 +167,39 @@ def test_what_is_no_block_is_replaced(near: Path, far: Path) -> None:
     assert stored(near) == stored(far)
 
 
+@pytest.mark.parametrize("how", ["trailer", "name"])
+def test_what_is_no_good_block_of_the_same_size_is_replaced(near: Path, far: Path, how: str) -> None:
+    config = write_config(near, far)
+    ok("warm", config)
+    if how == "trailer":
+        flip(near / NAMES[0], SIZE + 60)
+    else:
+        (near / NAMES[0]).write_bytes((near / NAMES[1]).read_bytes())
+    result = json.loads(ok("migrate", config, "--from", "far", "--to", "near", "--json"))
+    assert (result["copied"], result["present"]) == (1, COUNT - 1)
+    assert stored(near) == stored(far)
+
+
+@pytest.mark.usefixtures("no_least")
+def test_a_damaged_block_in_a_full_target_is_replaced(near: Path, far: Path) -> None:
+    ok("warm", write_config(near, far))
+    flip(near / NAMES[0], SIZE + 60)
+    full = sum(path.stat().st_size for path in near.rglob("*") if path.is_file())
+    ok("migrate", write_config(near, far, f"max_bytes: {full}"), "--from", "far", "--to", "near")
+    assert stored(near) == stored(far)
+
+
+def test_a_newer_versions_block_is_not_replaced(near: Path, far: Path) -> None:
+    config = write_config(near, far)
+    ok("warm", config)
+    flip(near / NAMES[0], SIZE + 8)
+    before = stored(near)
+    code, out = run("warm", config)
+    assert code == 1
+    assert "or another engine's or a newer version's block has the name: 1 blocks" in out
+    assert stored(near) == before
+
+
 def test_a_namespace_without_identity_is_refused(near: Path, far: Path) -> None:
     (far / NAMESPACE / "config.json").unlink()
     code, out = run("warm", write_config(near, far))
@@ -358,6 +391,7 @@ def test_protected_blocks_are_checked_and_copied_without_a_key(
     assert run("warm", config)[0] == 1
     assert stored(near).keys() == set(names[1:])
     assert {name: blob for name, blob in stored(far).items() if name != names[0]} == stored(near)
+    assert f"were there already: {COUNT - 1} blocks" in run("warm", config)[1]
     to_raw = Copier(LocalStore(far), MemoryStore(), converter=SealedAnew())
     assert to_raw.copy(find_blocks(LocalStore(far), [""])).bad == COUNT  # what has a key keeps its format
 
