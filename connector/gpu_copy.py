@@ -107,6 +107,9 @@ class GpuCopier:
         method: use this one for every job that it can take; for the others what comes after it: kernel, batch, copy.
         kernel: the copy kernel, and the bytes its addresses must be multiples of; None where triton is not there.
 
+    Attributes:
+        methods_used: those that took jobs so far; what one refuses counts for the next.
+
     Raises:
         ValueError: the method asked for cannot work here.
     """
@@ -141,7 +144,7 @@ class GpuCopier:
         ways = list(here)
         self._ways = [way for way in ways[ways.index(method or "kernel") :] if here[way]]
         self._always_kernel = method == "kernel"
-        self._logged: set[Method] = set()
+        self.methods_used: set[Method] = set()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def mark(self) -> torch.cuda.Event:
@@ -166,7 +169,12 @@ class GpuCopier:
                     keep = self._submit(merged)
             except Exception as failure:  # noqa: BLE001 - any refusal must wait for what was already submitted
                 error = failure
-            end.record(self._stream)
+            try:
+                end.record(self._stream)
+            except Exception:
+                # Nothing else tells when the copies end, and whoever hears of a failure gives their blocks away.
+                self._stream.synchronize()
+                raise
         return GpuCompletion(start, end, keep, error)
 
     def close(self) -> None:
@@ -194,8 +202,17 @@ class GpuCopier:
     def _submit(self, plan: CopyPlan) -> object:
         while True:
             method = self.choose(plan)
-            if method not in self._logged:
-                self._logged.add(method)
+            try:
+                keep = self._submit_by(method, plan)
+            except Exception as error:  # the driver's, torch's, or Triton's, which are no RuntimeErrors
+                if method == "copy":
+                    raise
+                # The next way copies the whole job: the same bytes, and on this stream after what was begun.
+                self._ways.remove(method)
+                logger.warning("%s by %s on %s is not tried again: %r", self._direction, method, self._device, error)
+                continue
+            if method not in self.methods_used:
+                self.methods_used.add(method)
                 logger.info(
                     "%s by %s on %s: %d copies of %d bytes in the first job",
                     self._direction,
@@ -204,14 +221,7 @@ class GpuCopier:
                     len(plan),
                     plan.total_bytes // len(plan),
                 )
-            try:
-                return self._submit_by(method, plan)
-            except RuntimeError as error:  # CudaDriverError, torch.OutOfMemoryError, a launch that failed
-                if method == "copy":
-                    raise
-                # The next way copies the whole job: the same bytes, and on this stream after what was begun.
-                self._ways.remove(method)
-                logger.warning("%s by %s on %s is not tried again: %s", self._direction, method, self._device, error)
+            return keep
 
     def _submit_by(self, method: Method, plan: CopyPlan) -> object:
         storing = self._direction is Direction.STORE

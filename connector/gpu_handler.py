@@ -106,7 +106,7 @@ class _Job:
     def completion(self) -> Completion:
         """What the copier made of it, once it was submitted. Raises what kept it from being submitted."""
         if (error := self.submitted.exception()) is not None:
-            raise RuntimeError("the copy was not submitted") from error
+            raise RuntimeError(f"the copy was not submitted: {error!r}") from error
         return self.submitted.result()
 
 

@@ -50,8 +50,11 @@ class FakeEvent:
     def __init__(self, log: Log, number: int) -> None:
         self.log, self.number = log, number
         self.stream = 0
+        self.error: Exception | None = None
 
     def record(self, stream: FakeStream) -> None:
+        if self.error is not None:
+            raise self.error
         self.stream = stream.cuda_stream
         self.log.append(("record", self.number))
 
@@ -181,6 +184,29 @@ def test_a_job_that_no_way_takes_fails_after_what_was_submitted(
     assert copies.run(make_job(rng, world, [9]))
 
 
+def test_a_job_whose_end_cannot_be_marked_fails_after_its_copies_have_ended(
+    rng: np.random.Generator, world: World, log: Log, opened: list[Copies], caplog: pytest.LogCaptureFixture
+) -> None:
+    cuda = FakeCuda()
+    copies = Copies(world, Direction.STORE, cuda)
+    opened.append(copies)
+    made = torch.cuda.Event
+
+    def no_end(*, enable_timing: bool = False) -> Any:
+        event: Any = made(enable_timing=enable_timing)
+        if event.number == 2:  # after the mark and the start
+            event.error = RuntimeError("CUDA error: out of memory")
+        return event
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "Event", no_end)
+        assert not copies.run(make_job(rng, world, [9]))
+    assert len(cuda.batches) == 1
+    assert log[-1] == ("synchronize", ENGINE_STREAM + 1)
+    assert "CUDA error: out of memory" in caplog.text
+    assert copies.run(make_job(rng, world, [9]))
+
+
 @pytest.mark.parametrize("direction", Direction)
 @pytest.mark.parametrize("fail_at", [0, 2, -1])
 def test_a_refused_batch_is_copied_one_by_one_and_not_tried_again(
@@ -199,20 +225,30 @@ def test_a_refused_batch_is_copied_one_by_one_and_not_tried_again(
     assert copies.run(make_job(rng, world, [9]))
     assert copies.run(make_job(rng, world, [5]))
     assert len(cuda.batches) == 1
-    assert caplog.text.count(f"{direction} by batch on cuda is not tried again: cuMemcpyBatchAsync") == 1
+    assert caplog.text.count(f"{direction} by batch on cuda is not tried again: ") == 1
+    assert "cuMemcpyBatchAsync" in caplog.text
+    assert copies.copier.methods_used == {"copy"}
+
+
+class CompilationError(Exception):
+    """Triton's are no RuntimeErrors."""
 
 
 @pytest.mark.parametrize("direction", Direction)
-def test_a_kernel_without_memory_for_its_table_leaves_its_job_to_the_batch_and_that_to_copy_(
-    rng: np.random.Generator, world: World, log: Log, opened: list[Copies], direction: Direction
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB."), CompilationError("at 1:0:")]
+)
+def test_a_kernel_that_cannot_be_launched_leaves_its_job_to_the_batch_and_that_to_copy_(
+    rng: np.random.Generator, world: World, log: Log, opened: list[Copies], direction: Direction, error: Exception
 ) -> None:
     cuda, kernel = FakeCuda(), Kernel()
-    kernel.error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+    kernel.error = error
     memory = pinned(world, cuda)
     opened.append(Copies(world, direction, cuda, memory=memory, kernel=(kernel, 8), method="kernel"))
     assert opened[0].run(make_job(rng, world, [9]))
     assert opened[0].run(make_job(rng, world, [9]))
     assert (len(kernel.jobs), len(cuda.batches)) == (1, 2)
+    assert opened[0].copier.methods_used == {"batch"}
     cuda.fail_at = 1
     assert opened[0].run(make_job(rng, world, [9]))
     assert opened[0].run(make_job(rng, world, [9]))
@@ -358,6 +394,7 @@ def test_a_method_that_was_asked_for_is_used(
     job = make_job(rng, world, [11])
     assert opened[0].run(job)
     assert (len(kernel.jobs), len(cuda.batches)) == {"batch": (0, 1), "kernel": (1, 0), "copy": (0, 0)}[method]
+    assert opened[0].copier.methods_used == {method}
 
 
 def test_shutdown_waits_for_the_stream_and_unpins(world: World, log: Log) -> None:
