@@ -303,7 +303,9 @@ def _gpu_copiers(
             torch.cuda.current_stream(device).synchronize()  # the driver's calls need the context, torch makes it late
             pieces = _region_pieces(region_views, options.pin_piece_bytes_max)
             memory = PinnedMemory(driver, pieces, users=len(Direction))
-        kernel = _load_kernel(device) if memory is not None and memory.mapped else None
+        elif options.pin:
+            logger.warning("cannot pin the region: there is no libcuda.so.1. Copies go on unpinned, which is slower.")
+        kernel, no_kernel = _load_kernel(device) if memory is not None and memory.mapped else (None, None)
     limits = {Direction.STORE: options.store_kernel_bytes_max, Direction.LOAD: options.load_kernel_bytes_max}
     try:
         store, load = (
@@ -320,11 +322,13 @@ def _gpu_copiers(
             )
             for way in Direction
         )
-    except ValueError:  # a method that is not here
+    except ValueError as error:  # a method that is not here
         with torch.cuda.device(device):
             for _ in Direction:
                 if memory is not None:
                     memory.release()
+        if options.method == "kernel" and no_kernel is not None:
+            raise ValueError(f"{error}: {no_kernel!r}") from no_kernel
         raise
     return store, load
 
@@ -351,12 +355,14 @@ def _all_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.int8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
-def _load_kernel(device: torch.device) -> tuple[KernelCopy, int] | None:
+def _load_kernel(device: torch.device) -> tuple[tuple[KernelCopy, int] | None, Exception | None]:
+    """The kernel and its word's bytes, or why there is none."""
     try:
         from connector import triton_copy
 
         triton_copy.compile_for(device)
     except Exception as error:  # noqa: BLE001 - no triton, no compiler, a device it does not know: all mean no kernel
-        logger.info("no copy kernel on %s: %r", device, error)
-        return None
-    return triton_copy.copy_pages, triton_copy.WORD_BYTES
+        is_missing = isinstance(error, ModuleNotFoundError) and error.name == "triton"
+        logger.log(logging.INFO if is_missing else logging.WARNING, "no copy kernel on %s: %r", device, error)
+        return None, error
+    return (triton_copy.copy_pages, triton_copy.WORD_BYTES), None

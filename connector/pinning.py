@@ -15,6 +15,10 @@ from connector.transfer_plan import Int64s
 
 logger = logging.getLogger(__name__)
 
+_OUT_OF_MEMORY_ADVICE = (
+    " Raise the locked-memory limit (ulimit -l; in a container --ulimit memlock=-1) or make the region smaller."
+)
+
 
 class HostRegistry(Protocol):
     """What pinning asks of the driver; see ``CudaDriver``."""
@@ -83,10 +87,10 @@ class PinnedMemory:
         except CudaDriverError as error:
             self._unregister()
             logger.warning(
-                "cannot pin %.2f GiB of the region: %s. Copies go on unpinned, which is several times slower. "
-                "Raise the locked-memory limit (ulimit -l; in a container --ulimit memlock=-1) or make it smaller.",
+                "cannot pin %.2f GiB of the region: %s. Copies go on unpinned, which is several times slower.%s",
                 total_bytes / 2**30,
                 error,
+                _OUT_OF_MEMORY_ADVICE if "CUDA_ERROR_OUT_OF_MEMORY" in str(error) else "",
             )
         self.cuts: Int64s = np.array(self._registered, np.int64)
 

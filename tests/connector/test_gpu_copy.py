@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import connector
 from connector.base import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -21,7 +24,7 @@ from connector.base import (
 )
 from connector.cuda_driver import ACCESS_ORDER_ANY, ACCESS_ORDER_STREAM, CudaDriver
 from connector.gpu_copy import GpuCopier
-from connector.gpu_handler import Copier, CopyHandler, lay_out
+from connector.gpu_handler import Copier, CopyHandler, HandlerOptions, _gpu_copiers, lay_out
 from connector.host_copy import HostCopier
 from connector.pinning import PinnedMemory
 from connector.shared_region import SharedOffloadRegion
@@ -190,10 +193,10 @@ def test_a_job_whose_end_cannot_be_marked_fails_after_its_copies_have_ended(
     cuda = FakeCuda()
     copies = Copies(world, Direction.STORE, cuda)
     opened.append(copies)
-    made = torch.cuda.Event
+    new_event: Any = torch.cuda.Event
 
     def no_end(*, enable_timing: bool = False) -> Any:
-        event: Any = made(enable_timing=enable_timing)
+        event = new_event(enable_timing=enable_timing)
         if event.number == 2:  # after the mark and the start
             event.error = RuntimeError("CUDA error: out of memory")
         return event
@@ -395,6 +398,75 @@ def test_a_method_that_was_asked_for_is_used(
     assert opened[0].run(job)
     assert (len(kernel.jobs), len(cuda.batches)) == {"batch": (0, 1), "kernel": (1, 0), "copy": (0, 0)}[method]
     assert opened[0].copier.methods_used == {method}
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch, log: Log) -> FakeCuda:
+    """The machine's driver."""
+    cuda = FakeCuda()
+    monkeypatch.setattr(CudaDriver, "load", lambda: CudaDriver(cuda))
+    return cuda
+
+
+def no_kernel(monkeypatch: pytest.MonkeyPatch, error: Exception | None) -> None:
+    """No triton, or one that compiles nothing."""
+
+    def compile_for(_device: torch.device) -> None:
+        assert error is not None
+        raise error
+
+    for name in ("triton", "connector.triton_copy"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.delattr(connector, "triton_copy", raising=False)
+    if error is None:
+        monkeypatch.setitem(sys.modules, "triton", None)
+    else:
+        fake: Any = ModuleType("connector.triton_copy")
+        fake.compile_for = compile_for
+        monkeypatch.setitem(sys.modules, "connector.triton_copy", fake)
+
+
+def made(world: World, **options: Any) -> tuple[GpuCopier, GpuCopier]:
+    _layout, allocations = lay_out(world.caches, world.views, world.factor)
+    return _gpu_copiers(torch.device("cuda"), allocations, world.views, HandlerOptions(**options))
+
+
+@pytest.mark.parametrize(
+    ("error", "level", "cause"),
+    [
+        (None, logging.INFO, "No module named 'triton'|import of triton halted"),
+        (RuntimeError("fatal error: Python.h: No such file"), logging.WARNING, "Python.h"),
+        (ModuleNotFoundError("No module named 'distutils'", name="distutils"), logging.WARNING, "distutils"),
+    ],
+    ids=["no triton", "no compiler", "half a triton"],
+)
+def test_why_there_is_no_kernel_is_said(
+    world: World,
+    cuda: FakeCuda,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception | None,
+    level: int,
+    cause: str,
+) -> None:
+    no_kernel(monkeypatch, error)
+    with caplog.at_level(logging.INFO):
+        for copier in made(world):
+            copier.close()
+    assert [record.levelno for record in caplog.records if "no copy kernel" in record.message] == [level]
+    with pytest.raises(ValueError, match=f"method 'kernel' needs triton .*({cause})"):
+        made(world, method="kernel")
+    assert cuda.registered == {}
+
+
+def test_a_region_that_was_to_be_pinned_and_cannot_be_without_a_driver_is_said(
+    world: World, log: Log, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(CudaDriver, "load", lambda: None)
+    made(world, pin=False)
+    assert "cannot pin" not in caplog.text
+    made(world)
+    assert "cannot pin the region: there is no libcuda.so.1" in caplog.text
 
 
 def test_shutdown_waits_for_the_stream_and_unpins(world: World, log: Log) -> None:

@@ -64,13 +64,14 @@ def test_the_last_user_unregisters(caplog: pytest.LogCaptureFixture) -> None:
 class Refusing:
     """Registers ``room`` pieces and refuses the next."""
 
-    def __init__(self, room: int) -> None:
+    def __init__(self, room: int, error: str = "CUDA_ERROR_OUT_OF_MEMORY (2)") -> None:
         self.room = room
+        self.error = error
         self.registered: list[int] = []
 
     def host_register(self, address: int, nbytes: int) -> None:
         if len(self.registered) == self.room:
-            raise CudaDriverError("cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY (2)")
+            raise CudaDriverError(f"cuMemHostRegister: {self.error}")
         self.registered.append(address)
 
     def host_unregister(self, address: int) -> None:
@@ -90,6 +91,12 @@ def test_a_refused_piece_undoes_the_others_and_says_what_to_do(caplog: pytest.Lo
     assert "CUDA_ERROR_OUT_OF_MEMORY" in caplog.text
     assert "ulimit -l" in caplog.text
     memory.release()
+
+
+def test_only_a_lack_of_memory_is_put_down_to_the_limit(caplog: pytest.LogCaptureFixture) -> None:
+    PinnedMemory(Refusing(room=0, error="CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED (712)"), [(PAGE, PAGE)])
+    assert "ALREADY_REGISTERED" in caplog.text
+    assert "ulimit" not in caplog.text
 
 
 def test_memory_at_another_device_address_is_not_for_kernels() -> None:
