@@ -114,12 +114,15 @@ class CopyHandler(OffloadingHandler):
     """Transfers in one direction, in the order they were given.
 
     One thread at a time calls it and owns ``_jobs``; the worker thread only sees the plan and the copier.
+
+    Attributes:
+        copier: what makes its copies.
     """
 
     def __init__(self, direction: Direction, layout: TransferLayout, copier: Copier, *, jobs_max: int) -> None:
         self._direction = direction
         self._layout = layout
-        self._copier = copier
+        self.copier = copier
         self._jobs_max = jobs_max
         self._jobs: dict[int, _Job] = {}
         self._closed = False
@@ -140,7 +143,7 @@ class CopyHandler(OffloadingHandler):
             raise ValueError(f"job {job_id} is in flight")
         if self._closed or len(self._jobs) >= self._jobs_max:
             return False
-        submitted = self._worker.submit(self._copy, transfer, self._copier.mark())
+        submitted = self._worker.submit(self._copy, transfer, self.copier.mark())
         self._jobs[job_id] = _Job(transfer.total_bytes, submitted)
         return True
 
@@ -179,7 +182,7 @@ class CopyHandler(OffloadingHandler):
         self._worker.shutdown(wait=True, cancel_futures=True)
         self.wait(list(self._jobs))
         try:
-            self._copier.close()
+            self.copier.close()
         except Exception as error:  # noqa: BLE001 - a dead device must not keep the engine from ending
             logger.error("%s handler did not close cleanly: %r", self._direction, error)
 
@@ -191,12 +194,12 @@ class CopyHandler(OffloadingHandler):
         return self._layout.check(gpu, cpu, self._direction)
 
     def _copy(self, transfer: Transfer, mark: Any) -> Completion:
-        return self._copier.copy(transfer.plan(), mark)
+        return self.copier.copy(transfer.plan(), mark)
 
 
 def create_handlers(
     kv_caches: CanonicalKVCaches, region_views: Sequence[torch.Tensor], blocks_per_chunk: int, **options: Any
-) -> tuple[OffloadingHandler, OffloadingHandler]:
+) -> tuple[CopyHandler, CopyHandler]:
     """The worker's store (GPU -> CPU) and load (CPU -> GPU) handlers.
 
     Args:
