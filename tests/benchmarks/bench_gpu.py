@@ -5,14 +5,16 @@ matmul beside it loses. On CPU next to one memcpy of the same bytes, and what a 
 millisecond loses. A job is timed from ``transfer_async`` to its end, a store, a load or both at once: handing it to
 a thread, planning and merging are in it. Figures are medians; ratios are medians of ratios taken within one round, so
 that what else the machine does hits both sides.
+
+Rows are written as they are measured. A shape that fails is said and left out, as is one that went by another method
+than the one asked for; then the exit status is 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import importlib
-import json
+import faulthandler
 import mmap
 import platform
 import re
@@ -20,15 +22,14 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from connector.base import (
     CanonicalKVCacheRef,
@@ -37,13 +38,17 @@ from connector.base import (
     CPULoadStoreSpec,
     GPULoadStoreSpec,
     OffloadingHandler,
+    TransferResult,
     TransferSpec,
 )
+from connector.gpu_copy import GpuCopier
 from connector.gpu_handler import create_handlers
+from tests import gpu_machine
+from tests.benchmarks.gpu_report import KIB, Report, Row, print_report, save_png, target
 
 LAYERS_MAX = 32
 JOBS_IN_A_ROW = 9
-KIB, MIB, GB = 1 << 10, 1 << 20, 1e9
+MIB, GB = 1 << 20, 1e9
 
 
 @dataclass(frozen=True)
@@ -58,32 +63,8 @@ class Shape:
     def nbytes(self) -> int:
         return self.page_bytes * self.layers * self.blocks
 
-
-@dataclass(frozen=True)
-class Row:
-    """One measurement.
-
-    Attributes:
-        gb_s: from the first submit to the end of the last job.
-        reference_gb_s: ceiling (CUDA) or memcpy (CPU).
-        ratio: of this to the reference, in the same round.
-        copy_gb_s: by the time that the handler reports, of the copies alone; of both at once, the slower one's.
-        submit_us: of one job, on the calling thread, right after the reference: it has driven this code out of the
-            caches where the job is large.
-        submit_next_us: of a job that follows another, as in a step of an engine; 0 for both directions at once.
-    """
-
-    method: str
-    direction: str
-    page_bytes: int
-    pages: int
-    job_bytes: int
-    gb_s: float
-    reference_gb_s: float
-    ratio: float
-    copy_gb_s: float
-    submit_us: float
-    submit_next_us: float
+    def __str__(self) -> str:
+        return f"{self.page_bytes // KIB} KiB x {self.layers * self.blocks}"
 
 
 class Bench:
@@ -100,7 +81,7 @@ class Bench:
             [CanonicalKVCacheTensor(tensor, shape.page_bytes) for tensor in tensors],
             [[CanonicalKVCacheRef(at, shape.page_bytes) for at in range(shape.layers)]],
         )
-        self.tensors, self.views = tensors, views
+        self.region = region
         self.store, self.load = create_handlers(caches, views, 1, **options)
 
     def specs(self) -> tuple[TransferSpec, TransferSpec]:
@@ -115,6 +96,11 @@ class Bench:
         gpu, cpu = ends()
         other_gpu, other_cpu = ends()
         return (gpu, cpu), (other_cpu, other_gpu)
+
+    def methods_used(self) -> list[str]:
+        """Of stores and of loads (CUDA)."""
+        copiers = [handler.copier for handler in (self.store, self.load)]
+        return ["+".join(sorted(copier.methods_used)) for copier in copiers if isinstance(copier, GpuCopier)]
 
     def close(self) -> None:
         self.store.shutdown()
@@ -138,6 +124,18 @@ def timed(run: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
+def finished(handler: OffloadingHandler) -> list[TransferResult]:
+    """What ended since the last call.
+
+    Raises:
+        RuntimeError: a transfer failed.
+    """
+    results = handler.get_finished()
+    if not all(result.success for result in results):
+        raise RuntimeError("a transfer failed; its cause was logged")
+    return results
+
+
 def transfer(*jobs: tuple[OffloadingHandler, TransferSpec]) -> tuple[float, float, float]:
     """Seconds from the first submit to the end of the last job, of the slowest copy as reported, of one submit."""
     started = time.perf_counter()
@@ -147,9 +145,8 @@ def transfer(*jobs: tuple[OffloadingHandler, TransferSpec]) -> tuple[float, floa
     for handler, _ in jobs:
         handler.wait({0})
     ended = time.perf_counter()
-    results = [result for handler, _ in jobs for result in handler.get_finished()]
-    if len(results) != len(jobs) or not all(result.success for result in results):
-        raise RuntimeError("a transfer failed; its cause was logged")
+    results = [result for handler, _ in jobs for result in finished(handler)]
+    assert len(results) == len(jobs)
     return ended - started, max(result.transfer_time for result in results), (submitted - started) / len(jobs)
 
 
@@ -161,7 +158,7 @@ def submit_next(handler: OffloadingHandler, specs: list[TransferSpec]) -> float:
         handler.transfer_async(job_id, spec)
         taken.append(time.perf_counter() - started)
     handler.wait(range(len(specs)))
-    handler.get_finished()
+    finished(handler)
     return statistics.median(taken[1:])
 
 
@@ -220,24 +217,22 @@ def shapes(quick: bool) -> Iterator[Shape]:
 # ---- CPU -------------------------------------------------------------------------------------------------------
 
 
-def bench_cpu(quick: bool, show: Callable[[str], None]) -> dict[str, Any]:
-    device, rows = torch.device("cpu"), []
+def bench_cpu(quick: bool, report: Report) -> None:
+    device = torch.device("cpu")
     for shape in shapes(quick):
-        show(f"{shape.page_bytes // KIB} KiB x {shape.layers * shape.blocks}")
         src, dst = (host_bytes(shape.nbytes).numpy() for _ in range(2))
 
         def memcpy(direction: str, src: Any = src, dst: Any = dst) -> float:
             return timed(lambda: np.copyto(dst, src)) * (2 if direction == "both" else 1)
 
-        bench = Bench(shape, device)
-        rows += measure(bench, 7 if quick else 15, "cpu", memcpy)
-        bench.close()
-    return {"rows": [asdict(row) for row in rows], "stall_ms": stall(Shape(48 * KIB, 30, 64), 2 if quick else 10)}
+        with report.measuring(str(shape)), closing(Bench(shape, device)) as bench:
+            report.add("rows", measure(bench, 7 if quick else 15, "cpu", memcpy))
+    with report.measuring("what a 1 ms thread loses"), closing(Bench(Shape(48 * KIB, 30, 64), device)) as bench:
+        report.add("stall_ms", stall(bench, 2 if quick else 10))
 
 
-def stall(shape: Shape, seconds: float) -> dict[str, float]:
+def stall(bench: Bench, seconds: float) -> dict[str, float]:
     """How late a thread of 1 ms period runs: alone, and while copies in both directions never end."""
-    bench = Bench(shape, torch.device("cpu"))
 
     def late_ms(busy: bool) -> list[float]:
         samples, job_id = [], 0
@@ -251,14 +246,13 @@ def stall(shape: Shape, seconds: float) -> dict[str, float]:
                     in_flight += handler.transfer_async(job_id, spec)
                 job_id += 1
             for handler in handlers:
-                in_flight -= len(handler.get_finished())
+                in_flight -= len(finished(handler))
             due = max(due + 1e-3, time.perf_counter())
             time.sleep(max(0.0, due - time.perf_counter()))
             samples.append((time.perf_counter() - due) * 1e3)
         return samples
 
     idle, busy = np.array(late_ms(False)), np.array(late_ms(True))
-    bench.close()
     return {
         f"{name}_p{at}": float(np.percentile(samples, at))
         for name, samples in (("idle", idle), ("busy", busy))
@@ -294,36 +288,49 @@ class Ceiling:
         return timed(run) * nbytes / self._host[0].nbytes
 
 
-def bench_cuda(quick: bool, show: Callable[[str], None]) -> dict[str, Any]:
-    device, rows = torch.device("cuda"), []
+def bench_cuda(quick: bool, report: Report) -> None:
+    device = torch.device("cuda")
     ceiling = Ceiling(device)
     for shape in shapes(quick):
         for method in (None, "batch", "kernel", "copy"):
-            pages = shape.layers * shape.blocks
-            if method == "copy" and pages > 1024:
+            if method == "copy" and shape.layers * shape.blocks > 1024:
+                report.say("left out: more than 1,024 pages by copy")
                 continue
-            show(f"{shape.page_bytes // KIB} KiB x {pages} by {method or 'the thresholds'}")
-            try:
-                bench = Bench(shape, device, method=method)
-            except ValueError as error:
-                show(str(error))
-                continue
-
-            def against(direction: str, nbytes: int = shape.nbytes) -> float:
-                return ceiling.seconds(direction, nbytes)
-
-            rows += measure(bench, 7 if quick else 15, method or "auto", against)
-            bench.close()
+            with report.measuring(f"{shape} by {method or 'the thresholds'}"):
+                try:
+                    bench = Bench(shape, device, method=method)
+                except ValueError as error:
+                    report.say(f"skipped: {error}")
+                    continue
+                with closing(bench):
+                    report.add("rows", cuda_rows(bench, 7 if quick else 15, method, ceiling))
             torch.cuda.empty_cache()
-    beside = [matmul_beside(Shape(page * KIB, 32, 2048 // page or 1), device, show) for page in (8, 64, 512)]
-    return {"rows": [asdict(row) for row in rows], "matmul": beside}
+    beside = []
+    for page_kib in (8, 64, 512):
+        shape = Shape(page_kib * KIB, 32, 2048 // page_kib)
+        with report.measuring(f"a matmul beside {page_kib} KiB pages"), closing(Bench(shape, device)) as bench:
+            beside.append(matmul_beside(bench, device))
+            report.add("matmul", beside)
 
 
-def matmul_beside(shape: Shape, device: torch.device, show: Callable[[str], None]) -> dict[str, float]:
+def cuda_rows(bench: Bench, rounds: int, method: str | None, ceiling: Ceiling) -> list[Row]:
+    """Rows that say what copied.
+
+    Raises:
+        RuntimeError: a transfer failed, or went by another method than this one.
+    """
+    nbytes = bench.shape.nbytes
+    rows = measure(bench, rounds, method or "auto", lambda direction: ceiling.seconds(direction, nbytes))
+    used = bench.methods_used()
+    if method is not None and used != [method, method]:
+        raise RuntimeError(f"stores/loads went by {'/'.join(used)}; why was logged")
+    copied_by = "/".join(used) + ("" if bench.region.is_pinned() else ", unpinned")
+    return [replace(row, copied_by=copied_by) for row in rows]
+
+
+def matmul_beside(bench: Bench, device: torch.device) -> dict[str, float]:
     """How much longer a bf16 matmul of 8192^3 takes while stores and loads never end, in turn with some alone."""
-    show(f"matmul beside {shape.page_bytes // KIB} KiB pages")
     a, b = (torch.randn((8192, 8192), dtype=torch.bfloat16, device=device) for _ in range(2))
-    bench = Bench(shape, device)
     handlers = (bench.store, bench.load)
 
     def matmul_ms(busy: bool) -> float:
@@ -341,83 +348,22 @@ def matmul_beside(shape: Shape, device: torch.device, show: Callable[[str], None
             end.record()
             end.synchronize()
             samples.append(float(start.elapsed_time(end)))
-            in_flight -= sum(len(handler.get_finished()) for handler in handlers)
+            in_flight -= sum(len(finished(handler)) for handler in handlers)
         for handler in handlers:
             handler.wait(range(job_id))
-            handler.get_finished()
+            finished(handler)
         return statistics.median(samples[5:])
 
     rounds = [(matmul_ms(False), matmul_ms(True)) for _ in range(9)][1:]  # the first round warms up
-    bench.close()
     return {
-        "page_bytes": shape.page_bytes,
+        "page_bytes": bench.shape.page_bytes,
         "alone_ms": statistics.median(alone for alone, _ in rounds),
         "beside_ms": statistics.median(beside for _, beside in rounds),
         "slower": statistics.median(beside / alone for alone, beside in rounds) - 1,
     }
 
 
-# ---- report ----------------------------------------------------------------------------------------------------
-
-
-def print_report(report: dict[str, Any], console: Console) -> None:
-    table = Table(title=f"{report['device']}, {report['date']}; (against {report['against']}), copies alone")
-    for title in ("page", "pages", "method", *(f"{way} GB/s" for way in ("store", "load", "both")), "submit µs (next)"):
-        table.add_column(title, justify="right")
-    grouped: dict[tuple[int, int, str], dict[str, Row]] = {}
-    for fields in report["rows"]:
-        row = Row(**fields)
-        grouped.setdefault((row.page_bytes, row.pages, row.method), {})[row.direction] = row
-    for (page_bytes, pages, method), ways in grouped.items():
-        cells = [f"{row.gb_s:.2f} ({row.ratio:.2f}), {row.copy_gb_s:.2f}" for row in ways.values()]
-        one, another = (max(getattr(ways[way], f"submit{of}_us") for way in ("store", "load")) for of in ("", "_next"))
-        table.add_row(f"{page_bytes // KIB} KiB", str(pages), method, *cells, f"{one:.0f} ({another:.0f})")
-    console.print(table)
-    for beside in report.get("matmul", ()):
-        console.print(f"matmul beside {beside['page_bytes'] // KIB} KiB pages: {beside['slower']:+.1%}")
-    if "stall_ms" in report:
-        console.print("a 1 ms thread is late by, ms:", {key: round(ms, 3) for key, ms in report["stall_ms"].items()})
-
-
-def save_png(report: dict[str, Any], path: Path, console: Console) -> None:
-    try:
-        matplotlib: Any = importlib.import_module("matplotlib")
-    except ImportError:
-        console.print("no PNG: matplotlib is not installed (pip install matplotlib)")
-        return
-    matplotlib.use("agg")
-    pyplot: Any = importlib.import_module("matplotlib.pyplot")
-    rows = [Row(**fields) for fields in report["rows"]]
-    figure, axes = pyplot.subplots(1, 3, figsize=(15, 5), sharey=True)
-    for axis, direction in zip(axes, ("store", "load", "both"), strict=True):
-        for method in dict.fromkeys(row.method for row in rows):
-            best: dict[int, float] = {}
-            for row in rows:
-                if (row.method, row.direction) == (method, direction):
-                    best[row.page_bytes] = max(best.get(row.page_bytes, 0.0), row.ratio)
-            axis.plot([page / KIB for page in sorted(best)], [best[page] for page in sorted(best)], "o-", label=method)
-        axis.set(xscale="log", xlabel="page, KiB", title=direction)
-        axis.axhline(1.0, color="grey", linewidth=0.5)
-    axes[0].set_ylabel(f"of {report['against']}, best of all job sizes")
-    axes[0].legend()
-    figure.suptitle(f"{report['device']}, {report['date']}")
-    figure.savefig(path)
-    console.print(f"wrote {path}")
-
-
-def target(path: Path, report: dict[str, Any], suffix: str) -> Path:
-    """The path itself, or where it is no such file's a folder, and in it a file named after the device and the date."""
-    if path.suffix == suffix:
-        return path
-    path.mkdir(parents=True, exist_ok=True)
-    device = re.sub(r"[^A-Za-z0-9]+", "-", report["device"]).strip("-").lower()
-    return path / f"gpu-{device}-{report['date']}{suffix}"
-
-
-@contextmanager
-def progress(console: Console) -> Iterator[Callable[[str], None]]:
-    with console.status("measuring") as status:
-        yield lambda text: status.update(f"measuring {text}")
+# ---- command ---------------------------------------------------------------------------------------------------
 
 
 def cpu_name() -> str:
@@ -435,29 +381,35 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="file to write, or folder (then named after device and date)")
     parser.add_argument("--png", type=Path, help="likewise; needs matplotlib")
     args = parser.parse_args()
-    console = Console()
-    if args.device == "cuda" and not torch.cuda.is_available():
-        console.print("skipped: no CUDA device here; --device cpu measures the CPU path")
-        return 0
-    with progress(console) as show:
-        measured = bench_cuda(args.quick, show) if args.device == "cuda" else bench_cpu(args.quick, show)
-    report = {
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    if args.device == "cuda":
+        try:
+            reason = gpu_machine.why_no_cuda()
+        except gpu_machine.UnusableGpuError as error:
+            console.print(f"FAILED: {error}", markup=False, soft_wrap=True)
+            return 1
+        if reason is not None:
+            console.print(f"skipped: {reason}; --device cpu measures the CPU path")
+            return 0
+    facts = {
         "device": torch.cuda.get_device_name() if args.device == "cuda" else cpu_name(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "against": "one 256 MiB pinned copy" if args.device == "cuda" else "one memcpy of the same bytes",
         "torch": torch.__version__,
         "numpy": np.__version__,
-        **measured,
     }
-    print_report(report, console)
-    if args.json is not None:
-        path = target(args.json, report, ".json")
-        path.write_text(json.dumps(report, indent=1) + "\n")
+    path = None if args.json is None else target(args.json, facts, ".json")
+    with console.status("measuring") as status:
+        report = Report(facts, path, console, status)
+        (bench_cuda if args.device == "cuda" else bench_cpu)(args.quick, report)
+    print_report(report.data, console)
+    if path is not None and path.exists():
         console.print(f"wrote {path}")
     if args.png is not None:
-        save_png(report, target(args.png, report, ".png"), console)
-    return 0
+        save_png(report.data, target(args.png, facts, ".png"), console)
+    return int(report.failed)
 
 
 if __name__ == "__main__":
+    faulthandler.enable()  # a driver may take the process with it
     sys.exit(main())

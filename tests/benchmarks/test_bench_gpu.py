@@ -1,16 +1,24 @@
-"""What the benchmark's columns are: a clock that only the handlers move."""
+"""What the benchmark's columns are, by a clock that only the handlers move, and what it keeps, says and leaves out."""
 
 from __future__ import annotations
 
+import io
+import json
+import sys
 from collections.abc import Collection
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from rich.console import Console
 
 from connector.base import TransferResult
+from tests import gpu_machine
 from tests.benchmarks import bench_gpu
-from tests.benchmarks.bench_gpu import GB, Shape, measure
+from tests.benchmarks.bench_gpu import GB, Shape, bench_cuda, measure
+from tests.benchmarks.gpu_report import Report, Row, print_report
 
 
 class Handler:
@@ -54,3 +62,113 @@ def test_a_failed_transfer_is_no_figure(bench: Any) -> None:
     bench.load.success = False
     with pytest.raises(RuntimeError, match="a transfer failed"):
         measure(bench, 3, "auto", lambda _direction: 5.5)
+
+
+FACTS = {"device": "NVIDIA H100 80GB HBM3", "date": "2026-11-25", "against": "one 256 MiB pinned copy"}
+SHAPES = [Shape(4096, 2, 1), Shape(8192, 2, 1), Shape(16384, 2, 1)]
+
+
+def rows_of(bench: Any, method: str = "cpu") -> list[Row]:
+    shape = bench.shape
+    return [
+        Row(method, way, shape.page_bytes, 2, shape.nbytes, 110.12, 112.6, 0.98, 110.12, 12345.6, 12345.6)
+        for way in ("store", "load", "both")
+    ]
+
+
+@pytest.fixture
+def run_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """The command over ``SHAPES``, of which the second is measured by what is given: status, page sizes kept."""
+    monkeypatch.setattr(bench_gpu, "shapes", lambda _quick: SHAPES)
+    monkeypatch.setattr(bench_gpu, "stall", lambda *_: {})
+    monkeypatch.setattr(sys, "argv", ["bench_gpu", "--device", "cpu", "--json", str(tmp_path / "rows.json")])
+
+    def run(error: BaseException) -> tuple[object, list[int]]:
+        def measured(bench: Any, *_: object) -> list[Row]:
+            if bench.shape == SHAPES[1]:
+                raise error
+            return rows_of(bench)
+
+        monkeypatch.setattr(bench_gpu, "measure", measured)
+        try:
+            status: object = bench_gpu.main()
+        except BaseException as ended:
+            status = ended
+        kept = json.loads((tmp_path / "rows.json").read_text())["rows"]
+        return status, [row["page_bytes"] for row in kept if row["direction"] == "store"]
+
+    return run
+
+
+def test_a_shape_that_fails_is_said_and_the_others_are_measured(
+    run_cpu: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_cpu(RuntimeError("a transfer failed; its cause was logged")) == (1, [4096, 16384])
+    said = capsys.readouterr().out
+    assert "measuring 4 KiB x 2\n" in said
+    assert "FAILED: 8 KiB x 2: a transfer failed; its cause was logged" in said
+
+
+def test_an_end_in_the_middle_leaves_what_was_measured(run_cpu: Any) -> None:
+    end = KeyboardInterrupt()
+    assert run_cpu(end) == (end, [4096])
+
+
+def test_the_benchmark_fails_where_torch_cannot_use_the_gpu_and_skips_where_there_is_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench_gpu"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(gpu_machine, "has_nvidia_gpu", lambda: True)
+    assert bench_gpu.main() == 1
+    assert "an NVIDIA GPU that torch" in capsys.readouterr().out
+    monkeypatch.setattr(gpu_machine, "has_nvidia_gpu", lambda: False)
+    assert bench_gpu.main() == 0
+    assert "skipped: no CUDA device here" in capsys.readouterr().out
+
+
+def test_a_row_is_of_the_method_that_copied_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the driver refuses every batch, and there is no triton."""
+
+    class OnCuda:
+        region = SimpleNamespace(is_pinned=lambda: False)
+
+        def __init__(self, shape: Shape, _device: torch.device, *, method: str | None = None) -> None:
+            if method == "kernel":
+                raise ValueError("method 'kernel' needs triton")
+            self.shape = shape
+
+        def methods_used(self) -> list[str]:
+            return ["copy", "copy"]
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(bench_gpu, "shapes", lambda _quick: SHAPES)
+    monkeypatch.setattr(bench_gpu, "Ceiling", lambda _device: None)
+    monkeypatch.setattr(bench_gpu, "Bench", OnCuda)
+    monkeypatch.setattr(bench_gpu, "measure", lambda bench, _rounds, method, _reference: rows_of(bench, method))
+    monkeypatch.setattr(bench_gpu, "matmul_beside", lambda *_: {"page_bytes": 8192, "slower": 0.01})
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    console = Console(file=io.StringIO(), width=120)
+    report = Report(FACTS, None, console, console.status(""))
+    bench_cuda(False, report)
+    print_report(report.data, console)
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert {(row["method"], row["copied_by"]) for row in report.data["rows"]} == {
+        ("auto", "copy/copy, unpinned"),
+        ("copy", "copy/copy, unpinned"),
+    }
+    assert report.failed
+    assert "FAILED: 4 KiB x 2 by batch: stores/loads went by copy/copy; why was logged" in said
+    assert said.count("skipped: method 'kernel' needs triton") == 1
+    assert "auto: copy/copy, unpinned" in said
+
+
+def test_a_row_is_a_line_at_120_columns() -> None:
+    shape = SimpleNamespace(shape=Shape(4096 << 10, 2, 1))
+    rows = [row.__dict__ | {"pages": 4096, "copied_by": "batch/batch+kernel"} for row in rows_of(shape, "auto")]
+    out = io.StringIO()
+    print_report({**FACTS, "rows": rows}, Console(file=out, width=120))
+    line = "4096 KiB 4096 auto: batch/batch+kernel" + 3 * " 110.12 (0.98), 110.12" + " 12346 (12346)"
+    assert " ".join(out.getvalue().splitlines()[-1].split()) == line
