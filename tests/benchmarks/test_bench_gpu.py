@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -17,7 +18,7 @@ from rich.console import Console
 from connector.base import TransferResult
 from tests import gpu_machine
 from tests.benchmarks import bench_gpu
-from tests.benchmarks.bench_gpu import GB, Shape, bench_cuda, measure
+from tests.benchmarks.bench_gpu import GB, Memcpy, Shape, bench_cuda, measure
 from tests.benchmarks.gpu_report import Report, Row, print_report
 
 
@@ -62,6 +63,25 @@ def test_a_failed_transfer_is_no_figure(bench: Any) -> None:
     bench.load.success = False
     with pytest.raises(RuntimeError, match="a transfer failed"):
         measure(bench, 3, "auto", lambda _direction: 5.5)
+
+
+@pytest.mark.parametrize("direction", ["store", "load", "both"])
+def test_the_memcpy_moves_as_much_as_a_job_in_memory_as_large_as_the_jobs(
+    monkeypatch: pytest.MonkeyPatch, direction: str
+) -> None:
+    moved: list[tuple[int, int]] = []
+
+    def copyto(dst: Any, src: Any) -> None:
+        assert dst.nbytes == src.nbytes == shape.nbytes
+        moved.append((dst.ctypes.data, src.ctypes.data))
+
+    shape = Shape(4096, 2, 10)
+    memcpy = Memcpy(SimpleNamespace(shape=shape, tensors_bytes=2 * shape.nbytes, region_bytes=16 * 8192))  # type: ignore[arg-type]
+    monkeypatch.setattr(np, "copyto", copyto)
+    for _ in range(200):
+        assert memcpy.seconds(direction) > 0
+    reach = [max(at) - min(at) for at in zip(*moved, strict=True)]
+    assert reach == ([shape.nbytes, 6 * 8192] if direction == "load" else [6 * 8192, shape.nbytes])
 
 
 FACTS = {"device": "NVIDIA H100 80GB HBM3", "date": "2026-11-25", "against": "one 256 MiB pinned copy"}
