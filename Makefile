@@ -34,7 +34,7 @@ test-rest: setup
 
 # CONTRIBUTING.md says how to run it where nothing can be installed.
 test-gpu: setup
-	$(BIN)/python -m pytest tests/connector/test_gpu_handler_cuda.py tests/connector/test_triton_copy.py
+	KVTIERS_TEST_GPU=1 $(BIN)/python -m pytest tests/connector/test_gpu_handler_cuda.py tests/connector/test_triton_copy.py
 
 lint: setup
 	$(BIN)/ruff format --check .

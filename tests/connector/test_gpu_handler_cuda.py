@@ -38,7 +38,9 @@ def _cuda() -> None:
     try:
         reason = gpu_machine.why_no_cuda()
     except gpu_machine.UnusableGpuError as error:
-        pytest.fail(str(error), pytrace=False)
+        if os.environ.get("KVTIERS_TEST_GPU") == "1":  # as `make test-gpu` has it
+            pytest.fail(str(error), pytrace=False)
+        reason = str(error)
     if reason is not None:
         pytest.skip(reason)
 

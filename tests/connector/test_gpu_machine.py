@@ -20,27 +20,39 @@ OTHER_DEPENDENCIES = (
     *("boto3", "botocore", "obstore", "pydantic", "yaml", "typer", "xxhash", "fsspec", "s3fs", "safetensors", "moto"),
     *("transformers", "prometheus_client", "opentelemetry", "cryptography", "hypothesis", "matplotlib", "psutil"),
 )
+UNUSABLE = f"has an NVIDIA GPU that torch {torch.__version__} cannot use"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch can use this machine's GPU")
 @pytest.mark.parametrize(
-    ("listed", "status", "said"),
+    ("listed", "wanted", "status", "said"),
     [
-        ("GPU 0: NVIDIA H100", 1, f"has an NVIDIA GPU that torch {torch.__version__} cannot use"),
-        ("No devices were found", 0, "no CUDA device here"),
+        ("GPU 0: NVIDIA H100", "1", 1, UNUSABLE),
+        ("GPU 0: NVIDIA H100", "", 0, UNUSABLE),
+        ("No devices were found", "1", 0, "no CUDA device here"),
     ],
-    ids=["a GPU", "none"],
+    ids=["a GPU", "a GPU, make test", "none"],
 )
 def test_the_gpus_tests_fail_where_torch_cannot_use_the_gpu_and_skip_where_there_is_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: str, status: int, said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: str, wanted: str, status: int, said: str
 ) -> None:
+    monkeypatch.setenv("KVTIERS_TEST_GPU", wanted)
     smi = tmp_path / "nvidia-smi"
     smi.write_text(f"#!/bin/sh\necho {listed}\n")
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     ran = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/connector/test_gpu_handler_cuda.py"],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-rs",
+            "-p",
+            "no:cacheprovider",
+            "tests/connector/test_gpu_handler_cuda.py",
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,
