@@ -16,6 +16,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from itertools import groupby
 
+from tiers.folder_listing import Failures
 from tiers.posix import OPEN_FOLDER, OPEN_LISTING, RootFolder, close_reader, is_absent
 from tiers.publish import PRIVATE_FOLDER, QUARANTINE_FOLDER
 
@@ -76,6 +77,7 @@ def sweep_quarantine(root: RootFolder, now: float, age_s_max: float) -> None:
     fd = _open_listing(root, QUARANTINE_FOLDER)
     if fd is None:
         return
+    failures = Failures()
     try:
         with os.scandir(fd) as entries:
             for entry in entries:
@@ -88,6 +90,8 @@ def sweep_quarantine(root: RootFolder, now: float, age_s_max: float) -> None:
                         os.unlink(entry.name, dir_fd=fd)
                 except (FileNotFoundError, IsADirectoryError, PermissionError):
                     pass
+                except OSError as e:
+                    failures.note(e)
     finally:
         close_reader(fd)
 
@@ -95,6 +99,7 @@ def sweep_quarantine(root: RootFolder, now: float, age_s_max: float) -> None:
 def own_bytes(root: RootFolder) -> int:
     """Bytes of files in the store's own folders, which no listing shows."""
     total = 0
+    failures = Failures()
     for folder in (PRIVATE_FOLDER, QUARANTINE_FOLDER):
         fd = _open_listing(root, folder)
         if fd is None:
@@ -106,6 +111,8 @@ def own_bytes(root: RootFolder) -> int:
                         total += os.stat(entry.name, dir_fd=fd, follow_symlinks=False).st_size
                     except (FileNotFoundError, PermissionError):
                         pass
+                    except OSError as e:
+                        failures.note(e)
         finally:
             close_reader(fd)
     return total

@@ -14,7 +14,11 @@ from tiers.errors import InvalidKeyError
 from tiers.posix import OPEN_LISTING, RootFolder, close_reader, is_absent
 from tiers.store import KeyInfo, check_key
 
-DAMAGED = (errno.EIO, errno.EUCLEAN, errno.EBADMSG)  # by the last two ext4 and XFS say that a checksum does not fit
+DAMAGED = (
+    errno.EIO,
+    *(errno.EUCLEAN, errno.EBADMSG),  # by which ext4 and XFS say that a checksum does not fit
+    *(errno.ENOTCONN, errno.EHOSTDOWN, errno.ETIMEDOUT, errno.ENODEV),  # what is mounted there has lost its server
+)
 DAMAGED_MAX = 16  # in one listing; where there are more the device or its connection is gone, and nothing can be told
 
 
@@ -80,6 +84,19 @@ def walk(root: RootFolder, prefix: str, on_refused: Callable[[str, OSError], Non
     finally:
         for listing in stack:
             listing.close()
+
+
+class Failures:
+    """Of files in a folder that is gone through: a few that the disk cannot read, or that are busy, keep no others."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def note(self, e: OSError) -> None:
+        """Raise it, unless it is one of a few."""
+        self._count += 1
+        if e.errno not in (*DAMAGED, errno.EBUSY) or self._count > DAMAGED_MAX:
+            raise e
 
 
 def _check_is_gone(e: OSError, root: RootFolder) -> None:

@@ -37,6 +37,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from tiers.errors import StoreConfigError, StoreFullError
+from tiers.folder_listing import Failures
 from tiers.posix import FILE_MODE, OPEN_FOLDER, OPEN_LISTING, RootFolder, close_reader, link_open_file
 
 PRIVATE_FOLDER = ".tmp"
@@ -253,6 +254,7 @@ def sweep(root: RootFolder, now: Callable[[], float]) -> None:
     try:
         machine = _machine()
         now_s = now()
+        failures = Failures()
         with os.scandir(fd) as entries:
             for entry in entries:
                 try:
@@ -261,6 +263,8 @@ def sweep(root: RootFolder, now: Callable[[], float]) -> None:
                         os.unlink(entry.name, dir_fd=fd)
                 except (FileNotFoundError, IsADirectoryError):
                     pass  # swept by another store; or nothing of ours
+                except OSError as e:
+                    failures.note(e)
     finally:
         close_reader(fd)
 

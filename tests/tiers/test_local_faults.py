@@ -22,7 +22,7 @@ import pytest
 
 from tests.identity import FakeSpec, block_key
 from tests.promises import Record
-from tiers import folder_listing, posix
+from tiers import folder_cleanup, folder_listing, posix, publish
 from tiers.capacity.collector import Collector
 from tiers.capacity.policy import CapacityPolicy
 from tiers.errors import (
@@ -615,12 +615,43 @@ class Damaged:
         self._check(path)
         return os.stat(path, **options)
 
+    def unlink(self, path: str, **options: Any) -> None:
+        self._check(path)
+        os.unlink(path, **options)
+
     def _check(self, path: str) -> None:
         if path in self.names:
             raise OSError(self.code, os.strerror(self.code))
 
 
-@pytest.mark.parametrize("code", [errno.EIO, errno.EUCLEAN])
+@pytest.mark.parametrize("code", [errno.EIO, errno.EUCLEAN, errno.EBUSY])
+def test_a_few_damaged_files_in_the_stores_own_folders_keep_no_others(
+    tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = LocalStore(tmp_path)
+    names = [f"{number}" for number in range(40)]
+    for folder in (".tmp", ".quarantine"):
+        (tmp_path / folder).mkdir()
+        for name in names:
+            (tmp_path / folder / name).write_bytes(b"x")
+            os.utime(tmp_path / folder / name, (0, 0))
+
+    def left() -> list[int]:
+        return [len(list((tmp_path / folder).iterdir())) for folder in (".tmp", ".quarantine")]
+
+    for module in (folder_cleanup, publish):
+        monkeypatch.setattr(module, "os", Damaged({"7", "23"}, code))
+    assert store.sweep(0.0) == 0
+    assert left() == [2, 2]
+    for module in (folder_cleanup, publish):
+        monkeypatch.setattr(module, "os", Damaged(set(names), code))
+    for name in names:
+        (tmp_path / ".quarantine" / name).write_bytes(b"x")
+    with pytest.raises(StoreError):  # the disk is gone
+        store.sweep(0.0)
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EUCLEAN, errno.ENOTCONN, errno.ENODEV])
 def test_what_is_damaged_is_passed_over(
     tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
