@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from tiers.block_reader import NO_IDENTITY, BlockReader
-from tiers.errors import BlobNotFoundError, StoreError, StorePermissionError
+from tiers.errors import BlobNotFoundError, StoreError, StorePermissionError, StoreUnavailableError
+from tiers.folder_listing import DAMAGED_MAX
 from tiers.inventory import BlockName, Share, list_blocks
 from tiers.store import KeyInfo, Store, SupportsQuarantine
 
@@ -29,7 +30,8 @@ class UnitResult:
     Attributes:
         bad: name and reason of each block that is not what it should be.
         foreign: blocks that only a newer version can judge, or nobody, for want of a seal; they are left alone.
-        errors: blocks that could not be read, or not be moved aside, and folders that may not be read.
+        errors: blocks that could not be read, or not be moved aside, and files and folders that may not be
+            read or that the disk cannot read.
     """
 
     unit: str
@@ -66,6 +68,7 @@ class Verifier:
         self._repair = repair
         self._threads = NETWORK_THREADS if store.capabilities.latency_bound else 1
         self._readers = [BlockReader(store) for _ in range(self._threads)]
+        self._damaged_folders = 0
 
     def check(self, unit: str) -> UnitResult:
         """Check the blocks of a unit.
@@ -74,6 +77,7 @@ class Verifier:
             StoreError: they cannot be listed.
         """
         result = UnitResult(unit)
+        damaged = damaged_count(self._store)
         with ThreadPoolExecutor(self._threads) as pool:
             blocks = self._list(unit, result)
             while batch := list(islice(blocks, BATCH_BLOCKS)):
@@ -85,6 +89,7 @@ class Verifier:
                 list(pool.map(self._check_some, parts, self._readers, shares))
                 for share in shares:
                     _add(result, share)
+        result.errors += damaged_count(self._store) - damaged
         return result
 
     def _list(self, unit: str, result: UnitResult) -> Iterator[tuple[KeyInfo, BlockName]]:
@@ -97,6 +102,11 @@ class Verifier:
                 yield from list_blocks(self._store, f"{unit}{digit:x}/")
             except StorePermissionError:
                 result.errors += 1  # somebody else's folder; the others are checked all the same
+            except StoreUnavailableError:
+                self._damaged_folders += 1
+                if self._damaged_folders > DAMAGED_MAX:  # the device is gone, rather than a folder damaged
+                    raise
+                result.errors += 1
 
     def _check_some(self, batch: list[tuple[KeyInfo, BlockName]], reader: BlockReader, result: UnitResult) -> None:
         for info, name in batch:
@@ -123,6 +133,12 @@ class Verifier:
             else:
                 self._store.delete(info.key)
             result.quarantined += 1
+
+
+def damaged_count(store: Store) -> int:
+    """How many files and folders a store's listings have passed over because the disk could not read them."""
+    count: int = getattr(store, "damaged", 0)
+    return count
 
 
 def _note_bad(result: UnitResult, key: str, reason: str) -> None:

@@ -20,7 +20,7 @@ from connector.commands.storage import EXIT_BAD_INPUT, AsJson, Config, Results, 
 from tiers.layers.worker_process import StoreRecipe
 from tiers.open_store import tool_recipe
 from tiers.store import SupportsQuarantine
-from tiers.verify import UnitResult, decode_result, find_units, total_of
+from tiers.verify import UnitResult, damaged_count, decode_result, find_units, total_of
 from tiers.verify_processes import verify_units
 
 BAD_SHOWN_MAX = 20
@@ -88,6 +88,7 @@ def _verify_place(place: Place, repair: bool, state: Path | None, n_workers: int
     started_at = time.monotonic()
     with place.open() as store, Ticker(f"listing {place.name}", unit="blocks") as ticker:
         units = find_units(store, ticker.count)
+        damaged = damaged_count(store)
     store_class, options = tool_recipe(place.config, read_only=not repair)
     recipe = StoreRecipe.of(store_class, **options)
     with _state_file(state, f"{place.name} {place.where} {'repair' if repair else 'check'}") as (done, remember):
@@ -102,6 +103,7 @@ def _verify_place(place: Place, repair: bool, state: Path | None, n_workers: int
                 checked = sum(r.bytes for r in results.values())
                 ticker.tell(checked, f"{human_bytes(checked)} of {human_bytes(total_bytes)}")
     total = total_of(iter(results.values()))
+    total.errors = max(total.errors, damaged)  # what is damaged may be all that a unit has, which is then not known
     now_bytes = total.bytes - sum(result.bytes for result in done.values())
     return {
         "tier": place.name,

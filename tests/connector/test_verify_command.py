@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 
 from connector.cli import app
 from tests.identity import FakeSpec, block_key
+from tiers import folder_listing
 from tiers.block_reader import BlockReader
 from tiers.errors import SealReason, StorePermissionError, StoreUnavailableError
 from tiers.file_mapper import FileMapper
@@ -175,6 +177,56 @@ def test_a_folder_that_may_not_be_read_keeps_no_other_from_being_checked(
     monkeypatch.setattr(LocalStore, "keys", keys)
     result = Verifier(LocalStore(root)).check(unit_of(NAMES[0]))
     assert (result.blocks >= 1, result.errors) == (True, 1)
+
+
+class Damaged:
+    """The module ``os`` on a disk that cannot read the folders and inodes of these names."""
+
+    def __init__(self, names: set[str]) -> None:
+        self.names = names
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def open(self, path: str, *args: Any, **options: Any) -> int:
+        return os.open(self._checked(path), *args, **options)
+
+    def stat(self, path: str, **options: Any) -> os.stat_result:
+        return os.stat(self._checked(path), **options)
+
+    def _checked(self, path: str) -> str:
+        if path in self.names:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return path
+
+
+def test_a_damaged_file_is_an_error(root: Path, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder_listing, "os", Damaged({Path(NAMES[0]).name}))
+    result = Verifier(LocalStore(root)).check(unit_of(NAMES[0]))
+    assert result.errors == 1
+    code, out = run(config)  # its workers are processes that can read it: the command's own listing could not
+    assert (code, "could not be read: 1 blocks" in out) == (1, True)
+
+
+def test_a_damaged_folder_keeps_no_other_from_being_checked(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unit = unit_of(NAMES[0])
+    plain = LocalStore.keys
+    damaged: set[str] = set()
+
+    def keys(self: LocalStore, prefix: str = "") -> Iterator[KeyInfo]:
+        if prefix in damaged:
+            raise StoreUnavailableError("EIO", key=prefix)
+        return plain(self, prefix)
+
+    monkeypatch.setattr(LocalStore, "keys", keys)
+    digit = NAMES[0][len(unit)]
+    damaged.add(f"{unit}{'0' if digit != '0' else '1'}/")
+    verifier = Verifier(LocalStore(root))
+    result = verifier.check(unit)
+    assert (result.blocks >= 1, result.errors) == (True, 1)
+    damaged.update(f"{unit}{digit:x}/" for digit in range(16))
+    with pytest.raises(StoreUnavailableError):  # 17: the disk is gone
+        verifier.check(unit)
 
 
 @pytest.mark.parametrize("text", [None, "{}", "{", "[1]"])
