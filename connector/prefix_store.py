@@ -185,10 +185,15 @@ class PrefixStore:
             else:
                 self.counts.errors += 1
             raise
+        end = account.settle  # whatever it came to: that shows when storage is measured next
         try:
             return self._write(path, hashes, layers)
+        except StoreError as e:
+            if not e.retryable:  # else its acknowledgement may be lost
+                end = account.give_back
+            raise
         finally:
-            account.settle(taken, size)  # whatever it came to: that shows when storage is measured next
+            end(taken, size)
 
     def _write(self, path: str, hashes: Sequence[bytes], layers: Mapping[str, torch.Tensor]) -> bool:
         folder = path.rpartition("/")[0]

@@ -48,6 +48,7 @@ class Batch:
     verify_failures: Counter[str] = field(default_factory=Counter)
     healed: int = 0
     quarantined: int = 0
+    perhaps_stored: int = 0  # of what failed: a retryable error may be a lost acknowledgement
     fault: str = ""  # the last error that says something about the storage's health
 
     def add(self, other: Batch) -> None:
@@ -120,6 +121,7 @@ class BlockMover:
                 batch.errors[type(e).__name__] += 1
                 if e.retryable:  # not: a full or read-only storage, from which blocks can still be loaded
                     batch.fault = str(e)
+                    batch.perhaps_stored += 1
                 outcome = "failed"
             except SealError as e:  # the slot changed while it was encrypted
                 batch.verify_failures[e.reason] += 1

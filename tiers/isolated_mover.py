@@ -185,8 +185,8 @@ def move_batch(store: Store, region: memoryview, request: dict[str, Any], packed
         answer["succeeded"] = [places[key] for key in batch.succeeded]
         answer["gone"] = [places[key] for key in batch.gone]
     put = 0
-    if request["operation"] == "store_batch":  # what failed may be there: its acknowledgement was lost
-        put = (batch.outcomes["moved"] + batch.outcomes["failed"]) * (row_bytes + TRAILER_BYTES)
+    if request["operation"] == "store_batch":
+        put = (batch.outcomes["moved"] + batch.perhaps_stored) * (row_bytes + TRAILER_BYTES)
     # Of what was said one is enough: it is said again with the next batch, and most are not passed on.
     return {**answer, "put_bytes": put, "took": took, "warnings": warnings, "said": said[:1]}
 

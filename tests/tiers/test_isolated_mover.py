@@ -196,6 +196,23 @@ def test_what_is_there_takes_no_room_of_a_bound(tmp_path: Path) -> None:
         bench.tier.shutdown()
 
 
+def test_what_the_storage_refuses_takes_no_room_of_a_bound(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "kv", max_bytes=1 << 20)
+    try:
+        wait_for(lambda: bench.run(KEYS[:1], [0], is_load=False).success)
+        folders = {bench.path(key).parent for key in KEYS[1:]}
+        for folder in folders:  # a file, where a folder should be
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            folder.write_bytes(b"")
+        for _ in range(40):  # together more than the bound
+            assert not bench.run(KEYS[1:], list(range(7)), is_load=False).success
+        for folder in folders:
+            folder.unlink()
+        assert bench.run(KEYS, list(range(8)), is_load=False).success
+    finally:
+        bench.tier.shutdown()
+
+
 @pytest.mark.parametrize("bound", [{}, {"max_bytes": 64 << 20}], ids=["unbound", "bound"])
 def test_a_tier_that_ends_amid_hung_calls_leaves_no_process(tmp_path: Path, bound: dict[str, int]) -> None:
     before = {child.pid for child in psutil.Process().children()}
