@@ -402,6 +402,41 @@ def test_an_unreadable_record_stops_stores_until_it_is_measured_again() -> None:
     assert used_bytes(store) == 1
 
 
+class BadSectors(MemoryStore):
+    """Cannot read nor remove some records."""
+
+    bad: frozenset[str] = frozenset()
+
+    def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
+        self._check(key)
+        super().get_into(key, parts)
+
+    def delete(self, key: str) -> None:
+        self._check(key)
+        super().delete(key)
+
+    def _check(self, key: str) -> None:
+        if key in self.bad:
+            raise StoreUnavailableError("Input/output error (EIO)", key=key)
+
+
+def test_a_dead_writers_record_that_cannot_be_read_stops_nothing_for_long() -> None:
+    clock = Clock()
+    store = BadSectors(clock=clock)
+    measure(store, clock())
+    dead, living = (BoundedStore(store, Account(store, 1000, clock=clock)) for _ in range(2))
+    dead.put("a", as_parts(b"1"))
+    store.bad = frozenset(list_keys(store, USAGE_PREFIX))
+    assert used_bytes(store) is None  # it may be anything
+    assert measure(store, clock()).dead == []
+    assert used_bytes(store) is None
+    clock.now += WRITER_S + 1
+    assert len(measure(store, clock()).dead) == 1
+    assert used_bytes(store) == 1
+    living.put("b", as_parts(bytes(900)))
+    assert used_bytes(store) == 901
+
+
 @pytest.mark.parametrize("garbage", [b"", b"{", b"[]", b'{"id": 1}', b"\xff" * 700, b"[" * 100_000])
 def test_an_unreadable_measurement_is_none(garbage: bytes) -> None:
     store, _, _ = make()

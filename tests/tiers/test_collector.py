@@ -853,6 +853,17 @@ def test_a_dead_holders_lease_is_taken_over() -> None:
     assert len(list_keys(store)) == 1
 
 
+def test_a_dead_holders_lease_that_cannot_be_read_is_taken_over() -> None:
+    store, now = FaultyStore(MemoryStore()), [0.0]
+    dead = lease(store, "dead", now)
+    assert dead.try_acquire()
+    store.plan = [Fault("get_into", first=2, count=2, error=lambda: StoreUnavailableError("EIO"))]
+    second = lease(store, "b", now)
+    assert not second.try_acquire()
+    now[0] = 31.0
+    assert second.try_acquire()
+
+
 def test_a_living_holder_keeps_it() -> None:
     store, now = MemoryStore(), [0.0]
     first, second = lease(store, "a", now), lease(store, "b", now)

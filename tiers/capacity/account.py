@@ -43,7 +43,7 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tiers.capacity.records import OWN_PREFIX, READ_ATTEMPTS_MAX, get_record, put_record
+from tiers.capacity.records import OWN_PREFIX, READ_ATTEMPTS_MAX, UNREADABLE, get_record, put_record
 from tiers.errors import StoreError, StoreFullError, StoreUnavailableError
 from tiers.store import Store
 
@@ -129,11 +129,15 @@ def read_baseline(store: Store, *, now: float, writer_s: float) -> Baseline:
     renewed_at = {info.key.removeprefix(USAGE_PREFIX): info.mtime for info in store.keys(USAGE_PREFIX)}
     for info in list(store.keys(WRITERS_PREFIX)):
         writer = info.key.removeprefix(WRITERS_PREFIX)
-        record = get_record(store, USAGE_PREFIX + writer)
         # A name may be of a time to come, by a clock that was ahead.
         dead = min(abs(now - at) for at in (info.mtime, renewed_at.get(writer, info.mtime))) > writer_s
         if dead:
             baseline.dead.append(writer)
+        try:
+            record = get_record(store, USAGE_PREFIX + writer)
+        except UNREADABLE as e:
+            logger.warning("the record of a writer cannot be read: %s", e)
+            record = {} if dead else None  # of one that may live all counts that will be read of it
         if record is not None:
             baseline.base[writer] = _count(record, "reserved" if dead else "settled")
     return baseline
@@ -142,11 +146,17 @@ def read_baseline(store: Store, *, now: float, writer_s: float) -> Baseline:
 def forget_writers(store: Store, baseline: Baseline) -> None:
     """Remove the records of the dead; only once a measurement without them is published."""
     for writer in baseline.dead:
-        record = get_record(store, USAGE_PREFIX + writer)
+        try:
+            record = get_record(store, USAGE_PREFIX + writer)
+        except UNREADABLE:
+            record = None
         if record is not None and _count(record, "reserved") != baseline.base.get(writer):
             continue  # it lives: what it reserved meanwhile is in no measurement
-        store.delete(WRITERS_PREFIX + writer)
-        store.delete(USAGE_PREFIX + writer)
+        try:
+            store.delete(WRITERS_PREFIX + writer)
+            store.delete(USAGE_PREFIX + writer)
+        except UNREADABLE as e:
+            logger.warning("the record of a writer stays: %s", e)
 
 
 def used_bytes(store: Store, *, own: tuple[str, int] | None = None) -> int | None:
@@ -198,10 +208,14 @@ def held_and_wanted(store: Store, *, dead: Container[str] = ()) -> tuple[int, in
 
 
 def _records(store: Store, *, without: Container[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Writers that have a name, and what they published; the records of some are not read."""
+    """Writers that have a name, and what they published, {} where it cannot be read; those of some are not read."""
     for info in store.keys(WRITERS_PREFIX):
         writer = info.key.removeprefix(WRITERS_PREFIX)
-        record = None if writer in without else get_record(store, USAGE_PREFIX + writer)
+        try:
+            record = None if writer in without else get_record(store, USAGE_PREFIX + writer)
+        except UNREADABLE as e:
+            logger.debug("the record of a writer cannot be read: %s", e)
+            record = {}
         if record is not None:
             yield writer, record
 

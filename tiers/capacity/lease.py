@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from tiers.capacity.records import OWN_PREFIX, get_record, put_record
+from tiers.capacity.records import OWN_PREFIX, UNREADABLE, get_record, put_record
 from tiers.errors import StoreError
 from tiers.store import KeyInfo, Store
 
@@ -54,7 +54,11 @@ class Lease:
         """
         found = self._newest()
         if found is not None:
-            state = f"{found.key} {found.mtime} {get_record(self._store, found.key)}"
+            try:
+                content = get_record(self._store, found.key)
+            except UNREADABLE:
+                content = None
+            state = f"{found.key} {found.mtime} {content}"
             if self._seen is None or self._seen[0] != state:
                 self._seen = state, self._clock()
                 return False

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tiers.errors import BlobCorruptError, BlobNotFoundError, StoreUnavailableError
+from tiers.errors import BlobCorruptError, BlobNotFoundError, StorePermissionError, StoreUnavailableError
 from tiers.json_text import parse_json
 from tiers.store import Store
 
@@ -19,6 +19,8 @@ OWN_PREFIX = "_kvtiers/"
 PREFIXES_FOLDER = "prefixes"
 RECORD_BYTES = 512  # records are padded to a multiple, so that most readers guess the size right and ask once
 RECORD_BYTES_MAX = 1 << 20
+#: A bad sector, or an object that another account has put: nothing that all others must wait for.
+UNREADABLE = (StorePermissionError, StoreUnavailableError)
 READ_ATTEMPTS_MAX = 8  # a record may be replaced by one of another size between the question and the read
 
 
