@@ -34,7 +34,7 @@ from tiers.errors import StoreConfigError, StoreFullError, StorePermissionError,
 from tiers.file_mapper import FileMapper
 from tiers.layers.bound import BoundedStore
 from tiers.namespace import open_namespace
-from tiers.store import KeyInfo, Store
+from tiers.store import KeyInfo, Store, parts_size
 from tiers.stores.local import LocalStore
 from tiers.stores.memory import MemoryStore
 from tiers.testing.contract import as_parts, list_keys
@@ -722,6 +722,32 @@ def test_a_storage_that_is_full_by_its_own_measure_is_collected(tmp_path: Path, 
     now[0] += 61.0
     assert not collector.is_due()
     store.put(name(100), as_parts(bytes(SIZE)))
+
+
+class StoreWithQuotaOfBytes(LocalStore):
+    """Holds no more bytes than so many, and does not say so."""
+
+    bytes_max = 0
+
+    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
+        if sum(info.size for info in self.keys()) + parts_size(parts) > self.bytes_max:
+            raise StoreFullError("disk quota exceeded")
+        return super().put(key, parts, overwrite=overwrite)
+
+
+def test_a_quota_with_room_for_less_than_a_large_block_is_collected(tmp_path: Path) -> None:
+    store, now = StoreWithQuotaOfBytes(tmp_path / "kv"), [0.0]
+    size = 9 << 20
+    store.bytes_max = 6 * size + (6 << 20)
+    fill(store, [3600.0 * (n + 1) for n in range(6)], size)
+    collector = Collector(store, CapacityPolicy(ttl_s=1e9), monotonic=lambda: now[0])
+    collector.run()
+    assert len(blocks(store)) == 5
+    store.put(name(5), as_parts(bytes(size)))
+    now[0] += 61.0
+    assert collector.is_due()  # and not only once all is looked at again
+    collector.run()
+    store.put(name(6), as_parts(bytes(size)))
 
 
 @pytest.mark.parametrize("code", [errno.EFBIG, errno.EMLINK])

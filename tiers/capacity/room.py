@@ -14,7 +14,7 @@ from tiers.store import Store, SupportsFreeBytes
 logger = logging.getLogger(__name__)
 
 TRIAL = f"{OWN_PREFIX}trial"
-TRIAL_BYTES_MAX = 4 << 20
+TRIAL_BYTES_MAX = 4 << 20  # of a trial that is made each minute
 TRIAL_EVERY_S = 60.0
 LATE_S_MAX = 60.0  # ZFS shows freed space after 5 s, btrfs after 30 s
 LATE_SHARE = 1 / 16  # of what was removed; where less than that is free at once, the rest comes late
@@ -38,6 +38,7 @@ class Room:
         self._monotonic = monotonic
         self._tried_at = float("-inf")
         self._is_full = False
+        self._tries_whole = False
         self._free_before_bytes = 0  # what was free before removals, the bytes of these, the most that then became free
         self._removed_bytes = 0
         self._risen_bytes = 0
@@ -98,21 +99,26 @@ class Room:
     def is_full(self, *, after_s: float = TRIAL_EVERY_S) -> bool:
         """Whether the storage refused a block; tried again where the last answer is older than ``after_s``.
 
+        A block of more than ``TRIAL_BYTES_MAX`` is tried whole at 0 s, and always once the storage was full.
+
         Inodes and a user's quota are no free bytes that could be asked for, and are found by trying only. Not in a
         bucket, though, which may keep every version of what is put there.
         """
         if not isinstance(self._store, SupportsFreeBytes):
             return False
         if self._monotonic() - self._tried_at >= after_s:
-            self._is_full = self._try()
+            self._is_full = self._try(whole=self._tries_whole or after_s <= 0)
+            self._tries_whole |= self._is_full
             self._tried_at = self._monotonic()
         return self._is_full
 
-    def _try(self) -> bool:
+    def _try(self, *, whole: bool) -> bool:
+        size = max(1, self.largest_bytes)
         # No zeros: some file systems keep none of them.
-        block = os.urandom(min(max(1, self.largest_bytes), TRIAL_BYTES_MAX))
+        piece = memoryview(os.urandom(min(size, TRIAL_BYTES_MAX)))
+        count, rest = divmod(size, len(piece)) if whole else (1, 0)
         try:
-            self._store.put(TRIAL, [memoryview(block)], overwrite=True)
+            self._store.put(TRIAL, [*(count * [piece]), piece[:rest]], overwrite=True)
             self._store.delete(TRIAL)
         except StoreFullError as e:
             logger.info("the storage is full: %s", e)
