@@ -17,6 +17,7 @@ from rich.console import Console
 
 from connector.commands.places import Place, Ticker, complain, human_bytes
 from connector.commands.storage import EXIT_BAD_INPUT, AsJson, Config, Results, TierName, open_places
+from tiers.errors import public_url
 from tiers.layers.worker_process import StoreRecipe
 from tiers.open_store import tool_recipe
 from tiers.store import SupportsQuarantine
@@ -91,7 +92,10 @@ def _verify_place(place: Place, repair: bool, state: Path | None, n_workers: int
         damaged = damaged_count(store)
     store_class, options = tool_recipe(place.config, read_only=not repair)
     recipe = StoreRecipe.of(store_class, **options)
-    with _state_file(state, f"{place.name} {place.where} {'repair' if repair else 'check'}") as (done, remember):
+    # The same bucket at another server is another place.
+    server = getattr(place.config, "endpoint_url", None)
+    where = place.where if server is None else f"{place.where} at {public_url(server)}"
+    with _state_file(state, f"{place.name} {where} {'repair' if repair else 'check'}") as (done, remember):
         results = dict(done)
         left = [unit for unit in units if unit not in done]
         total_bytes = sum(share.bytes for share in units.values())

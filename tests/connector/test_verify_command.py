@@ -7,7 +7,8 @@ import json
 import os
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ from tiers.store import Capabilities, KeyInfo
 from tiers.stores.local import LocalStore
 from tiers.stores.memory import MemoryStore
 from tiers.testing.faults import Fault, FaultyStore
-from tiers.verify import Verifier, find_units
+from tiers.testing.servers import moto_server
+from tiers.verify import UnitResult, Verifier, find_units
 from tiers.verify_processes import verify_units
 
 MAPPER = FileMapper.from_offloading_spec("", FakeSpec())
@@ -309,6 +311,36 @@ def test_an_interrupted_run_leaves_its_state(
     assert "gone" in out
     monkeypatch.undo()
     assert run_json(config, "--state", str(state))["resumed_units"] == 2
+
+
+def test_the_same_bucket_at_another_server_is_not_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tiers.stores.s3 import S3Options, S3Store
+
+    state = tmp_path / "state"
+    with moto_server() as server:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        server.client().create_bucket(Bucket="kvcache")
+        with closing(S3Store(S3Options(bucket="kvcache", endpoint_url=server.endpoint_url))) as store:
+            put_blocks(store)
+
+        def verify_at(endpoint_url: str, stop_after: int | None) -> str:
+            config = tmp_path / "c.yaml"
+            config.write_text(
+                f"region: {{size: 1MiB}}\ntiers:\n- {{type: s3, bucket: kvcache, endpoint_url: '{endpoint_url}'}}\n"
+            )
+
+            def check(recipe: StoreRecipe, units: Sequence[str], **options: Any) -> Iterator[Any]:
+                yield from map(UnitResult, units[:stop_after])
+                if stop_after:
+                    raise StoreUnavailableError("gone")
+
+            monkeypatch.setattr("connector.commands.verify.verify_units", check)
+            return run(str(config), "--state", str(state))[1]
+
+        assert "gone" in verify_at(server.endpoint_url, 2)
+        assert "parts before" not in verify_at(server.endpoint_url.replace("127.0.0.1", "localhost"), 3)
+        assert "2 of its parts before" in verify_at(server.endpoint_url, None)
 
 
 def test_blocks_that_vanish_meanwhile_are_not_bad(root: Path) -> None:
