@@ -470,6 +470,22 @@ def test_hosts_whose_clocks_differ_measure_no_more_often(store: LocalStore, ahea
     assert runs == 5 + (ahead_s > 0)  # at first sight the time is all that there is
 
 
+@pytest.mark.parametrize("step_s", [1000.0, -1000.0])
+def test_a_step_of_the_storages_clock_makes_no_living_writer_dead(step_s: float) -> None:
+    clock, now = [1e9], [0.0]
+    store = MemoryStore(clock=lambda: clock[0])
+    policy = CapacityPolicy(max_bytes=1 << 20)
+    collector = Collector(store, policy, clock=lambda: clock[0], monotonic=lambda: now[0])
+    collector.run()
+    Account(store, 1 << 20, clock=lambda: now[0]).take(1, "it lives")
+    for passed_s, living in ((100.0, 1), (600.0, 1), (1600.0, 0)):
+        clock[0] += passed_s + step_s
+        now[0] += passed_s
+        step_s = 0.0
+        collector.run()
+        assert len(list_keys(store, USAGE_PREFIX)) == living
+
+
 @pytest.mark.parametrize(("age_s", "due_s"), [(0.0, 600.0), (500.0, 100.0), (700.0, 0.0)])
 def test_a_root_that_was_measured_long_ago_is_measured_at_once(store: LocalStore, age_s: float, due_s: float) -> None:
     passed_s = [0.0]

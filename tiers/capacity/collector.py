@@ -94,6 +94,8 @@ class Collector:
         self._room = Room(store, policy, monotonic)
         self._seen: tuple[str, float] | None = None  # id of the last measurement, and since when it is that
         self._measured_id = ""  # of the last measurement that it published
+        self._offset_s: float | None = None  # of the storage's clock and the monotonic one, when it ran last
+        self._stepped_at = float("-inf")
         self._stuck_bytes = 0  # what the last run was to remove and could not
         self.lease = Lease(store, secrets.token_hex(8), lease_s=policy.lease_s, clock=monotonic)
 
@@ -183,6 +185,8 @@ class Collector:
     def _run(self, report: CollectReport, now: float, *, knows_time: bool = True) -> CollectReport:
         self._ttl_s, writer_s = (self._policy.ttl_s, self._policy.writer_s) if knows_time else (None, float("inf"))
         self._began_at = self._monotonic()
+        if self._was_stepped(now):
+            writer_s = float("inf")  # the living have renewed their records by the clock of before
         self._room.begin()
         if isinstance(self._store, SupportsSweep):
             # A dry run leaves what is in quarantine, and what dead writers left in a store that is only read.
@@ -214,6 +218,15 @@ class Collector:
         self._ran_at = self._monotonic()
         report.seconds = self._ran_at - self._began_at
         return report
+
+    def _was_stepped(self, now: float) -> bool:
+        """Whether the storage's clock was within the last ``writer_s``, as far as one that has run before can know."""
+        offset_s = now - self._began_at
+        # A living writer's record is of two thirds of ``writer_s`` at most, so a smaller step does no harm.
+        if self._offset_s is not None and abs(offset_s - self._offset_s) > self._policy.writer_s / 6:
+            self._stepped_at = self._began_at
+        self._offset_s = offset_s
+        return self._began_at - self._stepped_at <= self._policy.writer_s
 
     def _measure(self, report: CollectReport, now: float) -> AgeHistogram:
         """List everything; remove what is past its ttl."""
