@@ -33,7 +33,7 @@ from connector.doctor_storage import (
 from connector.region_file import free_bytes
 from tiers.builtin import make_seal
 from tiers.config import DeploymentConfig
-from tiers.errors import KVTiersError
+from tiers.errors import KVTiersError, StoreError
 from tiers.open_store import open_store
 from tiers.tier_config import (
     ExternalTierConfig,
@@ -256,7 +256,16 @@ def _bucket(where: str, tier: S3TierConfig) -> Iterator[Finding]:
 
     with closing(S3Store(tier.store_options())) as store:
         store.check()
+        try:
+            keeps_versions = store.keeps_versions()
+        except StoreError:  # no right to ask, which a tier does not need, or a server without versions
+            keeps_versions = False
     yield Finding("ok", where, "bucket", f"{tier.bucket} is there, and the credentials are good")
+    if keeps_versions and not tier.read_only:
+        yield Finding(
+            "problem", where, "versioning", "the bucket keeps all that is deleted, also beyond max_bytes and ttl",
+            "a bucket without versioning, or a rule that expires noncurrent versions: kvtiers gc --lifecycle",
+        )  # fmt: skip
     if not tier.verify:
         yield Finding(
             "problem", where, "TLS", "certificates are not checked", "verify: true, with ca_bundle where needed"

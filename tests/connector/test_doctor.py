@@ -241,6 +241,22 @@ def test_s3_is_tried_out(moto: S3Server, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "bucket" in one(missing, "storage", "tiers[0]").message
 
 
+def test_a_bucket_that_keeps_versions_is_found(moto: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tiers.stores.s3_session import S3Session
+
+    options = s3_tier(moto, monkeypatch) | {"bucket": "kv-versions"}
+    moto.client().create_bucket(Bucket="kv-versions")
+    moto.client().put_bucket_versioning(Bucket="kv-versions", VersioningConfiguration={"Status": "Enabled"})
+    found = one(examine(deployment(options)), "versioning", "tiers[0]")
+    assert (found.level, "noncurrent versions" in found.fix) == ("problem", True)
+
+    def refuse(self: S3Session) -> bool:
+        raise StorePermissionError("secret: AccessDenied")
+
+    monkeypatch.setattr(S3Session, "keeps_versions", refuse)
+    assert "versioning" not in levels(examine(deployment(options)), "tiers[0] s3")
+
+
 def doctor_s3_options(options: dict[str, Any]) -> Any:
     tier = deployment(options).tiers[0]
     return tier.store_options()  # type: ignore[union-attr]

@@ -237,6 +237,9 @@ class TestLifecycle:
         store.expire_after(30, ["m_r", "n_r"])
         by_prefix = sorted(rules().values())
         assert by_prefix == [("kv/m_r", 30), ("kv/n_r", 30), ("logs/", 90)]
+        found = client.get_bucket_lifecycle_configuration(Bucket=options.bucket)["Rules"]
+        ours = [rule for rule in found if rule["ID"] != "theirs"]
+        assert all(rule["NoncurrentVersionExpiration"] == {"NoncurrentDays": 1} for rule in ours)
         store.expire_after(7, ["n_r"])  # the namespace m is gone
         assert sorted(rules().values()) == [("kv/n_r", 7), ("logs/", 90)]
         store.expire_after(None)

@@ -281,6 +281,14 @@ class S3Store(Store):
         """
         self._attempts.run("", lambda clients: clients.session.expire_after(days, beginnings))
 
+    def keeps_versions(self) -> bool:
+        """Whether the bucket keeps what is deleted or replaced, which takes a right of its own to ask.
+
+        Raises:
+            StoreError: it does not say.
+        """
+        return self._attempts.run("", lambda clients: clients.session.keeps_versions())
+
     # -- private ---------------------------------------------------------------------------------------------------
 
     def _name(self, key: str) -> str:

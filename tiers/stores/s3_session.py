@@ -184,6 +184,18 @@ class S3Session:
         if region != self.region and self._is_aws:
             raise StoreConfigError(f"region: bucket {self.options.bucket} is in {region}; set region: {region}")
 
+    def keeps_versions(self) -> bool:
+        """Whether the bucket keeps what is deleted or replaced.
+
+        Raises:
+            StoreError: it does not say.
+        """
+        try:
+            found = self._ask(self.client.get_bucket_versioning, Bucket=self.options.bucket)
+        except BOTO_ERRORS as e:
+            raise without_absence(self.translate(e), self.place) from None
+        return bool(found.get("Status") == "Enabled")
+
     def list_folder(self, prefix: str) -> tuple[list[str], list[str]]:
         """What is right below a prefix, by name: folders, that is what has a "/" behind the name, and objects."""
         folders: list[str] = []
@@ -381,6 +393,7 @@ def lifecycle_rule(rule_id: str, prefix: str, days: int) -> dict[str, Any]:
         "Status": "Enabled",
         "Filter": {"Prefix": prefix},
         "Expiration": {"Days": days},
+        "NoncurrentVersionExpiration": {"NoncurrentDays": 1},  # else a bucket with versioning keeps all of them
     }
 
 
