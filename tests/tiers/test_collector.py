@@ -307,6 +307,57 @@ def test_what_never_becomes_free_is_waited_for_one_minute(tmp_path: Path) -> Non
     assert collector.is_due()
 
 
+def runs_for(collector: Collector, now: list[float], seconds: float) -> None:
+    until = now[0] + seconds
+    while now[0] < until:
+        if collector.is_due():
+            collector.run()
+        now[0] += 15.0
+
+
+def test_what_never_becomes_free_is_not_removed_to_the_last_block(tmp_path: Path) -> None:
+    now = [0.0]
+    store = LateStore(tmp_path / "kv", float("inf"), now)
+    fill(store, [3600.0 * (n + 1) for n in range(200)])
+    policy = CapacityPolicy(ttl_s=1e9, min_free_bytes=96 * SIZE)
+    collector = Collector(store, policy, monotonic=lambda: now[0])
+    runs_for(collector, now, 300.0)
+    assert len(blocks(store)) == 179  # once
+    runs_for(collector, now, 3600.0)
+    assert len(blocks(store)) >= 116
+    store.late_s = 0.0  # the snapshot goes
+    runs_for(collector, now, 3600.0)
+    left = len(blocks(store))
+    runs_for(collector, now, 3600.0)
+    assert len(blocks(store)) == left
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_room_that_is_taken_at_once_is_made_again(tmp_path: Path, inside: bool) -> None:
+    """By writers of the root, or by others, who fill the disk."""
+    now = [0.0]
+    store = LateStore(tmp_path / "kv", 0.0, now)
+    fill(store, [3600.0 * (n + 1) for n in range(100)])
+    policy = CapacityPolicy(ttl_s=1e9, min_free_bytes=96 * SIZE, grace_s=0.0)
+    collector = Collector(store, policy, monotonic=lambda: now[0])
+    delete_many = store.delete_many
+
+    def take(keys: Sequence[str]) -> list[Exception | None]:
+        outcomes = delete_many(keys)
+        store.taken += len(keys) * SIZE + (0 if inside else 60 * SIZE)
+        for key in keys if inside else ():
+            store.put(f"{key[:-8]}{secrets.token_hex(2)}.bin", as_parts(bytes(SIZE)))
+        return outcomes
+
+    store.delete_many = take  # type: ignore[method-assign]
+    collector.run()
+    before = blocks(store)
+    now[0] += 61.0
+    assert collector.is_due()
+    collector.run()
+    assert before - blocks(store)
+
+
 @pytest.mark.parametrize(("size", "high"), [(1, 1.0), (3, 0.95), (8, 0.9)])
 def test_writers_of_any_block_get_room_below_any_mark(store: LocalStore, size: int, high: float) -> None:
     """20 blocks' room and the records'; where less is left above the mark than a block needs, none would ever go."""

@@ -40,7 +40,7 @@ from tiers.capacity.lease import Lease
 from tiers.capacity.policy import CapacityPolicy
 from tiers.capacity.records import OWN_PREFIX, PREFIXES_FOLDER
 from tiers.capacity.removal import CollectReport, Removal
-from tiers.capacity.room import Room
+from tiers.capacity.room import FREE_HIGH, FREE_LOW, Room
 from tiers.errors import StoreConfigError, StoreError, StoreFullError
 from tiers.inventory import parse_block_name
 from tiers.store import KeyInfo, NamesBlocks, Store, SupportsDeleteMany, SupportsSweep, SupportsTouch
@@ -48,9 +48,6 @@ from tiers.store import KeyInfo, NamesBlocks, Store, SupportsDeleteMany, Support
 logger = logging.getLogger(__name__)
 
 RENEW_EVERY_KEYS = 1024
-# The collector begins when less than 1.05 x min_free and one block is free, because a put that would leave less than
-# min_free is refused already.
-FREE_HIGH, FREE_LOW = 1.05, 1.25
 STAMP_S = 1.0  # S3 and some file systems cut times to seconds, the run's own begin too
 HELD_SHARE_MAX = 0.5  # of max_bytes: whatever writers' records say, a root is not emptied for what they hold or want
 NO_TIMES = (
@@ -194,6 +191,7 @@ class Collector:
         baseline = read_baseline(self._store, now=now, writer_s=writer_s)
         histogram = self._measure(report, now)
         kept = report.bytes + report.own_bytes - report.removed_bytes["ttl"]
+        self._room.note_stored(kept)
         blobs = report.blobs - report.removed_blobs["ttl"]
         measured = Measured(secrets.token_hex(8), kept, blobs, baseline.base, self._clock())
         if not report.dry_run and not self._publish(measured, baseline):

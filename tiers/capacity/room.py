@@ -13,11 +13,16 @@ from tiers.store import Store, SupportsFreeBytes
 
 logger = logging.getLogger(__name__)
 
+# The collector begins when less than 1.05 x min_free and one block is free, because a put that would leave less than
+# min_free is refused already.
+FREE_HIGH, FREE_LOW = 1.05, 1.25
 TRIAL = f"{OWN_PREFIX}trial"
 TRIAL_BYTES_MAX = 4 << 20  # of a trial that is made each minute
 TRIAL_EVERY_S = 60.0
 LATE_S_MAX = 60.0  # ZFS shows freed space after 5 s, btrfs after 30 s
 LATE_SHARE = 1 / 16  # of what was removed; where less than that is free at once, the rest comes late
+# Where it never comes (a snapshot keeps it), nothing more is removed for so long; twice as long each time, up to this.
+FUTILE_S, FUTILE_S_MAX = 600.0, 3600.0
 
 
 class Room:
@@ -44,6 +49,10 @@ class Room:
         self._risen_bytes = 0
         self._removed_at = float("-inf")
         self._comes_late = False
+        self._ended: tuple[int, int] | None = None  # what was removed before, and the most that then became free
+        self._left_bytes = 0  # that were stored, and not removed since
+        self._rest_s = 0.0
+        self._rests_until = float("-inf")
         self.largest_bytes = policy.block_bytes
 
     def begin(self) -> None:
@@ -54,8 +63,35 @@ class Room:
         """
         free = self._free_bytes()
         if free is not None and self._late_bytes(free) == 0:
+            self._ended = self._removed_bytes, max(self._risen_bytes, free - self._free_before_bytes)
             self._free_before_bytes, self._removed_bytes, self._risen_bytes = free, 0, 0
             self._comes_late = False
+
+    def note_stored(self, size: int) -> None:
+        """So much is stored, after what was too old went: has the last removal made room?
+
+        Raises:
+            StoreError: the storage does not say what is free.
+        """
+        removed, risen = self._ended or (0, 0)
+        self._ended = None
+        taken = max(0, size - self._left_bytes)  # by writers, of what had become free
+        self._left_bytes = size
+        if not removed:
+            return
+        # Others who fill the disk are no reason to rest: then more is missing than was removed.
+        if risen + taken < LATE_SHARE * removed and 0 < self.missing_bytes(FREE_HIGH) <= removed:
+            self._rest_s = min(FUTILE_S_MAX, max(FUTILE_S, 2 * self._rest_s))
+            self._rests_until = self._monotonic() + self._rest_s
+            logger.warning(
+                "%d bytes of blocks were removed and their space is not free (does a snapshot keep it?): "
+                "none is removed to make room for %.0f s", removed, self._rest_s,
+            )  # fmt: skip
+        else:
+            self._rest_s = 0.0
+
+    def _rests(self) -> bool:
+        return self._monotonic() < self._rests_until
 
     def missing_bytes(self, share: float) -> int:
         """How much less is free, or soon will be, than this share of the reserve and one block; 0 or less: enough.
@@ -64,7 +100,7 @@ class Room:
             StoreError: the storage does not say.
         """
         free = self._free_bytes()
-        if free is None:
+        if free is None or self._rests():
             return 0
         return int(self._min_free_bytes * share) + self.largest_bytes - free - self._late_bytes(free)
 
@@ -75,6 +111,7 @@ class Room:
             StoreError: the storage does not say what is free.
         """
         self._is_full = False
+        self._left_bytes -= size
         free = self._free_bytes()
         if free is not None:
             self._removed_bytes += size
@@ -104,7 +141,7 @@ class Room:
         Inodes and a user's quota are no free bytes that could be asked for, and are found by trying only. Not in a
         bucket, though, which may keep every version of what is put there.
         """
-        if not isinstance(self._store, SupportsFreeBytes):
+        if not isinstance(self._store, SupportsFreeBytes) or self._rests():
             return False
         if self._monotonic() - self._tried_at >= after_s:
             self._is_full = self._try(whole=self._tries_whole or after_s <= 0)
