@@ -123,6 +123,22 @@ def test_blocks_of_times_to_come_are_counted_and_go_last(store: LocalStore) -> N
     assert blocks(store) == set()
 
 
+def test_blocks_stay_where_other_peoples_files_alone_are_too_much(
+    store: LocalStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    fill(store, [3600.0] * 10)
+    store.put("theirs/data", as_parts(bytes(20 * SIZE)))
+    collector = Collector(store, CapacityPolicy(max_bytes=12 * SIZE))
+    for _ in range(2):
+        collector.run()
+    assert len(blocks(store)) == 10
+    assert len([record for record in caplog.records if "no block is removed" in record.getMessage()]) == 1
+    store.delete("theirs/data")
+    store.put("theirs/data", as_parts(bytes(8 * SIZE)))
+    collector.run()
+    assert 1 <= len(blocks(store)) <= 2
+
+
 def test_young_blocks_stay(store: LocalStore) -> None:
     fill(store, [0.0] * 10)
     report = collect(store, max_bytes=5 * SIZE, ttl_s=0.001, grace_s=60)

@@ -91,6 +91,8 @@ class Collector:
         self._room = Room(store, policy, monotonic)
         self._seen: tuple[str, float] | None = None  # id of the last measurement, and since when it is that
         self._measured_id = ""  # of the last measurement that it published
+        self._others_bytes = 0  # listed and no blocks
+        self._told_others = False
         self._offset_s: float | None = None  # of the storage's clock and the monotonic one, when it ran last
         self._stepped_at = float("-inf")
         self._stuck_bytes = 0  # what the last run was to remove and could not
@@ -230,6 +232,7 @@ class Collector:
         """List everything; remove what is past its ttl."""
         histogram = AgeHistogram()
         tells_times = False
+        self._others_bytes = 0
         ttl_s, grace_s = self._ttl_s, self._policy.grace_s
         removal = Removal(self.remove, report, "ttl", clock=self._monotonic)
         for info in self._listing():
@@ -239,6 +242,7 @@ class Collector:
             tells_times = tells_times or info.mtime != 0.0
             age_s = self._age_s(info, now)
             if not self._is_block(info.key):
+                self._others_bytes += info.size
                 continue
             self._room.largest_bytes = max(self._room.largest_bytes, info.size)
             # A clock that was ahead has left times to come: they are as far from the truth as they are away.
@@ -304,7 +308,7 @@ class Collector:
         """How many bytes are to go, where so many are not gone yet that count as gone."""
         excess = 0
         limit = self._policy.max_bytes
-        if limit is not None:
+        if limit is not None and not self._others_exceed(limit):
             # Not used_bytes(): what was stored since the listing began may be listed as well, and would go twice.
             held, wanted = held_and_wanted(self._store, dead=baseline.dead)
             most = int(HELD_SHARE_MAX * limit)
@@ -315,6 +319,17 @@ class Collector:
         if self._room.missing_bytes(FREE_HIGH) > freed_bytes:
             excess = max(excess, self._room.missing_bytes(FREE_LOW) - freed_bytes)
         return excess
+
+    def _others_exceed(self, limit: int) -> bool:
+        """Whether nothing could be stored if all blocks were gone: they are kept then, as they can still be loaded."""
+        exceeds = self._others_bytes > limit
+        if exceeds and not self._told_others:
+            logger.warning(
+                "files that are no blocks have %d bytes, more than max_bytes = %d: nothing is stored, and no block is "
+                "removed for it, until they are gone", self._others_bytes, limit,
+            )  # fmt: skip
+        self._told_others = exceeds
+        return exceeds
 
     def _publish(self, measured: Measured, baseline: Baseline) -> bool:
         """False: another collector's measurement counts now."""
