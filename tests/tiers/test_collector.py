@@ -22,14 +22,14 @@ from hypothesis import strategies as st
 
 from connector.prefix_place import place_of_prefixes
 from tests.identity import FakeSpec, block_key
-from tiers.capacity.account import USAGE_PREFIX, Account, read_measured
+from tiers.capacity.account import MEASURED, USAGE_PREFIX, Account, read_measured
 from tiers.capacity.collector import Collector, is_block
 from tiers.capacity.histogram import AGE_S_MIN, AgeHistogram, bucket_of
 from tiers.capacity.lease import LEASE_PREFIX, Lease
 from tiers.capacity.policy import CapacityPolicy
 from tiers.capacity.process import make_collector
 from tiers.capacity.records import OWN_PREFIX, put_record
-from tiers.capacity.removal import CollectReport
+from tiers.capacity.removal import DELETE_BATCH_KEYS, CollectReport
 from tiers.errors import StoreConfigError, StoreFullError, StorePermissionError, StoreUnavailableError
 from tiers.file_mapper import FileMapper
 from tiers.layers.bound import BoundedStore
@@ -688,6 +688,18 @@ def test_two_collectors_at_once_do_no_harm(store: LocalStore) -> None:
     measured = read_measured(store)
     assert measured is not None
     assert measured.bytes >= SIZE * len(blocks(store))
+
+
+def test_who_is_overtaken_leaves_the_rest_to_the_other(store: LocalStore) -> None:
+    fill(store, [3600.0] * 700, size=16)
+
+    def overtake(_: list[str]) -> None:
+        put_record(store, MEASURED, {"id": "another's", "bytes": 0, "blobs": 0, "base": {}, "at": time.time()})
+
+    report = Collector(store, CapacityPolicy(max_bytes=1600), on_removed=overtake).run()
+    assert report is not None
+    assert report.gave_up
+    assert len(blocks(store)) == 700 - DELETE_BATCH_KEYS
 
 
 def test_blocks_that_cannot_be_removed_are_counted_and_stay_measured(store: LocalStore) -> None:

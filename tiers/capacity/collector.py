@@ -266,7 +266,7 @@ class Collector:
 
         def publish(removed_bytes: int) -> None:
             left = replace(measured, bytes=measured.bytes - removed_bytes)
-            self._publish(left, Baseline(measured_id=measured.id))
+            report.gave_up = not self._publish(left, Baseline(measured_id=measured.id))
 
         removal = Removal(self.remove, report, "capacity", publish, enough_bytes=excess, clock=self._monotonic)
         for info in self._listing():
@@ -280,7 +280,7 @@ class Collector:
                     continue
                 bytes_left -= info.size
             removal.add(info)
-            if report.removed_bytes["capacity"] >= excess:
+            if report.gave_up or report.removed_bytes["capacity"] >= excess:
                 break
         removal.flush()
         # Where all were stuck there may be many more: twice as many are tried each time, until others are among them.

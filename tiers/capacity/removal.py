@@ -20,7 +20,7 @@ class CollectReport:
         removed_blobs, removed_bytes: by reason: "ttl" or "capacity".
         kept_by_error: blobs that could not be removed.
         own_bytes: in the store's own folders, quarantine included.
-        gave_up: another collector has measured meanwhile, so nothing was removed for capacity.
+        gave_up: another collector has measured meanwhile, so nothing more was removed for capacity.
     """
 
     dry_run: bool = False
