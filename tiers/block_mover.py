@@ -22,6 +22,7 @@ from tiers.errors import (
     StoreConfigError,
     StoreError,
     StorePermissionError,
+    StoreUnavailableError,
 )
 from tiers.file_mapper import block_name
 from tiers.keys import OffloadKey
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 #: preadv: 0.65 whole and in pieces at 2 MiB, 0.68 and 0.74 at 4 MiB, 0.63 and 0.75 at 16 MiB.
 PIECEWISE_BYTES_MIN = 4 << 20
 SAY_EVERY_S = 60.0
+_OF_ONE_BLOCK = (StoreUnavailableError, StorePermissionError)  # perhaps
 
 
 @dataclass(slots=True)
@@ -42,6 +44,7 @@ class Batch:
 
     succeeded: list[OffloadKey] = field(default_factory=list)
     gone: list[OffloadKey] = field(default_factory=list)  # of a load: not there, or not the block it should be
+    unreadable: list[OffloadKey] = field(default_factory=list)  # of a load: an error, perhaps of this block alone
     bytes_moved: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
@@ -222,10 +225,11 @@ class BlockMover:
         ]
         suspect = []
         outcomes: list[Exception | None]
+        as_a_whole = False
         try:
             outcomes = store.get_many_into(requests)
         except StoreError as e:  # of the call: a layer refuses it, say
-            outcomes = [e] * len(requests)
+            outcomes, as_a_whole = [e] * len(requests), True
         for (key, block), trailer, error in zip(pairs, trailers, outcomes, strict=True):
             try:
                 if error is not None:
@@ -237,9 +241,7 @@ class BlockMover:
             except BlobNotFoundError:
                 batch.gone.append(key)
             except StoreError as e:
-                self._note("load", e)
-                batch.errors[type(e).__name__] += 1
-                batch.fault = str(e)
+                self._note_load(None if as_a_whole else key, e, batch)
             else:
                 self._book_load(key, True, batch)
                 continue
@@ -267,9 +269,7 @@ class BlockMover:
                 batch.gone.append(key)
                 return False
             except StoreError as e:
-                self._note("load", e)
-                batch.errors[type(e).__name__] += 1
-                batch.fault = str(e)
+                self._note_load(key, e, batch)
                 return False
         if isinstance(failure, BlobCorruptError):
             failure = self._others_block_at(name) or failure
@@ -307,6 +307,13 @@ class BlockMover:
             self._note("quarantine", e)
             batch.errors[type(e).__name__] += 1
             return False
+
+    def _note_load(self, key: OffloadKey | None, error: StoreError, batch: Batch) -> None:
+        self._note("load", error)
+        batch.errors[type(error).__name__] += 1
+        batch.fault = str(error)
+        if key is not None and isinstance(error, _OF_ONE_BLOCK):
+            batch.unreadable.append(key)
 
     def _note(self, what: str, error: StoreError) -> None:
         # Debug: one line a block would be a flood when a disk is full; counters and state changes tell the rest.

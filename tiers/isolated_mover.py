@@ -179,11 +179,11 @@ def move_batch(store: Store, region: memoryview, request: dict[str, Any], packed
     took = (time.monotonic() - started, time.process_time() - cpu_started)
     answer = {field.name: getattr(batch, field.name) for field in fields(batch)}  # asdict cannot copy a Counter
     answer["succeeded"] = None  # all
-    answer["gone"] = []
+    answer["gone"] = answer["unreadable"] = []
     if len(batch.succeeded) != len(pairs):
         places = {key: place for place, (key, _) in enumerate(pairs)}
-        answer["succeeded"] = [places[key] for key in batch.succeeded]
-        answer["gone"] = [places[key] for key in batch.gone]
+        for name in ("succeeded", "gone", "unreadable"):
+            answer[name] = [places[key] for key in getattr(batch, name)]
     put = 0
     if request["operation"] == "store_batch":
         put = (batch.outcomes["moved"] + batch.perhaps_stored) * (row_bytes + TRAILER_BYTES)
@@ -251,7 +251,8 @@ def unpack_pairs(packed: memoryview) -> list[tuple[OffloadKey, int]]:
 def _decode(answer: dict[str, Any], keys: list[OffloadKey]) -> Batch:
     places = answer["succeeded"]
     answer["succeeded"] = keys if places is None else [keys[place] for place in places]
-    answer["gone"] = [keys[place] for place in answer["gone"]]
+    for name in ("gone", "unreadable"):
+        answer[name] = [keys[place] for place in answer[name]]
     for field in ("outcomes", "errors", "verify_failures"):
         answer[field] = Counter(answer[field])
     return Batch(**answer)

@@ -17,7 +17,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
 from tiers.keys import OffloadKey
@@ -58,12 +58,12 @@ class LookupOptions:
 class LookupCounts:
     """Definite answers since the last ``take_counts``; hits and misses count probed answers, not cache reads.
 
-    Late ones are to questions that expired or were overruled meanwhile.
+    Late ones are to questions that expired or were overruled meanwhile. Failed ones could not be asked.
     """
 
     hits: int = 0
     misses: int = 0
-    errors: int = 0
+    failed: list[OffloadKey] = field(default_factory=list)
     expired: int = 0
     late: int = 0
 
@@ -215,7 +215,7 @@ class AsyncLookup:
                 del self._asked[key]
                 self._record(key, bool(present), now, ttl_s_min=self._options.deadline_s)
                 if present is None:
-                    counts.errors += 1
+                    counts.failed.append(key)
                 elif present:
                     counts.hits += 1
                 else:

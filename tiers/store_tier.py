@@ -22,6 +22,7 @@ from tiers.circuit import Circuit, CircuitState, Kind
 from tiers.errors import QueueFullError
 from tiers.events import UnreadEvents
 from tiers.file_mapper import FileMapper, strict_fields
+from tiers.health import TierHealth
 from tiers.isolated_mover import RunsInWorkers, make_mover
 from tiers.keys import OffloadKey, make_offload_key
 from tiers.lookup import AsyncLookup, LookupCounts, LookupOptions
@@ -188,6 +189,7 @@ class StoreTierManager(SecondaryTierManager):
         self._circuit = Circuit(
             self.name, failures_max=options.circuit_failures, probe_every_s=options.circuit_probe_s, clock=clock
         )
+        self._health = TierHealth(self._circuit)
         self._clock = clock
         self._in_flight: dict[int, _InFlight] = {}
         self._loading: dict[OffloadKey, set[int]] = {}  # the loads under way of a key that was not stored since
@@ -249,12 +251,8 @@ class StoreTierManager(SecondaryTierManager):
             circuit.trip(
                 f"a task has been running for {stuck_s:.1f} s, job_deadline_s is {self._options.job_deadline_s}"
             )
-        elif counts.hits or counts.misses:
-            circuit.succeed("lookup")  # some keys may be out of reach: that is no reason to miss all others
-        elif counts.errors or counts.expired:
-            circuit.fail("lookup", "lookups are not answered" if counts.expired else "lookups fail")
-        elif counts.late:
-            circuit.answer_late()
+        else:
+            self._health.looked_up(counts)
         self._mover.cut = "" if circuit.closed else "circuit_open"
         self.metrics.set("kvtiers_circuit_closed", self.name, value=float(circuit.closed))
         if circuit.openings > self._openings_counted:
@@ -373,10 +371,7 @@ class StoreTierManager(SecondaryTierManager):
                 used += batch.succeeded
             bytes_moved += batch.bytes_moved
             self._counts.moved(batch, op)
-            if batch.fault and not batch.succeeded:
-                self._circuit.fail(op, batch.fault)
-            elif batch.succeeded:
-                self._circuit.succeed(op)
+            self._health.moved(batch, op)
         ok = len(succeeded) == sum(job.batch_sizes)
         if not ok and job.is_load:  # a key that was given twice has failed with either of its slots
             missing = Counter(job.keys) - Counter(succeeded)

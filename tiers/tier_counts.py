@@ -50,7 +50,7 @@ class TierCounts:
         for result, count in (
             ("hit", counts.hits),
             ("miss", counts.misses),
-            ("error", counts.errors),
+            ("error", len(counts.failed)),
             ("deadline", counts.expired),
         ):
             if count:

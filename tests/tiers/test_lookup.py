@@ -78,7 +78,7 @@ def test_asked_then_answered(make: Make) -> None:
     assert [answer(lookup, key) for key in KEYS] == [True] * 50 + [False] * 50
     assert storage.batches == [KEYS]  # one batch for the step
     counts = lookup.take_counts()
-    assert (counts.hits, counts.misses, counts.errors, counts.expired) == (50, 50, 0, 0)
+    assert (counts.hits, counts.misses, counts.failed, counts.expired) == (50, 50, [], 0)
 
 
 def test_a_large_step_is_split(make: Make) -> None:
@@ -134,7 +134,7 @@ def test_what_waited_too_long_to_be_asked_is_not_asked(make: Make, clock: Clock)
     assert answer(lookup, KEYS[3]) is True
     assert storage.batches == [[KEYS[0]], [KEYS[3]]]
     counts = lookup.take_counts()
-    assert (counts.expired, counts.errors, counts.misses) == (2, 0, 0)
+    assert (counts.expired, counts.failed, counts.misses) == (2, [], 0)
 
 
 def test_a_question_is_not_late_before_a_probe_has_it(make: Make, clock: Clock) -> None:
@@ -175,7 +175,7 @@ def test_an_error_is_a_miss_and_the_thread_lives_on(make: Make, error: BaseExcep
     lookup.lookup(KEYS[0])
     lookup.flush()
     assert answer(lookup, KEYS[0]) is False
-    assert lookup.take_counts().errors == 1
+    assert lookup.take_counts().failed == [KEYS[0]]
     storage.error = None
     clock.now += 2
     lookup.lookup(KEYS[0])

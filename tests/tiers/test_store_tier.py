@@ -28,6 +28,7 @@ from tiers.errors import (
     StoreError,
     StoreFullError,
     StorePermissionError,
+    StoreTimeoutError,
     StoreUnavailableError,
 )
 from tiers.file_mapper import FileMapper, strict_fields
@@ -991,6 +992,50 @@ class TestLiveness:
             tier._lookup.forget(KEYS)
         assert tier.circuit_state == "closed"
 
+    def test_one_block_that_cannot_be_read_cuts_nothing_off(self, bench: Bench) -> None:
+        """A bad sector below a block of a prompt that is asked for all the time."""
+        store = PartlyRefused()
+        tier = bench.tier(store=store, circuit_failures=3)
+        bench.fill(1)
+        assert bench.store(tier, KEYS[:4]).success
+        store.unreadable = {tier.mapper.relative_name(KEYS[0]): StoreUnavailableError}
+        for _ in range(6):
+            assert not bench.load(tier, KEYS[:1]).success
+        assert tier.circuit_state == "closed"
+        store.unreadable |= {tier.mapper.relative_name(key): StoreUnavailableError for key in KEYS[1:3]}
+        for key in KEYS[1:3]:
+            assert not bench.load(tier, [key]).success
+        assert tier.circuit_state == "open"
+
+    def test_a_load_that_times_out_counts_though_a_block_of_its_batch_is_known_to_be_unreadable(
+        self, bench: Bench
+    ) -> None:
+        store = PartlyRefused()
+        tier = bench.tier(store=store, circuit_failures=3)
+        bench.fill(1)
+        assert bench.store(tier, KEYS[:2]).success
+        names = [tier.mapper.relative_name(key) for key in KEYS[:2]]
+        store.unreadable = dict(zip(names, (StorePermissionError, StoreTimeoutError), strict=True))
+        for _ in range(3):
+            assert tier.circuit_state == "closed"
+            assert not bench.load(tier, KEYS[:2]).success
+        assert tier.circuit_state == "open"
+
+    def test_one_key_out_of_reach_cuts_nothing_off_when_nothing_else_is_asked(self, bench: Bench) -> None:
+        """All else that a quiet engine needs is known; each opening would cost the others 5 s."""
+        store = PartlyRefused()
+        tier = bench.tier(store=store, circuit_failures=3)
+        store.refused = tier.mapper.relative_name(KEYS[0])
+        for _ in range(6):
+            assert not bench.present(tier, KEYS[0])
+            tier._lookup.forget(KEYS)
+        assert tier.circuit_state == "closed"
+        store.refused = tier.mapper.name_prefix  # of all
+        for key in KEYS[1:4]:
+            assert not bench.present(tier, key)
+        tier.on_schedule_end()
+        assert tier.circuit_state == "open"
+
     def probe_that_gets_no_answer(
         self, bench: Bench, now: list[float], error: Exception
     ) -> tuple[StoreTierManager, GatedStore]:
@@ -1053,12 +1098,23 @@ class TestLiveness:
 
 
 class PartlyRefused(MemoryStore):
+    """Errors of single blobs."""
+
     refused = ""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.unreadable: dict[str, type[StoreError]] = {}
+
     def size(self, key: str) -> int | None:
-        if key == self.refused:
+        if self.refused and key.startswith(self.refused):
             raise StorePermissionError("somebody else's", key=key)
         return super().size(key)
+
+    def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
+        if key in self.unreadable:
+            raise self.unreadable[key]("cannot be read", key=key)
+        super().get_into(key, parts)
 
 
 class BareStore(Store):

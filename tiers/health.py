@@ -1,0 +1,78 @@
+"""TierHealth: what a tier's circuit is told of its loads, stores and lookups. Pure.
+
+A block that cannot be had (a bad sector's, one in a folder of somebody else's) fails at each request for it, and that
+says nothing new of the storage. So an error of a block's own counts once: of a storage that is away others fail, too.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from tiers.block_mover import Batch
+from tiers.circuit import Circuit, Kind
+from tiers.keys import OffloadKey
+from tiers.lookup import LookupCounts
+
+KEYS_MAX = 64  # remembered of each kind: more are no single blocks
+
+
+class TierHealth:
+    """Scheduler thread only, save that others may look into ``unreadable``.
+
+    Attributes:
+        unreadable: blocks whose last load ended in an error of their own.
+    """
+
+    def __init__(self, circuit: Circuit) -> None:
+        self._circuit = circuit
+        self._out_of_reach = FailedKeys()
+        self.unreadable = FailedKeys()
+
+    def looked_up(self, counts: LookupCounts) -> None:
+        """Lookups were answered, or not."""
+        is_news = self._out_of_reach.add(counts.failed)
+        if counts.hits or counts.misses:
+            self._circuit.succeed("lookup")  # some keys may be out of reach: that is no reason to miss all others
+        elif counts.expired:
+            self._circuit.fail("lookup", "lookups are not answered")
+        elif is_news:
+            self._circuit.fail("lookup", "lookups fail")
+        elif counts.late:
+            self._circuit.answer_late()
+
+    def moved(self, batch: Batch, op: Kind) -> None:
+        """A batch ended."""
+        self.unreadable.forget(batch.succeeded)
+        is_news = self.unreadable.add(batch.unreadable)
+        if batch.succeeded:
+            self._circuit.succeed(op)
+        elif batch.fault and (is_news or batch.outcomes["failed"] > len(batch.gone) + len(batch.unreadable)):
+            self._circuit.fail(op, batch.fault)
+
+
+class FailedKeys:
+    """The last keys that failed."""
+
+    def __init__(self) -> None:
+        self._keys: OrderedDict[OffloadKey, None] = OrderedDict()
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._keys
+
+    def add(self, keys: Iterable[OffloadKey]) -> bool:
+        """Whether any of them was not among the last."""
+        is_news = False
+        for key in keys:
+            is_news |= key not in self._keys
+            self._keys[key] = None
+            self._keys.move_to_end(key)
+            if len(self._keys) > KEYS_MAX:
+                self._keys.popitem(last=False)
+        return is_news
+
+    def forget(self, keys: Iterable[OffloadKey]) -> None:
+        """They did not fail again."""
+        if self._keys:
+            for key in keys:
+                self._keys.pop(key, None)
