@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -76,9 +76,11 @@ class BlockMover:
         cut: set by the scheduler's thread: why every block that has not begun fails, so that a dead tier's backlog goes
             at once; "" where none does.
         removes_bad: bad blocks are moved aside or deleted.
+        unreadable: blocks that a store replaces though they look good: their last load failed.
     """
 
     removes_bad = True
+    unreadable: Container[OffloadKey] = ()
 
     def __init__(
         self,
@@ -143,11 +145,16 @@ class BlockMover:
         published = self._put(name, key, row, overwrite=False)
         if published:
             return "moved"
+        overwrite = key in self.unreadable
         try:
             self._check_stored(key, name)
-            return "already_stored" if published is False else "moved"  # None: a store of others that does not say
+            if not overwrite:
+                return "already_stored" if published is False else "moved"  # None: a store of others that does not say
         except BlobNotFoundError:
             overwrite = False  # deleted between the two
+        except _OF_ONE_BLOCK:
+            if not overwrite:
+                raise
         except BlobCorruptError:
             batch.verify_failures[SealReason.SIZE] += 1
             overwrite = True

@@ -18,10 +18,10 @@ KEYS_MAX = 64  # remembered of each kind: more are no single blocks
 
 
 class TierHealth:
-    """Scheduler thread only, save that others may look into ``unreadable``.
+    """Scheduler thread only, save that any may ask what is in ``unreadable``.
 
     Attributes:
-        unreadable: blocks whose last load ended in an error of their own.
+        unreadable: blocks whose last load ended in an error of their own. The next store heals them.
     """
 
     def __init__(self, circuit: Circuit) -> None:
@@ -43,7 +43,8 @@ class TierHealth:
 
     def moved(self, batch: Batch, op: Kind) -> None:
         """A batch ended."""
-        self.unreadable.forget(batch.succeeded)
+        if op == "load":  # not where it was stored again: whether it can be read now is yet to be seen
+            self.unreadable.forget(batch.succeeded)
         is_news = self.unreadable.add(batch.unreadable)
         if batch.succeeded:
             self._circuit.succeed(op)

@@ -103,6 +103,7 @@ class IsolatedMover(BlockMover):
             "threads": threads,
             "begin_within_s": min(deadline - self._clock(), self.begin_s),
             "removes_bad": self.removes_bad,
+            "unreadable": [place for place, (key, _) in enumerate(pairs) if key in self.unreadable],
         }
         puts_bytes = len(pairs) * (self._rows.row_bytes + TRAILER_BYTES) if operation == "store_batch" else 0
         try:
@@ -173,6 +174,7 @@ def move_batch(store: Store, region: memoryview, request: dict[str, Any], packed
     )
     mover.removes_bad = request["removes_bad"]
     pairs = unpack_pairs(packed)
+    mover.unreadable = {pairs[place][0] for place in request["unreadable"]}
     move = partial(getattr(mover, request["operation"]), deadline=time.monotonic() + request["begin_within_s"])
     started, cpu_started = time.monotonic(), time.process_time()
     batch = move(pairs) if request["threads"] == 1 else _move_by_threads(move, pairs, request["threads"])

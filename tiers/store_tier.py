@@ -190,6 +190,7 @@ class StoreTierManager(SecondaryTierManager):
             self.name, failures_max=options.circuit_failures, probe_every_s=options.circuit_probe_s, clock=clock
         )
         self._health = TierHealth(self._circuit)
+        self._mover.unreadable = self._health.unreadable
         self._clock = clock
         self._in_flight: dict[int, _InFlight] = {}
         self._loading: dict[OffloadKey, set[int]] = {}  # the loads under way of a key that was not stored since

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,13 @@ from tests.waiting import wait_for
 from tiers import concurrency
 from tiers.base import JobMetadata, JobResult
 from tiers.builtin import FileSystemTierManager, S3TierManager
-from tiers.isolated_mover import IsolatedMover, pack_pairs, unpack_pairs
+from tiers.errors import StoreUnavailableError
+from tiers.isolated_mover import IsolatedMover, WorkerFunction, pack_pairs, unpack_pairs
 from tiers.keys import OffloadKey
 from tiers.layers.isolate import ProcessIsolatedStore
 from tiers.seal import TRAILER_BYTES
+from tiers.store_tier import StoreTierManager
+from tiers.stores.memory import MemoryStore
 from tiers.testing.http_faults import HttpFaultServer
 from tiers.testing.servers import S3Server, moto_server
 from tiers.tier_config import FsTierConfig, default_threads
@@ -226,6 +230,58 @@ def test_a_tier_that_ends_amid_hung_calls_leaves_no_process(tmp_path: Path, boun
     bench.tier.shutdown()
     wait_for(lambda: not {child.pid for child in psutil.Process().children()} - before)
     assert not any(psutil.pid_exists(pid) for pid in workers)
+
+
+class UnreadableBlob(MemoryStore):
+    """Its blobs are moved by "workers" in this process. One cannot be read until something is put over it."""
+
+    maps_region = True
+    deadline_s = 10.0
+    unreadable = ""
+
+    def __init__(self, region: memoryview) -> None:
+        super().__init__()
+        self.region = region
+
+    def run(self, function: WorkerFunction, argument: object, raw: bytes = b"", *, puts_bytes: int = 0) -> Any:
+        answer = function(self, self.region, json.loads(json.dumps(argument)), memoryview(raw))
+        return json.loads(json.dumps(answer))
+
+    def abandon(self) -> None:
+        pass
+
+    def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
+        if key == self.unreadable:
+            raise StoreUnavailableError("Input/output error", key=key)
+        super().get_into(key, parts)
+
+    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
+        if overwrite and key == self.unreadable:
+            self.unreadable = ""
+        return super().put(key, parts, overwrite=overwrite)
+
+
+def test_a_block_that_cannot_be_read_cuts_nothing_off_and_is_healed() -> None:
+    view = SharedOffloadRegion.anonymous(ROWS, ROW_BYTES).create_kv_memoryview()
+    store = UnreadableBlob(view.cast("B"))
+    tier = StoreTierManager(FakeSpec(), view, "test", store=store)
+    assert isinstance(tier._mover, IsolatedMover)
+
+    def run(submit: Callable[[JobMetadata], None], *keys: OffloadKey) -> JobResult:
+        submit(JobMetadata(1, keys, np.arange(len(keys), dtype=np.int32)))
+        tier.drain_jobs()
+        (result,) = tier.get_finished()
+        return result
+
+    assert run(tier.submit_store, *KEYS).success
+    store.unreadable = tier.mapper.relative_name(KEYS[3])
+    for _ in range(5):
+        assert not run(tier.submit_load, KEYS[3]).success
+    assert tier.circuit_state == "closed"
+    assert set(run(tier.submit_load, *KEYS).successful_keys) == {*KEYS} - {KEYS[3]}
+    assert run(tier.submit_store, *KEYS).transfer_bytes == ROW_BYTES
+    assert run(tier.submit_load, *KEYS).success
+    tier.shutdown()
 
 
 def test_packed_pairs_are_the_pairs() -> None:

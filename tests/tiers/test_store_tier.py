@@ -28,6 +28,7 @@ from tiers.errors import (
     StoreError,
     StoreFullError,
     StorePermissionError,
+    StoreThrottledError,
     StoreTimeoutError,
     StoreUnavailableError,
 )
@@ -232,6 +233,53 @@ def test_a_bad_payload_is_a_miss_then_quarantined_then_healed(bench: Bench) -> N
     bench.fill(2)
     assert bench.load(tier, KEYS[:1]).success
     assert (bench.region[0] == original[0]).all()
+
+
+@pytest.mark.parametrize("tail_is_readable", [True, False])
+def test_a_block_that_cannot_be_read_is_healed_by_the_next_store(bench: Bench, tail_is_readable: bool) -> None:
+    store = PartlyRefused()
+    tier = bench.tier(store=store)
+    original = bench.fill(1)
+    bench.store(tier, KEYS[:2])
+    name = tier.mapper.relative_name(KEYS[0])
+    store.unreadable = {name: StoreUnavailableError}
+    store.tail_refused = "" if tail_is_readable else name
+    assert bench.load(tier, KEYS[:2]).successful_keys == (KEYS[1],)
+    bench.region[:] = original
+    assert bench.store(tier, KEYS[:2]).transfer_bytes == ROW_BYTES
+    assert tier.metrics.value("kvtiers_healed_blobs_total", "test") == 1
+    store.tail_refused = ""
+    bench.fill(2)
+    assert bench.load(tier, KEYS[:2]).success
+    assert (bench.region[:2] == original[:2]).all()
+    assert bench.store(tier, KEYS[:2]).transfer_bytes == 0  # once
+
+
+@pytest.mark.parametrize("error", [StoreTimeoutError, StoreThrottledError])
+def test_what_could_not_be_loaded_in_time_is_not_written_again(bench: Bench, error: type[StoreError]) -> None:
+    store = PartlyRefused()
+    tier = bench.tier(store=store)
+    bench.fill(1)
+    bench.store(tier, KEYS[:1])
+    store.unreadable = {tier.mapper.relative_name(KEYS[0]): error}
+    assert not bench.load(tier, KEYS[:1]).success
+    assert bench.store(tier, KEYS[:1]).transfer_bytes == 0
+
+
+def test_a_newer_writers_block_that_cannot_be_read_is_left_alone(bench: Bench) -> None:
+    store = PartlyRefused()
+    tier = bench.tier(store=store)
+    bench.fill(1)
+    bench.store(tier, KEYS[:1])
+    name = tier.mapper.relative_name(KEYS[0])
+    blob = bytearray(read(store, name))
+    blob[ROW_BYTES + 8] = 2  # version
+    write(store, name, bytes(blob))
+    store.unreadable = {name: StoreUnavailableError}
+    assert not bench.load(tier, KEYS[:1]).success
+    assert not bench.store(tier, KEYS[:1]).success
+    store.unreadable = {}
+    assert read(store, name) == bytes(blob)
 
 
 def test_a_slot_that_changes_while_it_is_written_is_found_out_on_load(
@@ -993,14 +1041,16 @@ class TestLiveness:
         assert tier.circuit_state == "closed"
 
     def test_one_block_that_cannot_be_read_cuts_nothing_off(self, bench: Bench) -> None:
-        """A bad sector below a block of a prompt that is asked for all the time."""
+        """Also where it cannot be read once it was written again."""
         store = PartlyRefused()
+        store.heals = False
         tier = bench.tier(store=store, circuit_failures=3)
         bench.fill(1)
         assert bench.store(tier, KEYS[:4]).success
         store.unreadable = {tier.mapper.relative_name(KEYS[0]): StoreUnavailableError}
         for _ in range(6):
             assert not bench.load(tier, KEYS[:1]).success
+            bench.store(tier, KEYS[:1])
         assert tier.circuit_state == "closed"
         store.unreadable |= {tier.mapper.relative_name(key): StoreUnavailableError for key in KEYS[1:3]}
         for key in KEYS[1:3]:
@@ -1098,9 +1148,10 @@ class TestLiveness:
 
 
 class PartlyRefused(MemoryStore):
-    """Errors of single blobs."""
+    """Errors of single blobs. What is put over an unreadable one can be read."""
 
-    refused = ""
+    refused = tail_refused = ""
+    heals = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -1115,6 +1166,17 @@ class PartlyRefused(MemoryStore):
         if key in self.unreadable:
             raise self.unreadable[key]("cannot be read", key=key)
         super().get_into(key, parts)
+
+    def get_tail(self, key: str, length: int) -> tuple[int, bytes] | None:
+        if key == self.tail_refused:
+            raise StorePermissionError("somebody else's", key=key)
+        return super().get_tail(key, length)
+
+    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
+        published = super().put(key, parts, overwrite=overwrite)
+        if published and self.heals:
+            self.unreadable.pop(key, None)
+        return published
 
 
 class BareStore(Store):
