@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from connector.base import LoadStoreSpec, OffloadingManager, PrepareStoreOutput
@@ -77,7 +77,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._failed: OrderedDict[tuple[OffloadKey, int], float] = OrderedDict()  # when which tier's load; oldest first
         self._waiting: dict[Request, None] = {}  # an ordered set: with hits, loads under way or held blocks
         # What lookups of this step found in the region, by request.
-        self._found: dict[str, dict[OffloadKey, Block]] = {}
+        self._found: defaultdict[str, dict[OffloadKey, Block]] = defaultdict(dict)
         self._cascade = Cascade(
             primary, self._tiers, self._options.store_backlog_share, self._submit_store, clock, self._log_once
         )
@@ -91,13 +91,8 @@ class TieringOffloadingManager(OffloadingManager):
         if block is None:
             return self._lookup_tiers(key, req_context)
         if block.state is not BlockState.READY:
-            if self._tiers and (req_context.req_id in self._requests or not self._is_crowded):
-                self._remember(req_context, self._clock())  # it waits from now on, should the load fail
-            return None
-        found = self._found.get(req_context.req_id)
-        if found is None:
-            found = self._found[req_context.req_id] = {}
-        found[key] = block
+            return self._await(req_context)
+        self._found[req_context.req_id][key] = block
         return True
 
     def is_coming(self, key: OffloadKey, req_context: ReqContext) -> bool:
@@ -202,6 +197,17 @@ class TieringOffloadingManager(OffloadingManager):
 
     # -- promotion ---------------------------------------------------------------------------------------------------
 
+    def _await(self, req_context: ReqContext) -> bool | None:
+        """The answer for a block that is being filled."""
+        if not self._tiers or (self._is_crowded and req_context.req_id not in self._requests):
+            return None
+        now = self._clock()
+        request = self._remember(req_context, now)  # it waits from now on, should the load fail
+        assert request is not None
+        request.held_until = now + self._options.promotion_hold_s
+        self._waiting[request] = None
+        return None
+
     def _lookup_tiers(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         if not self._tiers:
             return False
@@ -244,9 +250,10 @@ class TieringOffloadingManager(OffloadingManager):
     def _serve(self, request: Request, now: float) -> None:
         """Submit loads for the hits there is room for; age those there is none for."""
         if request.hits or request.loading:
+            request.held_until = now + self._options.promotion_hold_s
+        if now <= request.held_until:
             # What it has found in the region must stay while it waits for the rest, or it would find that gone in turn.
             self._hold(request, self._found.get(request.context.req_id, {}).values())
-            request.held_until = now + self._options.promotion_hold_s
         wanted = self._within_shares(request, now)
         blocks = self.primary.reserve(wanted)
         by_tier: dict[int, list[Block]] = {}

@@ -594,6 +594,25 @@ def test_promoting_the_rest_does_not_evict_what_the_request_already_has() -> Non
     assert len([job for job in engine.tier.submitted if job.is_load]) == 1
 
 
+def test_what_a_request_has_found_is_kept_while_it_waits_for_a_block_that_another_loads() -> None:
+    engine = Engine(num_blocks=8, auto=False, promotion_hold_s=2.0)
+    engine.store(*KEYS[:4])
+    engine.tier.put(KEYS[4])
+    engine.manager.on_schedule_end()
+    for job_id in list(engine.tier.jobs):
+        engine.tier.finish(job_id)
+    other, waiting = ReqContext("other"), ReqContext("waiting")
+    assert engine.lookup(KEYS[4:5], other) == [None]
+    for _ in range(3):
+        assert engine.lookup(KEYS[:5], waiting) == [True] * 4 + [None]
+        assert engine.manager.prepare_store(KEYS[20:24], other) is None
+        engine.clock.advance(1.5)
+    assert engine.counts.pinned == 4
+    engine.clock.advance(1.5)  # it does not come any more
+    engine.manager.on_schedule_end()
+    assert engine.counts.pinned == 0
+
+
 def test_a_block_found_and_evicted_within_one_step_is_not_kept() -> None:
     engine = Engine(num_blocks=2)
     engine.store(KEYS[0])
