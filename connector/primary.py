@@ -53,16 +53,17 @@ class BlockState(Enum):
 
 
 class Block:
-    """A key in a slot. Only CPUPrimaryTier changes it; others hold it as a handle.
+    """A key in a slot. Only CPUPrimaryTier changes it, save ``tier``; others hold it as a handle.
 
     Attributes:
         loads: the engine's loads under way.
         pins: tiers' jobs and waiting requests that need it to stay.
         promoted: it came from a tier, and the use that it came for is still to be told (``touch``).
+        tier: that fills it, while it is LOADING; set by the tier's ``TierLoads``.
         prepared: number of when it was last given a slot or prepared to be loaded: a prefix's are in its order.
     """
 
-    __slots__ = ("key", "loads", "pins", "prepared", "promoted", "slot", "state")
+    __slots__ = ("key", "loads", "pins", "prepared", "promoted", "slot", "state", "tier")
 
     def __init__(self, key: OffloadKey, slot: int, state: BlockState, prepared: int) -> None:
         self.key = key
@@ -71,6 +72,7 @@ class Block:
         self.loads = 0
         self.pins = 0
         self.promoted = False
+        self.tier = 0
         self.prepared = prepared
 
 

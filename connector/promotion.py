@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import OrderedDict, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from connector.primary import Block
@@ -11,6 +12,7 @@ from tiers.base import ReqContext
 from tiers.keys import OffloadKey
 
 JOB_BLOCKS_MIN = 64  # a smaller load is not split
+_FAILED_S = 30.0  # how long a failed load is remembered for those that came before it failed
 _JOBS_PER_SHARE = 4  # a tier that has ended one has the next while that is replaced
 
 
@@ -65,6 +67,31 @@ class Job:
     ended: bool = False
 
 
+class FailedLoads:
+    """Loads that failed lately, for requests that came before. Scheduler thread only."""
+
+    def __init__(self) -> None:
+        self._failed_at: OrderedDict[tuple[OffloadKey, int], float] = OrderedDict()  # by key and tier; oldest first
+
+    def add(self, job: Job, blocks: Iterable[Block], now: float) -> None:
+        """The request of this job will not ask its tier for these blocks any more, nor will who has waited for them."""
+        assert job.request is not None
+        refused = job.request.refused
+        failed_at = self._failed_at
+        while failed_at and now - next(iter(failed_at.values())) >= _FAILED_S:
+            failed_at.popitem(last=False)
+        for block in blocks:
+            refused[block.key] = refused.get(block.key, 0) | 1 << job.tier
+            failed_at[block.key, job.tier] = now
+            failed_at.move_to_end((block.key, job.tier))
+
+    def refuse(self, request: Request, key: OffloadKey, tier: int) -> bool:
+        """Whether the request does not ask the tier for the key."""
+        return bool(request.refused.get(key, 0) >> tier & 1) or (
+            self._failed_at.get((key, tier), -math.inf) > request.came_at
+        )
+
+
 class TierLoads:
     """The loads of one tier, in the order of their deadlines. Scheduler thread only.
 
@@ -98,6 +125,8 @@ class TierLoads:
 
     def begin(self, blocks: list[Block], tier: int, request: Request, now: float) -> list[Job]:
         """Jobs for blocks there is room for."""
+        for block in blocks:
+            block.tier = tier
         size = self.job_blocks_max
         jobs = [
             Job(tier, blocks[start : start + size], request, late_at=now + self.deadline_s)

@@ -9,7 +9,7 @@
   (``promotion_wait_s``), for the tier's share of it (``load_deadline_s``), for a load (the tier's deadline, and
   ``load_deadline_s``); then the key is absent.
 - A failed load makes that tier's copy absent for the request until it finishes, so no request runs in circles; and for
-  those that have waited for it as well, so that they do not try one after the other.
+  those that have waited for it as well, so that they do not try one after the other, nor wait for one who tries later.
 - Nothing a tier does reaches the engine: what it raises, reports twice or reports of no job is counted and contained.
 
 Scheduler thread only, save that shutdown calls the tiers' shutdown on threads of their own, to bound it.
@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from connector.base import LoadStoreSpec, OffloadingManager, PrepareStoreOutput
 from connector.cascade import Cascade
 from connector.primary import Block, BlockState, CPUPrimaryTier
-from connector.promotion import Job, Request, TierLoads
+from connector.promotion import FailedLoads, Job, Request, TierLoads
 from connector.tier_guard import GuardedTier, load_deadline_s, shut_down_tiers
 from connector.tier_jobs import TierJobs
 from connector.tiering_options import TieringOptions
@@ -38,7 +38,6 @@ logger = logging.getLogger(__name__)
 _EVERY_TIER = -1  # as a bit mask
 _EXPIRED = float("-inf")
 _ASKED_LATELY_S = 5.0  # a request that was not asked of for so long may be forgotten
-_FAILED_S = 30.0  # how long a failed load is remembered for those that came before it failed
 
 
 class TieringOffloadingManager(OffloadingManager):
@@ -74,7 +73,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._jobs = TierJobs(self._tiers, deadlines_s, clock)
         self._loads = [TierLoads(load_blocks_max, min(self._options.load_deadline_s, own_s)) for own_s in deadlines_s]
         self._requests: OrderedDict[str, Request] = OrderedDict()  # the one asked of last is last
-        self._failed: OrderedDict[tuple[OffloadKey, int], float] = OrderedDict()  # when which tier's load; oldest first
+        self._failed = FailedLoads()
         self._waiting: dict[Request, None] = {}  # an ordered set: with hits, loads under way or held blocks
         # What lookups of this step found in the region, by request.
         self._found: defaultdict[str, dict[OffloadKey, Block]] = defaultdict(dict)
@@ -91,7 +90,7 @@ class TieringOffloadingManager(OffloadingManager):
         if block is None:
             return self._lookup_tiers(key, req_context)
         if block.state is not BlockState.READY:
-            return self._await(req_context)
+            return self._await(block, req_context)
         self._found[req_context.req_id][key] = block
         return True
 
@@ -197,13 +196,15 @@ class TieringOffloadingManager(OffloadingManager):
 
     # -- promotion ---------------------------------------------------------------------------------------------------
 
-    def _await(self, req_context: ReqContext) -> bool | None:
-        """The answer for a block that is being filled."""
+    def _await(self, block: Block, req_context: ReqContext) -> bool | None:
+        """The answer for a block that is being filled: a request waits for no tier whose load has failed it."""
         if not self._tiers or (self._is_crowded and req_context.req_id not in self._requests):
             return None
         now = self._clock()
         request = self._remember(req_context, now)  # it waits from now on, should the load fail
         assert request is not None
+        if block.state is BlockState.LOADING and self._failed.refuse(request, block.key, block.tier):
+            return False
         request.held_until = now + self._options.promotion_hold_s
         self._waiting[request] = None
         return None
@@ -217,11 +218,10 @@ class TieringOffloadingManager(OffloadingManager):
             return False
         if key in request.hits:
             return None
-        refused = request.refused.get(key, 0)
         hit: int | None = None
         owing = []
         for index, tier in enumerate(self._tiers):
-            if refused >> index & 1 or self._failed.get((key, index), _EXPIRED) > request.came_at:
+            if self._failed.refuse(request, key, index):
                 continue
             answer = tier.lookup(key, req_context)
             if answer is None:
@@ -348,14 +348,7 @@ class TieringOffloadingManager(OffloadingManager):
         assert job.request is not None
         job.ended = True
         job.request.loading -= len(job.blocks)
-        refused = job.request.refused
-        now = self._clock()
-        while self._failed and now - next(iter(self._failed.values())) >= _FAILED_S:
-            self._failed.popitem(last=False)
-        for block in failed:
-            refused[block.key] = refused.get(block.key, 0) | 1 << job.tier
-            self._failed[block.key, job.tier] = now
-            self._failed.move_to_end((block.key, job.tier))
+        self._failed.add(job, failed, self._clock())
 
     def _give_up_late_loads(self, now: float) -> None:
         """Their slots stay out of use until the tier reports them after all."""

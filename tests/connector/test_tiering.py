@@ -487,6 +487,38 @@ def test_requests_that_wait_for_one_load_do_not_try_it_one_after_the_other(repor
     assert engine.lookup(KEYS[8:9], ReqContext("other"))[0] is False
 
 
+def test_a_request_that_a_load_has_failed_waits_for_no_later_one_of_the_same_tier() -> None:
+    """Or each request that comes after a failure, and tries again, would keep it waiting for another load."""
+    engine = Engine(auto=False)
+    engine.tier.liar = True
+    first, waiting, later = (ReqContext(name) for name in ("first", "waiting", "later"))
+    assert engine.lookup(KEYS[:1], first) == engine.lookup(KEYS[:1], waiting) == [None]
+    engine.clock.advance(1.0)
+    engine.tier.finish(next(iter(engine.tier.jobs)), failing=KEYS[:1])
+    engine.manager.on_schedule_end()
+    engine.clock.advance(1.0)
+    assert engine.lookup(KEYS[:1], later) == [None]
+    assert len(engine.tier.jobs) == 1
+    assert engine.lookup(KEYS[:1], waiting) == engine.lookup(KEYS[:1], first) == [False]
+    assert engine.lookup(KEYS[:1], later) == [None]
+
+
+def test_a_request_that_a_load_has_failed_waits_for_another_tiers() -> None:
+    engine = Engine(num_tiers=2, auto=False)
+    for tier in engine.tiers:
+        tier.put(KEYS[0])
+    first, waiting = ReqContext("first"), ReqContext("waiting")
+    assert engine.lookup(KEYS[:1], first) == engine.lookup(KEYS[:1], waiting) == [None]
+    engine.clock.advance(1.0)
+    engine.tier.finish(next(iter(engine.tier.jobs)), failing=KEYS[:1])
+    engine.manager.on_schedule_end()
+    engine.clock.advance(1.0)
+    assert engine.lookup(KEYS[:1], first) == engine.lookup(KEYS[:1], waiting) == [None]
+    engine.tiers[1].finish(next(iter(engine.tiers[1].jobs)))
+    engine.manager.on_schedule_end()
+    assert engine.lookup(KEYS[:1], waiting) == [True]
+
+
 def test_an_earlier_tier_is_waited_for_but_not_for_ever() -> None:
     engine = Engine(num_tiers=2, lookup_deadline_s=0.2)
     engine.tiers[0].silent = True
