@@ -6,6 +6,7 @@ import logging
 import math
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from numbers import Real
 from typing import Any, Final, TypeVar
@@ -24,6 +25,8 @@ _T = TypeVar("_T")
 SHUTDOWN_SHARE: Final = 0.8
 
 _BY_SIGNALS: Final = (KeyboardInterrupt, SystemExit)
+
+REQUESTS_MAX: Final = 65_536  # whose lookups are told from each other; beyond, those longest known may count twice
 
 #: What ``GuardedTier.call`` returns where the tier raised.
 RAISED: Final = object()
@@ -45,6 +48,9 @@ class GuardedTier:
         self.name = tier.tier_type if own in (None, "") else str(own)  # labels are text
         self._metrics = metrics
         self._logged: set[str] = set()
+        self._answered: OrderedDict[str, set[OffloadKey]] = OrderedDict()  # of requests that have not finished
+        self._lookups = {True: 0, False: 0}  # since the last step's end
+        self._count_lookups()
 
     def call(self, method: str, *args: Any) -> Any:
         """What the tier returns, or RAISED."""
@@ -88,12 +94,42 @@ class GuardedTier:
         """The tier's answer; what is none, or raises, is a miss."""
         try:
             answer = self.tier.lookup(key, req_context)
-            return None if answer is None else bool(answer)
+            hit = None if answer is None else bool(answer)
         except _BY_SIGNALS:
             raise
         except BaseException as e:  # noqa: BLE001 - as in call
             self.contain("lookup", _shown(e))
-            return False
+            hit = False
+        if hit is not None:
+            self.note_answer(key, req_context, hit=hit)
+        return hit
+
+    def note_answer(self, key: OffloadKey, req_context: ReqContext, *, hit: bool) -> None:
+        """Count what a request was told of a key, the first time: while it waits, engines ask in each step."""
+        answered = self._answered.get(req_context.req_id)
+        if answered is None:
+            answered = self._answered[req_context.req_id] = set()
+            if len(self._answered) > REQUESTS_MAX:
+                self._answered.popitem(last=False)
+        if key not in answered:
+            answered.add(key)
+            self._lookups[hit] += 1
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """See ``SecondaryTierManager``."""
+        self._answered.pop(req_context.req_id, None)
+        self.call("on_request_finished", req_context)
+
+    def on_schedule_end(self) -> None:
+        """See ``SecondaryTierManager``."""
+        self.call("on_schedule_end")
+        if any(self._lookups.values()):
+            self._count_lookups()
+
+    def _count_lookups(self) -> None:
+        for result, hit in (("hit", True), ("miss", False)):
+            self._metrics.inc("kvtiers_lookups_total", self.name, result, by=self._lookups[hit])
+            self._lookups[hit] = 0
 
     def job_of(self, result: JobResult, jobs: Mapping[int, _T]) -> _T | None:
         """The job that a result is of; None where it is of none."""

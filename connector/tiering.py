@@ -139,7 +139,7 @@ class TieringOffloadingManager(OffloadingManager):
         if request is not None:
             self._forget(request)
         for tier in self._tiers:
-            tier.call("on_request_finished", req_context)
+            tier.on_request_finished(req_context)
 
     def on_schedule_end(self) -> None:
         """Take results, submit this step's promotions, let the tiers send this step's lookups."""
@@ -152,7 +152,7 @@ class TieringOffloadingManager(OffloadingManager):
                 self._serve(request, now)
         self._found.clear()
         for tier in self._tiers:
-            tier.call("on_schedule_end")
+            tier.on_schedule_end()
         for state, count in self.primary.slot_counts()._asdict().items():
             self.metrics.set("kvtiers_slots", state, value=count)
         self.metrics.observe("kvtiers_schedule_end_seconds", value=self._clock() - began)
@@ -238,6 +238,7 @@ class TieringOffloadingManager(OffloadingManager):
                 request.asked[key] = _EXPIRED  # not waited for again, and counted once
                 for tier in owing:
                     self.metrics.inc("kvtiers_deadline_expired_total", tier.name, "lookup")
+                    tier.note_answer(key, req_context, hit=False)
         else:
             request.asked.pop(key, None)
         if hit is None:

@@ -78,8 +78,13 @@ METRICS: Mapping[str, MetricDef] = {
     "kvtiers_job_seconds": MetricDef(MetricKind.HISTOGRAM, "Time of a job from submission.", ("tier", "op"), _SECONDS),
     "kvtiers_jobs_in_flight": _gauge("Jobs submitted and not yet reported.", "tier"),
     "kvtiers_jobs_total": _counter("Jobs by outcome: ok, partial, failed.", "tier", "op", "outcome"),
+    "kvtiers_lookup_probes_total": _counter(
+        "Lookups that the storage was asked for, others being known: hit, miss, error, deadline.", "tier", "result"
+    ),
     "kvtiers_lookups_refused_total": _counter("Lookups that became misses because too many requests wait already."),
-    "kvtiers_lookups_total": _counter("Definite lookup answers: hit, miss, error, deadline.", "tier", "result"),
+    "kvtiers_lookups_total": _counter(
+        "Blocks that requests asked a tier for, each once a request: hit, miss.", "tier", "result"
+    ),
     "kvtiers_promotion_room_expired_total": _counter("Hits that became misses because no slot came free in time."),
     "kvtiers_quarantined_blobs_total": _counter("Bad blobs that were moved aside.", "tier"),
     "kvtiers_schedule_end_seconds": MetricDef(

@@ -18,7 +18,7 @@ _SHOWN_FROM_THE_START: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
     ("kvtiers_blocks_total", tuple(("store", outcome) for outcome in ("moved", "already_stored", "failed", "dropped"))),
     ("kvtiers_circuit_opened_total", ((),)),
     ("kvtiers_deadline_expired_total", (("lookup",), ("job",))),
-    ("kvtiers_lookups_total", (("hit",), ("miss",), ("error",), ("deadline",))),
+    ("kvtiers_lookup_probes_total", (("hit",), ("miss",), ("error",), ("deadline",))),
     ("kvtiers_stores_dropped_total", (("StoreFullError",), ("circuit_open",), ("queue_full",), ("deadline",))),
     ("kvtiers_verify_failures_total", tuple((reason,) for reason in SealReason)),
 )
@@ -54,7 +54,7 @@ class TierCounts:
             ("deadline", counts.expired),
         ):
             if count:
-                metrics.inc("kvtiers_lookups_total", tier, result, by=count)
+                metrics.inc("kvtiers_lookup_probes_total", tier, result, by=count)
         if counts.expired:
             metrics.inc("kvtiers_deadline_expired_total", tier, "lookup", by=counts.expired)
 

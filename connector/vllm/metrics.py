@@ -43,8 +43,8 @@ def tiering_definitions() -> dict[str, OffloadingMetricMetadata]:
         names.READ_TIME: "Total time of jobs that read from secondary tiers, in seconds, labeled by tier.",
         names.WRITE_BYTES: "Total bytes written from the primary tier to secondary tiers, labeled by tier.",
         names.WRITE_TIME: "Total time of jobs that wrote to secondary tiers, in seconds, labeled by tier.",
-        translate.CHUNK_QUERIES: "Chunk lookups that a tier has answered, labeled by tier.",
-        translate.CHUNK_HITS: "Chunk lookups that a tier has answered with a hit, labeled by tier.",
+        translate.CHUNK_QUERIES: "Chunks that requests asked a tier for, each once, labeled by tier.",
+        translate.CHUNK_HITS: "Those of them that the tier has, labeled by tier.",
         names.PROMOTION_JOB_FAILURES: "Failed secondary-tier promotion jobs, labeled by tier.",
         names.CASCADE_JOB_FAILURES: "Failed secondary-tier cascade jobs, labeled by tier.",
     }

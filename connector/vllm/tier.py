@@ -184,10 +184,10 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
         return translate.new_request_context()
 
     def on_request_finished(self, req_context: Any) -> None:
-        self._guard.call("on_request_finished", req_context)
+        self._guard.on_request_finished(req_context)
 
     def on_schedule_end(self, context: Any) -> None:  # noqa: ARG002
-        self._guard.call("on_schedule_end")
+        self._guard.on_schedule_end()
         self._pacer.step_ended(loading=bool(self._loads))
 
     def drain_jobs(self) -> None:

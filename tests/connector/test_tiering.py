@@ -577,6 +577,32 @@ def test_a_tier_that_lies_for_ever_does_not_make_a_request_loop() -> None:
     assert engine.counts.free == 16
 
 
+def test_each_block_a_request_asks_for_counts_once_a_tier() -> None:
+    engine = Engine(num_tiers=2, lookup_deadline_s=0.2)
+    engine.tiers[1].put(*KEYS[:3])
+
+    def counted() -> list[float]:
+        return [
+            engine.counted("kvtiers_lookups_total", f"tier{index}", result)
+            for index in range(2)
+            for result in ("hit", "miss")
+        ]
+
+    shown = {sample.name for sample in engine.manager.metrics.snapshot() if sample.value == 0}
+    assert "kvtiers_lookups_total" in shown  # rates see no increase in what begins at 1
+    for number in range(1, 4):  # asked in several steps each
+        request = ReqContext(f"r{number}")
+        assert engine.lookup_until_known(KEYS[:5], request) == [True] * 3 + [False]
+        engine.lookup(KEYS[3:5], request)
+        assert counted() == [0, 4 * number, 3 * number, number]
+        engine.manager.on_request_finished(request)
+        engine.manager.reset_cache()
+        engine.tiers[0].blobs.clear()
+    engine.tiers[1].silent = True
+    engine.lookup_until_known(KEYS[10:11])
+    assert counted() == [0, 13, 9, 4]  # no answer in time is a miss too
+
+
 def test_a_hit_waits_for_room_and_then_is_a_miss() -> None:
     engine = Engine(num_blocks=4, auto=False, promotion_wait_s=0.5, store_backlog_share=1)
     engine.store(*KEYS[:3])

@@ -85,8 +85,8 @@ class Engine:
 
         wait_for(idle)
 
-    def find(self, some: list[OffloadKey]) -> list[LookupResult]:
-        context = request("load")
+    def find(self, some: list[OffloadKey], req_id: str = "load") -> list[LookupResult]:
+        context = request(req_id)
 
         def answers() -> list[LookupResult] | None:
             found = [self.manager.lookup(key, context) for key in some]
@@ -376,6 +376,19 @@ def test_metrics_are_defined_before_they_are_used(engines: Any) -> None:
         for name, values in seen.items():
             for labels in values:
                 assert len(labels) == len(defined[name].labelnames), name
+
+
+def test_vllms_own_counts_of_lookups_are_those_of_requests(engines: Any) -> None:
+    engines().store(keys(3), [1, 2, 3])
+    reader = engines(storage_after_reset="keep")
+    for number in range(2):
+        assert reader.find(keys(5), f"r{number}") == [LookupResult.HIT] * 3 + [LookupResult.MISS] * 2
+        reader.manager.reset_cache()
+    reader.manager.on_schedule_end(STEP)
+    stats = reader.manager.get_stats()
+    assert stats is not None
+    assert stats.data["data"][translate.CHUNK_QUERIES] == {("fs",): 10}
+    assert stats.data["data"][translate.CHUNK_HITS] == {("fs",): 6}
 
 
 def test_a_config_file_brings_its_chunk_size(tmp_path: Path) -> None:

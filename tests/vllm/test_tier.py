@@ -260,6 +260,15 @@ def test_nobody_listens_nothing_is_said(engines: Any, tmp_path: Path) -> None:
     assert list(writer.tier.take_events()) == []
 
 
+def test_lookups_count_requests_and_not_questions_to_the_storage(engines: Any, tmp_path: Path) -> None:
+    engine = engines("reader", on_folder(tmp_path))
+    for number in range(3):
+        assert engine.find(keys(2), req_id=f"r{number}") == [LookupResult.MISS] * 2
+    stats = engine.manager.get_stats()
+    assert stats is not None
+    assert stats.data["data"]["vllm:kvtiers_lookups"] == {("fs", "hit"): 0, ("fs", "miss"): 6}
+
+
 def test_metrics_are_defined_before_they_are_used(engines: Any, tmp_path: Path) -> None:
     engine = engines("writer", on_folder(tmp_path))
     engine.store(keys(3))
