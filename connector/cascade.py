@@ -55,6 +55,8 @@ class Cascade:
         self._refused: list[OrderedDict[OffloadKey, float]] = [OrderedDict() for _ in tiers]
         self._refused_max = max(REFUSED_MAX, primary.num_blocks)
         self._closed = False
+        for index in self._takers:
+            self._drop(index, 0)  # rates see no increase in what begins at 1
 
     def add(self, blocks: list[Block], num_tiers: int) -> None:
         """Store blocks to the first ``num_tiers`` tiers, and to those behind that refused them.
@@ -158,4 +160,6 @@ class Cascade:
             refused.popitem(last=False)
 
     def _drop(self, index: int, count: int) -> None:
-        self._primary.metrics.inc("kvtiers_stores_dropped_total", self._tiers[index].name, "backlog", by=count)
+        name = self._tiers[index].name
+        self._primary.metrics.inc("kvtiers_stores_dropped_total", name, "backlog", by=count)
+        self._primary.metrics.inc("kvtiers_blocks_total", name, "store", "dropped", by=count)

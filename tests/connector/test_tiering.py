@@ -144,6 +144,7 @@ def test_a_backlog_beyond_its_share_drops_new_stores_and_counts_them(
     assert len(engine.tier.submitted) == 2
     assert engine.counts.pinned == 8
     assert engine.counted("kvtiers_stores_dropped_total", "tier0", "backlog") == 4
+    assert engine.counted("kvtiers_blocks_total", "tier0", "store", "dropped") == 4
     assert len([r for r in caplog.records if "wait for it" in r.message]) == 1
     assert engine.lookup(KEYS[8:12]) == [True] * 4
     engine.tier.finish(next(iter(engine.tier.jobs)))
