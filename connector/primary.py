@@ -106,6 +106,8 @@ class CPUPrimaryTier(OffloadingManager):
         self._events = UnreadEvents(CPULoadStoreSpec.medium())
         self._logged: set[str] = set()
         self._closed = False
+        for call in ("complete_load", "complete_store"):
+            self.metrics.inc("kvtiers_contained_errors_total", "engine", call, by=0)  # as GuardedTier does
 
     def slot_counts(self) -> SlotCounts:
         """Slots by state, in O(1)."""

@@ -28,6 +28,12 @@ _BY_SIGNALS: Final = (KeyboardInterrupt, SystemExit)
 
 REQUESTS_MAX: Final = 65_536  # whose lookups are told from each other; beyond, those longest known may count twice
 
+#: What of a tier may fail, as ``kvtiers_contained_errors_total`` names it.
+_GUARDED: Final = (
+    *("drain_jobs", "get_finished", "lookup", "on_request_finished", "on_schedule_end", "shutdown", "shutdown_s"),
+    *("submit_load", "submit_store", "take_events", "touch"),
+)
+
 #: What ``GuardedTier.call`` returns where the tier raised.
 RAISED: Final = object()
 
@@ -51,6 +57,8 @@ class GuardedTier:
         self._answered: OrderedDict[str, set[OffloadKey]] = OrderedDict()  # of requests that have not finished
         self._lookups = {True: 0, False: 0}  # since the last step's end
         self._count_lookups()
+        for where in _GUARDED:
+            metrics.inc("kvtiers_contained_errors_total", self.name, where, by=0)  # alerts see no first 1 of a series
 
     def call(self, method: str, *args: Any) -> Any:
         """What the tier returns, or RAISED."""
