@@ -68,7 +68,10 @@ class TierCounts:
                 metrics.inc("kvtiers_collector_removed_blobs_total", tier, reason, by=count)
                 size = report["removed_bytes"][reason]
                 metrics.inc("kvtiers_collector_removed_bytes_total", tier, reason, by=size)
-            metrics.set("kvtiers_storage_used_bytes", tier, value=message["used"] or 0)
+            if message["used"] is None:
+                metrics.forget("kvtiers_storage_used_bytes", tier)
+            else:
+                metrics.set("kvtiers_storage_used_bytes", tier, value=message["used"])
 
     def refused(self, op: Kind, reason: str, blocks: int) -> None:
         """A job was not taken."""

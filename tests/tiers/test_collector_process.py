@@ -26,12 +26,14 @@ from tiers.config import parse_config, parse_tier
 from tiers.errors import ConfigError
 from tiers.file_mapper import FileMapper
 from tiers.layers.worker_process import StoreRecipe, python_command
+from tiers.metrics import Metrics
 from tiers.registry import SecondaryTierFactory
 from tiers.store import SupportsTouch
 from tiers.store_tier import StoreTierManager
 from tiers.stores.local import LocalStore
 from tiers.stores.memory import MemoryStore
 from tiers.testing.contract import as_parts, list_keys
+from tiers.tier_counts import TierCounts
 
 ROWS, ROW_BYTES = 8, 4096
 KEYS = [block_key(n) for n in range(ROWS)]
@@ -303,6 +305,14 @@ def test_removals_that_wait_are_bounded(link: CollectorLink, monkeypatch: pytest
     monkeypatch.setattr("tiers.capacity.link.REMOVED_KEYS_MAX", 2)
     link._hear({"removed": [MAPPER.relative_name(key) for key in KEYS[:3]]})
     assert link.take_removed(9) == list(KEYS[1:3])
+
+
+def test_what_is_stored_is_shown_where_it_is_known() -> None:
+    metrics = Metrics()
+    counts = TierCounts(metrics, "fs", collects=True)
+    for used, shown in ((100, [100]), (None, []), (0, [0])):
+        counts.collected({"report": {"removed_blobs": {}, "removed_bytes": {}}, "used": used, "runs": 1})
+        assert [s.value for s in metrics.snapshot() if s.name == "kvtiers_storage_used_bytes"] == shown
 
 
 def test_config_of_the_namespace_is_written_where_nothing_may_be_stored_yet(root: Path) -> None:
