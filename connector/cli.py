@@ -34,7 +34,7 @@ from tiers.errors import KVTiersError, StoreError
 from tiers.open_store import store_recipe
 from tiers.registry import SecondaryTierFactory
 from tiers.stores.fsspec_driver import check_drivers
-from tiers.stores.nfs import file_system_type, mount_findings
+from tiers.stores.nfs import file_system_type, missing_mount, mount_findings
 from tiers.tier_config import (
     BoundedTierConfig,
     ExternalTierConfig,
@@ -249,6 +249,8 @@ def _tier_problems(tier: TierConfig | ExternalTierConfig) -> list[str]:
         found += [f".root_dir: {problem}" for problem in mount_findings(tier.root_dir)]
     elif isinstance(tier, (FsTierConfig, NfsTierConfig)):
         found += [f".{problem}" for problem in _folder_problems(tier)]
+        if isinstance(tier, NfsTierConfig) and not found and (problem := missing_mount(tier.root_dir)):
+            found.append(f".root_dir: {problem}")
     return found
 
 

@@ -263,7 +263,7 @@ class FsTierConfig(BoundedTierConfig):
 
 
 class NfsTierConfig(BoundedTierConfig):
-    """Blocks as files on an NFS mount that several hosts share."""
+    """Blocks as files on an NFS mount that several hosts share; others (CephFS, Lustre) were not tried."""
 
     type: Literal["nfs"] = "nfs"
     root_dir: AbsolutePath = Field(

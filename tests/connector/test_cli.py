@@ -210,6 +210,22 @@ def test_nothing_in_an_nfs_mount_is_touched(tmp_path: Path, monkeypatch: pytest.
     assert find_problems(parse_config({"region": {"size": "1MiB"}, "tiers": [tier]})) == []
 
 
+@pytest.mark.parametrize(("kind", "is_told"), [("ext4", True), ("overlay", True), ("ceph", False), ("nfs4", False)])
+def test_an_nfs_tier_whose_mount_may_be_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str, is_told: bool
+) -> None:
+    for module in ("connector.cli", "tiers.stores.nfs"):
+        monkeypatch.setattr(f"{module}.file_system_type", lambda _: kind)
+    tier = {"type": "nfs", "root_dir": str(tmp_path / "kv"), "min_free": 0, "isolation": "thread"}
+    deployment = parse_config({"region": {"size": "1MiB"}, "tiers": [tier]})
+    said = f"root_dir: {tmp_path}/kv is on no NFS mount ({kind})"
+    assert [problem.partition(";")[0] for problem in find_problems(deployment)] == [f"tiers[0].{said}"] * is_told
+    spec = TieringOffloadingSpec(CONFIG, deployment, 65_536)
+    spec.get_manager()
+    spec.shutdown()
+    assert len([r for r in caplog.records if f"tier nfs: {said}" in r.getMessage()]) == is_told
+
+
 def fs(root: Path) -> dict[str, Any]:
     return {"type": "fs", "root_dir": str(root), "min_free": 0}
 

@@ -38,6 +38,8 @@ RECOMMENDED_OPTIONS = (
     "vers=4.2,proto=tcp,softerr,timeo=50,retrans=2,lookupcache=pos,noatime,nconnect=4,rsize=1048576,wsize=1048576"
 )
 TRANSFER_BYTES_MIN = 256 << 10
+#: One host's own. What else hosts share (CephFS, Lustre, FUSE) may be meant.
+_LOCAL = {"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
 NAMES_CACHED_S_MAX = 60  # acdirmax's default
 
 
@@ -161,6 +163,17 @@ def file_system_type(path: str | os.PathLike[str], *, mountinfo: str = "/proc/se
     with open(mountinfo, encoding="utf-8", errors="surrogateescape") as f:
         mount = _mount_of(os.path.abspath(path), [_parse_mount(line) for line in f])
     return mount.type if mount is not None else ""
+
+
+def missing_mount(root_dir: str | os.PathLike[str]) -> str:
+    """What to say of a folder that is on this host's own file system, as where a mount is missing; else ""."""
+    kind = file_system_type(root_dir)
+    if kind not in _LOCAL:
+        return ""
+    return (
+        f"{os.fspath(root_dir)} is on no NFS mount ({kind}); if a mount is missing, mount it before the engine starts: "
+        "no other host finds what is stored here. For this host's own disk there is type: fs"
+    )
 
 
 def _judge(options: dict[str, str]) -> Iterator[str]:
