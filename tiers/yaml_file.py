@@ -14,6 +14,7 @@ from tiers.errors import ConfigError
 
 FILE_BYTES_MAX = 1 << 20
 MERGE_TAG = "tag:yaml.org,2002:merge"
+NUMBER_TAGS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 _HALF_CHARACTER = re.compile(r"[\ud800-\udfff]")  # a surrogate, which no file name, terminal or JSON takes
 _QUOTED = re.compile(r"( alias| tag| handle|:) ['\"].*", re.DOTALL)  # what a message repeats of the file
 
@@ -65,6 +66,8 @@ class _Loader(yaml.SafeLoader):
         node = super().compose_scalar_node(anchor)
         if _HALF_CHARACTER.search(node.value):
             raise ComposerError(None, None, "an escape is half a character", node.start_mark)
+        if node.tag in NUMBER_TAGS and ":" in node.value:
+            node.tag = "tag:yaml.org,2002:str"  # to the base 60, 12:00 would be 720: what takes a number refuses it
         return node
 
 

@@ -75,6 +75,18 @@ def test_what_is_no_size(text: object) -> None:
         parse_size(text)
 
 
+@pytest.mark.parametrize("text", ["12:00", "1:30:00", "-1:00", "1:30.5"])
+def test_a_time_of_day_is_no_number(tmp_path: Path, text: str) -> None:
+    """In YAML 1.1 12:00 is 720, to the base 60: a ttl of twelve hours would be one of twelve minutes."""
+    path = tmp_path / "c.yaml"
+    path.write_text(f"region: {{size: 1MiB}}\ntiers: [{{type: fs, root_dir: /kv, ttl: {text}}}]\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert str(caught.value) == f"tiers[0].ttl: '{text}' is not a duration; write 7d, 12h, 30min or a number of seconds"
+    path.write_text(f"name: {text}\nport: 80")
+    assert read_yaml(path) == {"name": text, "port": 80}
+
+
 def test_the_mistake_names_path_value_and_cure() -> None:
     tiers = [{"type": "fs", "root_dir": "/kv"}, {"type": "memory", "max_bytes": "10 Gigs"}]
     with pytest.raises(ConfigError) as caught:
