@@ -3,8 +3,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
-# The pins hold in pip's isolated build environments too.
-export PIP_CONSTRAINT = $(CURDIR)/constraints.txt
+# The pins hold in pip's isolated build environments too. Not an absolute path: pip would split it at its spaces.
+export PIP_CONSTRAINT = constraints.txt
 
 .PHONY: setup demo test test-full test-rest test-gpu check lint bench bench-far bench-fs bench-gc bench-gpu bench-liveness \
 	bench-lookups bench-s3 bench-seal bench-steps docs soak e2e e2e-env e2e-older e2e-reduced test-vllm clean
