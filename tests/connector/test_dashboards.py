@@ -177,6 +177,12 @@ def test_a_tier_that_stores_nothing_has_an_alert_whose_series_begin_at_zero(expo
     assert shown == {"moved", "already_stored", "failed", "dropped"}
 
 
+def test_what_needs_more_than_vllms_endpoint_has_is_named() -> None:
+    """Of a histogram it has the sum only."""
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    assert [title for title, expr in queries() if "_bucket" in expr and title not in page] == []
+
+
 def test_promtool_accepts_the_rules_and_their_tests() -> None:
     promtool = shutil.which("promtool")
     if promtool is None:

@@ -12,6 +12,7 @@ from typer.main import get_command
 from connector.cli import app
 from tests.docs import make_benchmarks, make_reference
 from tests.docs.make_reference import DOCS
+from tiers.metrics import METRICS
 
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
 
@@ -23,6 +24,11 @@ def test_the_configuration_reference() -> None:
 def test_the_tables_of_metrics() -> None:
     page = (DOCS / "metrics.md").read_text()
     assert page == make_reference.with_tables(page), "run make docs"
+
+
+def test_metrics_of_vllms_endpoint_have_the_names_they_have_there() -> None:
+    named = {name for page in DOCS.glob("*.md") for name in re.findall(r"`vllm:(kvtiers_\w+)", page.read_text())}
+    assert {name for name in named if not name.startswith("kvtiers_prefix_")} <= METRICS.keys()
 
 
 def test_the_benchmarks() -> None:
