@@ -24,7 +24,7 @@ from rich.table import Table
 
 from connector.commands import copy, storage
 from connector.commands.bench import bench
-from connector.commands.places import human_age, human_bytes
+from connector.commands.places import complain, human_age, human_bytes
 from connector.commands.verify import verify
 from connector.region_file import free_bytes
 from tiers.builtin import make_seal
@@ -379,7 +379,7 @@ def _where_and_how(tier: TierConfig | ExternalTierConfig) -> tuple[str, str]:
 
 
 def _refused(command: str, error: KVTiersError) -> typer.Exit:
-    Console(stderr=True).print(f"kvtiers {command}: {error}", markup=False, highlight=False)
+    complain(command, str(error))
     return typer.Exit(EXIT_BAD_INPUT)
 
 

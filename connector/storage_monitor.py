@@ -8,8 +8,10 @@ answered in time is reported as down while its thread still waits.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -313,7 +315,7 @@ def serve_metrics(
         started: told the URL once it listens.
 
     Raises:
-        ConfigError: no tier can be seen from here, prometheus_client is missing, or the port cannot be had.
+        ConfigError: no tier can be seen from here, prometheus_client is missing, or address or port cannot be had.
     """
     from tiers.exporter import MetricsServer
 
@@ -324,6 +326,8 @@ def serve_metrics(
     try:
         server = MetricsServer([monitor.metrics], port=port, address=address)
     except OSError as e:
+        if isinstance(e, socket.gaierror) or e.errno == errno.EADDRNOTAVAIL:
+            raise ConfigError(f"{address} cannot be served: {e.strerror}", field="--address") from e
         raise ConfigError(f"{address}:{port} cannot be served: {e.strerror}", field="--port") from e
     except ValueError as e:  # of what no host name can be
         raise ConfigError(f"{address!r} is no host name", field="--address") from e

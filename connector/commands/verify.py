@@ -9,8 +9,9 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from io import FileIO
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -121,16 +122,28 @@ def _verify_place(place: Place, repair: bool, state: Path | None, n_workers: int
 
 
 class _Remember:
-    """Appends results to a state file, one line each, as they come."""
+    """Appends results to a state file, one line each, as they come.
 
-    def __init__(self, file: TextIO | None, place: str) -> None:
+    Args:
+        file: without a buffer, or closing it would fail as the last line did.
+    """
+
+    def __init__(self, file: FileIO | None, place: str) -> None:
         self._file = file
         self._place = place
 
     def __call__(self, result: UnitResult) -> None:
-        if self._file is not None:
-            self._file.write(json.dumps({"place": self._place, "result": asdict(result)}) + "\n")
-            self._file.flush()
+        self.end_line(json.dumps({"place": self._place, "result": asdict(result)}))
+
+    def end_line(self, text: str = "") -> None:
+        """Append the rest of a line."""
+        if self._file is None:
+            return
+        try:
+            self._file.write(f"{text}\n".encode())
+        except OSError as e:
+            complain("verify", f"--state {self._file.name} cannot be written: {e.strerror}")
+            raise typer.Exit(EXIT_BAD_INPUT) from e
 
 
 @contextmanager
@@ -149,10 +162,11 @@ def _state_file(path: Path | None, place: str) -> Iterator[tuple[dict[str, UnitR
                 done[result.unit] = result
         except (ValueError, KeyError, TypeError):
             continue
-    with path.open("a") as file:
+    with path.open("ab", buffering=0) as file:
+        remember = _Remember(file, place)
         if text and not text.endswith("\n"):
-            file.write("\n")
-        yield done, _Remember(file, place)
+            remember.end_line()
+        yield done, remember
 
 
 def _show(result: dict[str, Any]) -> None:

@@ -291,6 +291,13 @@ def test_a_closed_output_is_no_error(tmp_path: Path, arguments: tuple[str, ...])
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
+def test_a_refusal_is_one_line_in_a_pipe(tmp_path: Path) -> None:
+    config = tmp_path / "a-name-that-is-long-enough-to-be-wrapped-at-eighty-columns" / "c.yaml"
+    command = [sys.executable, "-m", "connector.cli", "doctor", str(config)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.stderr == f"kvtiers doctor: {config}: cannot be read: No such file or directory\n"
+
+
 def test_an_output_that_takes_nothing_more_is_said_in_one_line() -> None:
     with open("/dev/full", "wb") as full:
         command = [sys.executable, "-m", "connector.cli", "check", "--schema"]

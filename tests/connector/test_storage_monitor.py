@@ -275,13 +275,21 @@ def test_names_follow_the_conventions_and_are_not_the_engines() -> None:
         assert metric.help.endswith(".")
 
 
-def test_an_address_that_can_be_none_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("kv..local", "'kv..local' is no host name"),
+        ("300.1.1.1", "300.1.1.1 cannot be served: "),
+        ("192.0.2.1", "192.0.2.1 cannot be served: Cannot assign requested address"),
+    ],
+)
+def test_an_address_that_cannot_be_had_is_named(tmp_path: Path, address: str, said: str) -> None:
     tier = {"type": "fs", "root_dir": str(tmp_path)}
-    with pytest.raises(ConfigError, match=r"--address: 'kv\.\.local' is no host name"):
+    with pytest.raises(ConfigError, match=re.escape(f"--address: {said}")):
         serve_metrics(
             parse_config({"region": {"size": "1MiB"}, "tiers": [tier]}),
             port=0,
-            address="kv..local",
+            address=address,
             probe_every_s=1.0,
             scan_every_s=0.0,
             stop=threading.Event(),

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import random
+import resource
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -341,6 +342,19 @@ def test_the_same_bucket_at_another_server_is_not_done(tmp_path: Path, monkeypat
         assert "gone" in verify_at(server.endpoint_url, 2)
         assert "parts before" not in verify_at(server.endpoint_url.replace("127.0.0.1", "localhost"), 3)
         assert "2 of its parts before" in verify_at(server.endpoint_url, None)
+
+
+def test_a_state_that_finds_no_room_is_named(config: str, tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        code, out = run(config, "--state", str(state))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert code == 2
+    assert f"kvtiers verify: --state {state} cannot be written: File too large" in out
+    assert run_json(config, "--state", str(state))["resumed_units"] > 0
 
 
 def test_blocks_that_vanish_meanwhile_are_not_bad(root: Path) -> None:
