@@ -339,6 +339,7 @@ class StoreTierManager(SecondaryTierManager):
         if refused:
             self._counts.refused(_op(is_load), refused, len(keys))
             self._results.append(JobResult(job.job_id, success=not keys))
+            self._trace(JobTrace(_op(is_load), "failed", submitted_ns, 0.0, len(keys), 0))
             return
         self._in_flight[job.job_id] = _InFlight(keys, is_load, submitted_ns, tuple(map(len, batches)))
         if is_load:
@@ -397,8 +398,7 @@ class StoreTierManager(SecondaryTierManager):
         outcome = "ok" if ok else "partial" if done else "failed"
         self._counts.job_ended(op, outcome, finished.duration_s, bytes_moved)
         self._results.append(JobResult(finished.job_id, ok, tuple(succeeded), finished.duration_s, bytes_moved))
-        if self._options.trace_job is not None:
-            self._trace(JobTrace(op, outcome, job.submitted_ns, finished.duration_s, len(job.keys), bytes_moved))
+        self._trace(JobTrace(op, outcome, job.submitted_ns, finished.duration_s, len(job.keys), bytes_moved))
 
     def _take_loading(self, job_id: int, keys: Iterable[OffloadKey]) -> set[OffloadKey]:
         """The keys of a load that ended which were not stored since it began."""
@@ -410,7 +410,8 @@ class StoreTierManager(SecondaryTierManager):
         return found
 
     def _trace(self, trace: JobTrace) -> None:
-        assert self._options.trace_job is not None
+        if self._options.trace_job is None:
+            return
         try:
             self._options.trace_job(trace)
         except Exception:  # the user's exporters; a job is over all the same

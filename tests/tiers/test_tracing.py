@@ -74,6 +74,18 @@ def test_each_job_is_a_span(tier: FileSystemTierManager, spans: InMemorySpanExpo
     assert failed.status.description == "failed"
 
 
+def test_a_job_that_is_refused_is_a_span_too(tmp_path: Path, spans: InMemorySpanExporter) -> None:
+    tier = make_tier(tmp_path / "kv", trace=True)
+    tier._circuit.trip("a test")
+    run(tier, JobMetadata(1, KEYS, np.array([0, 1, 2], np.int32)), is_load=True)
+    tier.shutdown()
+    (refused,) = spans.get_finished_spans()
+    assert refused.name == "kvtiers load"
+    assert refused.attributes is not None
+    assert refused.attributes["kvtiers.blocks"] == 3
+    assert refused.status.description == "failed"
+
+
 def test_by_default_there_are_none(tmp_path: Path, spans: InMemorySpanExporter) -> None:
     tier = make_tier(tmp_path / "kv")
     run(tier, JobMetadata(1, KEYS, np.array([0, 1, 2], np.int32)), is_load=False)
