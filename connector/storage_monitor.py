@@ -334,7 +334,7 @@ def serve_metrics(
     try:
         monitor.start()
         started(server.url)
-        while not stop.wait(PUBLISH_EVERY_S):
+        while not stop.wait(min(PUBLISH_EVERY_S, probe_every_s / 2)):  # only the last probe is looked at
             monitor.publish()
     finally:
         server.close()

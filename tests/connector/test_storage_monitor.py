@@ -9,7 +9,7 @@ import urllib.request
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import pytest
 import yaml
@@ -295,6 +295,27 @@ def test_an_address_that_cannot_be_had_is_named(tmp_path: Path, address: str, sa
             stop=threading.Event(),
             started=lambda _: pytest.fail("it was served"),
         )
+
+
+def test_no_probe_ends_between_two_looks_at_it(tmp_path: Path) -> None:
+    class Stop(threading.Event):
+        waits: ClassVar[list[float]] = []
+
+        def wait(self, timeout: float | None = None) -> bool:
+            assert timeout is not None
+            self.waits.append(timeout)
+            return True
+
+    serve_metrics(
+        parse_config({"region": {"size": "1MiB"}, "tiers": [{"type": "fs", "root_dir": str(tmp_path)}]}),
+        port=0,
+        address="127.0.0.1",
+        probe_every_s=0.1,
+        scan_every_s=0.0,
+        stop=Stop(),
+        started=lambda _: None,
+    )
+    assert max(Stop.waits) < 0.1
 
 
 def test_the_command_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
