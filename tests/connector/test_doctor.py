@@ -219,6 +219,17 @@ def test_what_a_storage_does_wrong_is_found(fault: dict[str, Any], check: str, m
     assert not list(MemoryStore.keys(store))
 
 
+def test_a_slow_listing_is_no_skew_of_clocks() -> None:
+    clock = [1000.0]
+
+    class Slow(Crooked):
+        def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
+            clock[0] += 60
+            return super().keys(prefix)
+
+    assert one(list(examine_store("s3", MemoryTierConfig(), Slow(), now=lambda: clock[0])), "clock").level == "ok"
+
+
 @pytest.fixture(scope="module")
 def moto() -> Iterator[S3Server]:
     with moto_server() as server:
