@@ -79,6 +79,9 @@ def parse_duration(value: object) -> float:
 def _expand_path(value: object) -> object:
     if not isinstance(value, str):
         return value
+    for named in _VARIABLE.findall(public_url(value)):
+        if os.environ.get(named.strip("${}")) == "":
+            raise ValueError(f"names the variable {named}, which is empty")
     path = os.path.expanduser(os.path.expandvars(value))
     if "\0" in path:
         raise ValueError("holds a NUL character, which no path does")

@@ -75,6 +75,13 @@ def test_what_is_no_size(text: object) -> None:
         parse_size(text)
 
 
+@pytest.mark.parametrize("root", ["$KV_ROOT/kv", "/mnt/${KV_ROOT}/kv"])
+def test_a_variable_that_is_empty_is_named(monkeypatch: pytest.MonkeyPatch, root: str) -> None:
+    monkeypatch.setenv("KV_ROOT", "")
+    with pytest.raises(ConfigError, match=r"root_dir: .* names the variable \$\{?KV_ROOT\}?, which is empty"):
+        parse_tier({"type": "fs", "root_dir": root})
+
+
 @pytest.mark.parametrize("text", ["12:00", "1:30:00", "-1:00", "1:30.5"])
 def test_a_time_of_day_is_no_number(tmp_path: Path, text: str) -> None:
     """In YAML 1.1 12:00 is 720, to the base 60: a ttl of twelve hours would be one of twelve minutes."""
