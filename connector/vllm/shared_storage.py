@@ -36,10 +36,10 @@ from connector.vllm import translate, weights
 from connector.vllm.prefix_metrics import PrefixPromMetrics, PrefixReporter, PrefixStats
 from connector.vllm.prefix_model import kv_cache_spec_of
 from connector.vllm.prefix_requests import Request, SharedStorageMetadata, Stored, Transfer, salts_of, transfer_of
-from connector.vllm.prefix_siblings import SiblingLoads
 from connector.vllm.prefix_uses import PrefixUses
 from connector.vllm.prefix_worker import PrefixWorker
 from connector.vllm.resets import StorageSwitch
+from connector.vllm.siblings import SiblingLoads
 from tiers.capacity.link import CollectorLink
 from tiers.daemon_pool import DaemonPool
 from tiers.errors import ConfigError, StoreError

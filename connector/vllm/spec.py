@@ -37,7 +37,7 @@ from connector.base import (
 from connector.gpu_handler import create_handlers
 from connector.shared_region import reap_stale_regions
 from connector.spec import TieringOffloadingSpec
-from connector.vllm import ending, hosts, kv_groups, translate
+from connector.vllm import ending, hosts, kv_groups, siblings, translate
 from connector.vllm.metrics import StatsExporter, definitions, tiering_definitions
 from connector.vllm.pacing import Pacer
 from connector.vllm.resets import StorageSwitch
@@ -87,13 +87,21 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
 
     def get_manager(self) -> KVTiersManager:
         if self._manager is None:
-            steps = self.config.parallel.pp_size + _STEPS_IN_FLIGHT
-            types = [tier.type for tier in self.deployment.tiers]
+            pp_size = self.config.parallel.pp_size
+            vllm_config = translate.find_vllm_config()
+            beside = siblings.loading_within_steps()
+            if beside and not siblings.STEPS_SAY_SO:
+                raise siblings.refusal(beside)
+            doubtful = siblings.DoubtfulRequests(translate.steps_max(vllm_config, pp_size)) if beside else None
             spec = self._join(None)
             self._check_workers(spec)
-            role = translate.role_of(translate.find_vllm_config())
             self._manager = KVTiersManager(
-                spec, steps_in_flight=steps, tier_types=types, storage=self._storage, role=role
+                spec,
+                steps_in_flight=pp_size + _STEPS_IN_FLIGHT,
+                tier_types=[tier.type for tier in self.deployment.tiers],
+                storage=self._storage,
+                role=translate.role_of(vllm_config),
+                doubtful=doubtful,
             )
         return self._manager
 
@@ -168,6 +176,7 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
         tier_types: of its tiers.
         storage: says when the tiers are not used any more.
         role: what the tiers are used for; the region is used for all.
+        doubtful: of which requests nothing is stored, where other connectors load within steps.
     """
 
     def __init__(
@@ -178,8 +187,10 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
         tier_types: Iterable[str] = (),
         storage: StorageSwitch | None = None,
         role: translate.Role | None = None,
+        doubtful: siblings.DoubtfulRequests | None = None,
     ) -> None:
         self._spec = spec
+        self._doubtful = doubtful
         self._role = role or translate.Role()
         self._storage = StorageSwitch({}) if storage is None else storage
         self._places = [(translate.medium(each), translate.locality(each)) for each in tier_types]
@@ -220,6 +231,8 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
     def prepare_store(self, keys: Collection[OffloadKey], req_context: Any) -> VllmPrepareStoreOutput | None:
         if self._stale_steps and any(key in self._stale_stores or key in self._stale_loads for key in keys):
             return None  # vLLM offers them again in its next step; what it is told is there it takes for stored
+        if self._doubtful is not None and self._doubtful.has(req_context.req_id):
+            return None
         found = [key for key in keys if self.tiering.primary.find(key) is not None]
         output = self._blocks.prepare_store(keys, req_context)
         self._blocks.touch(found)
@@ -244,9 +257,13 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
         return translate.new_request_context()
 
     def on_request_finished(self, req_context: Any) -> None:
+        if self._doubtful is not None:
+            self._doubtful.forget(req_context.req_id)
         self.tiering.on_request_finished(req_context)
 
     def on_schedule_end(self, context: Any) -> None:  # noqa: ARG002
+        if self._doubtful is not None:
+            self._doubtful.look()
         if self._stale_steps:
             self._stale_steps -= 1
             if not self._stale_steps:

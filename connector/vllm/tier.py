@@ -23,7 +23,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult as VllmJobResult
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager as VllmTier
 
 from connector.tier_guard import RAISED, GuardedTier, load_deadline_s, shut_down_tiers
-from connector.vllm import ending, hosts, kv_groups, translate
+from connector.vllm import ending, hosts, kv_groups, siblings, translate
 from connector.vllm.metrics import StatsExporter, definitions
 from connector.vllm.pacing import Pacer
 from connector.vllm.prefix_order import PrefixOrder
@@ -79,6 +79,9 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
     ) -> None:
         vllm_config = translate.find_vllm_config()
         hosts.check_one_host(vllm_config)
+        # vLLM's own region takes each store first, and loads are served from there: nothing could be kept out.
+        if beside := siblings.loading_within_steps():
+            raise siblings.refusal(beside)
         kv_groups.check_layout(offloading_spec.config)
         if offloading_spec.blocks_per_chunk > 1 and kv_groups.has_window(offloading_spec.config):
             raise kv_groups.no_chunks_of_windows(offloading_spec.blocks_per_chunk)

@@ -17,7 +17,7 @@ import logging
 import os
 import platform
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from types import FrameType
@@ -172,14 +172,14 @@ def vllm_layout(spec: Any) -> VllmLayout:
     return VllmLayout(mapper.base_path.lstrip("/"), mapper.rank, mapper.get_run_config())
 
 
-def find_argument(name: str, type_name: str) -> Any | None:
+def find_argument(name: str, type_name: str, where: Callable[[Any], bool] = lambda _: True) -> Any | None:
     """The nearest argument or variable up the stack that has this name and type; None where there is none."""
     frame: FrameType | None = sys._getframe(1)
     for _ in range(_FRAMES_MAX):
         if frame is None:
             break
         candidate = frame.f_locals.get(name)
-        if type(candidate).__name__ == type_name:
+        if type(candidate).__name__ == type_name and where(candidate):
             return candidate
         frame = frame.f_back
     return None

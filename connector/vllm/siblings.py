@@ -1,0 +1,134 @@
+"""Loads of the connectors beside ours, where vLLM has several (``MultiConnector``).
+
+One that loads within a step says only after it which blocks it could not fill. vLLM then computes them again; what that
+step has computed over them, for whichever request that shares them, is wrong and must not be stored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from connector.vllm import translate
+from tiers.errors import ConfigError
+
+#: Whether vLLM says which steps have such loads: from 0.29 on.
+STEPS_SAY_SO = "has_sync_kv_loads" in {field.name for field in dataclasses.fields(SchedulerOutput)}
+
+#: Those of vLLM's connectors that load between steps, or nothing (read in 0.28 to 0.33).
+_BETWEEN_STEPS = (
+    "ExampleHiddenStatesConnector",
+    "HF3FSKVConnector",
+    "LMCacheMPConnector",
+    "MooncakeConnector",
+    "MooncakeStoreConnector",
+    "NixlConnector",
+    "NixlPullConnector",
+    "NixlPushConnector",
+    "OffloadingConnector",  # from 0.33 on also within steps where it is told to, but its loads never fail
+    "SimpleCPUOffloadConnector",
+)
+
+
+def loading_within_steps() -> list[str]:
+    """Names of the connectors that may load within a step, beside the one that is under construction."""
+    vllm_config = translate.find_argument("vllm_config", "VllmConfig", where=_has_several)
+    if vllm_config is None:
+        return []
+    connectors = vllm_config.kv_transfer_config.kv_connector_extra_config.get("connectors", ())
+    return [str(each.get("kv_connector")) for each in connectors if not _loads_between_steps(each)]
+
+
+def refusal(names: list[str]) -> ConfigError:
+    """The error for an engine with such connectors, where what is wrong could not be kept out."""
+    return ConfigError(
+        f"{', '.join(names)} may load within a step, and what is computed over a load that failed would be stored as "
+        f"good. Accepted beside this way: SharedStorageConnector, {', '.join(_BETWEEN_STEPS)} (the Mooncake store with "
+        "load_async). Beside others use SharedStorageConnector or, from vLLM 0.29 on, KVTiersSpec",
+        field="connectors",
+    )
+
+
+def _has_several(vllm_config: Any) -> bool:
+    transfer_config = getattr(vllm_config, "kv_transfer_config", None)
+    return getattr(transfer_config, "kv_connector", None) == "MultiConnector"
+
+
+def _loads_between_steps(connector: Mapping[str, Any]) -> bool:
+    name, module = connector.get("kv_connector"), connector.get("kv_connector_module_path")
+    if module:
+        return (module, name) == ("connector.vllm.shared_storage", "SharedStorageConnector")
+    options = connector.get("kv_connector_extra_config") or {}
+    return name in _BETWEEN_STEPS and (name != "MooncakeStoreConnector" or bool(options.get("load_async", True)))
+
+
+class SiblingLoads:
+    """Says in which steps nothing may be stored. Scheduler thread only.
+
+    Args:
+        steps_max: that are under way at once. A step is built before the outcome of so many less one is known.
+    """
+
+    def __init__(self, steps_max: int) -> None:
+        self._steps_max = steps_max
+        self._steps_left = 0
+        self._on_gpu: dict[str, int] = {}  # request -> tokens, of those asked for since the last step
+
+    def asked(self, req_id: str, tokens_on_gpu: int) -> None:
+        """To be called when vLLM asks what of a request can be loaded."""
+        self._on_gpu[req_id] = tokens_on_gpu
+
+    def in_doubt(self, scheduler_output: Any) -> bool:
+        """Whether what this step's requests hold may turn out to be wrong. To be called once a step."""
+        if self._are_in(scheduler_output):
+            self._steps_left = self._steps_max
+        self._on_gpu.clear()
+        is_in_doubt = self._steps_left > 0
+        self._steps_left = max(0, self._steps_left - 1)
+        return is_in_doubt
+
+    def _are_in(self, scheduler_output: Any) -> bool:
+        told: bool | None = getattr(scheduler_output, "has_sync_kv_loads", None)
+        if told is not None:  # ours are asynchronous (but for sync_load_budget_bytes), so it speaks of others
+            return told
+        # A vLLM that does not say: who waits for an asynchronous load is not in the batch in the step that asks for it.
+        cached = scheduler_output.scheduled_cached_reqs
+        computed = [(new.req_id, new.num_computed_tokens) for new in scheduler_output.scheduled_new_reqs]
+        computed += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        return any(tokens > self._on_gpu.get(req_id, tokens) for req_id, tokens in computed)
+
+
+class DoubtfulRequests:
+    """Requests of which nothing may be stored: no step has had them since one in doubt. Scheduler thread only.
+
+    vLLM sets a request back whose load failed, or ends it, and offers what an ended one holds once more. A manager is
+    shown no steps: it is looked up the stack, as vLLM asks in another order from 0.33 on.
+    """
+
+    def __init__(self, steps_max: int) -> None:
+        self._loads = SiblingLoads(steps_max)
+        self._req_ids: set[str] = set()
+        self._step: Any = None
+
+    def look(self) -> None:
+        """To be called in every step, once or more often."""
+        step = translate.find_argument("scheduler_output", SchedulerOutput.__name__)
+        if step is None or step is self._step:
+            return
+        self._step = step
+        if self._loads.in_doubt(step):
+            self._req_ids |= step.num_scheduled_tokens.keys()
+        else:
+            self._req_ids -= step.num_scheduled_tokens.keys()
+
+    def has(self, req_id: str) -> bool:
+        """Whether this is one."""
+        self.look()
+        return req_id in self._req_ids
+
+    def forget(self, req_id: str) -> None:
+        """It has ended, and is offered no more."""
+        self._req_ids.discard(req_id)

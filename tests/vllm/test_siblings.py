@@ -1,0 +1,201 @@
+"""Connectors beside ours in vLLM's MultiConnector, whose loads may fail within a step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+from vllm.v1.request import RequestStatus
+
+from connector.vllm import siblings, translate
+from connector.vllm.tier import KVTiersTier
+from tests.vllm.engines import BLOCK_BYTES, BLOCK_TOKENS, FULL, kv_cache_config, kv_caches, offloading_config
+from tests.waiting import wait_for
+from tiers.errors import ConfigError
+
+OURS = {"kv_connector": "OffloadingConnector"}
+PREFIXES = {"kv_connector": "SharedStorageConnector", "kv_connector_module_path": "connector.vllm.shared_storage"}
+LMCACHE = {"kv_connector": "LMCacheConnectorV1"}
+BLOCKS = 4
+
+
+class VllmConfig(SimpleNamespace):
+    """Has the name that is looked for."""
+
+
+def beside(*others: dict[str, Any]) -> VllmConfig:
+    """The config of a MultiConnector; what is built beside a variable ``vllm_config`` with it sees it."""
+    transfer = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [*others, OURS]}}
+    return VllmConfig(kv_transfer_config=SimpleNamespace(**transfer))
+
+
+@pytest.fixture(autouse=True)
+def no_config_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(translate, "find_vllm_config", lambda: None)
+
+
+def tier_of(vllm_config: Any) -> KVTiersTier:
+    """Made while a connector with this config is under construction."""
+    assert vllm_config is not None
+    spec = SimpleNamespace(config=offloading_config(), blocks_per_chunk=1)
+    return KVTiersTier(spec, memoryview(bytearray(4096)).cast("B", (1, 4096)), "x", tier={"type": "memory"})
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        (LMCACHE, "LMCacheConnectorV1"),
+        ({"kv_connector": "MooncakeStoreConnector", "kv_connector_extra_config": {"load_async": False}}, "Mooncake"),
+        ({"kv_connector": "NixlConnector", "kv_connector_module_path": "elsewhere"}, "NixlConnector"),
+    ],
+)
+def test_way_tier_refuses_a_connector_beside_it_that_may_load_within_a_step(other: Any, named: str) -> None:
+    with pytest.raises(ConfigError, match=f"connectors: {named}.*SharedStorageConnector.*KVTiersSpec"):
+        tier_of(beside(PREFIXES, other))
+
+
+def test_way_tier_takes_connectors_beside_it_that_load_between_steps() -> None:
+    others = ({"kv_connector": name} for name in ("NixlConnector", "LMCacheMPConnector", "MooncakeStoreConnector"))
+    tier_of(beside(PREFIXES, *others)).shutdown()
+    alone = VllmConfig(kv_transfer_config=SimpleNamespace(**OURS))
+    tier_of(alone).shutdown()
+
+
+class Request(SimpleNamespace):
+    """One of vLLM's, whose prompt is some blocks and a token."""
+
+    def is_finished(self) -> bool:
+        return bool(RequestStatus.is_finished(self.status))
+
+
+def spec_on(root: Path, engine_id: str) -> Any:
+    config = {
+        "spec_name": "KVTiersSpec",
+        "spec_module_path": "connector.vllm.spec",
+        "cpu_bytes_to_use": 16 * BLOCK_BYTES,
+        "tiers": [{"type": "fs", "root_dir": str(root), "min_free": 0}],
+    }
+    return OffloadingSpecFactory.create_spec(offloading_config(config, engine_id=engine_id))
+
+
+def scheduler_of(vllm_config: Any, spec: Any) -> OffloadingConnectorScheduler:
+    """Made while a connector with this config is under construction."""
+    assert vllm_config is not None
+    own = SimpleNamespace(
+        cache_config=SimpleNamespace(prefix_cache_retention_interval=None, enable_prefix_caching=True),
+        parallel_config=SimpleNamespace(world_size=1, decode_context_parallel_size=1),
+        speculative_config=None,
+    )
+    return OffloadingConnectorScheduler(spec, own, kv_cache_config(FULL))
+
+
+class Engine:
+    """vLLM's scheduler side over our manager, with LMCache beside it; one step is under way at once."""
+
+    def __init__(self, root: Path) -> None:
+        engine_id = f"pytest-{os.getpid()}-{id(self)}"
+        self.worker = spec_on(root, engine_id).get_worker(kv_caches(32)[1])
+        self.scheduler = scheduler_of(beside(LMCACHE), spec_on(root, engine_id))
+        self.requests = 0
+
+    def ask(self, req_id: str) -> Request:
+        """A request of which storage has nothing."""
+        self.requests += 1
+        request = Request(
+            request_id=req_id,
+            kv_transfer_params=None,
+            kv_hints=None,
+            block_hashes=[bytes([self.requests, block]) * 16 for block in range(BLOCKS)],
+            num_tokens=BLOCKS * BLOCK_TOKENS + 1,
+            num_prompt_tokens=BLOCKS * BLOCK_TOKENS + 1,
+            num_computed_tokens=0,
+            skip_reading_prefix_cache=False,
+            shared_prefix_boundary=None,
+            status=RequestStatus.RUNNING,
+        )
+        self.scheduler.on_new_request(request)
+
+        def is_answered() -> bool:
+            found, _ = self.scheduler.get_num_new_matched_tokens(request, 0)
+            self.step()
+            return bool(found == 0)
+
+        wait_for(is_answered)
+        return request
+
+    def step(self, *, new: Any = (), again: Any = (), loads: bool = False, ended: Any = ()) -> dict[str, int]:
+        """What a step stores: request -> blocks."""
+        step = SchedulerOutput.make_empty()
+        step.num_scheduled_tokens = {
+            each.request_id: each.num_tokens - each.num_computed_tokens for each in (*new, *again)
+        }
+        step.scheduled_new_reqs = [
+            SimpleNamespace(
+                req_id=each.request_id,
+                block_ids=([*range(1, BLOCKS + 2)],),
+                num_computed_tokens=each.num_computed_tokens,
+            )
+            for each in new
+        ]
+        step.finished_req_ids = {each.request_id for each in ended}
+        step.has_sync_kv_loads = loads
+        jobs = self.scheduler.build_connector_meta(step).store_jobs.values()
+        return {job.req_id: len(job.src_spec.block_ids) for job in jobs}
+
+    def close(self) -> None:
+        self.worker.shutdown()
+        self.scheduler.shutdown()
+
+
+@pytest.fixture
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    monkeypatch.setattr(translate, "steps_max", lambda *_: 1)
+    made = Engine(tmp_path)
+    yield made
+    made.close()
+
+
+def test_way_spec_stores_what_stands_on_a_siblings_load_once_it_is_known_to_have_come(engine: Engine) -> None:
+    loads, shares = engine.ask("loads"), engine.ask("shares")
+    loads.num_computed_tokens = 2 * BLOCK_TOKENS
+    assert engine.step(new=[loads, shares], loads=True) == {}
+    loads.num_computed_tokens = 0  # it had not come: vLLM has it computed again
+    assert engine.step(again=[loads, shares]) == {"loads": BLOCKS, "shares": BLOCKS}
+
+
+def test_way_spec_stores_nothing_of_a_request_that_ends_with_a_siblings_load(engine: Engine) -> None:
+    earlier, loads = engine.ask("earlier"), engine.ask("loads")
+    assert engine.step(new=[earlier]) == {"earlier": BLOCKS}
+    loads.num_computed_tokens = 2 * BLOCK_TOKENS
+    assert engine.step(new=[loads], loads=True) == {}
+    loads.status = RequestStatus.FINISHED_ERROR  # as kv_load_failure_policy says, where it has not come
+    assert engine.step(ended=[loads]) == {}
+    last = engine.ask("last")
+    assert engine.step(new=[last]) == {"last": BLOCKS}
+
+
+def test_way_spec_stores_what_was_computed_before_the_step_of_a_siblings_load(engine: Engine) -> None:
+    ends, loads = engine.ask("ends"), engine.ask("loads")
+    ends.num_tokens = BLOCKS * BLOCK_TOKENS - 1
+    assert engine.step(new=[ends]) == {"ends": BLOCKS - 1}
+    ends.num_tokens = BLOCKS * BLOCK_TOKENS + 1
+    ends.status = RequestStatus.FINISHED_STOPPED
+    assert engine.step(new=[loads], loads=True, ended=[ends]) == {"ends": 1}
+
+
+def test_way_spec_refuses_such_a_connector_where_vllm_does_not_say_which_steps_have_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(siblings, "STEPS_SAY_SO", False)
+    with pytest.raises(ConfigError, match=r"LMCacheConnectorV1.*0\.29"):
+        scheduler_of(beside(LMCACHE), spec_on(tmp_path, "refused"))
