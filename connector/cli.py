@@ -31,10 +31,10 @@ from tiers.builtin import make_seal
 from tiers.config import DeploymentConfig, json_schema, load_config
 from tiers.daemon_pool import DaemonPool
 from tiers.errors import KVTiersError, StoreError
+from tiers.mounts import file_system_type, missing_mount, mount_findings
 from tiers.open_store import store_recipe
 from tiers.registry import SecondaryTierFactory
 from tiers.stores.fsspec_driver import check_drivers
-from tiers.stores.nfs import file_system_type, missing_mount, mount_findings
 from tiers.tier_config import (
     BoundedTierConfig,
     ExternalTierConfig,

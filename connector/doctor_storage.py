@@ -27,9 +27,9 @@ from tiers.errors import ConfigError, StoreConfigError, StoreError
 from tiers.file_mapper import CONFIG_FILE_NAME
 from tiers.inventory import NAMESPACE
 from tiers.json_text import parse_json
+from tiers.mounts import file_system_type, mount_findings
 from tiers.namespace import CONFIG_BYTES_MAX
 from tiers.store import Store, SupportsDeleteMany, SupportsTail
-from tiers.stores.nfs import file_system_type, mount_findings
 from tiers.tier_config import BoundedTierConfig, FsTierConfig, NfsTierConfig, S3TierConfig, TierConfig
 
 Level = Literal["ok", "note", "problem"]

@@ -10,9 +10,9 @@ from typing import Any
 from tiers.capacity.records import PREFIXES_FOLDER
 from tiers.config import load_config, parse_tier
 from tiers.errors import ConfigError
+from tiers.mounts import file_system_type
 from tiers.registry import SecondaryTierFactory
 from tiers.stores.fsspec_driver import LOCAL
-from tiers.stores.nfs import file_system_type
 from tiers.tier_config import (
     BoundedTierConfig,
     ExternalTierConfig,

@@ -21,6 +21,7 @@ from tiers.errors import ConfigError, RegionError, StoreError
 from tiers.file_mapper import FORMAT_VLLM_RAW, FileMapper, VllmFileMapper, strict_fields
 from tiers.keyring import KEY_VARIABLES, load_keys
 from tiers.lookup import LookupOptions
+from tiers.mounts import missing_mount
 from tiers.namespace import open_namespace
 from tiers.open_store import store_recipe, tool_recipe
 from tiers.seal import TRAILER_BYTES, Checksum, Seal
@@ -86,8 +87,6 @@ class NfsTierManager(StoreTierManager):
     """
 
     def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **options: Any) -> None:
-        from tiers.stores.nfs import missing_mount
-
         config = parse_tier({"type": "nfs", **options})
         assert isinstance(config, NfsTierConfig)
         with suppress(OSError):  # /proc may be hidden: then nobody knows

@@ -214,7 +214,7 @@ def test_nothing_in_an_nfs_mount_is_touched(tmp_path: Path, monkeypatch: pytest.
 def test_an_nfs_tier_whose_mount_may_be_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str, is_told: bool
 ) -> None:
-    for module in ("connector.cli", "tiers.stores.nfs"):
+    for module in ("connector.cli", "tiers.mounts"):
         monkeypatch.setattr(f"{module}.file_system_type", lambda _: kind)
     tier = {"type": "nfs", "root_dir": str(tmp_path / "kv"), "min_free": 0, "isolation": "thread"}
     deployment = parse_config({"region": {"size": "1MiB"}, "tiers": [tier]})

@@ -12,8 +12,9 @@ import pytest
 
 from tiers.errors import BlobNotFoundError, StoreError, StoreTimeoutError
 from tiers.layers.isolate import ProcessIsolatedStore, StoreRecipe
+from tiers.mounts import mount_findings
 from tiers.store import Store
-from tiers.stores.nfs import NfsStore, mount_findings
+from tiers.stores.nfs import NfsStore
 from tiers.testing.contract import StoreContract, as_parts, fetch, list_keys, make_data
 
 SERVER, A, B = Path("/mnt/exported"), Path("/mnt/a"), Path("/mnt/b")

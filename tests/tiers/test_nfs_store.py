@@ -17,8 +17,9 @@ import pytest
 from tests.tiers.root_folder import FolderContract
 from tiers import publish, vectored_io
 from tiers.errors import BlobNotFoundError, StoreFullError, StoreUnavailableError
+from tiers.mounts import mount_findings
 from tiers.store import Store
-from tiers.stores.nfs import NfsStore, mount_findings
+from tiers.stores.nfs import NfsStore
 from tiers.testing.contract import as_parts, fetch, list_keys, make_data
 from tiers.testing.faults import SyscallFaults, run_in_child
 
