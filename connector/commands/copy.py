@@ -19,7 +19,6 @@ from connector.commands.storage import EXIT_BAD_INPUT, EXIT_FAILED, AsJson, Conf
 from tiers.builtin import bound_store
 from tiers.capacity.account import read_measured
 from tiers.capacity.collector import listed_bytes
-from tiers.config import place_of
 from tiers.conversion import Converter
 from tiers.copying import Copier, CopyReport, find_blocks
 from tiers.errors import StoreError
@@ -27,6 +26,7 @@ from tiers.file_mapper import FORMAT_SEALED
 from tiers.open_store import open_store
 from tiers.store import Store
 from tiers.tier_config import BoundedTierConfig, NfsTierConfig
+from tiers.tier_place import place_of
 
 From = Annotated[str | None, typer.Option("--from", help="The tier to copy from.")]
 To = Annotated[str | None, typer.Option("--to", help="The tier to copy to.")]
