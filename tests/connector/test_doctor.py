@@ -253,7 +253,7 @@ def test_s3_is_tried_out(moto: S3Server, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_bucket_that_keeps_versions_is_found(moto: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tiers.stores.s3_session import S3Session
+    from tiers.stores.s3_control import S3Control
 
     options = s3_tier(moto, monkeypatch) | {"bucket": "kv-versions"}
     moto.client().create_bucket(Bucket="kv-versions")
@@ -261,10 +261,10 @@ def test_a_bucket_that_keeps_versions_is_found(moto: S3Server, monkeypatch: pyte
     found = one(examine(deployment(options)), "versioning", "tiers[0]")
     assert (found.level, "noncurrent versions" in found.fix) == ("problem", True)
 
-    def refuse(self: S3Session) -> bool:
+    def refuse(self: S3Control) -> bool:
         raise StorePermissionError("secret: AccessDenied")
 
-    monkeypatch.setattr(S3Session, "keeps_versions", refuse)
+    monkeypatch.setattr(S3Control, "keeps_versions", refuse)
     assert "versioning" not in levels(examine(deployment(options)), "tiers[0] s3")
 
 

@@ -47,6 +47,7 @@ from tiers.errors import (
 from tiers.stores.chatty_loggers import cap_chatty_loggers
 from tiers.stores.s3 import S3Store
 from tiers.stores.s3_clients import RENEW_EVERY_S
+from tiers.stores.s3_control import S3Control
 from tiers.stores.s3_credentials import ASK_EVERY_S, ChainCredentials
 from tiers.stores.s3_direct import DirectReader
 from tiers.stores.s3_errors import CredentialsExpiredError, CredentialsRefusedError
@@ -544,7 +545,7 @@ def test_check_raises_what_nobody_expected(options: S3Options, monkeypatch: pyte
     def fail(_: object) -> None:
         raise KeyError("ours")
 
-    monkeypatch.setattr(S3Session, "check", fail)
+    monkeypatch.setattr(S3Control, "check", fail)
     with pytest.raises(KeyError, match="ours"):
         S3Store(options).check()
 
@@ -1125,7 +1126,7 @@ def test_lifecycle_rules_keep_what_the_bucket_says_of_transitions(options: S3Opt
         },
         put_bucket_lifecycle_configuration=lambda **arguments: sent.update(arguments),
     )
-    session.expire_after(1, ["m_r"])
+    S3Control(session).expire_after(1, ["m_r"])
     assert sent["TransitionDefaultMinimumObjectSize"] == "varies_by_storage_class"
     assert len(sent["LifecycleConfiguration"]["Rules"]) == 1
 
@@ -1133,7 +1134,7 @@ def test_lifecycle_rules_keep_what_the_bucket_says_of_transitions(options: S3Opt
 def test_deletion_that_failed_for_an_unnamed_key_failed_for_all(options: S3Options) -> None:
     session = S3Session(options)
     session.client = SimpleNamespace(delete_objects=lambda **_: {"Errors": [{"Code": "InternalError"}]})
-    failed = session.delete_batch(["a", "b"])
+    failed = S3Control(session).delete_batch(["a", "b"])
     assert [type(failed[key]) for key in ("a", "b")] == [StoreUnavailableError] * 2
 
 

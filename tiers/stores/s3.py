@@ -23,6 +23,7 @@ from typing import Any, Final
 from tiers.errors import BlobCorruptError, InvalidKeyError, StoreError
 from tiers.store import KEY_LENGTH_MAX, KEY_PART_LENGTH_MAX, Capabilities, KeyInfo, Look, Store, check_key, parts_size
 from tiers.stores.s3_attempts import Attempts
+from tiers.stores.s3_control import DELETE_KEYS_MAX
 from tiers.stores.s3_delete import delete_each
 from tiers.stores.s3_errors import (
     BareRefusalError,
@@ -35,7 +36,6 @@ from tiers.stores.s3_errors import (
 )
 from tiers.stores.s3_lookup import Answers, Lookups
 from tiers.stores.s3_options import S3Options
-from tiers.stores.s3_session import DELETE_KEYS_MAX
 from tiers.stores.watchdog import begin
 from tiers.vectored_io import look_at
 
@@ -131,7 +131,7 @@ class S3Store(Store):
 
     def delete(self, key: str) -> None:
         name = self._name(key)
-        self._attempts.run(key, lambda clients: clients.session.delete(name))
+        self._attempts.run(key, lambda clients: clients.control.delete(name))
 
     def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
         """List blobs, 1,000 a request. Objects whose names are no keys (folder markers, say) are left out."""
@@ -232,8 +232,8 @@ class S3Store(Store):
         process = self._attempts.current()
         deadline = self._clock() + CHECK_S_MAX
         try:
-            session = process.get(deadline).session
-            asked = begin("kvtiers-s3-check", session.check)
+            control = process.get(deadline).control
+            asked = begin("kvtiers-s3-check", control.check)
             asked.result(max(0.0, deadline - self._clock()))
         except TimeoutError:
             options = self.options
@@ -259,7 +259,7 @@ class S3Store(Store):
             StoreError: they cannot be listed.
         """
         own = f"{self.options.prefix}/" if self.options.prefix else ""
-        return self._attempts.run("", lambda clients: clients.session.list_folder(own))[0]
+        return self._attempts.run("", lambda clients: clients.control.list_folder(own))[0]
 
     def names_in(self, folder: str) -> list[str]:
         """Last parts of the keys right in a folder, which costs a request per 1,000 of them and of its folders.
@@ -268,7 +268,7 @@ class S3Store(Store):
             StoreError: they cannot be listed.
         """
         own = self.options.object_key(f"{folder}/")
-        return self._attempts.run(folder, lambda clients: clients.session.list_folder(own))[1]
+        return self._attempts.run(folder, lambda clients: clients.control.list_folder(own))[1]
 
     def expire_after(self, days: int | None, beginnings: Sequence[str] = ()) -> None:
         """Have the bucket itself delete blobs whose keys begin so ``days`` after they were written.
@@ -279,7 +279,7 @@ class S3Store(Store):
             ValueError: ``days`` is below 1, S3's unit.
             StoreError: the bucket refused, or has no lifecycle rules.
         """
-        self._attempts.run("", lambda clients: clients.session.expire_after(days, beginnings))
+        self._attempts.run("", lambda clients: clients.control.expire_after(days, beginnings))
 
     def keeps_versions(self) -> bool:
         """Whether the bucket keeps what is deleted or replaced, which takes a right of its own to ask.
@@ -287,7 +287,7 @@ class S3Store(Store):
         Raises:
             StoreError: it does not say.
         """
-        return self._attempts.run("", lambda clients: clients.session.keeps_versions())
+        return self._attempts.run("", lambda clients: clients.control.keeps_versions())
 
     # -- private ---------------------------------------------------------------------------------------------------
 
@@ -332,13 +332,13 @@ class S3Store(Store):
         raise refused
 
     def _list_page(self, prefix: str, token: str) -> tuple[list[KeyInfo], str]:
-        return self._attempts.run("", lambda clients: clients.session.list_page(prefix, token=token))
+        return self._attempts.run("", lambda clients: clients.control.list_page(prefix, token=token))
 
     def _delete_batch(self, names: Sequence[str]) -> dict[str, StoreError]:
         if self._batches_refused:
             return self._delete_each(names)
         try:
-            return self._attempts.run("", lambda clients: clients.session.delete_batch(names))
+            return self._attempts.run("", lambda clients: clients.control.delete_batch(names))
         except RequestRefusedError as e:  # MissingContentMD5, NotImplemented and the like
             failed = self._delete_each(names)
             says_so = not isinstance(e, VagueRefusalError)
@@ -348,7 +348,7 @@ class S3Store(Store):
             return failed
 
     def _delete_each(self, names: Sequence[str]) -> dict[str, StoreError]:
-        return delete_each(names, lambda name: self._attempts.run("", lambda clients: clients.session.delete(name)))
+        return delete_each(names, lambda name: self._attempts.run("", lambda clients: clients.control.delete(name)))
 
     def _get_into(
         self, key: str, parts: Sequence[memoryview], look: Look | None, latest_start: float | None = None

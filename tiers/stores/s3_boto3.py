@@ -30,6 +30,7 @@ from urllib3.exceptions import HTTPError
 from tiers.errors import BlobCorruptError, BlobNotFoundError, StoreConfigError
 from tiers.store import Look, parts_size
 from tiers.stores.s3_boto_errors import BOTO_ERRORS, is_of_s3
+from tiers.stores.s3_control import S3Control
 from tiers.stores.s3_direct import fill
 from tiers.stores.s3_errors import connection_error, deadline_error, without_absence
 from tiers.stores.s3_options import S3Options
@@ -50,8 +51,9 @@ class Boto3Client:
         StoreConfigError: the checksum needs awscrt, which is not installed.
     """
 
-    def __init__(self, session: S3Session, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, session: S3Session, control: S3Control, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._session = session
+        self._control = control
         self._client = session.client
         self._options = session.options
         self._clock = clock
@@ -136,7 +138,7 @@ class Boto3Client:
 
     def list_sizes(self, folder: str, after: str) -> tuple[list[tuple[str, int]], bool]:
         """See ``DataPlane``."""
-        found, token = self._session.list_page(f"{folder}/" if folder else "", after=after)
+        found, token = self._control.list_page(f"{folder}/" if folder else "", after=after)
         return [(info.key, info.size) for info in found], bool(token)
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ from typing import Final, Protocol
 from tiers.errors import StoreError, StoreTimeoutError
 from tiers.store import Look
 from tiers.stores.s3_boto3 import Boto3Client
+from tiers.stores.s3_control import S3Control
 from tiers.stores.s3_obstore import ObstoreClient, usable
 from tiers.stores.s3_options import S3Options
 from tiers.stores.s3_session import S3Session
@@ -64,6 +65,7 @@ class Clients:
     """Both planes: boto3's for all that is rare, and one for objects."""
 
     session: S3Session
+    control: S3Control
     data: DataPlane
 
 
@@ -145,6 +147,7 @@ class ProcessClients:
 
     def _make(self) -> Clients:
         session = S3Session(self._options)
+        control = S3Control(session)
         data: DataPlane
         if self._options.client == "obstore" and usable():
             data = ObstoreClient(session, clock=self._clock)
@@ -153,8 +156,8 @@ class ProcessClients:
                 logger.warning(
                     "bucket %s: obstore cannot be used in a forked process; boto3 takes its place", self._options.bucket
                 )
-            data = Boto3Client(session, clock=self._clock)
-        return Clients(session, data)
+            data = Boto3Client(session, control, clock=self._clock)
+        return Clients(session, control, data)
 
 
 def _close(made: Future[Clients]) -> None:

@@ -1,0 +1,247 @@
+"""S3Control: what is rare at an S3 bucket, by boto3: listing, deletion, checks and lifecycle rules.
+
+Each request is made in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
+from contextlib import contextmanager
+from functools import partial
+from http import HTTPStatus
+from typing import Any
+
+from botocore import exceptions as boto_errors
+
+from tiers.errors import BlobNotFoundError, StoreConfigError, StoreError
+from tiers.store import KeyInfo
+from tiers.stores.s3_boto_errors import BOTO_ERRORS, code_of, is_of_s3
+from tiers.stores.s3_errors import NO_S3, VagueRefusalError, deadline_error, server_error, without_absence
+from tiers.stores.s3_session import S3Session
+from tiers.stores.watchdog import begin
+
+DELETE_KEYS_MAX = 1000  # S3's limit for one batch delete
+LIFECYCLE_ID = "kvtiers"
+RULE_DIGITS = 12  # of a rule's own in its ID, of which S3 takes 255 characters
+
+
+class S3Control:
+    """Any thread may call."""
+
+    def __init__(self, session: S3Session) -> None:
+        self._session = session
+        self._options = session.options
+        self._asking = threading.BoundedSemaphore(session.options.max_connections)
+
+    def list_page(self, prefix: str, *, after: str = "", token: str = "") -> tuple[list[KeyInfo], str]:
+        """Up to 1,000 objects, and the token of the next page, "" after the last. Keys are the objects' whole names.
+
+        boto3's parser is slow (50 ms of CPU a page), but obstore refuses a page with a name like "a//b" on it.
+
+        Args:
+            after: list only names after this one, where the bucket lists in order.
+            token: of the page before.
+        """
+        start = {"ContinuationToken": token} if token else {"StartAfter": after} if after else {}
+        page = self._list(Prefix=prefix, **start)
+        with self._as_no_s3():
+            found = [KeyInfo(o["Key"], o["Size"], o["LastModified"].timestamp()) for o in page.get("Contents", ())]
+        return found, self._next_token(page, token)
+
+    def delete(self, key: str) -> None:
+        """Delete an object by its whole name; absent is success. (obstore takes any page with status 200 for it.)"""
+        try:
+            answer = self._ask(self._session.client.delete_object, Bucket=self._options.bucket, Key=key)
+        except BOTO_ERRORS as e:
+            if not isinstance(error := self._session.translate(e), BlobNotFoundError):
+                raise error from None
+            return
+        said = answer["ResponseMetadata"]
+        if said["HTTPStatusCode"] != HTTPStatus.NO_CONTENT and "x-amz-request-id" not in said["HTTPHeaders"]:
+            raise StoreConfigError(NO_S3.format(self._session.endpoint_url))
+
+    def delete_batch(self, keys: Sequence[str]) -> dict[str, StoreError]:
+        """Delete up to ``DELETE_KEYS_MAX`` objects by their whole names; the errors of those that are still there.
+
+        Raises:
+            VagueRefusalError: the answer names no object, so it may be no answer of S3's.
+        """
+        objects = [{"Key": key} for key in keys]
+        try:
+            # Not "Quiet": the answer would look like a page of HTML.
+            answer = self._ask(
+                self._session.client.delete_objects, Bucket=self._options.bucket, Delete={"Objects": objects}
+            )
+        except BOTO_ERRORS as e:
+            raise without_absence(self._session.translate(e), self._session.place) from None
+        if not (answer.get("Deleted") or answer.get("Errors")):
+            raise VagueRefusalError(NO_S3.format(self._session.endpoint_url))
+        failed: dict[str, StoreError] = {}
+        for error in answer.get("Errors", ()):
+            code = code_of(error)
+            if code != "NoSuchKey":
+                # Of a server that does not say which key is still there, any may be.
+                names = [error["Key"]] if error.get("Key") in keys else keys
+                failed.update(dict.fromkeys(names, server_error(500, code, place=self._session.place)))
+        return failed
+
+    def check(self) -> None:
+        """Ask the bucket one question that needs endpoint, credentials, clock, bucket and region to be right.
+
+        Raises:
+            StoreError: begins with what is wrong: endpoint, secret, clock, bucket or region.
+        """
+        answer = self._list(Prefix=self._options.prefix, MaxKeys=1)
+        # boto3 follows a redirect to the right region by itself; obstore does not, and each request would pay for it.
+        region = answer["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region", self._session.region)
+        if region != self._session.region and self._session.is_aws:
+            raise StoreConfigError(f"region: bucket {self._options.bucket} is in {region}; set region: {region}")
+
+    def keeps_versions(self) -> bool:
+        """Whether the bucket keeps what is deleted or replaced.
+
+        Raises:
+            StoreError: it does not say.
+        """
+        try:
+            found = self._ask(self._session.client.get_bucket_versioning, Bucket=self._options.bucket)
+        except BOTO_ERRORS as e:
+            raise without_absence(self._session.translate(e), self._session.place) from None
+        return bool(found.get("Status") == "Enabled")
+
+    def list_folder(self, prefix: str) -> tuple[list[str], list[str]]:
+        """What is right below a prefix, by name: folders, that is what has a "/" behind the name, and objects."""
+        folders: list[str] = []
+        objects: list[str] = []
+        token = ""
+        while True:
+            start = {"ContinuationToken": token} if token else {}
+            page = self._list(Prefix=prefix, Delimiter="/", **start)
+            with self._as_no_s3():
+                folders += [folder["Prefix"][len(prefix) : -1] for folder in page.get("CommonPrefixes", ())]
+                objects += [found["Key"][len(prefix) :] for found in page.get("Contents", ())]
+            token = self._next_token(page, token)
+            if not token:
+                return folders, objects
+
+    def expire_after(self, days: int | None, beginnings: Sequence[str]) -> None:
+        """Have the bucket delete what lies below the prefix under names that begin so ``days`` after it was written.
+
+        All rules of ours for the prefix are replaced; None leaves none. Other rules stay.
+
+        Raises:
+            ValueError: ``days`` is below 1, S3's unit.
+            StoreError: the bucket refused.
+        """
+        bucket = self._options.bucket
+        rule_id = f"{LIFECYCLE_ID}:{self._options.prefix}"
+        # Without the digits it is the one rule for all of the prefix that was made once, whoever else is in there.
+        ours = re.compile(re.escape(rule_id) + f"(:[0-9a-f]{{{RULE_DIGITS}}})?")
+        new = []
+        if days is not None:
+            own = f"{self._options.prefix}/" if self._options.prefix else ""
+            for beginning in beginnings:
+                digits = hashlib.sha256(beginning.encode()).hexdigest()[:RULE_DIGITS]
+                new.append(lifecycle_rule(f"{rule_id}:{digits}", own + beginning, days))
+        try:
+            found = self._ask(self._session.client.get_bucket_lifecycle_configuration, Bucket=bucket)
+        except boto_errors.ClientError as e:
+            if code_of(e.response.get("Error", {})) != "NoSuchLifecycleConfiguration":
+                raise without_absence(self._session.translate(e), self._session.place) from None
+            found = {}
+        except BOTO_ERRORS as e:
+            raise self._session.translate(e) from None
+        before = found.get("Rules", [])
+        # Of the bucket's own, and back to AWS's default if it is left out.
+        also = {name: found[name] for name in ("TransitionDefaultMinimumObjectSize",) if name in found}
+        rules = [rule for rule in before if not ours.fullmatch(rule.get("ID", ""))] + new
+        try:
+            if rules:
+                change = self._session.client.put_bucket_lifecycle_configuration
+                self._ask(change, Bucket=bucket, LifecycleConfiguration={"Rules": rules}, **also)
+            elif before:
+                self._ask(self._session.client.delete_bucket_lifecycle, Bucket=bucket)
+        except BOTO_ERRORS as e:
+            raise self._session.translate(e) from None
+
+    # -- private ---------------------------------------------------------------------------------------------------
+
+    def _ask(self, call: Callable[..., dict[str, Any]], **arguments: Any) -> dict[str, Any]:
+        """Make a request of the control plane in an attempt's time: boto3 itself waits for as long as bytes come."""
+        timeout_s = self._options.attempt_timeout_s
+        deadline = time.monotonic() + timeout_s
+        # Of requests that were given up, too: the threads that a server can hold are as few as those that may ask.
+        if not self._asking.acquire(timeout=timeout_s):
+            raise deadline_error(timeout_s, self._session.place)
+        try:
+            asked = begin("kvtiers-s3-control", partial(call, **arguments))
+        except StoreError:
+            self._asking.release()
+            raise
+        asked.add_done_callback(lambda _: self._asking.release())
+        if not wait([asked], deadline - time.monotonic()).done:
+            raise deadline_error(timeout_s, self._session.place)
+        return asked.result()
+
+    def _list(self, **arguments: Any) -> dict[str, Any]:
+        try:
+            answer = self._ask(self._session.client.list_objects_v2, Bucket=self._options.bucket, **arguments)
+        except boto_errors.ClientError as e:
+            code = code_of(e.response.get("Error", {}))
+            status = e.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+            # S3 says what is wrong in a document. Without one botocore repeats the number; a page of HTML has no code.
+            says_nothing = (not code or code.isdigit()) and status in (400, 401, 403)
+            is_no_s3 = says_nothing or (status == HTTPStatus.NOT_FOUND and code != "NoSuchBucket")
+            if is_no_s3 and is_of_s3(e):
+                raise StoreConfigError(f"{NO_S3.format(self._session.endpoint_url)} (HTTP {status})") from None
+            raise self._session.translate(e) from None
+        except BOTO_ERRORS as e:
+            raise self._session.translate(e) from None
+        if "Name" not in answer:  # a page of HTML is XML enough for botocore
+            raise StoreConfigError(NO_S3.format(self._session.endpoint_url))
+        return answer
+
+    @contextmanager
+    def _as_no_s3(self) -> Iterator[None]:
+        """Around what takes a listing apart: an entry without a size or a date, say."""
+        try:
+            yield
+        except (KeyError, TypeError, AttributeError):
+            raise StoreConfigError(NO_S3.format(self._session.endpoint_url)) from None
+
+    def _next_token(self, page: dict[str, Any], token: str) -> str:
+        """The token of the next page, "" after the last.
+
+        Raises:
+            StoreConfigError: there is more and no token, or that of this page, which would be listed for ever.
+        """
+        if not page.get("IsTruncated"):
+            return ""
+        following: str = page.get("NextContinuationToken", "")
+        if following in ("", token):
+            raise StoreConfigError(
+                f"endpoint: {self._session.endpoint_url} cuts a listing off and does not say where it goes on"
+            )
+        return following
+
+
+def lifecycle_rule(rule_id: str, prefix: str, days: int) -> dict[str, Any]:
+    """A bucket's rule that deletes objects whose whole names begin with ``prefix`` after ``days``.
+
+    Raises:
+        ValueError: ``days`` is below 1, S3's unit.
+    """
+    if days < 1:
+        raise ValueError(f"days is {days}; a bucket expires blobs after whole days, 1 or more")
+    return {
+        "ID": rule_id,
+        "Status": "Enabled",
+        "Filter": {"Prefix": prefix},
+        "Expiration": {"Days": days},
+        "NoncurrentVersionExpiration": {"NoncurrentDays": 1},  # else a bucket with versioning keeps all of them
+    }
