@@ -29,7 +29,7 @@ from tiers.inventory import NAMESPACE
 from tiers.json_text import parse_json
 from tiers.mounts import file_system_type, mount_findings
 from tiers.namespace import CONFIG_BYTES_MAX
-from tiers.store import Store, SupportsDeleteMany, SupportsTail
+from tiers.store import Store, SupportsTail, delete_all
 from tiers.tier_config import BoundedTierConfig, FsTierConfig, NfsTierConfig, S3TierConfig, TierConfig
 
 Level = Literal["ok", "note", "problem"]
@@ -133,7 +133,9 @@ def examine_store(
             yield from _semantics(where, key, store, (first, second), got)
             yield from _listing(where, key, store, now)
         finally:
-            _delete(store, key)
+            (error,) = delete_all(store, [key])
+            if error is not None:
+                raise error
         if isinstance(config, BoundedTierConfig) and config.max_bytes is not None:
             read_measured(store)  # without which no engine stores anything
         if store.size(key) is not None:
@@ -286,15 +288,6 @@ def _listing(where: str, key: str, store: Store, now: Callable[[], float]) -> It
         )  # fmt: skip
     else:
         yield Finding("ok", where, "clock", f"within {CLOCK_SKEW_S_MAX:.0f} s of the storage's")
-
-
-def _delete(store: Store, key: str) -> None:
-    if isinstance(store, SupportsDeleteMany):
-        (error,) = store.delete_many([key])
-        if error is not None:
-            raise error
-    else:
-        store.delete(key)
 
 
 def _fix_of(config: TierConfig) -> str:

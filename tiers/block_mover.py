@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -27,7 +27,7 @@ from tiers.errors import (
 from tiers.file_mapper import block_name
 from tiers.keys import OffloadKey
 from tiers.seal import PAYLOAD_MULTIPLE_BYTES, TRAILER_BYTES, Seal
-from tiers.store import Store, SupportsGetMany, SupportsPieces, SupportsQuarantine, SupportsSizeMany, SupportsTail
+from tiers.store import Store, SupportsGetMany, SupportsPieces, SupportsTail, put_aside, sizes_of
 
 logger = logging.getLogger(__name__)
 
@@ -304,10 +304,7 @@ class BlockMover:
         if not self.removes_bad:
             return False
         try:
-            if isinstance(self.store, SupportsQuarantine):
-                self.store.quarantine(name)
-            else:
-                self.store.delete(name)
+            put_aside(self.store, name)
             batch.quarantined += 1
             return True
         except StoreError as e:  # it stays a miss; the next load tries again
@@ -338,23 +335,11 @@ class BlockMover:
         expected = self._rows.row_bytes + TRAILER_BYTES
         names = [block_name(self._name_prefix, key) for key in keys]
         found: list[bool | None] = []
-        for size in self._sizes(names):
+        for size in sizes_of(self.store, names):
             if isinstance(size, StoreError):
                 self._note("lookup", size)
             found.append(None if isinstance(size, Exception) else size == expected)
         return found
-
-    def _sizes(self, names: Sequence[str]) -> Iterable[int | Exception | None]:
-        if isinstance(self.store, SupportsSizeMany):
-            return self.store.size_many(names)
-        return self._sizes_one_by_one(names)
-
-    def _sizes_one_by_one(self, names: Sequence[str]) -> Iterator[int | Exception | None]:
-        for name in names:
-            try:
-                yield self.store.size(name)
-            except StoreError as e:
-                yield e
 
 
 def _others_block(size: int) -> SealError:

@@ -26,7 +26,7 @@ from tiers.errors import (
 from tiers.file_mapper import CONFIG_FILE_NAME, IDENTITY_FILE_PREFIX
 from tiers.inventory import BlockName, list_blocks
 from tiers.seal import NO_TRAILER, TRAILER_BYTES, Seal, fingerprint_in
-from tiers.store import KeyInfo, Store, SupportsSizeMany, SupportsTail
+from tiers.store import KeyInfo, Store, SupportsTail, sizes_of
 
 THREADS = 8  # reading or writing mostly waits, on one side at least
 BATCH_BLOCKS = 256  # asked for at once, whether the target has them
@@ -136,7 +136,7 @@ class Copier:
     def _look(self, moves: list[_Move], pool: ThreadPoolExecutor) -> list[Any]:
         """Size and end of what the target has, parallel to the moves; None where there is nothing, or an exception."""
         keys = [move.target for move in moves]
-        found = _sizes(self._target, keys)
+        found: list[Any] = list(sizes_of(self._target, keys, kept=StorePermissionError))
         parts = [(keys[seat::THREADS], found[seat::THREADS]) for seat in range(THREADS)]
         for seat, ends in enumerate(pool.map(lambda part: list(map(self._end, *part)), parts)):
             found[seat::THREADS] = ends
@@ -290,17 +290,3 @@ def _is_refused(e: Any) -> bool:
     What a server refuses is mostly refused by its credentials, for all blobs alike.
     """
     return isinstance(e, StorePermissionError) and bool(e.key) and isinstance(e.__cause__, OSError)
-
-
-def _sizes(store: Store, keys: list[str]) -> list[Any]:
-    """Parallel to the keys; an exception where one could not be asked for."""
-    if isinstance(store, SupportsSizeMany):
-        return list(store.size_many(keys))
-    return [_size(store, key) for key in keys]
-
-
-def _size(store: Store, key: str) -> Any:
-    try:
-        return store.size(key)
-    except StorePermissionError as e:
-        return e

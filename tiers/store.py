@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from tiers.errors import InvalidKeyError
+from tiers.errors import InvalidKeyError, StoreError
 
 KEY_LENGTH_MAX = 1024  # S3's limit, in bytes
 KEY_PART_LENGTH_MAX = 255  # NAME_MAX of every common file system, in bytes
@@ -296,3 +296,46 @@ def parts_size(parts: Sequence[memoryview]) -> int:
     for part in parts:  # twice as fast as a sum of a generator, and asked three times a block
         size += part.nbytes
     return size
+
+
+# ---- one by one where a store lacks the extra ------------------------------------------------------------------------
+
+
+def sizes_of(
+    store: Store, keys: Sequence[str], *, kept: type[StoreError] = StoreError
+) -> Iterator[int | Exception | None]:
+    """As ``SupportsSizeMany.size_many``.
+
+    Args:
+        kept: asked one by one, the errors that do not end the asking.
+    """
+    if isinstance(store, SupportsSizeMany):
+        yield from store.size_many(keys)
+        return
+    for key in keys:
+        try:
+            yield store.size(key)
+        except kept as e:
+            yield e
+
+
+def delete_all(store: Store, keys: Sequence[str]) -> list[Exception | None]:
+    """As ``SupportsDeleteMany.delete_many``."""
+    if isinstance(store, SupportsDeleteMany):
+        return store.delete_many(keys)
+    outcomes: list[Exception | None] = []
+    for key in keys:
+        try:
+            store.delete(key)
+            outcomes.append(None)
+        except StoreError as e:
+            outcomes.append(e)
+    return outcomes
+
+
+def put_aside(store: Store, key: str) -> None:
+    """Quarantine a bad blob; delete it where the store cannot."""
+    if isinstance(store, SupportsQuarantine):
+        store.quarantine(key)
+    else:
+        store.delete(key)

@@ -15,7 +15,7 @@ from tiers.block_reader import NO_IDENTITY, BlockReader
 from tiers.errors import BlobNotFoundError, StoreError, StorePermissionError, StoreUnavailableError
 from tiers.folder_listing import DAMAGED_MAX
 from tiers.inventory import BlockName, Share, list_blocks
-from tiers.store import KeyInfo, Store, SupportsQuarantine
+from tiers.store import KeyInfo, Store, put_aside
 
 UNIT_DIGITS = 2
 BAD_KEYS_MAX = 10_000  # named in a result; all are counted
@@ -128,10 +128,7 @@ class Verifier:
             return
         _note_bad(result, info.key, reason)
         if self._repair and reason != NO_IDENTITY:
-            if isinstance(self._store, SupportsQuarantine):
-                self._store.quarantine(info.key)
-            else:
-                self._store.delete(info.key)
+            put_aside(self._store, info.key)
             result.quarantined += 1
 
 

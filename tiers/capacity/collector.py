@@ -43,7 +43,7 @@ from tiers.capacity.removal import CollectReport, Removal
 from tiers.capacity.room import FREE_HIGH, FREE_LOW, Room
 from tiers.errors import StoreConfigError, StoreError, StoreFullError
 from tiers.inventory import parse_block_name
-from tiers.store import KeyInfo, NamesBlocks, Store, SupportsDeleteMany, SupportsSweep, SupportsTouch
+from tiers.store import KeyInfo, NamesBlocks, Store, SupportsSweep, SupportsTouch, delete_all
 
 logger = logging.getLogger(__name__)
 
@@ -354,12 +354,7 @@ class Collector:
 
     def remove(self, infos: list[KeyInfo]) -> list[KeyInfo]:
         """Delete blobs; returns those that are gone."""
-        keys = [info.key for info in infos]
-        outcomes: list[Exception | None]
-        if isinstance(self._store, SupportsDeleteMany):
-            outcomes = self._store.delete_many(keys)
-        else:
-            outcomes = [_error_of(self._store.delete, key) for key in keys]
+        outcomes = delete_all(self._store, [info.key for info in infos])
         gone = [info for info, error in zip(infos, outcomes, strict=True) if error is None]
         error = next((error for error in outcomes if error is not None), None)
         if error is not None:
@@ -387,11 +382,3 @@ def listed_bytes(store: Store) -> int:
 
 def _is_counted(info: KeyInfo) -> bool:
     return not info.key.startswith(f"{PREFIXES_FOLDER}/")
-
-
-def _error_of(call: Callable[[str], None], key: str) -> Exception | None:
-    try:
-        call(key)
-    except StoreError as e:
-        return e
-    return None
