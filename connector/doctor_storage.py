@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from tiers.block_reader import read_small
 from tiers.capacity.account import read_measured
 from tiers.capacity.collector import is_block
 from tiers.errors import ConfigError, StoreConfigError, StoreError
@@ -28,7 +29,6 @@ from tiers.file_mapper import CONFIG_FILE_NAME
 from tiers.inventory import NAMESPACE
 from tiers.json_text import parse_json
 from tiers.mounts import file_system_type, mount_findings
-from tiers.namespace import CONFIG_BYTES_MAX
 from tiers.store import Store, SupportsTail, delete_all
 from tiers.tier_config import BoundedTierConfig, FsTierConfig, NfsTierConfig, S3TierConfig, TierConfig
 
@@ -200,12 +200,7 @@ def _identity_files(config: TierConfig, store: Store) -> tuple[list[str], bool]:
 def _namespaces(store: Store, names: Iterable[str]) -> Iterator[dict[str, Any]]:
     for name in names:
         try:
-            size = store.size(name)
-            if size is None or not 0 < size <= CONFIG_BYTES_MAX:
-                continue
-            data = bytearray(size)
-            store.get_into(name, [memoryview(data)])
-            fields = parse_json(data)
+            fields = parse_json(read_small(store, name) or b"")
         except (StoreError, ValueError):
             continue
         if isinstance(fields, dict):

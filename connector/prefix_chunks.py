@@ -16,15 +16,8 @@ from itertools import groupby
 from typing import Any
 
 from connector.prefix_format import MANIFEST_BYTES_MAX, MANIFEST_NAME, unseal
-from tiers.errors import (
-    BlobCorruptError,
-    BlobNotFoundError,
-    SealError,
-    StoreClosedError,
-    StoreError,
-    StorePermissionError,
-    StoreUnavailableError,
-)
+from tiers.block_reader import read_small
+from tiers.errors import SealError, StoreClosedError, StoreError, StorePermissionError, StoreUnavailableError
 from tiers.inventory import NAMESPACE
 from tiers.layers.isolate_worker import find_object
 from tiers.layers.layer import Layer
@@ -133,14 +126,10 @@ class ChunkStore(Layer):
 
     def _attempt_of(self, manifest: str) -> str | None:
         """Folder of the layers that it names; None: it is gone, or cannot be understood."""
-        size = self.inner.size(manifest)
-        if size is None or size > MANIFEST_BYTES_MAX:
-            return None
-        data = bytearray(size)
+        data = read_small(self.inner, manifest, MANIFEST_BYTES_MAX)
         try:
-            self.inner.get_into(manifest, [memoryview(data)])
-            return f"{manifest.rpartition('/')[0]}/{unseal(bytes(data), manifest)['attempt']}"
-        except (BlobNotFoundError, BlobCorruptError, SealError):
+            return None if data is None else f"{manifest.rpartition('/')[0]}/{unseal(data, manifest)['attempt']}"
+        except SealError:
             return None
 
 

@@ -24,11 +24,11 @@ from tiers.file_mapper import (
 )
 from tiers.inventory import BlockName
 from tiers.json_text import parse_json
+from tiers.namespace import CONFIG_BYTES_MAX
 from tiers.seal import PAYLOAD_MULTIPLE_BYTES, TRAILER_BYTES, Authentication, Seal, fingerprint_in
 from tiers.store import KeyInfo, Store
 
 NO_IDENTITY = "no_identity"  # its namespace's config.json is missing or another one's
-CONFIG_BYTES_MAX = 1 << 20
 _AUTHENTICATIONS: dict[str, int] = {"gmac": Authentication.AES_256_GMAC, "aes-gcm": Authentication.AES_256_GCM}
 
 
@@ -168,14 +168,14 @@ def _read_fields(store: Store, key: str) -> dict[str, Any] | None:
     return fields if isinstance(fields, dict) and isinstance(fields.get("model_name"), str) else None
 
 
-def read_small(store: Store, key: str) -> bytes | None:
-    """A small blob as it is stored; None where there is none.
+def read_small(store: Store, key: str, bytes_max: int = CONFIG_BYTES_MAX) -> bytes | None:
+    """A small blob as it is stored; None where there is none, or one that is empty or larger.
 
     Raises:
         StoreError: it cannot be read.
     """
     size = store.size(key)
-    if size is None or not 0 < size <= CONFIG_BYTES_MAX:
+    if size is None or not 0 < size <= bytes_max:
         return None
     data = bytearray(size)
     try:
