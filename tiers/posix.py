@@ -213,7 +213,7 @@ class RootFolder:
         except FileNotFoundError:
             if not make:
                 raise
-            _make_folders(path)
+            make_folders(path)
             self.fd = os.open(path, OPEN_FOLDER)
         self._openat2 = openat2_works(self.fd)
         self._owner: tuple[int, int] | None = None
@@ -288,12 +288,13 @@ class RootFolder:
         return (named.st_dev, named.st_ino) != (opened.st_dev, opened.st_ino)
 
 
-def _make_folders(path: str) -> None:
+def make_folders(path: str) -> None:
+    """Make a folder and those above it, each 0700. (``os.makedirs`` gives the mode to the last one only.)"""
     with contextlib.suppress(FileExistsError):
         try:
             os.mkdir(path, FOLDER_MODE)
         except FileNotFoundError:
-            _make_folders(os.path.dirname(path))
+            make_folders(os.path.dirname(path))
             os.mkdir(path, FOLDER_MODE)
 
 

@@ -11,6 +11,7 @@ from itertools import count
 
 from connector.prefix_files.base import Files, storage_errors
 from tiers.errors import StoreFullError
+from tiers.posix import make_folders
 
 FOLDER_ATTEMPTS = 8
 
@@ -99,20 +100,12 @@ class FolderFiles(Files):
         return f"{self._root}/{path}"
 
 
-def _make_folders(path: str) -> None:
-    """All folders of a path, 0700 where they are made now. (``os.makedirs`` gives the mode to the last one only.)"""
-    if os.path.isdir(path):
-        return
-    _make_folders(os.path.dirname(path))
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(path, 0o700)
-
-
 def _create(path: str) -> int:
     """A descriptor of a new file, 0600, and its folders."""
     for attempt in count(1):
         try:
-            _make_folders(os.path.dirname(path))
+            if not os.path.isdir(folder := os.path.dirname(path)):  # which costs an NFS server nothing
+                make_folders(folder)
             return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except FileNotFoundError:  # a collector removes folders that are empty
             if attempt == FOLDER_ATTEMPTS:

@@ -25,6 +25,7 @@ from tiers.errors import BlobNotFoundError, ConfigError, StoreFullError, StoreUn
 from tiers.file_mapper import FileMapper
 from tiers.keys import hash_blocks
 from tiers.open_store import tool_recipe
+from tiers.posix import make_folders
 from tiers.store import KeyInfo, Store, SupportsDeleteMany
 from tiers.stores.local import LocalStore
 from tiers.stores.nfs import NfsStore
@@ -561,14 +562,13 @@ def test_a_folder_that_is_removed_before_its_file_is_there_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, hashes, times = store_at(str(tmp_path)), hashes_of(1), iter(range(20))
-    make_folders = folder_files._make_folders
 
     def make_and_lose(path: str) -> None:
         make_folders(path)
         if len(os.path.basename(path)) == 32 and next(times) < 3:
             os.rmdir(path)
 
-    monkeypatch.setattr(folder_files, "_make_folders", make_and_lose)
+    monkeypatch.setattr(folder_files, "make_folders", make_and_lose)
     assert store.publish(hashes, layers_of(1))
     (chunk,) = store.match(hashes)
     assert len(dict(store.load(chunk, hashes))) == len(LAYERS)
