@@ -24,11 +24,9 @@ class ReqContext:
 
     Attributes:
         req_id: the engine's request id; "" where there is none.
-        kv_transfer_params: what the client sent along, opaque to us.
     """
 
     req_id: str = ""
-    kv_transfer_params: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
