@@ -206,7 +206,7 @@ def serve_metrics(
 def find_problems(deployment: DeploymentConfig) -> list[str]:
     """What a valid configuration would run into on this machine, each with the way out."""
     findings = []
-    size = deployment.region.size_bytes
+    size = deployment.region.size
     try:
         free = free_bytes("/dev/shm")
     except OSError:
@@ -312,7 +312,7 @@ def _describe(path: Path, deployment: DeploymentConfig, findings: list[str]) -> 
     region = deployment.region
     console.print(f"[bold]{escape(str(path))}[/bold] is good. With it:\n")
     console.print(
-        f"KV blocks pass through a CPU region of [bold]{human_bytes(region.size_bytes)}[/bold]; "
+        f"KV blocks pass through a CPU region of [bold]{human_bytes(region.size)}[/bold]; "
         f"when it is full, blocks leave by {region.eviction_policy.upper()}. "
         f"{deployment.blocks_per_chunk} engine block(s) make one stored block."
     )

@@ -108,7 +108,7 @@ def _in_time(where: str, look: Callable[[], Iterator[Finding]], seconds: float) 
 
 
 def _host(deployment: DeploymentConfig) -> Iterator[Finding]:
-    region_bytes = deployment.region.size_bytes
+    region_bytes = deployment.region.size
     yield _shared_memory(region_bytes)
     yield _memory(region_bytes)
     yield _locked_memory(region_bytes)

@@ -84,10 +84,10 @@ class TieringOffloadingSpec(OffloadingSpec):
         self.metrics = Metrics()
         region = deployment.region
         row_bytes = row_stride(cpu_page_size, workers)
-        num_blocks = region.size_bytes // row_bytes
+        num_blocks = region.size // row_bytes
         if not num_blocks:
             raise ConfigError(
-                f"{show_size(region.size_bytes)} do not hold one block; a block here has {show_size(row_bytes)}",
+                f"{show_size(region.size)} do not hold one block; a block here has {show_size(row_bytes)}",
                 field="region.size",
             )
         if in_process:

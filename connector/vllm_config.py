@@ -61,7 +61,7 @@ def vllm_config(deployment_path: str | os.PathLike[str]) -> dict[str, Any]:
             **offloading,
             "kv_connector_extra_config": {
                 "spec_name": "TieringOffloadingSpec",
-                "cpu_bytes_to_use": deployment.region.size_bytes,
+                "cpu_bytes_to_use": deployment.region.size,
                 "eviction_policy": deployment.region.eviction_policy,
                 "blocks_per_chunk": deployment.blocks_per_chunk,
                 "secondary_tiers": [

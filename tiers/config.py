@@ -45,11 +45,6 @@ class RegionConfig(Model):
         None, description="Name of the region in /dev/shm; by default the engine's id."
     )
 
-    @property
-    def size_bytes(self) -> int:
-        """``size`` in bytes."""
-        return self.size
-
 
 def _host_name(address: str) -> str:
     try:

@@ -89,7 +89,7 @@ class _Bench:
     """A region of blocks that nobody has, in a namespace of its own."""
 
     def __init__(self, deployment: DeploymentConfig, block_bytes: int, total_bytes: int) -> None:
-        total_bytes = min(total_bytes, deployment.region.size_bytes)
+        total_bytes = min(total_bytes, deployment.region.size)
         if not 1 <= block_bytes <= total_bytes:
             raise ConfigError(f"{block_bytes} bytes; accepted is 1 up to {total_bytes}", field="--block-size")
         self._deployment = deployment

@@ -169,7 +169,7 @@ def serve(task: WorkerTask, events: Events) -> ProcessFigures:
         peak_rss_bytes=peak_rss_bytes(),
         model_bytes=model.size_bytes,
         kv_bytes=memory.size_bytes,
-        region_bytes=deployment.region.size_bytes,
+        region_bytes=deployment.region.size,
     )
 
 

@@ -241,7 +241,7 @@ def test_what_is_printed_for_the_way_spec_is_read_back(tmp_path: Path) -> None:
     inline = {"cpu_bytes_to_use": "1GiB", "eviction_policy": "arc", "tiers": [{"type": "fs", "root_dir": "/mnt/a"}]}
     of_vllm = {"block_size": 64, "offload_prompt_only": False, "self_describing_kv_events": True}
     read = deployment_from(SPEC | inline | of_vllm)
-    assert (read.region.size_bytes, read.region.eviction_policy, len(read.tiers)) == (1 << 30, "arc", 1)
+    assert (read.region.size, read.region.eviction_policy, len(read.tiers)) == (1 << 30, "arc", 1)
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def test_an_option_that_nobody_reads_is_refused(name: str, beside: dict[str, Any
 def test_what_a_newer_vllm_may_read_is_passed_over_and_told(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         read = deployment_from(SPEC | {"cpu_bytes_to_use": "1GiB", "tiers": [], "store_threshold": 2})
-    assert read.region.size_bytes == 1 << 30
+    assert read.region.size == 1 << 30
     assert "store_threshold in kv_connector_extra_config is not read by KVTiersSpec" in caplog.text
 
 
