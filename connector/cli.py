@@ -24,7 +24,7 @@ from rich.table import Table
 
 from connector.commands import copy, storage
 from connector.commands.bench import bench
-from connector.commands.places import complain, human_age, human_bytes
+from connector.commands.places import EXIT_BAD_INPUT, EXIT_FAILED, human_age, human_bytes, refuse
 from connector.commands.verify import verify
 from connector.region_file import free_bytes
 from tiers.builtin import make_seal
@@ -46,8 +46,6 @@ from tiers.tier_config import (
 )
 from tiers.tracing import make_job_tracer
 
-EXIT_FINDING = 1  # the command ran and found something wrong
-EXIT_BAD_INPUT = 2
 TIERS_AT_ONCE = 16
 TIERS_S_MAX = 10.0  # what `kvtiers check` waits for storage; a bucket has said what is wrong with it long before
 
@@ -88,7 +86,7 @@ def check(
     else:
         _describe(config, deployment, findings)
     if findings:
-        raise typer.Exit(EXIT_FINDING)
+        raise typer.Exit(EXIT_FAILED)
 
 
 @app.command()
@@ -120,7 +118,7 @@ def demo(
     try:
         code = run_demo(options)
     except KVTiersError as e:
-        raise _refused("demo", e) from e
+        raise refuse("demo", str(e)) from e
     raise typer.Exit(code)
 
 
@@ -138,7 +136,7 @@ def vllm_config(
     try:
         ways = make(config)
     except KVTiersError as e:
-        raise _refused("vllm-config", e) from e
+        raise refuse("vllm-config", str(e)) from e
     if way is None:
         print(json.dumps(ways, indent=2))
     elif way in ways:
@@ -163,13 +161,13 @@ def doctor(
     try:
         findings = examine(load_config(config, SecondaryTierFactory.tier_types()))
     except KVTiersError as e:
-        raise _refused("doctor", e) from e
+        raise refuse("doctor", str(e)) from e
     if as_json:
         print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
     else:
         show(findings, _console())
     if any(finding.level == "problem" for finding in findings):
-        raise typer.Exit(EXIT_FINDING)
+        raise typer.Exit(EXIT_FAILED)
 
 
 @app.command("serve-metrics")
@@ -200,7 +198,7 @@ def serve_metrics(
             started=lambda url: print(f"metrics are served on {url}", flush=True),
         )
     except KVTiersError as e:
-        raise _refused("serve-metrics", e) from e
+        raise refuse("serve-metrics", str(e)) from e
 
 
 def find_problems(deployment: DeploymentConfig) -> list[str]:
@@ -376,11 +374,6 @@ def _where_and_how(tier: TierConfig | ExternalTierConfig) -> tuple[str, str]:
         f"lookups answered within {tier.lookup_deadline_s} s, sealed with {tier.seal_checksum}"
     )
     return where, f"{how}; {options}" if options else how
-
-
-def _refused(command: str, error: KVTiersError) -> typer.Exit:
-    complain(command, str(error))
-    return typer.Exit(EXIT_BAD_INPUT)
 
 
 def _console() -> Console:

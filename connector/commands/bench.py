@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from connector.base import CacheConfig, KVCacheGroup, ModelConfig, OffloadingConfig
-from connector.commands.places import Ticker, complain, human_bytes
-from connector.commands.storage import EXIT_BAD_INPUT, EXIT_FAILED, AsJson, Config, TierName
+from connector.commands.places import EXIT_FAILED, Ticker, complain, human_bytes, refuse
+from connector.commands.storage import AsJson, Config, TierName
 from connector.orderly_end import orderly_end
 from connector.region_header import row_stride
 from connector.spec import TieringOffloadingSpec
@@ -77,8 +77,7 @@ def bench(
         complain("bench", str(e))
         raise typer.Exit(EXIT_FAILED) from e
     except KVTiersError as e:
-        complain("bench", str(e))
-        raise typer.Exit(EXIT_BAD_INPUT) from e
+        raise refuse("bench", str(e)) from e
     if as_json:
         print(json.dumps({"cores": len(os.sched_getaffinity(0)), "hops": [asdict(hop) for hop in hops]}))
     else:

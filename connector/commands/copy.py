@@ -14,8 +14,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from connector.commands.places import Place, Ticker, complain, human_bytes
-from connector.commands.storage import EXIT_BAD_INPUT, EXIT_FAILED, AsJson, Config, open_places
+from connector.commands.places import EXIT_FAILED, Place, Ticker, complain, human_bytes, refuse
+from connector.commands.storage import AsJson, Config, open_places
 from tiers.builtin import bound_store
 from tiers.capacity.account import read_measured
 from tiers.capacity.collector import listed_bytes
@@ -46,7 +46,7 @@ def warm(
     places = open_places("warm", config, None, tells=from_tier is None or to_tier is None)
     source, target = _choose("warm", places, from_tier, -1), _choose("warm", places, to_tier, 0)
     if namespace is not None and names is not None:
-        raise _refuse("warm", "--namespace and --names exclude each other")
+        raise refuse("warm", "--namespace and --names exclude each other")
     prefixes = _read_names(names) if names is not None else [f"{namespace}_r" if namespace else ""]
     report = _copy("warm", source, target, prefixes, as_json)
     if report.found_none and prefixes != [""]:
@@ -79,12 +79,7 @@ def _choose(command: str, places: list[Place], name: str | None, default: int) -
     for place in places:
         if place.name == name:
             return place
-    raise _refuse(command, f"no tier {name!r}; accepted: {', '.join(place.name for place in places)}")
-
-
-def _refuse(command: str, text: str) -> typer.Exit:
-    complain(command, text)
-    return typer.Exit(EXIT_BAD_INPUT)
+    raise refuse(command, f"no tier {name!r}; accepted: {', '.join(place.name for place in places)}")
 
 
 def _read_names(path: Path) -> list[str]:
@@ -93,24 +88,24 @@ def _read_names(path: Path) -> list[str]:
             raise OSError("standard input is closed")
         text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
-        raise _refuse("warm", f"--names: {e}") from e
+        raise refuse("warm", f"--names: {e}") from e
     names = [line.strip() for line in text.splitlines() if line.strip()]
     if not names:
-        raise _refuse("warm", f"--names: {path} names nothing; accepted is the beginning of a block's name a line")
+        raise refuse("warm", f"--names: {path} names nothing; accepted is the beginning of a block's name a line")
     return names
 
 
 def _copy(command: str, source: Place, target: Place, prefixes: Iterable[str], as_json: bool) -> CopyReport:
     if _is_one_place(source, target):
-        raise _refuse(command, f"{source.name} and {target.name} are one place: {source.where}; accepted are two tiers")
+        raise refuse(command, f"{source.name} and {target.name} are one place: {source.where}; accepted are two tiers")
     if target.read_only:
-        raise _refuse(command, f"{target.name} is read_only; accepted is a tier that may be written to")
+        raise refuse(command, f"{target.name} is read_only; accepted is a tier that may be written to")
     protections = source.config.protection, target.config.protection
     if protections[0] != protections[1]:
         kinds = f"{source.name} has {protections[0]}, {target.name} {protections[1]}"
-        raise _refuse(command, f"an engine finds blocks of its own protection only ({kinds}); accepted are two alike")
+        raise refuse(command, f"an engine finds blocks of its own protection only ({kinds}); accepted are two alike")
     if _format(source) != _format(target) and protections[0] != "none":
-        raise _refuse(command, "a protected block keeps its format; accepted are two tiers of the same format")
+        raise refuse(command, "a protected block keeps its format; accepted are two tiers of the same format")
     started_at = time.monotonic()
     try:
         with source.open() as from_store:

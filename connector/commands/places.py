@@ -1,4 +1,4 @@
-"""The tiers of a configuration as stores, for commands; and how commands show that they are at work."""
+"""The tiers of a configuration as stores, for commands; how commands show that they are at work, and how they end."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -25,6 +26,8 @@ from tiers.registry import SecondaryTierFactory
 from tiers.store import Store
 from tiers.tier_config import BoundedTierConfig, FsTierConfig, MemoryTierConfig, NfsTierConfig, TierConfig
 
+EXIT_FAILED = 1  # the command ran and found something wrong
+EXIT_BAD_INPUT = 2
 QUIET_S = 2.0  # what takes less shows no progress
 TICK_S = 0.2
 
@@ -208,6 +211,12 @@ class Ticker:
 def complain(command: str, text: str) -> None:
     """On standard error, on one line however narrow the terminal is."""
     Console(stderr=True, soft_wrap=True).print(f"kvtiers {command}: {text}", markup=False, highlight=False)
+
+
+def refuse(command: str, text: str) -> typer.Exit:
+    """Complain of bad input; raise what this returns."""
+    complain(command, text)
+    return typer.Exit(EXIT_BAD_INPUT)
 
 
 def human_bytes(size: float) -> str:

@@ -17,7 +17,17 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from connector.commands.places import Place, Ticker, complain, find_places, find_prefixes, human_age, human_bytes
+from connector.commands.places import (
+    EXIT_FAILED,
+    Place,
+    Ticker,
+    complain,
+    find_places,
+    find_prefixes,
+    human_age,
+    human_bytes,
+    refuse,
+)
 from tiers.capacity.account import used_bytes
 from tiers.capacity.collector import Collector
 from tiers.capacity.removal import CollectReport
@@ -25,8 +35,6 @@ from tiers.errors import KVTiersError, StoreError
 from tiers.inventory import UNKNOWN_AGE, Inventory, block_beginnings, list_blocks
 from tiers.tier_config import BoundedTierConfig, S3TierConfig
 
-EXIT_FAILED = 1
-EXIT_BAD_INPUT = 2
 TELL_EVERY_BLOBS = 1000
 DAY_S = 86_400
 
@@ -104,8 +112,7 @@ def gc(
         raise typer.BadParameter("is for blocks, not with --prefixes", param_hint="--lifecycle")
     places = open_places("gc", config, tier, find_prefixes if prefixes else find_places)
     if lifecycle and not any(isinstance(place.config, S3TierConfig) for place in places):
-        complain("gc", "--lifecycle: accepted are tiers of type s3, whose buckets can remove blocks by themselves")
-        raise typer.Exit(EXIT_BAD_INPUT)
+        raise refuse("gc", "--lifecycle: accepted are tiers of type s3, whose buckets can remove blocks by themselves")
     results = Results("gc")
     for place in places:
         with results.of(place):
@@ -169,8 +176,7 @@ def open_places(
     try:
         return find(config, tier, partial(complain, command) if tells else lambda _: None)
     except KVTiersError as e:
-        complain(command, str(e))
-        raise typer.Exit(EXIT_BAD_INPUT) from e
+        raise refuse(command, str(e)) from e
 
 
 class Results:

@@ -16,8 +16,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from connector.commands.places import Place, Ticker, complain, human_bytes
-from connector.commands.storage import EXIT_BAD_INPUT, AsJson, Config, Results, TierName, open_places
+from connector.commands.places import Place, Ticker, human_bytes, refuse
+from connector.commands.storage import AsJson, Config, Results, TierName, open_places
 from tiers.errors import public_url
 from tiers.layers.worker_process import StoreRecipe
 from tiers.open_store import tool_recipe
@@ -49,8 +49,7 @@ def verify(
     places = open_places("verify", config, tier)
     kept = [place.name for place in places if place.read_only]
     if repair and kept:
-        complain("verify", f"--repair: {', '.join(kept)} is read_only; accepted with --tier is one that is not")
-        raise typer.Exit(EXIT_BAD_INPUT)
+        raise refuse("verify", f"--repair: {', '.join(kept)} is read_only; accepted with --tier is one that is not")
     ours = state is not None and _check_state(state)
     results = Results("verify")
     for place in places:
@@ -78,11 +77,9 @@ def _check_state(path: Path) -> bool:
         path.open("a").close()
         text = path.read_text()
     except (OSError, ValueError) as e:
-        complain("verify", f"--state {path} cannot be used: {e}")
-        raise typer.Exit(EXIT_BAD_INPUT) from e
+        raise refuse("verify", f"--state {path} cannot be used: {e}") from e
     if not STATE_BEGINS.startswith(text[: len(STATE_BEGINS)]):
-        complain("verify", f"--state {path} holds something else than what verify remembers; name another file")
-        raise typer.Exit(EXIT_BAD_INPUT)
+        raise refuse("verify", f"--state {path} holds something else than what verify remembers; name another file")
     return not was_there or text.startswith(STATE_BEGINS)
 
 
@@ -142,8 +139,7 @@ class _Remember:
         try:
             self._file.write(f"{text}\n".encode())
         except OSError as e:
-            complain("verify", f"--state {self._file.name} cannot be written: {e.strerror}")
-            raise typer.Exit(EXIT_BAD_INPUT) from e
+            raise refuse("verify", f"--state {self._file.name} cannot be written: {e.strerror}") from e
 
 
 @contextmanager

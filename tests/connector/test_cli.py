@@ -13,7 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from connector import cli
-from connector.cli import EXIT_BAD_INPUT, EXIT_FINDING, app, find_problems
+from connector.cli import app, find_problems
+from connector.commands.places import EXIT_BAD_INPUT, EXIT_FAILED
 from connector.spec import TieringOffloadingSpec
 from tests.identity import CONFIG
 from tiers.config import parse_config
@@ -256,7 +257,7 @@ def test_findings_end_with_their_own_code(tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
     config.write_text("region: {size: 1MiB}\n")
     code, out = run("check", str(config))
-    assert code == EXIT_FINDING
+    assert code == EXIT_FAILED
     assert "the list is empty" in out
 
 

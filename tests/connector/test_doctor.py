@@ -14,7 +14,8 @@ import yaml
 from typer.testing import CliRunner
 
 from connector import doctor, doctor_storage
-from connector.cli import EXIT_BAD_INPUT, EXIT_FINDING, app, find_problems
+from connector.cli import app, find_problems
+from connector.commands.places import EXIT_BAD_INPUT, EXIT_FAILED
 from connector.doctor import examine
 from connector.doctor_storage import Finding, examine_namespaces, examine_store
 from tests.identity import FakeSpec
@@ -501,15 +502,15 @@ def test_the_command(tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
     config.write_text(yaml.safe_dump({"region": {"size": "1MiB"}, "tiers": [fs(tmp_path / "kv")]}))
     result = CliRunner().invoke(app, ["doctor", str(config)])
-    assert result.exit_code in (0, EXIT_FINDING)  # the machine's own limits may be a problem
+    assert result.exit_code in (0, EXIT_FAILED)  # the machine's own limits may be a problem
     assert "atomic rename" in result.output
     result = CliRunner().invoke(app, ["doctor", str(config), "--json"])
     findings = json.loads(result.output)
     assert set(findings[0]) == {"level", "where", "check", "message", "fix"}
-    assert (result.exit_code == EXIT_FINDING) == any(f["level"] == "problem" for f in findings)
+    assert (result.exit_code == EXIT_FAILED) == any(f["level"] == "problem" for f in findings)
     config.write_text(yaml.safe_dump({"region": {"size": "1MiB"}, "tiers": [fs(tmp_path / "kv", min_free="900PiB")]}))
     result = CliRunner().invoke(app, ["doctor", str(config)])
-    assert result.exit_code == EXIT_FINDING
+    assert result.exit_code == EXIT_FAILED
     assert "fix: make room, or lower min_free" in result.output
     assert CliRunner().invoke(app, ["doctor", str(tmp_path / "none.yaml")]).exit_code == EXIT_BAD_INPUT
 

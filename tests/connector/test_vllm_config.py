@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from connector.cli import EXIT_BAD_INPUT, app
+from connector.cli import app
+from connector.commands.places import EXIT_BAD_INPUT
 from connector.prefix_place import shared_place
 from connector.vllm_config import deployment_from, vllm_config
 from tiers.errors import ConfigError
