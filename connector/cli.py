@@ -4,89 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import importlib
 import json
 import os
-import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable
-from concurrent.futures import wait
-from contextlib import closing
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from connector.commands import copy, storage
 from connector.commands.bench import bench
-from connector.commands.places import EXIT_BAD_INPUT, EXIT_FAILED, human_age, human_bytes, refuse
+from connector.commands.check import check
+from connector.commands.places import EXIT_BAD_INPUT, EXIT_FAILED, make_console, refuse
 from connector.commands.verify import verify
-from connector.region_file import free_bytes
-from tiers.builtin import make_seal
-from tiers.config import DeploymentConfig, json_schema, load_config
-from tiers.daemon_pool import DaemonPool
-from tiers.errors import KVTiersError, StoreError
-from tiers.mounts import file_system_type, missing_mount, mount_findings
-from tiers.open_store import store_recipe
+from tiers.config import load_config
+from tiers.errors import KVTiersError
 from tiers.registry import SecondaryTierFactory
-from tiers.stores.fsspec_driver import check_drivers
-from tiers.tier_config import (
-    BoundedTierConfig,
-    ExternalTierConfig,
-    FsspecTierConfig,
-    FsTierConfig,
-    NfsTierConfig,
-    S3TierConfig,
-    TierConfig,
-)
-from tiers.tracing import make_job_tracer
-
-TIERS_AT_ONCE = 16
-TIERS_S_MAX = 10.0  # what `kvtiers check` waits for storage; a bucket has said what is wrong with it long before
-
-_NO_ANSWER = ": no answer within {:g} s; is the server up, and is the mount not hung?"
-
-_SAID_OTHERWISE = {*TierConfig.model_fields, "read_only", "ttl", "gc_high", "gc_low", "gc_every_s"}
 
 app = typer.Typer(help="KV-cache tiers for LLM servers.", no_args_is_help=True, pretty_exceptions_enable=False)
-for command in (storage.ls, storage.du, storage.gc, verify, copy.warm, copy.migrate, bench):
+for command in (storage.ls, storage.du, storage.gc, verify, copy.warm, copy.migrate, bench, check):
     app.command()(command)
-
-
-@app.command()
-def check(
-    config: Annotated[Path | None, typer.Argument(help="The YAML file to check.")] = None,
-    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of the YAML, for editors.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
-) -> None:
-    """Validate a configuration and say in words what would run."""
-    if schema:
-        print(json.dumps(json_schema(), indent=2))
-        return
-    if config is None:
-        raise typer.BadParameter("name a YAML file, or ask for --schema")
-    try:
-        deployment = load_config(config, SecondaryTierFactory.tier_types())
-    except KVTiersError as e:
-        if as_json:
-            print(json.dumps({"ok": False, "errors": str(e).splitlines()}))
-        else:
-            _console().print(f"[red]{escape(str(config))} is not accepted:[/red]")
-            for line in str(e).splitlines():
-                _console().print(f"  {line}", markup=False, highlight=False)
-        raise typer.Exit(EXIT_BAD_INPUT) from e
-    findings = find_problems(deployment)
-    if as_json:
-        print(json.dumps({"ok": not findings, "config": deployment.model_dump(), "findings": findings}))
-    else:
-        _describe(config, deployment, findings)
-    if findings:
-        raise typer.Exit(EXIT_FAILED)
 
 
 @app.command()
@@ -165,7 +104,7 @@ def doctor(
     if as_json:
         print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
     else:
-        show(findings, _console())
+        show(findings, make_console())
     if any(finding.level == "problem" for finding in findings):
         raise typer.Exit(EXIT_FAILED)
 
@@ -199,185 +138,6 @@ def serve_metrics(
         )
     except KVTiersError as e:
         raise refuse("serve-metrics", str(e)) from e
-
-
-def find_problems(deployment: DeploymentConfig) -> list[str]:
-    """What a valid configuration would run into on this machine, each with the way out."""
-    findings = []
-    size = deployment.region.size
-    try:
-        free = free_bytes("/dev/shm")
-    except OSError:
-        findings.append("region.size: /dev/shm is not there; the region shared by several processes needs it")
-    else:
-        if free is not None and size > free:
-            findings.append(
-                f"region.size: {human_bytes(size)} is more than /dev/shm has free ({human_bytes(free)}); "
-                "lower it, or give /dev/shm more (in a container: --shm-size)"
-            )
-    if deployment.metrics.port is not None:
-        findings += [problem[1:] for problem in _refusals(lambda: importlib.import_module("tiers.exporter"))]
-    if not deployment.tiers:
-        findings.append("tiers: the list is empty, so blocks live in the region only and are gone at exit")
-    if deployment.tiers:
-        # At once: a bucket that does not answer takes seconds to say so. A mount that hangs never does.
-        pool = DaemonPool(min(TIERS_AT_ONCE, len(deployment.tiers)), "kvtiers-check")
-        asked = [pool.submit(_tier_problems, tier) for tier in deployment.tiers]
-        wait(asked, TIERS_S_MAX)
-        for index, future in enumerate(asked):
-            problems = future.result() if future.done() else [_NO_ANSWER.format(TIERS_S_MAX)]
-            findings += [f"tiers[{index}]{problem}" for problem in problems]
-        pool.shutdown(0.0)
-    return findings
-
-
-def _tier_problems(tier: TierConfig | ExternalTierConfig) -> list[str]:
-    if isinstance(tier, ExternalTierConfig):
-        return _refusals(lambda: SecondaryTierFactory.find_class(tier.type, tier.module_path))
-    found = _refusals(lambda: make_seal(tier))
-    if tier.trace:
-        found += _refusals(lambda: make_job_tracer(tier.type))
-    if isinstance(tier, S3TierConfig):
-        embedded = _refusals(lambda: store_recipe(tier))
-        found += embedded or [f": {problem}" for problem in _bucket_problems(tier)]
-    elif isinstance(tier, FsspecTierConfig):
-        found += _refusals(lambda: check_drivers(tier.url), "url")
-    elif isinstance(tier, NfsTierConfig) and file_system_type(tier.root_dir).startswith("nfs"):
-        # Nothing in the mount is touched: it may hang.
-        found += [f".root_dir: {problem}" for problem in mount_findings(tier.root_dir)]
-    elif isinstance(tier, (FsTierConfig, NfsTierConfig)):
-        found += [f".{problem}" for problem in _folder_problems(tier)]
-        if isinstance(tier, NfsTierConfig) and not found and (problem := missing_mount(tier.root_dir)):
-            found.append(f".root_dir: {problem}")
-    return found
-
-
-def _refusals(call: Callable[[], object], field: str = "") -> list[str]:
-    """What an engine's start would end with, too: one problem or none, with its field in front."""
-    try:
-        call()
-    except KVTiersError as e:
-        return [f".{field}: {e}" if field else f".{e}"]
-    return []
-
-
-def _bucket_problems(tier: S3TierConfig) -> list[str]:
-    from tiers.stores.s3 import S3Store  # brings the clients in
-
-    try:
-        with closing(S3Store(tier.store_options())) as store:
-            store.check()
-    except StoreError as e:
-        return [str(e)]
-    return []
-
-
-def _folder_problems(tier: FsTierConfig | NfsTierConfig) -> list[str]:
-    root = Path(tier.root_dir).absolute()
-    try:
-        if root.is_symlink():
-            return [f"root_dir: {root} is a symbolic link; name the folder it leads to"]
-        if root.exists() and not root.is_dir():
-            return [f"root_dir: {root} is not a folder"]
-        if tier.read_only:
-            return _unreadable(root)
-        parent = root
-        while not parent.exists():
-            parent = parent.parent
-        if not parent.is_dir():
-            return [f"root_dir: {parent} is not a folder"]
-        if not os.access(parent, os.W_OK | os.X_OK):
-            return [f"root_dir: {parent} is not writable for uid {os.getuid()}"]
-        free = shutil.disk_usage(parent).free
-    except OSError as e:  # a folder above it that may not be searched, or a name that is too long
-        return [f"root_dir: {root} cannot be had by uid {os.getuid()}: {e.strerror}"]
-    if free < tier.min_free:
-        to_stay = human_bytes(tier.min_free)
-        return [f"min_free: {to_stay} are to stay free, but only {human_bytes(free)} are: nothing is stored"]
-    return []
-
-
-def _unreadable(root: Path) -> list[str]:
-    if not root.exists():
-        return [f"root_dir: {root} is not there, and read_only: nothing can be loaded"]
-    if not os.access(root, os.R_OK | os.X_OK):
-        return [f"root_dir: {root} is not readable for uid {os.getuid()}"]
-    return []
-
-
-def _describe(path: Path, deployment: DeploymentConfig, findings: list[str]) -> None:
-    console = _console()
-    region = deployment.region
-    console.print(f"[bold]{escape(str(path))}[/bold] is good. With it:\n")
-    console.print(
-        f"KV blocks pass through a CPU region of [bold]{human_bytes(region.size)}[/bold]; "
-        f"when it is full, blocks leave by {region.eviction_policy.upper()}. "
-        f"{deployment.blocks_per_chunk} engine block(s) make one stored block."
-    )
-    console.print(
-        f"A block found in a tier waits up to {region.promotion_wait_s} s for room before it counts as a miss.\n"
-    )
-    if deployment.tiers:
-        written = "those of these that are not read_only" if _any_read_only(deployment) else "all of these"
-        console.print(f"Every stored block goes to {written}; loads come from the first that has it:")
-        table = Table("", "tier", "where", "how")
-        for index, tier in enumerate(deployment.tiers):
-            table.add_row(*map(escape, (f"tiers[{index}]", tier.type, *_where_and_how(tier))))
-        console.print(table)
-        for index, tier in enumerate(deployment.tiers):
-            if isinstance(tier, BoundedTierConfig):
-                console.print(f"tiers[{index}]: {_bound_in_words(tier)}", markup=False, highlight=False)
-    for finding in findings:
-        console.print("[yellow]problem[/yellow] ", end="")
-        console.print(finding, markup=False, highlight=False)
-
-
-def _any_read_only(deployment: DeploymentConfig) -> bool:
-    return any(isinstance(tier, BoundedTierConfig) and tier.read_only for tier in deployment.tiers)
-
-
-def _bound_in_words(tier: BoundedTierConfig) -> str:
-    if tier.read_only:
-        return "is only read; its limits are its writers' business"
-    rules = []
-    if tier.max_bytes is not None:
-        rules.append(
-            f"holds at most {human_bytes(tier.max_bytes)}, all its writers together; above {tier.gc_high:.0%} of that "
-            f"the {_unused(tier)} blocks are removed until {tier.gc_low:.0%} are left"
-        )
-    if tier.ttl is not None:
-        rules.append(f"blocks not {'used' if _notes_uses(tier) else 'written'} for {human_age(tier.ttl)} are removed")
-    if not rules:
-        return "nothing is ever removed; set max_bytes or ttl to bound it"
-    return "; ".join(rules) + f"; it is looked through every {human_age(tier.gc_every_s)}"
-
-
-def _notes_uses(tier: BoundedTierConfig) -> bool:
-    return isinstance(tier, FsTierConfig | NfsTierConfig)
-
-
-def _unused(tier: BoundedTierConfig) -> str:
-    return "least recently used" if _notes_uses(tier) else "oldest"
-
-
-def _where_and_how(tier: TierConfig | ExternalTierConfig) -> tuple[str, str]:
-    if isinstance(tier, ExternalTierConfig):
-        return f"{tier.module_path or 'entry point'}", "a tier of yours; its options are not checked here"
-    own: dict[str, Any] = {name: value for name, value in tier.model_dump().items() if name not in _SAID_OTHERWISE}
-    where = next((str(own.pop(name)) for name in ("root_dir", "url", "bucket") if name in own), "this process's memory")
-    sizes = {
-        name: human_bytes(value) if isinstance(value, int) and value >= 4096 else value for name, value in own.items()
-    }
-    options = ", ".join(f"{name} {value}" for name, value in sizes.items() if value is not None)
-    how = (
-        f"{tier.n_read_threads} load + {tier.n_write_threads} store threads, {human_bytes(tier.task_bytes)} a task, "
-        f"lookups answered within {tier.lookup_deadline_s} s, sealed with {tier.seal_checksum}"
-    )
-    return where, f"{how}; {options}" if options else how
-
-
-def _console() -> Console:
-    return Console(soft_wrap=not os.isatty(1))
 
 
 def main() -> None:

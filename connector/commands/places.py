@@ -208,6 +208,11 @@ class Ticker:
         self._progress.update(self._task, completed=done, done=text)
 
 
+def make_console() -> Console:
+    """Of standard output. In a pipe each finding is on one line."""
+    return Console(soft_wrap=not os.isatty(1))
+
+
 def complain(command: str, text: str) -> None:
     """On standard error, on one line however narrow the terminal is."""
     Console(stderr=True, soft_wrap=True).print(f"kvtiers {command}: {text}", markup=False, highlight=False)

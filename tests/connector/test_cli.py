@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from connector import cli
-from connector.cli import app, find_problems
+from connector.cli import app
+from connector.commands import check
+from connector.commands.check import find_problems
 from connector.commands.places import EXIT_BAD_INPUT, EXIT_FAILED
 from connector.spec import TieringOffloadingSpec
 from tests.identity import CONFIG
@@ -116,8 +117,8 @@ def test_storage_that_hangs_is_a_problem_and_hides_no_other(tmp_path: Path, monk
         assert answered.wait(20)
         return []
 
-    monkeypatch.setattr(cli, "_folder_problems", hang)
-    monkeypatch.setattr(cli, "TIERS_S_MAX", 0.2)
+    monkeypatch.setattr(check, "_folder_problems", hang)
+    monkeypatch.setattr(check, "TIERS_S_MAX", 0.2)
     tiers = [fs(tmp_path / "kv"), {"type": "none_such", "module_path": "none_such"}]
     try:
         hung, absent = find_problems(parse_config({"region": {"size": "1MiB"}, "tiers": tiers}))
@@ -205,8 +206,10 @@ def test_check_names_packages_that_are_missing(
 
 
 def test_nothing_in_an_nfs_mount_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("connector.cli.file_system_type", lambda root: "nfs4")
-    monkeypatch.setattr("connector.cli._folder_problems", lambda tier: pytest.fail("a dead mount would hang here"))
+    monkeypatch.setattr("connector.commands.check.file_system_type", lambda root: "nfs4")
+    monkeypatch.setattr(
+        "connector.commands.check._folder_problems", lambda tier: pytest.fail("a dead mount would hang here")
+    )
     tier = {"type": "nfs", "root_dir": str(tmp_path)}
     assert find_problems(parse_config({"region": {"size": "1MiB"}, "tiers": [tier]})) == []
 
@@ -215,7 +218,7 @@ def test_nothing_in_an_nfs_mount_is_touched(tmp_path: Path, monkeypatch: pytest.
 def test_an_nfs_tier_whose_mount_may_be_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str, is_told: bool
 ) -> None:
-    for module in ("connector.cli", "tiers.mounts"):
+    for module in ("connector.commands.check", "tiers.mounts"):
         monkeypatch.setattr(f"{module}.file_system_type", lambda _: kind)
     tier = {"type": "nfs", "root_dir": str(tmp_path / "kv"), "min_free": 0, "isolation": "thread"}
     deployment = parse_config({"region": {"size": "1MiB"}, "tiers": [tier]})
@@ -247,7 +250,7 @@ def test_all_tiers_are_asked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         all_asked.wait(30)
         return [f"endpoint: {tier.name} does not answer"]
 
-    monkeypatch.setattr("connector.cli._bucket_problems", ask)
+    monkeypatch.setattr("connector.commands.check._bucket_problems", ask)
     tiers = [{"type": "s3", "bucket": f"kv-{name}", "name": name} for name in ("c", "a", "b")]
     found = find_problems(parse_config({"region": {"size": "1MiB"}, "tiers": tiers}))
     assert found == [f"tiers[{n}]: endpoint: {name} does not answer" for n, name in enumerate(("c", "a", "b"))]

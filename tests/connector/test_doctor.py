@@ -14,7 +14,8 @@ import yaml
 from typer.testing import CliRunner
 
 from connector import doctor, doctor_storage
-from connector.cli import app, find_problems
+from connector.cli import app
+from connector.commands.check import find_problems
 from connector.commands.places import EXIT_BAD_INPUT, EXIT_FAILED
 from connector.doctor import examine
 from connector.doctor_storage import Finding, examine_namespaces, examine_store
