@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 from collections.abc import Callable, Iterator
 
@@ -14,12 +15,11 @@ from tiers.errors import InvalidKeyError
 from tiers.posix import OPEN_LISTING, RootFolder, close_reader, is_absent
 from tiers.store import KeyInfo, check_key
 
-DAMAGED = (
-    errno.EIO,
-    *(errno.EUCLEAN, errno.EBADMSG),  # by which ext4 and XFS say that a checksum does not fit
-    *(errno.ENOTCONN, errno.EHOSTDOWN, errno.ETIMEDOUT, errno.ENODEV),  # what is mounted there has lost its server
-)
+DAMAGED = (errno.EIO, errno.EUCLEAN, errno.EBADMSG)  # by the last two ext4 and XFS say that a checksum does not fit
 DAMAGED_MAX = 16  # in one listing; where there are more the device or its connection is gone, and nothing can be told
+#: By which a mount says that it has lost its server. From the root's own mount it says nothing of one folder.
+UNREACHABLE = (errno.ENOTCONN, errno.EHOSTDOWN, errno.ETIMEDOUT, errno.ENODEV)
+MOUNTS = "/proc/self/mountinfo"
 
 
 def walk(root: RootFolder, prefix: str, on_refused: Callable[[str, OSError], None]) -> Iterator[KeyInfo]:
@@ -28,8 +28,8 @@ def walk(root: RootFolder, prefix: str, on_refused: Callable[[str, OSError], Non
     Dot names, symbolic links and names that are no keys are passed over, and so is what this user may not look into:
     a root that is a mount point has a ``lost+found``, and a command that was run by root leaves folders of root's. One
     such folder must not hide all others; nor must one that is removed meanwhile, here or by another host, nor what is
-    damaged: a folder's listing ends there. Holds one listing (two descriptors) per level of folders and nothing else,
-    however many files there are.
+    damaged or a mount that has lost its server: a folder's listing ends there. Holds one listing (two descriptors) per
+    level of folders and nothing else, however many files there are.
 
     Args:
         on_refused: told the name below the root of each that was refused or is damaged, and the error. The root itself,
@@ -51,8 +51,9 @@ def walk(root: RootFolder, prefix: str, on_refused: Callable[[str, OSError], Non
 
     def pass_over(name: str, e: OSError) -> None:
         nonlocal damaged_count
-        damaged_count += e.errno in DAMAGED
-        if isinstance(e, PermissionError) or (e.errno in DAMAGED and damaged_count <= DAMAGED_MAX):
+        is_damaged = e.errno in DAMAGED or (e.errno in UNREACHABLE and _is_mounted(root, name))
+        damaged_count += is_damaged
+        if isinstance(e, PermissionError) or (is_damaged and damaged_count <= DAMAGED_MAX):
             on_refused(name, e)
         else:
             _check_is_gone(e, root)
@@ -104,6 +105,17 @@ def _check_is_gone(e: OSError, root: RootFolder) -> None:
     if e.errno != errno.ESTALE:
         raise e
     os.fstat(root.fd)  # where all is gone, a listing that ends without an error would say that nothing is stored
+
+
+def _is_mounted(root: RootFolder, name: str) -> bool:
+    """Whether something is mounted right at a name below the root, by the kernel's table: it may not answer itself."""
+    try:
+        path = os.path.join(os.readlink(f"/proc/self/fd/{root.fd}"), name)
+        with open(MOUNTS, encoding="utf-8", errors="surrogateescape") as mounts:
+            points = {line.split(" ")[4] for line in mounts}
+    except OSError:
+        return False
+    return re.sub(r"[ \t\n\\]", lambda found: f"\\{ord(found[0]):03o}", path) in points
 
 
 # Folders on the way to a blob. Ours have a handful; a foreign tree that is deep must not take all descriptors.

@@ -651,7 +651,7 @@ def test_a_few_damaged_files_in_the_stores_own_folders_keep_no_others(
         store.sweep(0.0)
 
 
-@pytest.mark.parametrize("code", [errno.EIO, errno.EUCLEAN, errno.ENOTCONN, errno.ENODEV])
+@pytest.mark.parametrize("code", [errno.EIO, errno.EUCLEAN])
 def test_what_is_damaged_is_passed_over(
     tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -665,6 +665,23 @@ def test_what_is_damaged_is_passed_over(
     told = [record.getMessage() for record in caplog.records]
     assert sorted(text.split()[1] for text in told) == ["a/2", "b"]
     assert all("is passed over, it cannot be read: " in text for text in told)
+
+
+@pytest.mark.parametrize("code", [errno.ENOTCONN, errno.ETIMEDOUT])
+def test_only_a_mount_of_its_own_that_has_lost_its_server_is_passed_over(
+    tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a short outage of the root's own server the rest would be taken for all that is stored."""
+    store = LocalStore(tmp_path / "my root")
+    for key in ("a/1", "b/1"):
+        store.put(key, as_parts(b"1"))
+    monkeypatch.setattr(folder_listing, "os", Damaged({"b"}, code))
+    with pytest.raises(StoreError):
+        list_keys(store)
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(f"36 25 0:49 / {tmp_path}/my\\040root/b rw shared:1 - nfs4 server:/export rw,vers=4.2\n")
+    monkeypatch.setattr(folder_listing, "MOUNTS", str(mounts))
+    assert list_keys(store) == ["a/1"]
 
 
 def test_where_much_is_damaged_nothing_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
