@@ -845,6 +845,18 @@ def test_a_quota_with_room_for_less_than_a_large_block_is_collected(tmp_path: Pa
     store.put(name(6), as_parts(bytes(size)))
 
 
+def test_a_storage_too_full_for_the_measurement_is_collected_to_the_end(tmp_path: Path) -> None:
+    store = StoreWithQuota(tmp_path / "kv")
+    fill(LocalStore(tmp_path / "kv"), [3600.0] * 2 * DELETE_BATCH_KEYS, 16)
+    store.files_max = DELETE_BATCH_KEYS // 2  # what the first batch leaves is taken at once, by others
+    report = collect(store, max_bytes=16 * DELETE_BATCH_KEYS // 4, low=0.5)
+    assert not report.gave_up
+    assert len(blocks(store)) <= DELETE_BATCH_KEYS // 8
+    measured = read_measured(store)
+    assert measured is not None
+    assert measured.bytes == 16 * len(blocks(store))
+
+
 @pytest.mark.parametrize("code", [errno.EFBIG, errno.EMLINK])
 def test_what_no_removal_mends_removes_nothing(store: LocalStore, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     """A limit of a file's size (``ulimit -f``) below a block's, or of a folder's subfolders."""

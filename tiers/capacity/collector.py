@@ -212,7 +212,7 @@ class Collector:
             report.own_bytes = left
         if excess > 0:
             # What cannot be removed is beyond the cut again, and would be all of it if it is the oldest.
-            self._shrink(report, now, histogram.cut(excess + self._stuck_bytes), excess, measured)
+            self._shrink(report, now, histogram.cut(excess + self._stuck_bytes), excess, measured, baseline)
         removed = any(report.removed_blobs.values())
         self._rest_s = 0.0 if removed else min(self._policy.every_s, max(self._policy.poll_s, 2 * self._rest_s))
         self._ran_at = self._monotonic()
@@ -257,7 +257,15 @@ class Collector:
             raise StoreConfigError(NO_TIMES)  # a run sees it by its lease
         return histogram
 
-    def _shrink(self, report: CollectReport, now: float, cut: tuple[int, int], excess: int, measured: Measured) -> None:
+    def _shrink(
+        self,
+        report: CollectReport,
+        now: float,
+        cut: tuple[int, int],
+        excess: int,
+        measured: Measured,
+        baseline: Baseline,
+    ) -> None:
         """List again; remove what is beyond the cut, until ``excess`` is gone."""
         bucket, bytes_left = cut
         grace_s = self._policy.grace_s
@@ -266,7 +274,9 @@ class Collector:
 
         def publish(removed_bytes: int) -> None:
             left = replace(measured, bytes=measured.bytes - removed_bytes)
-            report.gave_up = not self._publish(left, Baseline(measured_id=measured.id))
+            # The storage may have been too full for the measurement so far.
+            is_published = self._measured_id == measured.id
+            report.gave_up = not self._publish(left, Baseline(measured_id=measured.id) if is_published else baseline)
 
         removal = Removal(self.remove, report, "capacity", publish, enough_bytes=excess, clock=self._monotonic)
         for info in self._listing():
