@@ -1037,6 +1037,41 @@ def test_a_collector_killed_at_work_is_followed_by_another(store: LocalStore) ->
     assert blocks(store) == set()
 
 
+class BadSector(MemoryStore):
+    """A blob cannot be read until it is replaced."""
+
+    bad = ""
+
+    def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
+        if key == self.bad:
+            raise StoreUnavailableError("Input/output error (EIO)", key=key)
+        super().get_into(key, parts)
+
+    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
+        self.bad = "" if key == self.bad else self.bad
+        return super().put(key, parts, overwrite=overwrite)
+
+
+def test_a_measurement_that_cannot_be_read_is_replaced() -> None:
+    store, now = BadSector(), [0.0]
+    policy = CapacityPolicy(max_bytes=10 * SIZE)
+    collector = Collector(store, policy, monotonic=lambda: now[0])
+    collector.run()
+    account = Account(store, 10 * SIZE)
+    store.bad = MEASURED
+    with pytest.raises(StoreUnavailableError):
+        account.take(SIZE, "a")
+    with pytest.raises(StoreUnavailableError):  # it may pass
+        collector.is_due()
+    now[0] += policy.every_s
+    assert collector.is_due()
+    report = collector.run()
+    assert report is not None
+    assert not report.gave_up
+    account.take(SIZE, "a")
+    assert not collector.is_due()
+
+
 # -- the histogram -----------------------------------------------------------------------------------------------------
 
 

@@ -84,7 +84,7 @@ class Baseline:
     Attributes:
         base: for ``Measured``.
         dead: writers whose records can go once the measurement is published.
-        measured_id: of the last measurement before it; None: there was none.
+        measured_id: of the last measurement before it; None: there was none, or none that can be read.
     """
 
     base: dict[str, int | None] = field(default_factory=dict)
@@ -109,12 +109,21 @@ def publish_measured(store: Store, measured: Measured, before: str | None) -> bo
     Args:
         before: ``Baseline.measured_id``, or the measurement's own id to take off what was removed since.
     """
-    current = read_measured(store)
-    if (current.id if current is not None else None) != before:
+    if _measured_id(store) != before:
         return False
     content = {name: getattr(measured, name) for name in ("id", "bytes", "blobs", "base", "at")}
     put_record(store, MEASURED, content)
     return True
+
+
+def _measured_id(store: Store) -> str | None:
+    """None also where it cannot be read, as from a bad sector: the next measurement takes its place."""
+    try:
+        measured = read_measured(store)
+    except UNREADABLE as e:
+        logger.warning("the last measurement cannot be read: %s", e)
+        return None
+    return None if measured is None else measured.id
 
 
 def read_baseline(store: Store, *, now: float, writer_s: float) -> Baseline:
@@ -124,8 +133,7 @@ def read_baseline(store: Store, *, now: float, writer_s: float) -> Baseline:
         now: Unix seconds by the clock that stamps blobs.
         writer_s: a record not renewed for so long is a dead writer's.
     """
-    before = read_measured(store)
-    baseline = Baseline(measured_id=None if before is None else before.id)
+    baseline = Baseline(measured_id=_measured_id(store))
     renewed_at = {info.key.removeprefix(USAGE_PREFIX): info.mtime for info in store.keys(USAGE_PREFIX)}
     for info in list(store.keys(WRITERS_PREFIX)):
         writer = info.key.removeprefix(WRITERS_PREFIX)

@@ -38,7 +38,7 @@ from tiers.capacity.account import (
 from tiers.capacity.histogram import AgeHistogram, bucket_of
 from tiers.capacity.lease import Lease
 from tiers.capacity.policy import CapacityPolicy
-from tiers.capacity.records import OWN_PREFIX, PREFIXES_FOLDER
+from tiers.capacity.records import OWN_PREFIX, PREFIXES_FOLDER, UNREADABLE
 from tiers.capacity.removal import CollectReport, Removal
 from tiers.capacity.room import FREE_HIGH, FREE_LOW, Room
 from tiers.errors import StoreConfigError, StoreError, StoreFullError
@@ -84,7 +84,7 @@ class Collector:
         self._on_progress = on_progress
         self._clock = clock
         self._monotonic = monotonic
-        self._began_at = 0.0
+        self._began_at = float("-inf")
         self._ran_at = 0.0
         self._ttl_s = policy.ttl_s  # None also while nobody knows what is old
         self._rest_s = 0.0  # after a run that removed nothing
@@ -107,7 +107,12 @@ class Collector:
         Raises:
             StoreError: they cannot be read.
         """
-        measured = read_measured(self._store)
+        try:
+            measured = read_measured(self._store)
+        except UNREADABLE:  # a run replaces it; it lists everything, so not whenever the storage is not there
+            if self._monotonic() - self._began_at < self._policy.every_s:
+                raise
+            return True
         if self._seen_s(measured) >= self._policy.every_s or measured is None:
             return True
         # One collector of a root tries for all of them.
