@@ -35,7 +35,7 @@ Block = tuple[KeyInfo, BlockName]
 
 
 class _Unusable(Exception):
-    """One namespace cannot be copied; the others may."""
+    """One namespace or block cannot be copied; the others may."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,13 +152,14 @@ class Copier:
         except BlobCorruptError:
             return None  # it is no blob any more
         except StoreError as e:
-            return e
+            # Not to be replaced: it may be a newer version's. A storage that is away fails when sizes are asked.
+            return _Unusable(str(e)) if e.retryable else e
 
     def _take_wanted(self, moves: list[_Move], found: list[Any]) -> list[_Move]:
         """Those that the target lacks, or has damaged, and has room for."""
         wanted = []
         for move, there in zip(moves, found, strict=True):
-            if _is_refused(there):
+            if isinstance(there, _Unusable) or _is_refused(there):
                 self.report.errors += 1
                 continue
             if isinstance(there, Exception):

@@ -362,6 +362,22 @@ def test_faults_on_the_way() -> None:
         Copier(source, refused).copy(find_blocks(source, [""]))
 
 
+def test_a_block_of_the_target_that_cannot_be_read_stops_nothing() -> None:
+    """A bad sector; it may be a newer version's, so it is not replaced."""
+    source, target = MemoryStore(), MemoryStore()
+    put_blocks(source)
+    target.put(NAMES[0], [memoryview(bytes(BLOB))])
+    faulty = FaultyStore(target, [Fault("get_tail", error=lambda: StoreUnavailableError("EIO"))])
+    report = Copier(source, faulty).copy(find_blocks(source, [""]))
+    assert (report.copied, report.errors) == (COUNT - 1, 1)
+    there = bytearray(BLOB)
+    target.get_into(NAMES[0], [memoryview(there)])
+    assert there == bytes(BLOB)
+    away = FaultyStore(target, [Fault("size", error=lambda: StoreUnavailableError("away"), first=9)])
+    with pytest.raises(StoreUnavailableError):
+        Copier(source, away).copy(find_blocks(source, [""]))
+
+
 def test_a_block_that_may_not_be_read_stops_nothing() -> None:
     source, target = MemoryStore(), MemoryStore()
     put_blocks(source)
