@@ -369,6 +369,7 @@ class Collector:
 
     def remove(self, infos: list[KeyInfo]) -> list[KeyInfo]:
         """Delete blobs; returns those that are gone."""
+        self._room.note_removing()
         outcomes = delete_all(self._store, [info.key for info in infos])
         gone = [info for info, error in zip(infos, outcomes, strict=True) if error is None]
         error = next((error for error in outcomes if error is not None), None)

@@ -51,6 +51,7 @@ class Room:
         self._comes_late = False
         self._ended: tuple[int, int] | None = None  # what was removed before, and the most that then became free
         self._left_bytes = 0  # that were stored, and not removed since
+        self._was_futile = False
         self._rest_s = 0.0
         self._rests_until = float("-inf")
         self.largest_bytes = policy.block_bytes
@@ -79,16 +80,18 @@ class Room:
         self._left_bytes = size
         if not removed:
             return
-        # Others who fill the disk are no reason to rest: then more is missing than was removed.
-        if risen + taken < LATE_SHARE * removed and 0 < self.missing_bytes(FREE_HIGH) <= removed:
+        # Others who fill the disk are no reason to rest: then more is missing than was removed, or not so twice.
+        is_futile = risen + taken < LATE_SHARE * removed and 0 < self.missing_bytes(FREE_HIGH) <= removed
+        if is_futile and self._was_futile:
             self._rest_s = min(FUTILE_S_MAX, max(FUTILE_S, 2 * self._rest_s))
             self._rests_until = self._monotonic() + self._rest_s
             logger.warning(
                 "%d bytes of blocks were removed and their space is not free (does a snapshot keep it?): "
                 "none is removed to make room for %.0f s", removed, self._rest_s,
             )  # fmt: skip
-        else:
+        elif not is_futile:
             self._rest_s = 0.0
+        self._was_futile = is_futile
 
     def _rests(self) -> bool:
         return self._monotonic() < self._rests_until
@@ -103,6 +106,15 @@ class Room:
         if free is None or self._rests():
             return 0
         return int(self._min_free_bytes * share) + self.largest_bytes - free - self._late_bytes(free)
+
+    def note_removing(self) -> None:
+        """Blocks are about to be removed: what others took while the run listed has nothing to do with them.
+
+        Raises:
+            StoreError: the storage does not say what is free.
+        """
+        if not self._removed_bytes:
+            self._free_before_bytes = self._free_bytes() or 0
 
     def note_removed(self, size: int) -> None:
         """Blocks of so many bytes were removed.
