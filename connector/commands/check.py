@@ -67,10 +67,12 @@ def check(
                 make_console().print(f"  {line}", markup=False, highlight=False)
         raise typer.Exit(EXIT_BAD_INPUT) from e
     findings = find_problems(deployment)
+    notes = _find_notes(deployment)
     if as_json:
-        print(json.dumps({"ok": not findings, "config": deployment.model_dump(), "findings": findings}))
+        result = {"ok": not findings, "config": deployment.model_dump(), "findings": findings, "notes": notes}
+        print(json.dumps(result))
     else:
-        _describe(config, deployment, findings)
+        _describe(config, deployment, findings, notes)
     if findings:
         raise typer.Exit(EXIT_FAILED)
 
@@ -105,6 +107,12 @@ def find_problems(deployment: DeploymentConfig) -> list[str]:
     return findings
 
 
+def _find_notes(deployment: DeploymentConfig) -> list[str]:
+    """What may be meant: no reason to fail."""
+    nfs = [(index, tier.root_dir) for index, tier in enumerate(deployment.tiers) if isinstance(tier, NfsTierConfig)]
+    return [f"tiers[{index}].root_dir: {note}" for index, root_dir in nfs if (note := missing_mount(root_dir))]
+
+
 def _tier_problems(tier: TierConfig | ExternalTierConfig) -> list[str]:
     if isinstance(tier, ExternalTierConfig):
         return _refusals(lambda: SecondaryTierFactory.find_class(tier.type, tier.module_path))
@@ -121,8 +129,6 @@ def _tier_problems(tier: TierConfig | ExternalTierConfig) -> list[str]:
         found += [f".root_dir: {problem}" for problem in mount_findings(tier.root_dir)]
     elif isinstance(tier, (FsTierConfig, NfsTierConfig)):
         found += [f".{problem}" for problem in _folder_problems(tier)]
-        if isinstance(tier, NfsTierConfig) and not found and (problem := missing_mount(tier.root_dir)):
-            found.append(f".root_dir: {problem}")
     return found
 
 
@@ -179,7 +185,7 @@ def _unreadable(root: Path) -> list[str]:
     return []
 
 
-def _describe(path: Path, deployment: DeploymentConfig, findings: list[str]) -> None:
+def _describe(path: Path, deployment: DeploymentConfig, findings: list[str], notes: list[str]) -> None:
     console = make_console()
     region = deployment.region
     console.print(f"[bold]{escape(str(path))}[/bold] is good. With it:\n")
@@ -201,9 +207,10 @@ def _describe(path: Path, deployment: DeploymentConfig, findings: list[str]) -> 
         for index, tier in enumerate(deployment.tiers):
             if isinstance(tier, BoundedTierConfig):
                 console.print(f"tiers[{index}]: {_bound_in_words(tier)}", markup=False, highlight=False)
-    for finding in findings:
-        console.print("[yellow]problem[/yellow] ", end="")
-        console.print(finding, markup=False, highlight=False)
+    for label, texts in (("[cyan]note[/cyan]", notes), ("[yellow]problem[/yellow]", findings)):
+        for text in texts:
+            console.print(f"{label} ", end="")
+            console.print(text, markup=False, highlight=False)
 
 
 def _any_read_only(deployment: DeploymentConfig) -> bool:

@@ -223,7 +223,12 @@ def test_an_nfs_tier_whose_mount_may_be_missing(
     tier = {"type": "nfs", "root_dir": str(tmp_path / "kv"), "min_free": 0, "isolation": "thread"}
     deployment = parse_config({"region": {"size": "1MiB"}, "tiers": [tier]})
     said = f"root_dir: {tmp_path}/kv is on no NFS mount ({kind})"
-    assert [problem.partition(";")[0] for problem in find_problems(deployment)] == [f"tiers[0].{said}"] * is_told
+    config = tmp_path / "c.json"
+    config.write_text(deployment.model_dump_json())
+    code, out = run("check", str(config))
+    assert (code, f"tiers[0].{said}" in out) == (0, is_told)
+    code, out = run("check", str(config), "--json")
+    assert [note.partition(";")[0] for note in json.loads(out)["notes"]] == [f"tiers[0].{said}"] * is_told
     spec = TieringOffloadingSpec(CONFIG, deployment, 65_536)
     spec.get_manager()
     spec.shutdown()
