@@ -139,6 +139,18 @@ def test_blocks_stay_where_other_peoples_files_alone_are_too_much(
     assert 1 <= len(blocks(store)) <= 2
 
 
+@pytest.mark.parametrize(("theirs", "ours", "left"), [(170, 25, 9), (195, 4, 2)])
+def test_blocks_keep_half_of_what_other_peoples_files_leave(
+    store: LocalStore, theirs: int, ours: int, left: int
+) -> None:
+    fill(store, [3600.0] * ours)
+    store.put("theirs/data", as_parts(bytes(theirs * SIZE)))
+    collector = Collector(store, CapacityPolicy(max_bytes=200 * SIZE))
+    for _ in range(3):
+        collector.run()
+    assert left <= len(blocks(store)) < ours
+
+
 def test_young_blocks_stay(store: LocalStore) -> None:
     fill(store, [0.0] * 10)
     report = collect(store, max_bytes=5 * SIZE, ttl_s=0.001, grace_s=60)

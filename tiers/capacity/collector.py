@@ -329,8 +329,12 @@ class Collector:
             most = int(HELD_SHARE_MAX * limit)
             used = measured.bytes + min(held, most)
             missing = used + min(wanted, most) - limit
-            if used > self._policy.high * limit or missing > 0:
-                excess = max(used - int(self._policy.low * limit), missing)
+            high = self._policy.high * limit
+            if used > high or missing > 0:
+                # Where others have nearly all, to go down to ``low`` would take every block each time.
+                others = self._others_bytes
+                low = max(self._policy.low * limit, (others + (high if others < high else limit)) / 2)
+                excess = max(used - int(low), missing)
         if self._room.missing_bytes(FREE_HIGH) > freed_bytes:
             excess = max(excess, self._room.missing_bytes(FREE_LOW) - freed_bytes)
         return excess
