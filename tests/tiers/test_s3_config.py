@@ -1131,6 +1131,24 @@ def test_lifecycle_rules_keep_what_the_bucket_says_of_transitions(options: S3Opt
     assert len(sent["LifecycleConfiguration"]["Rules"]) == 1
 
 
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_deletion_with_a_bare_200_is_good_where_the_object_is_gone(options: S3Options, is_gone: bool) -> None:
+    """Of a server without request ids; a proxy's page looks alike."""
+
+    def head(**_: Any) -> dict[str, Any]:
+        if is_gone:
+            raise ClientError({"Error": {"Code": "404"}, "ResponseMetadata": {"HTTPStatusCode": 404}}, "HeadObject")
+        return {"ContentLength": 1}
+
+    bare = {"ResponseMetadata": {"HTTPStatusCode": 200, "HTTPHeaders": {}}}
+    session = S3Session(options)
+    session.client = SimpleNamespace(delete_object=lambda **_: bare, head_object=head)
+    with ExitStack() as stack:
+        if not is_gone:
+            stack.enter_context(pytest.raises(StoreConfigError, match="not as S3 does"))
+        S3Control(session).delete("a")
+
+
 def test_deletion_that_failed_for_an_unnamed_key_failed_for_all(options: S3Options) -> None:
     session = S3Session(options)
     session.client = SimpleNamespace(delete_objects=lambda **_: {"Errors": [{"Code": "InternalError"}]})

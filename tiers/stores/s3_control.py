@@ -55,14 +55,15 @@ class S3Control:
 
     def delete(self, key: str) -> None:
         """Delete an object by its whole name; absent is success. (obstore takes any page with status 200 for it.)"""
-        try:
-            answer = self._ask(self._session.client.delete_object, Bucket=self._options.bucket, Key=key)
-        except BOTO_ERRORS as e:
-            if not isinstance(error := self._session.translate(e), BlobNotFoundError):
-                raise error from None
+        client = self._session.client
+        answer = self._ask_about(key, client.delete_object)
+        if answer is None:
             return
         said = answer["ResponseMetadata"]
-        if said["HTTPStatusCode"] != HTTPStatus.NO_CONTENT and "x-amz-request-id" not in said["HTTPHeaders"]:
+        if said["HTTPStatusCode"] == HTTPStatus.NO_CONTENT or "x-amz-request-id" in said["HTTPHeaders"]:
+            return
+        # A server that gives no ids, or a page.
+        if self._ask_about(key, client.head_object) is not None:
             raise StoreConfigError(NO_S3.format(self._session.endpoint_url))
 
     def delete_batch(self, keys: Sequence[str]) -> dict[str, StoreError]:
@@ -187,6 +188,15 @@ class S3Control:
         if not wait([asked], deadline - time.monotonic()).done:
             raise deadline_error(timeout_s, self._session.place)
         return asked.result()
+
+    def _ask_about(self, key: str, call: Callable[..., dict[str, Any]]) -> dict[str, Any] | None:
+        """Make a request about an object; None: there is none."""
+        try:
+            return self._ask(call, Bucket=self._options.bucket, Key=key)
+        except BOTO_ERRORS as e:
+            if not isinstance(error := self._session.translate(e), BlobNotFoundError):
+                raise error from None
+            return None
 
     def _list(self, **arguments: Any) -> dict[str, Any]:
         try:
