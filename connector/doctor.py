@@ -34,6 +34,7 @@ from connector.region_file import free_bytes
 from tiers.builtin import make_seal
 from tiers.config import DeploymentConfig
 from tiers.errors import KVTiersError, StoreError
+from tiers.inventory import block_beginnings
 from tiers.open_store import open_store
 from tiers.tier_config import (
     ExternalTierConfig,
@@ -257,7 +258,7 @@ def _bucket(where: str, tier: S3TierConfig) -> Iterator[Finding]:
     with closing(S3Store(tier.store_options())) as store:
         store.check()
         try:
-            keeps_versions = store.keeps_versions()
+            keeps_versions = store.keeps_versions(block_beginnings(store.folders()))
         except StoreError:  # no right to ask, which a tier does not need, or a server without versions
             keeps_versions = False
     yield Finding("ok", where, "bucket", f"{tier.bucket} is there, and the credentials are good")

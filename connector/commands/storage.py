@@ -49,7 +49,7 @@ class _Expires(Protocol):
 
     def folders(self) -> list[str]: ...
 
-    def expire_after(self, days: int | None, beginnings: Sequence[str] = ()) -> None: ...
+    def expire_after(self, days: int | None, beginnings: Sequence[str] = ()) -> bool: ...
 
 
 def ls(
@@ -121,9 +121,10 @@ def gc(
             if not as_json:
                 _show_gc(result, "chunks" if prefixes else "blocks")
             if lifecycle and not dry_run and not place.read_only and isinstance(place.config, S3TierConfig):
-                result["expire_after_days"] = days = _set_lifecycle(place, place.config.ttl)
+                rules = _set_lifecycle(place, place.config.ttl)
+                result.update(rules)
                 if not as_json:
-                    _show_lifecycle(place, days)
+                    _show_lifecycle(place, **rules)
     results.end(as_json=as_json, failed=any(result.get("kept_by_error") for result in results.all))
 
 
@@ -136,13 +137,13 @@ def _collect(place: Place, *, dry_run: bool) -> dict[str, Any]:
     return {"skipped": "another collector is at work"} if report is None else asdict(report)
 
 
-def _set_lifecycle(place: Place, ttl_s: float | None) -> int | None:
-    """Have the bucket keep to ``ttl``, or without one to none any more. Returns the days."""
+def _set_lifecycle(place: Place, ttl_s: float | None) -> dict[str, Any]:
+    """Have the bucket keep to ``ttl``, or without one to none any more, and keep no versions. Returns what it does."""
     days = None if ttl_s is None else math.ceil(ttl_s / DAY_S)
     with place.open(writes=True) as store:
         assert isinstance(store, _Expires)
-        store.expire_after(days, [] if days is None else block_beginnings(store.folders()))
-    return days
+        versions = store.expire_after(days, block_beginnings(store.folders()))
+    return {"expire_after_days": days, "expire_versions": versions}
 
 
 def _time(mtime: float) -> str:
@@ -258,9 +259,11 @@ def _show_du(result: dict[str, Any]) -> None:
         console.print(f"  no blocks: {other['blobs']:,} files, {human_bytes(other['bytes'])}", highlight=False)
 
 
-def _show_lifecycle(place: Place, days: int | None) -> None:
-    rule = "by no rule of ours" if days is None else f"{days} days after they were written"
+def _show_lifecycle(place: Place, expire_after_days: int | None, expire_versions: bool) -> None:
+    rule = "by no rule of ours" if expire_after_days is None else f"{expire_after_days} days after they were written"
     text = f"{place.name} at {place.where}: the bucket itself removes blocks {rule}"
+    if expire_versions:
+        text += "; noncurrent versions of blocks go after a day"
     Console(soft_wrap=True).print(text, markup=False, highlight=False)
 
 

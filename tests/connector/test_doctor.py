@@ -19,6 +19,8 @@ from connector.commands.check import find_problems
 from connector.commands.places import EXIT_BAD_INPUT, EXIT_FAILED
 from connector.doctor import examine
 from connector.doctor_storage import Finding, examine_namespaces, examine_store
+from tests.connector.test_storage_commands import ok
+from tests.connector.test_verify_command import put_blocks
 from tests.identity import FakeSpec
 from tiers.builtin import FileSystemTierManager
 from tiers.capacity.account import MEASURED
@@ -254,7 +256,8 @@ def test_s3_is_tried_out(moto: S3Server, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "bucket" in one(missing, "storage", "tiers[0]").message
 
 
-def test_a_bucket_that_keeps_versions_is_found(moto: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bucket_that_keeps_versions_is_found(moto: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from tiers.stores.s3 import S3Store
     from tiers.stores.s3_control import S3Control
 
     options = s3_tier(moto, monkeypatch) | {"bucket": "kv-versions"}
@@ -262,8 +265,15 @@ def test_a_bucket_that_keeps_versions_is_found(moto: S3Server, monkeypatch: pyte
     moto.client().put_bucket_versioning(Bucket="kv-versions", VersioningConfiguration={"Status": "Enabled"})
     found = one(examine(deployment(options)), "versioning", "tiers[0]")
     assert (found.level, "noncurrent versions" in found.fix) == ("problem", True)
+    store = S3Store(doctor_s3_options(options))
+    put_blocks(store)
+    store.close()
+    config = tmp_path / "c.json"
+    config.write_text(deployment(options | {"max_bytes": "1GiB"}).model_dump_json())
+    assert "noncurrent versions of blocks go" in ok("gc", str(config), "--lifecycle")
+    assert "versioning" not in levels(examine(deployment(options)), "tiers[0] s3")
 
-    def refuse(self: S3Control) -> bool:
+    def refuse(self: S3Control, beginnings: Sequence[str]) -> bool:
         raise StorePermissionError("secret: AccessDenied")
 
     monkeypatch.setattr(S3Control, "keeps_versions", refuse)

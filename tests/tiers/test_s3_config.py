@@ -1124,6 +1124,7 @@ def test_lifecycle_rules_keep_what_the_bucket_says_of_transitions(options: S3Opt
             "Rules": [],
             "TransitionDefaultMinimumObjectSize": "varies_by_storage_class",
         },
+        get_bucket_versioning=lambda **_: {},
         put_bucket_lifecycle_configuration=lambda **arguments: sent.update(arguments),
     )
     S3Control(session).expire_after(1, ["m_r"])

@@ -270,24 +270,27 @@ class S3Store(Store):
         own = self.options.object_key(f"{folder}/")
         return self._attempts.run(folder, lambda clients: clients.control.list_folder(own))[1]
 
-    def expire_after(self, days: int | None, beginnings: Sequence[str] = ()) -> None:
-        """Have the bucket itself delete blobs whose keys begin so ``days`` after they were written.
+    def expire_after(self, days: int | None, beginnings: Sequence[str] = ()) -> bool:
+        """Have the bucket itself delete blobs whose keys begin so ``days`` after they were written, None: never.
 
-        It replaces what was asked for before; None: nothing any more. Other rules of the bucket stay.
+        It replaces what was asked for before. Other rules of the bucket stay. Returns whether the bucket may have
+        versions: then those are deleted a day after they were replaced or deleted, whatever ``days`` is.
 
         Raises:
             ValueError: ``days`` is below 1, S3's unit.
             StoreError: the bucket refused, or has no lifecycle rules.
         """
-        self._attempts.run("", lambda clients: clients.control.expire_after(days, beginnings))
+        return self._attempts.run("", lambda clients: clients.control.expire_after(days, beginnings))
 
-    def keeps_versions(self) -> bool:
+    def keeps_versions(self, beginnings: Sequence[str]) -> bool:
         """Whether the bucket keeps what is deleted or replaced, which takes a right of its own to ask.
+
+        Not where it has a rule that deletes it, of all keys that begin so.
 
         Raises:
             StoreError: it does not say.
         """
-        return self._attempts.run("", lambda clients: clients.control.keeps_versions())
+        return self._attempts.run("", lambda clients: clients.control.keeps_versions(beginnings))
 
     # -- private ---------------------------------------------------------------------------------------------------
 

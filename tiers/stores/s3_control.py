@@ -18,7 +18,7 @@ from typing import Any
 
 from botocore import exceptions as boto_errors
 
-from tiers.errors import BlobNotFoundError, StoreConfigError, StoreError
+from tiers.errors import BlobNotFoundError, StoreConfigError, StoreError, StorePermissionError
 from tiers.store import KeyInfo
 from tiers.stores.s3_boto_errors import BOTO_ERRORS, code_of, is_of_s3
 from tiers.stores.s3_errors import NO_S3, VagueRefusalError, deadline_error, server_error, without_absence
@@ -36,6 +36,7 @@ class S3Control:
     def __init__(self, session: S3Session) -> None:
         self._session = session
         self._options = session.options
+        self._own = f"{self._options.prefix}/" if self._options.prefix else ""
         self._asking = threading.BoundedSemaphore(session.options.max_connections)
 
     def list_page(self, prefix: str, *, after: str = "", token: str = "") -> tuple[list[KeyInfo], str]:
@@ -103,17 +104,21 @@ class S3Control:
         if region != self._session.region and self._session.is_aws:
             raise StoreConfigError(f"region: bucket {self._options.bucket} is in {region}; set region: {region}")
 
-    def keeps_versions(self) -> bool:
-        """Whether the bucket keeps what is deleted or replaced.
+    def keeps_versions(self, beginnings: Sequence[str]) -> bool:
+        """Whether the bucket keeps what is deleted or replaced, and no rule removes it below names that begin so.
 
         Raises:
             StoreError: it does not say.
         """
+        if self._versioning() != "Enabled":
+            return False
         try:
-            found = self._ask(self._session.client.get_bucket_versioning, Bucket=self._options.bucket)
-        except BOTO_ERRORS as e:
-            raise without_absence(self._session.translate(e), self._session.place) from None
-        return bool(found.get("Status") == "Enabled")
+            rules = self._lifecycle().get("Rules", [])
+        except StoreError:  # rules take another right
+            return True
+        names = [self._own + beginning for beginning in beginnings or ("",)]
+        prefixes = tuple(prefix for rule in rules if (prefix := _expires_versions_of(rule)) is not None)
+        return not all(name.startswith(prefixes) for name in names)
 
     def list_folder(self, prefix: str) -> tuple[list[str], list[str]]:
         """What is right below a prefix, by name: folders, that is what has a "/" behind the name, and objects."""
@@ -130,10 +135,11 @@ class S3Control:
             if not token:
                 return folders, objects
 
-    def expire_after(self, days: int | None, beginnings: Sequence[str]) -> None:
+    def expire_after(self, days: int | None, beginnings: Sequence[str]) -> bool:
         """Have the bucket delete what lies below the prefix under names that begin so ``days`` after it was written.
 
-        All rules of ours for the prefix are replaced; None leaves none. Other rules stay.
+        A bucket that has versions deletes those a day after they were replaced or deleted, also where ``days`` is None.
+        All rules of ours for the prefix are replaced; other rules stay. Returns whether versions are deleted.
 
         Raises:
             ValueError: ``days`` is below 1, S3's unit.
@@ -144,19 +150,11 @@ class S3Control:
         # Without the digits it is the one rule for all of the prefix that was made once, whoever else is in there.
         ours = re.compile(re.escape(rule_id) + f"(:[0-9a-f]{{{RULE_DIGITS}}})?")
         new = []
-        if days is not None:
-            own = f"{self._options.prefix}/" if self._options.prefix else ""
-            for beginning in beginnings:
-                digits = hashlib.sha256(beginning.encode()).hexdigest()[:RULE_DIGITS]
-                new.append(lifecycle_rule(f"{rule_id}:{digits}", own + beginning, days))
-        try:
-            found = self._ask(self._session.client.get_bucket_lifecycle_configuration, Bucket=bucket)
-        except boto_errors.ClientError as e:
-            if code_of(e.response.get("Error", {})) != "NoSuchLifecycleConfiguration":
-                raise without_absence(self._session.translate(e), self._session.place) from None
-            found = {}
-        except BOTO_ERRORS as e:
-            raise self._session.translate(e) from None
+        versions = bool(beginnings) and self._may_have_versions()
+        for beginning in beginnings if versions or days is not None else ():
+            digits = hashlib.sha256(beginning.encode()).hexdigest()[:RULE_DIGITS]
+            new.append(lifecycle_rule(f"{rule_id}:{digits}", self._own + beginning, days, versions=versions))
+        found = self._lifecycle()
         before = found.get("Rules", [])
         # Of the bucket's own, and back to AWS's default if it is left out.
         also = {name: found[name] for name in ("TransitionDefaultMinimumObjectSize",) if name in found}
@@ -169,6 +167,7 @@ class S3Control:
                 self._ask(self._session.client.delete_bucket_lifecycle, Bucket=bucket)
         except BOTO_ERRORS as e:
             raise self._session.translate(e) from None
+        return versions
 
     # -- private ---------------------------------------------------------------------------------------------------
 
@@ -197,6 +196,32 @@ class S3Control:
             if not isinstance(error := self._session.translate(e), BlobNotFoundError):
                 raise error from None
             return None
+
+    def _versioning(self) -> str:
+        """Enabled, Suspended, or "" of a bucket that never had versions."""
+        try:
+            found = self._ask(self._session.client.get_bucket_versioning, Bucket=self._options.bucket)
+        except BOTO_ERRORS as e:
+            raise without_absence(self._session.translate(e), self._session.place) from None
+        return str(found.get("Status", ""))
+
+    def _may_have_versions(self) -> bool:
+        try:
+            return self._versioning() != ""
+        except StoreError as e:
+            if e.retryable:
+                raise
+            return isinstance(e, StorePermissionError)  # else a server without versions, which may not know the rule
+
+    def _lifecycle(self) -> dict[str, Any]:
+        try:
+            return self._ask(self._session.client.get_bucket_lifecycle_configuration, Bucket=self._options.bucket)
+        except boto_errors.ClientError as e:
+            if code_of(e.response.get("Error", {})) != "NoSuchLifecycleConfiguration":
+                raise without_absence(self._session.translate(e), self._session.place) from None
+            return {}
+        except BOTO_ERRORS as e:
+            raise self._session.translate(e) from None
 
     def _list(self, **arguments: Any) -> dict[str, Any]:
         try:
@@ -240,18 +265,28 @@ class S3Control:
         return following
 
 
-def lifecycle_rule(rule_id: str, prefix: str, days: int) -> dict[str, Any]:
+def lifecycle_rule(rule_id: str, prefix: str, days: int | None, *, versions: bool) -> dict[str, Any]:
     """A bucket's rule that deletes objects whose whole names begin with ``prefix`` after ``days``.
+
+    Args:
+        days: None: never.
+        versions: delete what was deleted or replaced, too, which a bucket with versioning keeps.
 
     Raises:
         ValueError: ``days`` is below 1, S3's unit.
     """
-    if days < 1:
+    if days is not None and days < 1:
         raise ValueError(f"days is {days}; a bucket expires blobs after whole days, 1 or more")
-    return {
-        "ID": rule_id,
-        "Status": "Enabled",
-        "Filter": {"Prefix": prefix},
-        "Expiration": {"Days": days},
-        "NoncurrentVersionExpiration": {"NoncurrentDays": 1},  # else a bucket with versioning keeps all of them
-    }
+    # The marker of a deletion stays when what was deleted has gone; with days it goes as well.
+    expiration = {"ExpiredObjectDeleteMarker": True} if days is None else {"Days": days}
+    rule = {"ID": rule_id, "Status": "Enabled", "Filter": {"Prefix": prefix}, "Expiration": expiration}
+    return rule | {"NoncurrentVersionExpiration": {"NoncurrentDays": 1}} if versions else rule
+
+
+def _expires_versions_of(rule: dict[str, Any]) -> str | None:
+    """The beginning of the names of which a rule deletes all versions; None: of no names, or not of all such."""
+    expires = rule.get("NoncurrentVersionExpiration", {})
+    if rule.get("Status") != "Enabled" or "NoncurrentDays" not in expires or "NewerNoncurrentVersions" in expires:
+        return None
+    found: dict[str, str] = rule.get("Filter", {"Prefix": rule.get("Prefix", "")})
+    return found.get("Prefix", "") if found.keys() <= {"Prefix"} else None
