@@ -1,7 +1,7 @@
 """TierHealth: what a tier's circuit is told of its loads, stores and lookups. Pure.
 
 A block that cannot be had (a bad sector's, one in a folder of somebody else's) fails at each request for it, and that
-says nothing new of the storage. So an error of a block's own counts once: of a storage that is away others fail, too.
+says nothing new of the storage. So an error of a block's own counts once, but where others fail with it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from tiers.lookup import LookupCounts
 
 KEYS_MAX = 64  # remembered of each kind: more are no single blocks
 
+BLOCKS_MIN = 3  # so many that fail with no load between them that succeeds are no single blocks either
+
 
 class TierHealth:
     """Scheduler thread only, save that any may ask what is in ``unreadable``.
@@ -26,11 +28,12 @@ class TierHealth:
 
     def __init__(self, circuit: Circuit) -> None:
         self._circuit = circuit
+        self._failed_loads: set[OffloadKey] = set()  # since one succeeded
         self._out_of_reach = FailedKeys()
         self.unreadable = FailedKeys()
 
-    def looked_up(self, counts: LookupCounts) -> None:
-        """Lookups were answered, or not."""
+    def looked_up(self, counts: LookupCounts) -> bool:
+        """Lookups were answered, or not. True: only another key can tell whether it is the storage; ask for one."""
         is_news = self._out_of_reach.add(counts.failed)
         if counts.hits or counts.misses:
             self._circuit.succeed("lookup")  # some keys may be out of reach: that is no reason to miss all others
@@ -38,14 +41,23 @@ class TierHealth:
             self._circuit.fail("lookup", "lookups are not answered")
         elif is_news:
             self._circuit.fail("lookup", "lookups fail")
+        elif counts.failed:
+            return True
         elif counts.late:
             self._circuit.answer_late()
+        return False
 
     def moved(self, batch: Batch, op: Kind) -> None:
         """A batch ended."""
         if op == "load":  # not where it was stored again: whether it can be read now is yet to be seen
             self.unreadable.forget(batch.succeeded)
         is_news = self.unreadable.add(batch.unreadable)
+        if op == "load":
+            if batch.succeeded:
+                self._failed_loads.clear()
+            elif len(self._failed_loads) < KEYS_MAX:
+                self._failed_loads.update(batch.unreadable)
+            is_news |= len(self._failed_loads) >= BLOCKS_MIN
         if batch.succeeded:
             self._circuit.succeed(op)
         elif batch.fault and (is_news or batch.outcomes["failed"] > len(batch.gone) + len(batch.unreadable)):

@@ -202,12 +202,18 @@ class StoreTierManager(SecondaryTierManager):
         self._doubted = False
         self._trace_failed = False
         self._probe_key = make_offload_key(bytes(32), 0)
+        self._asks_another = False
         self._counts = TierCounts(self.metrics, self.name, collects=collector is not None)
 
     # -- lookups ---------------------------------------------------------------------------------------------------
 
     def lookup(self, key: OffloadKey, req_context: ReqContext | None = None) -> bool | None:  # noqa: ARG002
-        return self._lookup.lookup(key) if self._circuit.closed else False
+        if not self._circuit.closed:
+            return False
+        if self._asks_another:  # in one batch with what is asked now, whose answer somebody waits for
+            self._asks_another = False
+            self._lookup.lookup(make_offload_key(os.urandom(32), 0))
+        return self._lookup.lookup(key)
 
     def on_schedule_end(self) -> None:
         if self._circuit.take_probe():
@@ -252,8 +258,8 @@ class StoreTierManager(SecondaryTierManager):
             circuit.trip(
                 f"a task has been running for {stuck_s:.1f} s, job_deadline_s is {self._options.job_deadline_s}"
             )
-        else:
-            self._health.looked_up(counts)
+        elif self._health.looked_up(counts):
+            self._asks_another = True
         self._mover.cut = "" if circuit.closed else "circuit_open"
         self.metrics.set("kvtiers_circuit_closed", self.name, value=float(circuit.closed))
         if circuit.openings > self._openings_counted:

@@ -1086,6 +1086,29 @@ class TestLiveness:
         tier.on_schedule_end()
         assert tier.circuit_state == "open"
 
+    def test_a_dead_tier_is_cut_off_though_all_requests_ask_for_one_prompt(self, bench: Bench) -> None:
+        """Its first block is all that is looked up, as every request misses there."""
+        store = PartlyRefused()
+        tier = bench.tier(store=store, circuit_failures=3)
+        store.refused = tier.mapper.name_prefix
+        for _ in range(6):
+            bench.present(tier, KEYS[0])
+            tier._lookup.forget(KEYS)
+            tier.on_schedule_end()
+        assert tier.circuit_state == "open"
+
+    def test_a_tier_that_reads_nothing_is_cut_off_each_time_though_the_blocks_are_the_same(self, bench: Bench) -> None:
+        """Its lookups are answered, so that its probes close the circuit."""
+        store = PartlyRefused()
+        tier = bench.tier(store=store, circuit_failures=1, circuit_probe_s=0.0)
+        bench.fill(1)
+        assert bench.store(tier, KEYS[:4]).success
+        store.unreadable = {tier.mapper.relative_name(key): StoreUnavailableError for key in KEYS[:4]}
+        for _ in range(3):
+            assert not bench.load(tier, KEYS[:4]).success
+            assert tier.circuit_state == "open"
+            bench.wait_until_closed(tier)
+
     def probe_that_gets_no_answer(
         self, bench: Bench, now: list[float], error: Exception
     ) -> tuple[StoreTierManager, GatedStore]:
