@@ -87,9 +87,11 @@ class FailedLoads:
 
     def refuse(self, request: Request, key: OffloadKey, tier: int) -> bool:
         """Whether the request does not ask the tier for the key."""
-        return bool(request.refused.get(key, 0) >> tier & 1) or (
-            self._failed_at.get((key, tier), -math.inf) > request.came_at
-        )
+        return bool(request.refused.get(key, 0) >> tier & 1) or self.has_failed(request, key, tier)
+
+    def has_failed(self, request: Request, key: OffloadKey, tier: int) -> bool:
+        """Whether a load of the key from the tier failed since the request came."""
+        return self._failed_at.get((key, tier), -math.inf) > request.came_at
 
 
 class TierLoads:

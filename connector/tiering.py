@@ -203,7 +203,8 @@ class TieringOffloadingManager(OffloadingManager):
         now = self._clock()
         request = self._remember(req_context, now)  # it waits from now on, should the load fail
         assert request is not None
-        if block.state is BlockState.LOADING and self._failed.refuse(request, block.key, block.tier):
+        # It may have been refused for want of room as well, which a block that another request loads does not need.
+        if block.state is BlockState.LOADING and self._failed.has_failed(request, block.key, block.tier):
             return False
         request.held_until = now + self._options.promotion_hold_s
         self._waiting[request] = None

@@ -1543,3 +1543,18 @@ def test_a_tiers_name_is_text_in_metrics() -> None:
     manager = TieringOffloadingManager(engine.primary, [engine.tier])
     manager.touch(KEYS[:1])
     assert engine.counted("kvtiers_contained_errors_total", "1", "touch") == 1
+
+
+def test_a_request_that_found_no_room_waits_for_what_another_request_loads() -> None:
+    engine = Engine(num_blocks=4, auto=False, promotion_wait_s=0.5, store_backlog_share=1)
+    engine.store(*KEYS[:3])  # the tier has not taken them yet, so they hold their slots
+    engine.tier.put(*KEYS[10:13])
+    waits, loads = ReqContext("waits"), ReqContext("loads")
+    assert engine.lookup(KEYS[10:13], waits) == [None] * 3
+    engine.clock.advance(0.6)
+    engine.lookup(KEYS[10:13], waits)
+    engine.tier.finish(next(iter(engine.tier.jobs)))
+    engine.clock.advance(0.1)
+    engine.manager.on_schedule_end()
+    assert engine.lookup(KEYS[10:13], loads) == [None] * 3
+    assert engine.lookup(KEYS[10:13], waits)[:2] == [None, None]
