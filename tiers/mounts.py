@@ -47,7 +47,7 @@ def mount_findings(root_dir: str | os.PathLike[str], *, mountinfo: str = "/proc/
 
 
 def file_system_type(path: str | os.PathLike[str], *, mountinfo: str = "/proc/self/mountinfo") -> str:
-    """Type of the file system a path is on, such as ``ext4``; "" where it is not known. Touches no NFS mount."""
+    """Type of the file system a path is on, such as ``ext4``; "" where it is not known. Touches no mount that may hang."""
     with open(mountinfo, encoding="utf-8", errors="surrogateescape") as f:
         mount = _mount_of(os.path.abspath(path), [_parse_mount(line) for line in f])
     return mount.type if mount is not None else ""
@@ -110,14 +110,14 @@ def _unescape(text: str) -> str:
 
 
 def _mount_of(path: str, mounts: Sequence[_Mount]) -> _Mount | None:
-    """The mount a path is on. Symbolic links are followed as far as no NFS has to be asked for them."""
+    """The mount a path is on. Symbolic links are followed as far as this host's own file systems have them."""
     for _ in range(40):  # as many links as Linux follows
         mount = _innermost(path, mounts)
         parts = path.strip("/").split("/")
         prefixes = ["/" + "/".join(parts[: i + 1]) for i in range(len(parts))]
         for prefix in prefixes:
             inner = _innermost(prefix, mounts)
-            if inner is not None and inner.type.startswith("nfs"):
+            if inner is not None and inner.type not in _LOCAL:  # it may hang: NFS, FUSE, CephFS, …
                 return mount
             if os.path.islink(prefix):
                 target = os.path.join(os.path.dirname(prefix), os.readlink(prefix))

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiers.root_folder import FolderContract
-from tiers import publish, vectored_io
+from tiers import mounts, publish, vectored_io
 from tiers.errors import BlobNotFoundError, StoreFullError, StoreUnavailableError
 from tiers.mounts import mount_findings
 from tiers.store import Store
@@ -300,3 +300,17 @@ def test_the_mount_is_found(tmp_path: Path) -> None:
 
 def test_this_machines_mounts_can_be_read(tmp_path: Path) -> None:
     assert isinstance(mount_findings(tmp_path), list)
+
+
+@pytest.mark.parametrize("kind", ["nfs4", "fuse.sshfs", "ceph", "lustre"])
+def test_nothing_is_asked_of_a_mount_that_may_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """An engine looks at mounts while it starts."""
+    table = tmp_path / "mountinfo"
+    table.write_text(
+        f"22 1 8:1 / / rw - ext4 /dev/sda1 rw\n36 22 0:48 / {tmp_path}/far rw - {kind} server:/export {GOOD}\n"
+    )
+    asked: list[str] = []
+    monkeypatch.setattr(os.path, "islink", lambda path: bool(asked.append(path)))
+    assert mounts.file_system_type(tmp_path / "far" / "kv", mountinfo=str(table)) == kind
+    assert str(tmp_path) in asked
+    assert not [path for path in asked if path.startswith(f"{tmp_path}/far")]
