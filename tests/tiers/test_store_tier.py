@@ -1109,6 +1109,54 @@ class TestLiveness:
             assert tier.circuit_state == "open"
             bench.wait_until_closed(tier)
 
+    def test_a_dead_tier_is_cut_off_though_all_requests_ask_for_the_same_blocks(self, bench: Bench) -> None:
+        """In one step, as engines that do not stop at the first miss."""
+        store = PartlyRefused()
+        tier = bench.tier(store=store, circuit_failures=3, circuit_probe_s=1000)
+        store.refused = tier.mapper.name_prefix  # of all
+
+        def answered() -> bool:
+            answers = [tier.lookup(key) for key in KEYS[:20]]
+            tier.on_schedule_end()
+            return None not in answers
+
+        for _ in range(6):  # requests
+            wait_for(answered)
+            tier._lookup.forget(KEYS)
+        assert tier.circuit_state == "open"
+
+    @pytest.mark.parametrize("task_blocks", [1, 3, 20])
+    def test_reads_that_all_fail_cut_it_off_again_while_all_ask_the_same_blocks(
+        self, bench: Bench, task_blocks: int
+    ) -> None:
+        """Lookups are answered, so that the probe lets it back."""
+        store = PartlyRefused()
+        now = [1000.0]
+        bench.clock = lambda: now[0]
+        tier = bench.tier(store=store, circuit_failures=3, circuit_probe_s=5, task_bytes=task_blocks * ROW_BYTES)
+        bench.fill(1)
+        assert bench.store(tier, KEYS[:20]).success
+        store.unreadable = {tier.mapper.relative_name(key): StoreUnavailableError for key in KEYS[:20]}
+        for _ in range(3):  # request after request
+            bench.load(tier, KEYS[:20])
+        assert tier.circuit_state == "open"
+        for _ in range(3):
+            now[0] += 5
+            bench.wait_until_closed(tier)
+            bench.load(tier, KEYS[:20])
+            assert tier.circuit_state == "open"
+
+    def test_one_block_that_cannot_be_read_cuts_nothing_off_where_others_of_its_prompt_come(self, bench: Bench) -> None:
+        store = PartlyRefused()
+        tier = bench.tier(store=store, circuit_failures=3, task_bytes=ROW_BYTES)
+        bench.fill(1)
+        assert bench.store(tier, KEYS[:20]).success
+        store.unreadable = {tier.mapper.relative_name(KEYS[n]): StoreUnavailableError for n in (5, 11, 17)}
+        for _ in range(6):
+            assert len(bench.load(tier, KEYS[:20]).successful_keys) == 17
+        assert tier.circuit_state == "closed"
+        assert tier.metrics.value("kvtiers_circuit_opened_total", "test") == 0
+
     def probe_that_gets_no_answer(
         self, bench: Bench, now: list[float], error: Exception
     ) -> tuple[StoreTierManager, GatedStore]:
