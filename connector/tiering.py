@@ -205,7 +205,7 @@ class TieringOffloadingManager(OffloadingManager):
         assert request is not None
         # It may have been refused for want of room as well, which a block that another request loads does not need.
         if block.state is BlockState.LOADING and self._failed.has_failed(request, block.key, block.tier):
-            return False
+            return self._lookup_tiers(block.key, req_context)  # the other tiers
         request.held_until = now + self._options.promotion_hold_s
         self._waiting[request] = None
         return None

@@ -520,6 +520,32 @@ def test_a_request_that_a_load_has_failed_waits_for_another_tiers() -> None:
     assert engine.lookup(KEYS[:1], waiting) == [True]
 
 
+@pytest.mark.parametrize("has_it", [True, False])
+def test_a_request_that_a_load_has_failed_asks_the_next_tier_while_others_load_from_the_first(has_it: bool) -> None:
+    engine = Engine(num_tiers=2, auto=False)
+    near, far = engine.tiers
+    near.put(KEYS[0])
+    if has_it:
+        far.put(KEYS[0])
+    far.silent = True  # its answer takes a step
+    first, later = ReqContext("first"), ReqContext("later")
+    assert engine.lookup(KEYS[:1], first) == [None]
+    engine.clock.advance(0.2)
+    near.finish(next(iter(near.jobs)), failing=KEYS[:1])
+    engine.manager.on_schedule_end()
+    engine.clock.advance(0.02)
+    assert engine.lookup(KEYS[:1], first) == [None]
+    far.silent = False
+    assert engine.lookup(KEYS[:1], later) == [None]
+    engine.clock.advance(0.02)
+    assert engine.lookup(KEYS[:1], first) == [None if has_it else False]
+    near.finish(next(iter(near.jobs)), failing=KEYS[:1])
+    if has_it:
+        assert engine.lookup(KEYS[:1], first) == [None]
+        far.finish(next(iter(far.jobs)))
+        assert engine.lookup_until_known(KEYS[:1], first) == [True]
+
+
 def test_an_earlier_tier_is_waited_for_but_not_for_ever() -> None:
     engine = Engine(num_tiers=2, lookup_deadline_s=0.2)
     engine.tiers[0].silent = True
