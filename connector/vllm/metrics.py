@@ -6,6 +6,7 @@ are called ``vllm:kvtiers_…``: vLLM unregisters and re-registers only what has
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -69,11 +70,13 @@ class StatsExporter:
     def take(self) -> OffloadingConnectorStats | None:
         """The changes, or None where there are none."""
         stats = OffloadingConnectorStats()
+        gone = set(self._seen)
         for sample in self._metrics.snapshot():
             metric = METRICS[sample.name]
             # Plain texts, which any message between vLLM's processes takes: a reason is a StrEnum.
             labels = tuple(str(sample.labels[name]) for name in metric.labels)
             value = sample.total if metric.kind is MetricKind.HISTOGRAM else sample.value
+            gone.discard((sample.name, labels))
             seen = self._seen.get((sample.name, labels))
             change = value - (seen or 0)
             if not change and seen is not None:
@@ -86,6 +89,9 @@ class StatsExporter:
             if self._tiering_names:
                 for name in _tiering_metrics(sample):
                     stats.increase_counter(name, change, (sample.labels["tier"],))
+        for name, labels in gone:  # gauges only; vLLM's endpoint drops none, and would show the last value for ever
+            del self._seen[name, labels]
+            stats.set_gauge(_vllm_name(name), math.nan, labels)
         return None if stats.is_empty() else stats
 
 

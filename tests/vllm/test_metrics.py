@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from connector.vllm.metrics import StatsExporter
@@ -44,3 +46,20 @@ def test_only_changes_are_told(metrics: Metrics) -> None:
         told = {} if stats is None else stats.data["data"]
         metrics.inc("kvtiers_bytes_total", "fs", "load", by=10)
     assert told == {"vllm:kvtiers_bytes": {("fs", "load"): 10}}
+
+
+def test_a_gauge_whose_value_is_not_known_any_more_is_told_as_such(metrics: Metrics) -> None:
+    """vLLM's endpoint shows what it was told last for ever."""
+    exporter = StatsExporter(metrics)
+    metrics.set("kvtiers_storage_used_bytes", "fs", value=5)
+    exporter.take()
+    metrics.forget("kvtiers_storage_used_bytes", "fs")
+    stats = exporter.take()
+    assert stats is not None
+    ((labels, value),) = stats.data["data"]["vllm:kvtiers_storage_used_bytes"].items()
+    assert (labels, math.isnan(value)) == (("fs",), True)
+    assert exporter.take() is None  # once
+    metrics.set("kvtiers_storage_used_bytes", "fs", value=5)
+    stats = exporter.take()
+    assert stats is not None
+    assert stats.data["data"] == {"vllm:kvtiers_storage_used_bytes": {("fs",): 5}}
