@@ -114,6 +114,9 @@ class GuardedTier:
 
     def note_answer(self, key: OffloadKey, req_context: ReqContext, *, hit: bool) -> None:
         """Count what a request was told of a key, the first time: while it waits, engines ask in each step."""
+        if not req_context.req_id:  # of nobody knows whom, and nobody says when they finish
+            self._lookups[hit] += 1
+            return
         answered = self._answered.get(req_context.req_id)
         if answered is None:
             answered = self._answered[req_context.req_id] = set()

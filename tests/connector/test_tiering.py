@@ -630,6 +630,13 @@ def test_each_block_a_request_asks_for_counts_once_a_tier() -> None:
     assert counted() == [0, 13, 9, 4]  # no answer in time is a miss too
 
 
+def test_of_an_engine_whose_requests_have_no_id_each_answer_counts() -> None:
+    engine = Engine()
+    for _ in range(3):
+        assert engine.lookup(KEYS[:1], ReqContext()) == [False]
+    assert engine.counted("kvtiers_lookups_total", "tier0", "miss") == 3
+
+
 def test_a_hit_waits_for_room_and_then_is_a_miss() -> None:
     engine = Engine(num_blocks=4, auto=False, promotion_wait_s=0.5, store_backlog_share=1)
     engine.store(*KEYS[:3])
