@@ -47,7 +47,7 @@ def mount_findings(root_dir: str | os.PathLike[str], *, mountinfo: str = "/proc/
 
 
 def file_system_type(path: str | os.PathLike[str], *, mountinfo: str = "/proc/self/mountinfo") -> str:
-    """Type of the file system a path is on, such as ``ext4``; "" where it is not known. Touches no mount that may hang."""
+    """Type of a path's file system, such as ``ext4``; "" where it is not known. Asks no mount that may hang."""
     with open(mountinfo, encoding="utf-8", errors="surrogateescape") as f:
         mount = _mount_of(os.path.abspath(path), [_parse_mount(line) for line in f])
     return mount.type if mount is not None else ""

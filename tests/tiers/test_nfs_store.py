@@ -310,7 +310,12 @@ def test_nothing_is_asked_of_a_mount_that_may_hang(tmp_path: Path, monkeypatch: 
         f"22 1 8:1 / / rw - ext4 /dev/sda1 rw\n36 22 0:48 / {tmp_path}/far rw - {kind} server:/export {GOOD}\n"
     )
     asked: list[str] = []
-    monkeypatch.setattr(os.path, "islink", lambda path: bool(asked.append(path)))
+
+    def islink(path: str) -> bool:
+        asked.append(path)
+        return False
+
+    monkeypatch.setattr(os.path, "islink", islink)
     assert mounts.file_system_type(tmp_path / "far" / "kv", mountinfo=str(table)) == kind
     assert str(tmp_path) in asked
     assert not [path for path in asked if path.startswith(f"{tmp_path}/far")]
