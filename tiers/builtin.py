@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -89,9 +89,8 @@ class NfsTierManager(StoreTierManager):
     def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **options: Any) -> None:
         config = parse_tier({"type": "nfs", **options})
         assert isinstance(config, NfsTierConfig)
-        with suppress(OSError):  # /proc may be hidden: then nobody knows
-            if problem := missing_mount(config.root_dir):
-                logger.warning("tier %s: root_dir: %s", config.name or tier_type, problem)
+        if problem := missing_mount(config.root_dir):
+            logger.warning("tier %s: root_dir: %s", config.name or tier_type, problem)
         _start(self, offloading_spec, primary_kv_view, tier_type, config)
 
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import stat
 from collections.abc import Callable, Iterator
 
 from tiers.errors import InvalidKeyError
+from tiers.mounts import is_mount_point
 from tiers.posix import OPEN_LISTING, RootFolder, close_reader, is_absent
 from tiers.store import KeyInfo, check_key
 
@@ -19,7 +19,6 @@ DAMAGED = (errno.EIO, errno.EUCLEAN, errno.EBADMSG)  # by the last two ext4 and 
 DAMAGED_MAX = 16  # in one listing; where there are more the device or its connection is gone, and nothing can be told
 #: By which a mount says that it has lost its server. From the root's own mount it says nothing of one folder.
 UNREACHABLE = (errno.ENOTCONN, errno.EHOSTDOWN, errno.ETIMEDOUT, errno.ENODEV)
-MOUNTS = "/proc/self/mountinfo"
 
 
 def walk(root: RootFolder, prefix: str, on_refused: Callable[[str, OSError], None]) -> Iterator[KeyInfo]:
@@ -108,14 +107,11 @@ def _check_is_gone(e: OSError, root: RootFolder) -> None:
 
 
 def _is_mounted(root: RootFolder, name: str) -> bool:
-    """Whether something is mounted right at a name below the root, by the kernel's table: it may not answer itself."""
     try:
         path = os.path.join(os.readlink(f"/proc/self/fd/{root.fd}"), name)
-        with open(MOUNTS, encoding="utf-8", errors="surrogateescape") as mounts:
-            points = {line.split(" ")[4] for line in mounts}
     except OSError:
         return False
-    return re.sub(r"[ \t\n\\]", lambda found: f"\\{ord(found[0]):03o}", path) in points
+    return is_mount_point(path)
 
 
 # Folders on the way to a blob. Ours have a handful; a foreign tree that is deep must not take all descriptors.

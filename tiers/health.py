@@ -15,7 +15,6 @@ from tiers.keys import OffloadKey
 from tiers.lookup import LookupCounts
 
 KEYS_MAX = 64  # remembered of each kind: more are no single blocks
-
 BLOCKS_MIN = 3  # so many that fail with no load between them that succeeds are no single blocks either
 
 

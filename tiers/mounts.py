@@ -11,6 +11,7 @@ RECOMMENDED_OPTIONS = (
     "vers=4.2,proto=tcp,softerr,timeo=50,retrans=2,lookupcache=pos,noatime,nconnect=4,rsize=1048576,wsize=1048576"
 )
 TRANSFER_BYTES_MIN = 256 << 10
+MOUNTINFO = "/proc/self/mountinfo"  # see proc(5)
 #: One host's own. What else hosts share (CephFS, Lustre, FUSE) may be meant.
 _LOCAL = {"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
 NAMES_CACHED_S_MAX = 60  # acdirmax's default
@@ -23,21 +24,18 @@ class _Mount:
     options: dict[str, str]
 
 
-def mount_findings(root_dir: str | os.PathLike[str], *, mountinfo: str = "/proc/self/mountinfo") -> list[str]:
+def mount_findings(root_dir: str | os.PathLike[str], *, mountinfo: str = MOUNTINFO) -> list[str]:
     """What is unwise about the NFS mount a folder is on, for an operator; empty where nothing is, or it is no NFS.
 
     Looks at nothing inside the mount, which may hang.
 
     Args:
         root_dir: need not exist.
-        mountinfo: see proc(5).
 
     Raises:
         OSError: ``mountinfo`` cannot be read.
     """
-    with open(mountinfo, encoding="utf-8", errors="surrogateescape") as f:
-        mounts = [_parse_mount(line) for line in f]
-    mount = _mount_of(os.path.abspath(root_dir), mounts)
+    mount = _mount_of(os.path.abspath(root_dir), _read_mounts(mountinfo))
     if mount is None or mount.type not in ("nfs", "nfs4"):
         return []
     found = list(_judge(mount.options))
@@ -46,11 +44,21 @@ def mount_findings(root_dir: str | os.PathLike[str], *, mountinfo: str = "/proc/
     return [f"{mount.point}: {finding}" for finding in found]
 
 
-def file_system_type(path: str | os.PathLike[str], *, mountinfo: str = "/proc/self/mountinfo") -> str:
+def file_system_type(path: str | os.PathLike[str], *, mountinfo: str = MOUNTINFO) -> str:
     """Type of a path's file system, such as ``ext4``; "" where it is not known. Asks no mount that may hang."""
-    with open(mountinfo, encoding="utf-8", errors="surrogateescape") as f:
-        mount = _mount_of(os.path.abspath(path), [_parse_mount(line) for line in f])
+    try:
+        mount = _mount_of(os.path.abspath(path), _read_mounts(mountinfo))
+    except OSError:  # /proc may be hidden
+        return ""
     return mount.type if mount is not None else ""
+
+
+def is_mount_point(path: str, *, mountinfo: str = MOUNTINFO) -> bool:
+    """Whether something is mounted right there, by the kernel's table: it may not answer itself."""
+    try:
+        return any(mount.point == path for mount in _read_mounts(mountinfo))
+    except OSError:
+        return False
 
 
 def missing_mount(root_dir: str | os.PathLike[str]) -> str:
@@ -94,6 +102,11 @@ def _judge(options: dict[str, str]) -> Iterator[str]:
     for name in ("rsize", "wsize"):
         if int(options.get(name, TRANSFER_BYTES_MIN)) < TRANSFER_BYTES_MIN:
             yield f"{name}={options[name]}: many small requests a block; 1048576 is usual"
+
+
+def _read_mounts(mountinfo: str) -> list[_Mount]:
+    with open(mountinfo, encoding="utf-8", errors="surrogateescape") as f:
+        return [_parse_mount(line) for line in f]
 
 
 def _parse_mount(line: str) -> _Mount:

@@ -15,6 +15,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import pytest
 
 from tests.identity import FakeSpec, block_key
 from tests.promises import Record
-from tiers import folder_cleanup, folder_listing, posix, publish
+from tiers import folder_cleanup, folder_listing, mounts, posix, publish
 from tiers.capacity.collector import Collector
 from tiers.capacity.policy import CapacityPolicy
 from tiers.errors import (
@@ -678,9 +679,9 @@ def test_only_a_mount_of_its_own_that_has_lost_its_server_is_passed_over(
     monkeypatch.setattr(folder_listing, "os", Damaged({"b"}, code))
     with pytest.raises(StoreError):
         list_keys(store)
-    mounts = tmp_path / "mountinfo"
-    mounts.write_text(f"36 25 0:49 / {tmp_path}/my\\040root/b rw shared:1 - nfs4 server:/export rw,vers=4.2\n")
-    monkeypatch.setattr(folder_listing, "MOUNTS", str(mounts))
+    table = tmp_path / "mountinfo"
+    table.write_text(f"36 25 0:49 / {tmp_path}/my\\040root/b rw shared:1 - nfs4 server:/export rw,vers=4.2\n")
+    monkeypatch.setattr(folder_listing, "is_mount_point", partial(mounts.is_mount_point, mountinfo=str(table)))
     assert list_keys(store) == ["a/1"]
 
 

@@ -298,6 +298,11 @@ def test_the_mount_is_found(tmp_path: Path) -> None:
     assert findings(tmp_path, bad, path=str(loop)) == []
 
 
+def test_nothing_is_known_of_mounts_where_proc_is_hidden(tmp_path: Path) -> None:
+    assert mounts.file_system_type(tmp_path, mountinfo=str(tmp_path / "none")) == ""
+    assert not mounts.is_mount_point("/", mountinfo=str(tmp_path / "none"))
+
+
 def test_this_machines_mounts_can_be_read(tmp_path: Path) -> None:
     assert isinstance(mount_findings(tmp_path), list)
 
