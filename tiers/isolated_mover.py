@@ -94,6 +94,7 @@ class IsolatedMover(BlockMover):
         if not pairs:
             return batch
         threads = 1 if concurrency is None else concurrency.threads
+        stores = operation == "store_batch"
         request = {
             "tier": self.name,
             "operation": operation,
@@ -103,9 +104,9 @@ class IsolatedMover(BlockMover):
             "threads": threads,
             "begin_within_s": min(deadline - self._clock(), self.begin_s),
             "removes_bad": self.removes_bad,
-            "unreadable": [place for place, (key, _) in enumerate(pairs) if key in self.unreadable],
+            "unreadable": [place for place, (key, _) in enumerate(pairs) if stores and key in self.unreadable],
         }
-        puts_bytes = len(pairs) * (self._rows.row_bytes + TRAILER_BYTES) if operation == "store_batch" else 0
+        puts_bytes = len(pairs) * (self._rows.row_bytes + TRAILER_BYTES) if stores else 0
         try:
             answer = self.store.run(move_batch, request, pack_pairs(pairs), puts_bytes=puts_bytes)
         except StoreError as e:

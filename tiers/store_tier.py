@@ -20,7 +20,7 @@ from tiers.batches import deal, side_by_side
 from tiers.block_mover import Batch, Rows
 from tiers.circuit import Circuit, CircuitState, Kind
 from tiers.errors import QueueFullError
-from tiers.events import UnreadEvents
+from tiers.events import StoresBesideLoads, UnreadEvents
 from tiers.file_mapper import FileMapper, strict_fields
 from tiers.health import TierHealth
 from tiers.isolated_mover import RunsInWorkers, make_mover
@@ -193,7 +193,7 @@ class StoreTierManager(SecondaryTierManager):
         self._mover.unreadable = self._health.unreadable
         self._clock = clock
         self._in_flight: dict[int, _InFlight] = {}
-        self._loading: dict[OffloadKey, set[int]] = {}  # the loads under way of a key that was not stored since
+        self._stores_beside_loads = StoresBesideLoads()
         self._to_book: deque[FinishedJob[Batch]] = deque()
         self._results: list[JobResult] = []
         self._events = UnreadEvents(self.name)
@@ -345,12 +345,11 @@ class StoreTierManager(SecondaryTierManager):
         if refused:
             self._counts.refused(_op(is_load), refused, len(keys))
             self._results.append(JobResult(job.job_id, success=not keys))
-            self._trace(JobTrace(_op(is_load), "failed", submitted_ns, 0.0, len(keys), 0))
+            self._trace(_op(is_load), "failed", submitted_ns, 0.0, len(keys), 0)
             return
         self._in_flight[job.job_id] = _InFlight(keys, is_load, submitted_ns, tuple(map(len, batches)))
         if is_load:
-            for key in keys:
-                self._loading.setdefault(key, set()).add(job.job_id)
+            self._stores_beside_loads.begin_load(job.job_id)
 
     def _blocks_per_task(self, count: int, *, is_load: bool) -> int:
         """An equal share of a job for every thread, within TASK_BYTES_MIN and what ``TierOptions`` say."""
@@ -390,36 +389,26 @@ class StoreTierManager(SecondaryTierManager):
             self._lookup.mark((key for key in job.keys if key not in done), present=False)
             # Not all of them: what a storage that is away for a second has is there, and nobody would publish it again.
             # Nor what was stored since: who hears "removed" last takes it for gone.
-            not_stored_since = self._take_loading(finished.job_id, job.keys)
-            self._events.add([key for key in dict.fromkeys(gone) if key in not_stored_since], removed=True)
+            self._events.add(self._stores_beside_loads.end_load(finished.job_id, gone), removed=True)
         elif done:
             self._lookup.mark(done, present=True)
             if self._collector is not None:
                 self._collector.note_stored(done)  # or who hears "removed" last would take them for gone
-            for key in done:
-                self._loading.pop(key, None)
+            self._stores_beside_loads.end_store(done)
             self._events.add(succeeded, removed=False)
         if used:
             self.touch(used)
         outcome = "ok" if ok else "partial" if done else "failed"
         self._counts.job_ended(op, outcome, finished.duration_s, bytes_moved)
         self._results.append(JobResult(finished.job_id, ok, tuple(succeeded), finished.duration_s, bytes_moved))
-        self._trace(JobTrace(op, outcome, job.submitted_ns, finished.duration_s, len(job.keys), bytes_moved))
+        self._trace(op, outcome, job.submitted_ns, finished.duration_s, len(job.keys), bytes_moved)
 
-    def _take_loading(self, job_id: int, keys: Iterable[OffloadKey]) -> set[OffloadKey]:
-        """The keys of a load that ended which were not stored since it began."""
-        found = {key for key in keys if job_id in self._loading.get(key, ())}
-        for key in found:
-            self._loading[key].remove(job_id)
-            if not self._loading[key]:
-                del self._loading[key]
-        return found
-
-    def _trace(self, trace: JobTrace) -> None:
+    def _trace(self, *fields: Any) -> None:
+        """Tell of a job, by ``JobTrace``'s fields."""
         if self._options.trace_job is None:
             return
         try:
-            self._options.trace_job(trace)
+            self._options.trace_job(JobTrace(*fields))
         except Exception:  # the user's exporters; a job is over all the same
             if not self._trace_failed:
                 self._trace_failed = True

@@ -1,4 +1,4 @@
-"""UnreadEvents: bounded by keys, whatever the number of events."""
+"""UnreadEvents: bounded by keys, whatever the number of events. StoresBesideLoads: as long as the oldest load."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.identity import block_key
 from tiers.base import OffloadingEvent
-from tiers.events import UnreadEvents
+from tiers.events import StoresBesideLoads, UnreadEvents
 
 KEYS = [block_key(number) for number in range(100)]
 
@@ -31,3 +31,18 @@ def test_what_was_taken_counts_no_longer_and_the_last_is_kept_however_large() ->
     events.add(KEYS, removed=True)
     events.add([], removed=True)
     assert events.take() == (OffloadingEvent(tuple(KEYS), "CPU", removed=True),)
+
+
+def test_what_was_stored_since_a_load_began_is_not_told_as_gone_and_is_kept_for_no_longer() -> None:
+    stores = StoresBesideLoads()
+    stores.end_store({KEYS[0]})
+    stores.begin_load(1)
+    stores.end_store({KEYS[1]})
+    stores.begin_load(2)
+    stores.end_store({KEYS[2]})
+    assert stores.end_load(2, KEYS[:4]) == [KEYS[0], KEYS[1], KEYS[3]]
+    stores.begin_load(3)
+    assert stores.end_load(1, [*KEYS[:4], KEYS[0]]) == [KEYS[0], KEYS[3]]
+    assert stores.end_load(3, KEYS[:4]) == KEYS[:4]
+    stores.end_store({KEYS[0]})
+    assert not stores._stores
