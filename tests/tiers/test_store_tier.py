@@ -1097,18 +1097,6 @@ class TestLiveness:
             tier.on_schedule_end()
         assert tier.circuit_state == "open"
 
-    def test_a_tier_that_reads_nothing_is_cut_off_each_time_though_the_blocks_are_the_same(self, bench: Bench) -> None:
-        """Its lookups are answered, so that its probes close the circuit."""
-        store = PartlyRefused()
-        tier = bench.tier(store=store, circuit_failures=1, circuit_probe_s=0.0)
-        bench.fill(1)
-        assert bench.store(tier, KEYS[:4]).success
-        store.unreadable = {tier.mapper.relative_name(key): StoreUnavailableError for key in KEYS[:4]}
-        for _ in range(3):
-            assert not bench.load(tier, KEYS[:4]).success
-            assert tier.circuit_state == "open"
-            bench.wait_until_closed(tier)
-
     def test_a_dead_tier_is_cut_off_though_all_requests_ask_for_the_same_blocks(self, bench: Bench) -> None:
         """In one step, as engines that do not stop at the first miss."""
         store = PartlyRefused()
