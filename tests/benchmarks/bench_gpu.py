@@ -2,9 +2,10 @@
 
 On CUDA next to one large pinned copy (the ceiling) and a loop of ``copy_``, with every method by itself, and what a
 matmul beside it loses. On CPU next to one memcpy of the same bytes, and what a thread that wants to run every
-millisecond loses. A job is timed from ``transfer_async`` to its end, a store, a load or both at once: handing it to
-a thread, planning and merging are in it. Figures are medians; ratios are medians of ratios taken within one round, so
-that what else the machine does hits both sides.
+millisecond loses. Jobs are timed from ``transfer_async`` to their end, stores, loads or both at once, several in a row
+and one alone: handing them to a thread, planning and merging are in it. The goals are of jobs in a row, which say what
+the link is used to; one alone says besides how long two threads take to wake one another. Figures are medians; ratios
+are medians of ratios taken within one round, so that what else the machine does hits both sides.
 
 Rows are written as they are measured. A shape that fails is said and left out, as is one that went by another method
 than the one asked for; then the exit status is 1.
@@ -21,7 +22,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,8 +49,11 @@ from tests import gpu_machine
 from tests.benchmarks.gpu_report import KIB, Report, Row, print_report, save_png, target
 
 LAYERS_MAX = 32
-JOBS_IN_A_ROW = 9
 MIB, GB = 1 << 20, 1e9
+MEMORY_BYTES_MIN = (
+    256 * MIB
+)  # of all tensors, and of the region: a cache that a CPU's L3 could hold is none of an engine
+QUEUED_BYTES, QUEUED_JOBS_MAX = 128 * MIB, 64
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,9 @@ class Bench:
 
     def __init__(self, shape: Shape, device: torch.device, **options: Any) -> None:
         self.shape, self._rng = shape, np.random.default_rng(0)
-        self._num_blocks, self._num_slots = 2 * shape.blocks, shape.blocks + shape.blocks // 2 + 1
+        least = MEMORY_BYTES_MIN // (shape.layers * shape.page_bytes)
+        self._num_blocks = max(2 * shape.blocks, least)
+        self._num_slots = max(shape.blocks + shape.blocks // 2 + 1, least)
         tensors = [kv_tensor(self._num_blocks, shape.page_bytes, device) for _ in range(shape.layers)]
         row_bytes = -(-shape.layers * shape.page_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         region = host_bytes(self._num_slots * row_bytes).view(self._num_slots, row_bytes)
@@ -86,12 +92,12 @@ class Bench:
         self.store, self.load = create_handlers(caches, views, 1, **options)
 
     def specs(self) -> tuple[TransferSpec, TransferSpec]:
-        """A store and a load that share no block and no slot's worth of cache with the one before."""
+        """A store and a load of random blocks and slots."""
 
         def ends() -> tuple[GPULoadStoreSpec, CPULoadStoreSpec]:
             return (
-                GPULoadStoreSpec(self._rng.permutation(self._num_blocks)[: self.shape.blocks]),
-                CPULoadStoreSpec(self._rng.permutation(self._num_slots)[: self.shape.blocks]),
+                GPULoadStoreSpec(self._rng.choice(self._num_blocks, self.shape.blocks, replace=False)),
+                CPULoadStoreSpec(self._rng.choice(self._num_slots, self.shape.blocks, replace=False)),
             )
 
         gpu, cpu = ends()
@@ -137,66 +143,79 @@ def finished(handler: OffloadingHandler) -> list[TransferResult]:
     return results
 
 
-def transfer(*jobs: tuple[OffloadingHandler, TransferSpec]) -> tuple[float, float, float]:
-    """Seconds from the first submit to the end of the last job, of the slowest copy as reported, of one submit."""
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Seconds: from the first submit to the end of the last job, of the slowest copy as reported, of each submit."""
+
+    all_s: float
+    copy_s: float
+    submits_s: list[float]
+
+
+def transfer(jobs: Sequence[tuple[OffloadingHandler, TransferSpec]]) -> Taken:
+    """Submit all, then wait for all."""
+    submits = []
     started = time.perf_counter()
-    for handler, spec in jobs:
-        handler.transfer_async(0, spec)
-    submitted = time.perf_counter()
-    for handler, _ in jobs:
-        handler.wait({0})
+    for job_id, (handler, spec) in enumerate(jobs):
+        submits.append(timed(lambda: handler.transfer_async(job_id, spec)))  # noqa: B023 - called here
+    handlers = dict.fromkeys(handler for handler, _ in jobs)
+    for handler in handlers:
+        handler.wait(range(len(jobs)))
     ended = time.perf_counter()
-    results = [result for handler, _ in jobs for result in finished(handler)]
+    results = [result for handler in handlers for result in finished(handler)]
     assert len(results) == len(jobs)
-    return ended - started, max(result.transfer_time for result in results), (submitted - started) / len(jobs)
-
-
-def submit_next(handler: OffloadingHandler, specs: list[TransferSpec]) -> float:
-    """Seconds to submit one more job: the median of all but the first."""
-    taken = []
-    for job_id, spec in enumerate(specs):
-        started = time.perf_counter()
-        handler.transfer_async(job_id, spec)
-        taken.append(time.perf_counter() - started)
-    handler.wait(range(len(specs)))
-    finished(handler)
-    return statistics.median(taken[1:])
+    return Taken(ended - started, max(result.transfer_time for result in results), submits)
 
 
 def measure(bench: Bench, rounds: int, method: str, reference: Callable[[str], float]) -> list[Row]:
     """Rows for store, load and both; ``reference(direction)`` is seconds for the bytes of one job."""
     shape = bench.shape
-    taken: dict[str, list[tuple[float, ...]]] = {"store": [], "load": [], "both": []}
+    queued = min(max(QUEUED_BYTES // shape.nbytes, 2), QUEUED_JOBS_MAX)
+
+    def jobs(direction: str, count: int) -> Sequence[tuple[OffloadingHandler, TransferSpec]]:
+        pairs = [pair for _ in range(count) for pair in zip((bench.store, bench.load), bench.specs(), strict=True)]
+        return pairs if direction == "both" else pairs[direction == "load" :: 2]
+
+    samples: dict[str, list[tuple[float, ...]]] = {"store": [], "load": [], "both": []}
     for each in range(rounds + 1):
-        (store, load), (beside_store, beside_load) = bench.specs(), bench.specs()
-        jobs = {
-            "store": [(bench.store, store)],
-            "load": [(bench.load, load)],
-            "both": [(bench.store, beside_store), (bench.load, beside_load)],
-        }
-        for direction, samples in taken.items():
-            sample = (reference(direction), *transfer(*jobs[direction]))
+        for direction, kept in samples.items():
+            one, many = jobs(direction, 1), jobs(direction, queued)
+            alone_reference_s, alone = reference(direction), transfer(one)
+            reference_s = sum(reference(direction) for _ in range(queued)) / queued
+            row = transfer(many)
+            sample = (
+                row.all_s / queued,
+                reference_s,
+                reference_s / row.all_s * queued,
+                alone.all_s,
+                alone_reference_s / alone.all_s,
+                alone.copy_s,
+                statistics.mean(alone.submits_s),
+                statistics.median(row.submits_s[1:]),
+            )
             if each:  # the first round warms up
-                samples.append(sample)
-    stores, loads = (list(side) for side in zip(*(bench.specs() for _ in range(JOBS_IN_A_ROW)), strict=True))
-    next_s = {"store": submit_next(bench.store, stores), "load": submit_next(bench.load, loads)}
+                kept.append(sample)
     rows = []
-    for direction, samples in taken.items():
+    for direction, kept in samples.items():
         nbytes = shape.nbytes * (2 if direction == "both" else 1)
-        reference_s, took_s, copy_s, submit_s = (statistics.median(column) for column in zip(*samples, strict=True))
+        took_s, reference_s, ratio, alone_s, alone_ratio, copy_s, submit_s, next_s = (
+            statistics.median(column) for column in zip(*kept, strict=True)
+        )
         rows.append(
             Row(
-                method,
-                direction,
-                shape.page_bytes,
-                shape.layers * shape.blocks,
-                shape.nbytes,
-                nbytes / took_s / GB,
-                nbytes / reference_s / GB,
-                statistics.median(reference_s / took_s for reference_s, took_s, *_ in samples),
-                nbytes / copy_s / GB,
-                submit_s * 1e6,
-                next_s.get(direction, 0.0) * 1e6,
+                method=method,
+                direction=direction,
+                page_bytes=shape.page_bytes,
+                pages=shape.layers * shape.blocks,
+                job_bytes=shape.nbytes,
+                gb_s=nbytes / took_s / GB,
+                reference_gb_s=nbytes / reference_s / GB,
+                ratio=ratio,
+                alone_gb_s=nbytes / alone_s / GB,
+                alone_ratio=alone_ratio,
+                copy_gb_s=nbytes / copy_s / GB,
+                submit_us=submit_s * 1e6,
+                submit_next_us=next_s * 1e6,
             )
         )
     return rows
@@ -219,10 +238,7 @@ def shapes(quick: bool) -> Iterator[Shape]:
 
 
 class Memcpy:
-    """One memcpy of a job's bytes, each time at another place in memory as large as the tensors' and the region's.
-
-    Between the same two arrays each time a cache of 32 MiB would serve it at jobs of 8 to 16 MiB, but not the job.
-    """
+    """One memcpy of a job's bytes, each time at another place in memory as large as the tensors' and the region's."""
 
     def __init__(self, bench: Bench) -> None:
         self._tensors, self._region = host_bytes(bench.tensors_bytes).numpy(), host_bytes(bench.region_bytes).numpy()

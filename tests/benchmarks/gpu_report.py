@@ -23,13 +23,14 @@ class Row:
     """One measurement.
 
     Attributes:
-        gb_s: from the first submit to the end of the last job.
+        gb_s: of jobs in a row, from the first submit to the end of the last job.
         reference_gb_s: ceiling (CUDA) or memcpy (CPU).
         ratio: of this to the reference, in the same round.
-        copy_gb_s: by the time that the handler reports, of the copies alone; of both at once, the slower one's.
-        submit_us: of one job, on the calling thread, right after the reference: it has driven this code out of the
+        alone_gb_s, alone_ratio: of a job that nothing comes before or after.
+        copy_gb_s: of that one by the time that the handler reports, of the copies; of both at once, the slower one's.
+        submit_us: of that one, on the calling thread, right after the reference: it has driven this code out of the
             caches where the job is large.
-        submit_next_us: of a job that follows another, as in a step of an engine; 0 for both directions at once.
+        submit_next_us: of a job that follows another.
         copied_by: on CUDA, what stores/loads went by, and whether the region could not be pinned.
     """
 
@@ -41,6 +42,8 @@ class Row:
     gb_s: float
     reference_gb_s: float
     ratio: float
+    alone_gb_s: float
+    alone_ratio: float
     copy_gb_s: float
     submit_us: float
     submit_next_us: float
@@ -89,7 +92,7 @@ class Report:
 
 def print_report(report: dict[str, Any], console: Console) -> None:
     """A line a row at 120 columns."""
-    title = f"{report['device']}, {report['date']}: GB/s (against {report['against']}), copies alone; submit µs (next)"
+    title = f"{report['device']}, {report['date']}: GB/s in a row (of {report['against']}), alone; submit µs (next)"
     table = Table(title=title, box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for column in ("page", "pages", "method", "store", "load", "both", "submit"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -100,7 +103,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     for (page_bytes, pages, method), ways in grouped.items():
         copied_by = ways["both"].copied_by
         how = f"{method}: {copied_by}" if method == "auto" or "unpinned" in copied_by else method
-        cells = [f"{row.gb_s:.2f} ({row.ratio:.2f}), {row.copy_gb_s:.2f}" for row in ways.values()]
+        cells = [f"{row.gb_s:.2f} ({row.ratio:.2f}), {row.alone_ratio:.2f}" for row in ways.values()]
         one, another = (max(getattr(ways[way], f"submit{of}_us") for way in ("store", "load")) for of in ("", "_next"))
         table.add_row(f"{page_bytes // KIB} KiB", str(pages), how, *cells, f"{one:.0f} ({another:.0f})")
     console.print(table)

@@ -23,22 +23,26 @@ from tests.benchmarks.gpu_report import Report, Row, print_report
 
 
 class Handler:
-    """1 s to submit, 10 s to wait for, and reports a copy of 4 s."""
+    """1 s to submit, 10 s to wait for each job, and reports copies of 4 s."""
 
     def __init__(self, clock: list[float]) -> None:
         self.clock = clock
         self.success = True
+        self.jobs: list[int] = []
 
     def transfer_async(self, job_id: int, spec: object) -> bool:
         self.clock[0] += 1
+        self.jobs.append(job_id)
         return True
 
     def wait(self, job_ids: Collection[int]) -> None:
-        self.clock[0] += 10
+        assert set(self.jobs) <= set(job_ids)
+        self.clock[0] += 10 * len(self.jobs)
 
     def get_finished(self) -> list[TransferResult]:
         self.clock[0] += 100
-        return [TransferResult(0, self.success, 1, 4.0)]
+        jobs, self.jobs = self.jobs, []
+        return [TransferResult(job_id, self.success, 1, 4.0) for job_id in jobs]
 
 
 @pytest.fixture
@@ -53,10 +57,29 @@ def test_a_jobs_time_is_from_its_submit_to_its_end(bench: Any) -> None:
     store, load, both = measure(bench, 3, "auto", lambda _direction: 5.5)
     nbytes = bench.shape.nbytes
     for row in (store, load):
-        assert (row.ratio, row.submit_us, row.submit_next_us) == (0.5, 1e6, 1e6)
-        assert [row.gb_s * GB, row.copy_gb_s * GB] == pytest.approx([nbytes / 11, nbytes / 4])
-    assert (both.ratio, both.submit_us) == (0.25, 1e6)
-    assert [both.gb_s * GB, both.copy_gb_s * GB] == pytest.approx([2 * nbytes / 22, 2 * nbytes / 4])
+        assert (row.ratio, row.alone_ratio, row.submit_us, row.submit_next_us) == (0.5, 0.5, 1e6, 1e6)
+        assert [row.gb_s * GB, row.alone_gb_s * GB, row.copy_gb_s * GB] == pytest.approx(
+            [nbytes / 11, nbytes / 11, nbytes / 4]
+        )
+    assert (both.ratio, both.alone_ratio, both.submit_us, both.submit_next_us) == (0.25, 0.25, 1e6, 1e6)
+    assert [both.gb_s * GB, both.alone_gb_s * GB, both.copy_gb_s * GB] == pytest.approx(
+        [2 * nbytes / 22, 2 * nbytes / 22, 2 * nbytes / 4]
+    )
+
+
+@pytest.mark.parametrize("shape", [Shape(4096, 1, 1), Shape(1 << 20, 32, 1), Shape(1 << 20, 32, 8)])
+def test_jobs_in_a_row_are_two_or_more_and_as_many_as_make_128_mib(bench: Any, shape: Shape) -> None:
+    bench.shape, rows = shape, []
+    submit = bench.store.transfer_async
+
+    def count(job_id: int, spec: object) -> bool:
+        rows.append(job_id + 1)
+        return bool(submit(job_id, spec))
+
+    bench.store.transfer_async = count
+    measure(bench, 1, "auto", lambda _direction: 5.5)
+    most = {4096: 64, 32 << 20: 4, 256 << 20: 2}[shape.nbytes]
+    assert max(rows) == 2 * most - 1  # of both directions at once, in turn
 
 
 def test_a_failed_transfer_is_no_figure(bench: Any) -> None:
@@ -91,7 +114,7 @@ SHAPES = [Shape(4096, 2, 1), Shape(8192, 2, 1), Shape(16384, 2, 1)]
 def rows_of(bench: Any, method: str = "cpu") -> list[Row]:
     shape = bench.shape
     return [
-        Row(method, way, shape.page_bytes, 2, shape.nbytes, 110.12, 112.6, 0.98, 110.12, 12345.6, 12345.6)
+        Row(method, way, shape.page_bytes, 2, shape.nbytes, 110.12, 112.6, 0.98, 110.12, 0.35, 110.12, 12345.6, 12345.6)
         for way in ("store", "load", "both")
     ]
 
@@ -190,5 +213,5 @@ def test_a_row_is_a_line_at_120_columns() -> None:
     rows = [row.__dict__ | {"pages": 4096, "copied_by": "batch/batch+kernel"} for row in rows_of(shape, "auto")]
     out = io.StringIO()
     print_report({**FACTS, "rows": rows}, Console(file=out, width=120))
-    line = "4096 KiB 4096 auto: batch/batch+kernel" + 3 * " 110.12 (0.98), 110.12" + " 12346 (12346)"
+    line = "4096 KiB 4096 auto: batch/batch+kernel" + 3 * " 110.12 (0.98), 0.35" + " 12346 (12346)"
     assert " ".join(out.getvalue().splitlines()[-1].split()) == line

@@ -475,6 +475,28 @@ def test_wait_returns_when_the_copy_ended_and_reports_nothing(held_store: tuple[
     handler.wait({1, 2})
 
 
+def test_what_was_submitted_is_waited_for_though_a_later_job_was_not(rng: np.random.Generator) -> None:
+    class UnderWay(HostCompletion):
+        def wait(self) -> None:
+            waited.append(self)
+
+    class Refusing(Held):
+        def copy(self, plan: CopyPlan, _mark: None, /) -> Completion:
+            if plan.gpu[0] != first:
+                raise RuntimeError("refused")
+            return under_way
+
+    waited: list[HostCompletion] = []
+    under_way = UnderWay(0.5)
+    for handler, _ in _held(rng, Refusing()):
+        first = handler._check(SPEC).plan().gpu[0]
+        assert handler.transfer_async(1, SPEC)
+        assert handler.transfer_async(2, (GPULoadStoreSpec([2]), CPULoadStoreSpec([2])))
+        handler.wait({1, 2})
+        assert waited == [under_way]
+        assert [result.success for result in finish(handler, 2)] == [True, False]
+
+
 @pytest.mark.parametrize(
     ("error", "at_end"),
     [
