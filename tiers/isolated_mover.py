@@ -8,6 +8,7 @@ they slow down to a block every 35 ms: 12 MB/s stores and 20 MB/s loads of 128 K
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import struct
@@ -15,8 +16,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import fields
-from functools import partial
+from dataclasses import dataclass, field, fields
+from functools import cached_property, partial
+from itertools import accumulate, pairwise
 from threading import Barrier
 from typing import Any, Protocol, runtime_checkable
 
@@ -30,7 +32,7 @@ from tiers.store import Store
 
 logger = logging.getLogger(__name__)
 
-_PAIR = struct.Struct("=IH")  # block, length of the key, which follows
+_COUNT = struct.Struct("=I")
 BEGIN_SHARE = 0.5  # part of a worker's deadline in which it begins blocks; the rest is for the last of them to end
 
 
@@ -61,6 +63,7 @@ class IsolatedMover(BlockMover):
     """As BlockMover, for a store that ``RunsInWorkers``.
 
     A batch that its worker did not end fails whole. ``cut`` keeps batches from being sent; what a worker has goes on.
+    ``removes_bad`` is as the first batch finds it.
 
     Attributes:
         begin_s: how long a worker begins blocks of a batch.
@@ -96,14 +99,10 @@ class IsolatedMover(BlockMover):
         threads = 1 if concurrency is None else concurrency.threads
         stores = operation == "store_batch"
         request = {
-            "tier": self.name,
+            "mover": self._description,
             "operation": operation,
-            "row_bytes": self._rows.row_bytes,
-            "name_prefix": self._name_prefix,
-            "seal": self._seal.to_json(),
             "threads": threads,
             "begin_within_s": min(deadline - self._clock(), self.begin_s),
-            "removes_bad": self.removes_bad,
             "unreadable": [place for place, (key, _) in enumerate(pairs) if stores and key in self.unreadable],
         }
         puts_bytes = len(pairs) * (self._rows.row_bytes + TRAILER_BYTES) if stores else 0
@@ -128,6 +127,19 @@ class IsolatedMover(BlockMover):
             self._say(text)
         batch.add(_decode(answer, [key for key, _ in pairs]))
         return batch
+
+    @cached_property
+    def _description(self) -> str:
+        """What a worker makes its mover of, once."""
+        return json.dumps(
+            {
+                "tier": self.name,
+                "row_bytes": self._rows.row_bytes,
+                "name_prefix": self._name_prefix,
+                "seal": self._seal.to_json(),
+                "removes_bad": self.removes_bad,
+            }
+        )
 
 
 def make_mover(
@@ -160,20 +172,8 @@ def make_mover(
 
 def move_batch(store: Store, region: memoryview, request: dict[str, Any], packed: memoryview) -> dict[str, Any]:
     """The worker's part: what BlockMover says of the batch, as JSON values."""
-    row_bytes = request["row_bytes"]
-    warnings: list[str] = []
-    said: list[str] = []
-    mover = BlockMover(
-        request["tier"],
-        store,
-        request["name_prefix"],
-        seal_from_json(request["seal"]),
-        Rows(region.cast("B", (len(region) // row_bytes, row_bytes))),
-        time.monotonic,
-        warnings.append,
-        said.append,
-    )
-    mover.removes_bad = request["removes_bad"]
+    mine = _worker_mover(request["mover"], store, region)
+    mover = mine.mover
     pairs = unpack_pairs(packed)
     mover.unreadable = {pairs[place][0] for place in request["unreadable"]}
     move = partial(getattr(mover, request["operation"]), deadline=time.monotonic() + request["begin_within_s"])
@@ -189,9 +189,47 @@ def move_batch(store: Store, region: memoryview, request: dict[str, Any], packed
             answer[name] = [places[key] for key in getattr(batch, name)]
     put = 0
     if request["operation"] == "store_batch":
-        put = (batch.outcomes["moved"] + batch.perhaps_stored) * (row_bytes + TRAILER_BYTES)
+        put = (batch.outcomes["moved"] + batch.perhaps_stored) * (mover.row_bytes + TRAILER_BYTES)
     # Of what was said one is enough: it is said again with the next batch, and most are not passed on.
-    return {**answer, "put_bytes": put, "took": took, "warnings": warnings, "said": said[:1]}
+    answer |= {"put_bytes": put, "took": took, "warnings": mine.warnings[:], "said": mine.said[:1]}
+    mine.warnings.clear()
+    mine.said.clear()
+    return answer
+
+
+@dataclass(slots=True)
+class _WorkerMover:
+    """A worker's mover, and what it has warned of and said since the last batch."""
+
+    mover: BlockMover
+    warnings: list[str] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
+
+
+_movers: dict[str, _WorkerMover] = {}  # the one that is used: to make it takes as long as four blocks of 128 KiB
+
+
+def _worker_mover(description: str, store: Store, region: memoryview) -> _WorkerMover:
+    mine = _movers.get(description)
+    if mine is None or mine.mover.store is not store:
+        parts = json.loads(description)
+        row_bytes = parts["row_bytes"]
+        warnings: list[str] = []
+        said: list[str] = []
+        mover = BlockMover(
+            parts["tier"],
+            store,
+            parts["name_prefix"],
+            seal_from_json(parts["seal"]),
+            Rows(region.cast("B", (len(region) // row_bytes, row_bytes))),
+            time.monotonic,
+            warnings.append,
+            said.append,
+        )
+        mover.removes_bad = parts["removes_bad"]
+        _movers.clear()
+        mine = _movers[description] = _WorkerMover(mover, warnings, said)
+    return mine
 
 
 def _move_by_threads(
@@ -236,19 +274,20 @@ def _thread_pool(threads: int) -> ThreadPoolExecutor:
 
 def pack_pairs(pairs: Sequence[tuple[OffloadKey, int]]) -> bytes:
     """Keys and blocks as bytes: JSON of 64 of them took a tenth of the time that they took to move."""
-    return b"".join([_PAIR.pack(block, len(key)) + key for key, block in pairs])
+    blocks, lengths = [block for _, block in pairs], [len(key) for key, _ in pairs]
+    head = struct.pack(f"=I{len(pairs)}I{len(pairs)}H", len(pairs), *blocks, *lengths)
+    return b"".join((head, *(key for key, _ in pairs)))
 
 
 def unpack_pairs(packed: memoryview) -> list[tuple[OffloadKey, int]]:
     """The other end of ``pack_pairs``."""
     data = bytes(packed)
-    pairs = []
-    start = 0
-    while start < len(data):
-        block, length = _PAIR.unpack_from(data, start)
-        start += _PAIR.size + length
-        pairs.append((OffloadKey(data[start - length : start]), block))
-    return pairs
+    (count,) = _COUNT.unpack_from(data)
+    numbers = struct.Struct(f"={count}I{count}H")
+    fields = numbers.unpack_from(data, _COUNT.size)
+    ends = accumulate(fields[count:], initial=_COUNT.size + numbers.size)
+    keys = [OffloadKey(data[start:end]) for start, end in pairwise(ends)]
+    return list(zip(keys, fields, strict=False))
 
 
 def _decode(answer: dict[str, Any], keys: list[OffloadKey]) -> Batch:
@@ -256,6 +295,6 @@ def _decode(answer: dict[str, Any], keys: list[OffloadKey]) -> Batch:
     answer["succeeded"] = keys if places is None else [keys[place] for place in places]
     for name in ("gone", "unreadable"):
         answer[name] = [keys[place] for place in answer[name]]
-    for field in ("outcomes", "errors", "verify_failures"):
-        answer[field] = Counter(answer[field])
+    for name in ("outcomes", "errors", "verify_failures"):
+        answer[name] = Counter(answer[name])
     return Batch(**answer)

@@ -120,7 +120,8 @@ def _libc_linkat() -> Callable[..., int]:
 def openat2(dir_fd: int, path: str, flags: int) -> int:
     """Open ``path`` below ``dir_fd``, following no symbolic link. Returns a descriptor."""
     while True:
-        fd = _libc_openat2()(_OPENAT2, dir_fd, os.fsencode(path), _how(flags), _HOW.size)
+        name = path.encode() if path.isascii() else os.fsencode(path)  # a third of the time
+        fd = _libc_openat2()(_OPENAT2, dir_fd, name, _how(flags), _HOW.size)
         if fd >= 0:
             return fd
         code = ctypes.get_errno()
