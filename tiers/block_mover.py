@@ -43,6 +43,7 @@ class Batch:
     """What a task did: counted on a worker thread, booked on the scheduler's."""
 
     succeeded: list[OffloadKey] = field(default_factory=list)
+    found: list[OffloadKey] = field(default_factory=list)  # of a store: of those that succeeded, what was there before
     gone: list[OffloadKey] = field(default_factory=list)  # of a load: not there, or not the block it should be
     unreadable: list[OffloadKey] = field(default_factory=list)  # of a load: an error, perhaps of this block alone
     bytes_moved: int = 0
@@ -139,6 +140,8 @@ class BlockMover:
             batch.outcomes[outcome] += 1
             if outcome != "failed":
                 batch.succeeded.append(key)
+            if outcome == "already_stored":
+                batch.found.append(key)
             if outcome == "moved":
                 batch.bytes_moved += self._rows.row_bytes
         return batch

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable
-from itertools import islice
+from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
+from itertools import chain, islice
 
 from tiers.base import OffloadingEvent
 from tiers.keys import OffloadKey
@@ -44,31 +45,34 @@ class UnreadEvents:
         return events
 
 
-class StoresBesideLoads:
-    """What was stored while loads were under way: of that a load that ends late must not tell that it is gone.
+class NamedMeanwhile:
+    """Which keys others named while a job was under way: loads and stores of one block may overtake each other.
 
-    Scheduler thread only. A load costs the same whatever number of keys it has.
+    Scheduler thread only. A job costs the same whatever number of keys it has, but for those that it is asked of.
     """
 
     def __init__(self) -> None:
-        self._loads: dict[int, int] = {}  # job -> number of stores that had ended when it began; the oldest first
-        self._stores: deque[Collection[OffloadKey]] = deque()  # that ended since the oldest load began
-        self._dropped = 0  # stores that ended before
+        self._jobs: dict[int, int] = {}  # job -> number of sets that were named when it began; the oldest first
+        self._named: deque[AbstractSet[OffloadKey]] = deque()  # since the oldest job began
+        self._dropped = 0  # sets that were named before
 
-    def begin_load(self, job_id: int) -> None:
-        """A load is under way."""
-        self._loads[job_id] = self._dropped + len(self._stores)
+    def begin(self, job_id: int) -> None:
+        """A job is under way."""
+        self._jobs[job_id] = self._dropped + len(self._named)
 
-    def end_store(self, keys: Collection[OffloadKey]) -> None:
-        """These keys are stored."""
-        if self._loads:
-            self._stores.append(keys)
+    def name(self, keys: AbstractSet[OffloadKey]) -> None:
+        """Name keys to the jobs that are under way."""
+        if keys and self._jobs:
+            self._named.append(keys)
 
-    def end_load(self, job_id: int, gone: Iterable[OffloadKey]) -> list[OffloadKey]:
-        """Those of the keys that a load found gone which were not stored since it began."""
-        stores = list(islice(self._stores, self._loads.pop(job_id) - self._dropped, None))
-        oldest = next(iter(self._loads.values()), self._dropped + len(self._stores))
+    def end(self, job_id: int, keys: Iterable[OffloadKey]) -> set[OffloadKey]:
+        """A job is over: those of the keys that were named since it began."""
+        asked = set(keys)
+        began = self._jobs.pop(job_id) - self._dropped
+        # By set: each key in each of them would take 0.3 s where 10,000 are gone beside a thousand stores.
+        named = asked.intersection(chain.from_iterable(map(asked.intersection, islice(self._named, began, None))))
+        oldest = next(iter(self._jobs.values()), self._dropped + len(self._named))
         while self._dropped < oldest:
-            self._stores.popleft()
+            self._named.popleft()
             self._dropped += 1
-        return [key for key in dict.fromkeys(gone) if not any(key in keys for keys in stores)]
+        return named

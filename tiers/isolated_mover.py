@@ -182,10 +182,10 @@ def move_batch(store: Store, region: memoryview, request: dict[str, Any], packed
     took = (time.monotonic() - started, time.process_time() - cpu_started)
     answer = {field.name: getattr(batch, field.name) for field in fields(batch)}  # asdict cannot copy a Counter
     answer["succeeded"] = None  # all
-    answer["gone"] = answer["unreadable"] = []
-    if len(batch.succeeded) != len(pairs):
+    answer["found"] = answer["gone"] = answer["unreadable"] = []
+    if batch.found or len(batch.succeeded) != len(pairs):
         places = {key: place for place, (key, _) in enumerate(pairs)}
-        for name in ("succeeded", "gone", "unreadable"):
+        for name in ("succeeded", "found", "gone", "unreadable"):
             answer[name] = [places[key] for key in getattr(batch, name)]
     put = 0
     if request["operation"] == "store_batch":
@@ -293,7 +293,7 @@ def unpack_pairs(packed: memoryview) -> list[tuple[OffloadKey, int]]:
 def _decode(answer: dict[str, Any], keys: list[OffloadKey]) -> Batch:
     places = answer["succeeded"]
     answer["succeeded"] = keys if places is None else [keys[place] for place in places]
-    for name in ("gone", "unreadable"):
+    for name in ("found", "gone", "unreadable"):
         answer[name] = [keys[place] for place in answer[name]]
     for name in ("outcomes", "errors", "verify_failures"):
         answer[name] = Counter(answer[name])

@@ -20,7 +20,7 @@ from tiers.batches import deal, side_by_side
 from tiers.block_mover import Batch, Rows
 from tiers.circuit import Circuit, CircuitState, Kind
 from tiers.errors import QueueFullError
-from tiers.events import StoresBesideLoads, UnreadEvents
+from tiers.events import NamedMeanwhile, UnreadEvents
 from tiers.file_mapper import FileMapper, strict_fields
 from tiers.health import TierHealth
 from tiers.isolated_mover import RunsInWorkers, make_mover
@@ -193,7 +193,8 @@ class StoreTierManager(SecondaryTierManager):
         self._mover.unreadable = self._health.unreadable
         self._clock = clock
         self._in_flight: dict[int, _InFlight] = {}
-        self._stores_beside_loads = StoresBesideLoads()
+        self._published_beside_loads = NamedMeanwhile()
+        self._gone_beside_stores = NamedMeanwhile()
         self._to_book: deque[FinishedJob[Batch]] = deque()
         self._results: list[JobResult] = []
         self._events = UnreadEvents(self.name)
@@ -348,8 +349,7 @@ class StoreTierManager(SecondaryTierManager):
             self._trace(_op(is_load), "failed", submitted_ns, 0.0, len(keys), 0)
             return
         self._in_flight[job.job_id] = _InFlight(keys, is_load, submitted_ns, tuple(map(len, batches)))
-        if is_load:
-            self._stores_beside_loads.begin_load(job.job_id)
+        (self._published_beside_loads if is_load else self._gone_beside_stores).begin(job.job_id)
 
     def _blocks_per_task(self, count: int, *, is_load: bool) -> int:
         """An equal share of a job for every thread, within TASK_BYTES_MIN and what ``TierOptions`` say."""
@@ -366,6 +366,7 @@ class StoreTierManager(SecondaryTierManager):
         op = _op(job.is_load)
         succeeded: list[OffloadKey] = []
         used: list[OffloadKey] = []
+        found: list[OffloadKey] = []
         gone: list[OffloadKey] = []
         bytes_moved = 0
         for batch, size in zip(finished.outcomes, job.batch_sizes, strict=True):
@@ -373,12 +374,15 @@ class StoreTierManager(SecondaryTierManager):
                 self._counts.lost(batch, op, size, at_shutdown=self._closed)
                 continue
             succeeded += batch.succeeded
+            found += batch.found
             gone += batch.gone
-            if job.is_load or batch.outcomes["already_stored"]:  # of what was computed or kept elsewhere, and is here
-                used += batch.succeeded
+            used += batch.succeeded if job.is_load else batch.found  # what was computed or kept elsewhere, and is here
             bytes_moved += batch.bytes_moved
             self._counts.moved(batch, op)
             self._health.moved(batch, op)
+        # What a load meanwhile found gone was there before that: none of it is stored.
+        if not job.is_load and (overtaken := self._gone_beside_stores.end(finished.job_id, found)):
+            succeeded = [key for key in succeeded if key not in overtaken]
         ok = len(succeeded) == sum(job.batch_sizes)
         if not ok and job.is_load:  # a key that was given twice has failed with either of its slots
             missing = Counter(job.keys) - Counter(succeeded)
@@ -388,13 +392,17 @@ class StoreTierManager(SecondaryTierManager):
             # Whatever the reason, a key that did not come is absent now: believing "present" would loop (vllm#49176).
             self._lookup.mark((key for key in job.keys if key not in done), present=False)
             # Not all of them: what a storage that is away for a second has is there, and nobody would publish it again.
-            # Nor what was stored since: who hears "removed" last takes it for gone.
-            self._events.add(self._stores_beside_loads.end_load(finished.job_id, gone), removed=True)
+            # Nor what was published since: who hears "removed" last takes it for gone. What a store merely found there
+            # since, it found before that.
+            published = self._published_beside_loads.end(finished.job_id, gone)
+            gone = [key for key in dict.fromkeys(gone) if key not in published]
+            self._gone_beside_stores.name(set(gone))
+            self._events.add(gone, removed=True)
         elif done:
             self._lookup.mark(done, present=True)
             if self._collector is not None:
                 self._collector.note_stored(done)  # or who hears "removed" last would take them for gone
-            self._stores_beside_loads.end_store(done)
+            self._published_beside_loads.name(done.difference(found))
             self._events.add(succeeded, removed=False)
         if used:
             self.touch(used)

@@ -1,4 +1,4 @@
-"""UnreadEvents: bounded by keys, whatever the number of events. StoresBesideLoads: as long as the oldest load."""
+"""UnreadEvents: bounded by keys, whatever the number of events. NamedMeanwhile: for as long as the oldest job."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import pytest
 
 from tests.identity import block_key
 from tiers.base import OffloadingEvent
-from tiers.events import StoresBesideLoads, UnreadEvents
+from tiers.events import NamedMeanwhile, UnreadEvents
+from tiers.keys import OffloadKey
 
 KEYS = [block_key(number) for number in range(100)]
 
@@ -33,16 +34,37 @@ def test_what_was_taken_counts_no_longer_and_the_last_is_kept_however_large() ->
     assert events.take() == (OffloadingEvent(tuple(KEYS), "CPU", removed=True),)
 
 
-def test_what_was_stored_since_a_load_began_is_not_told_as_gone_and_is_kept_for_no_longer() -> None:
-    stores = StoresBesideLoads()
-    stores.end_store({KEYS[0]})
-    stores.begin_load(1)
-    stores.end_store({KEYS[1]})
-    stores.begin_load(2)
-    stores.end_store({KEYS[2]})
-    assert stores.end_load(2, KEYS[:4]) == [KEYS[0], KEYS[1], KEYS[3]]
-    stores.begin_load(3)
-    assert stores.end_load(1, [*KEYS[:4], KEYS[0]]) == [KEYS[0], KEYS[3]]
-    assert stores.end_load(3, KEYS[:4]) == KEYS[:4]
-    stores.end_store({KEYS[0]})
-    assert not stores._stores
+def test_what_was_named_since_a_job_began_is_known_and_is_kept_for_no_longer() -> None:
+    meanwhile = NamedMeanwhile()
+    meanwhile.name({KEYS[0]})
+    meanwhile.begin(1)
+    meanwhile.name({KEYS[1]})
+    meanwhile.begin(2)
+    meanwhile.name({KEYS[2]})
+    assert meanwhile.end(2, KEYS[:4]) == {KEYS[2]}
+    meanwhile.begin(3)
+    assert meanwhile.end(1, [*KEYS[:4], KEYS[1]]) == {KEYS[1], KEYS[2]}
+    assert meanwhile.end(3, KEYS[:4]) == set()
+    meanwhile.name({KEYS[0]})
+    assert not meanwhile._named
+
+
+def test_many_keys_that_are_gone_beside_many_stores_cost_what_the_stores_have() -> None:
+    """A folder that somebody emptied, say: a look into each store for each key held the scheduler up for 0.3 s."""
+    meanwhile = NamedMeanwhile()
+    meanwhile.begin(1)
+    for number in range(1000):
+        meanwhile.name({block_key(1000 + number)})
+    gone = [OffloadKey(CountsHashes(block_key(number))) for number in range(500)]
+    assert meanwhile.end(1, gone) == set()
+    assert CountsHashes.hashed <= 4000
+
+
+class CountsHashes(bytes):
+    """A key that counts how often any is looked for."""
+
+    hashed = 0
+
+    def __hash__(self) -> int:
+        CountsHashes.hashed += 1
+        return super().__hash__()

@@ -146,6 +146,12 @@ def write(store: Store, name: str, data: bytes) -> None:
     store.put(name, [memoryview(data)])
 
 
+def spoil_payload(store: Store, name: str) -> None:
+    """No store sees it, as the trailer is good."""
+    data = read(store, name)
+    write(store, name, bytes([data[0] ^ 1]) + data[1:])
+
+
 def test_blocks_come_back_in_another_tier_object(bench: Bench) -> None:
     writer, reader = bench.tier(), bench.tier()
     original = bench.fill(1)
@@ -425,6 +431,62 @@ def test_what_was_stored_while_a_load_of_it_was_under_way_is_not_told_as_removed
     assert [(event.keys, event.removed) for event in tier.take_events()] == [((KEYS[0],), True)]
 
 
+def test_what_a_store_only_found_there_while_a_load_of_it_was_under_way_is_told_as_removed(bench: Bench) -> None:
+    """Whether the store looked before the load moved the bad block aside nobody knows; after it, nothing is there."""
+    hanging = HangsAtOneKey()
+    tier = bench.tier(store=hanging)
+    bench.fill(1)
+    bench.store(tier, KEYS[:2])
+    spoil_payload(hanging, tier.mapper.relative_name(KEYS[1]))
+    list(tier.take_events())
+    hanging.key = tier.mapper.relative_name(KEYS[0])
+    hanging.gate.clear()
+    tier.submit_load(load := bench.job(KEYS[:2], [10, 11]))
+    wait_for(lambda: hanging.entered)
+    tier.submit_store(store := bench.job(KEYS[1:2]))
+    results: list[JobResult] = []
+
+    def ended() -> list[JobResult]:
+        results.extend(tier.get_finished())
+        return results
+
+    assert (wait_for(ended)[0].job_id, results[0].success) == (store.job_id, True)
+    hanging.gate.set()
+    assert bench.result(tier, load).successful_keys == (KEYS[0],)
+    told = [(key, event.removed) for event in tier.take_events() for key in event.keys]
+    assert told == [(KEYS[1], False), (KEYS[1], True)]
+
+
+def test_what_a_load_has_moved_aside_after_a_store_found_it_is_not_stored(bench: Bench) -> None:
+    """Nor told as stored, nor believed to be there: the engine offers it again."""
+    hanging = HangsAtOneKey()
+    tier = bench.tier(store=hanging)
+    bench.fill(1)
+    bench.store(tier, KEYS[:2])
+    spoil_payload(hanging, tier.mapper.relative_name(KEYS[0]))
+    list(tier.take_events())
+    hanging.stored_key = tier.mapper.relative_name(KEYS[2])
+    hanging.gate.clear()
+    tier.submit_store(store := bench.job(KEYS[:3]))  # finds the first two
+    wait_for(lambda: hanging.entered)
+    tier.submit_load(load := bench.job(KEYS[:2], [10, 11]))
+    results: list[JobResult] = []
+
+    def ended() -> list[JobResult]:
+        results.extend(tier.get_finished())
+        return results
+
+    assert (wait_for(ended)[0].job_id, results[0].successful_keys) == (load.job_id, (KEYS[1],))
+    hanging.gate.set()
+    stored = bench.result(tier, store)
+    assert (stored.success, stored.successful_keys) == (False, (KEYS[1], KEYS[2]))
+    told = [(key, event.removed) for event in tier.take_events() for key in event.keys]
+    assert told == [(KEYS[0], True), (KEYS[1], False), (KEYS[2], False)]
+    assert not bench.present(tier, KEYS[0])
+    assert bench.store(tier, KEYS[:1]).success
+    assert bench.present(tier, KEYS[0])
+
+
 def test_own_stores_are_found_without_asking(bench: Bench) -> None:
     tier = bench.tier()
     bench.fill(1)
@@ -622,12 +684,17 @@ class GatedStore(Store):
 
 
 class HangsAtOneKey(GatedStore):
-    """A store whose gate holds up the loads of one key."""
+    """A store whose gate holds up the loads of one key, and the stores of one."""
 
-    key = ""
+    key = stored_key = ""
 
     def _pass(self) -> None:
         pass
+
+    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
+        if key == self.stored_key:
+            super()._pass()
+        return self.inner.put(key, parts, overwrite=overwrite)
 
     def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
         if key == self.key:
