@@ -224,11 +224,16 @@ class CPUPrimaryTier(OffloadingManager):
                 ended.append(block)
         return self._end_filling(sorted(ended, key=_when_prepared), success)
 
+    @property
+    def room(self) -> int:
+        """Slots that are free, or whose blocks may be evicted."""
+        return len(self._free) + len(self._policy)
+
     def reserve(self, keys: Sequence[OffloadKey]) -> list[Block]:
         """Slots for a promotion of absent keys: of as many of the first as there is room for."""
         if self._closed:
             return []
-        keys = keys[: len(self._free) + len(self._policy)]
+        keys = keys[: self.room]
         self._make_room(len(keys))
         return self._fill(keys, BlockState.LOADING)
 

@@ -282,15 +282,22 @@ class TieringOffloadingManager(OffloadingManager):
         wanted = []
         # Hundreds of hits of each of hundreds of requests are too many to look through in each step to no purpose.
         if any(free and request.hit_tiers >> index & 1 for index, free in enumerate(room)):
-            request.hit_tiers = 0
-            for key, index in list(request.hits.items()):
+            hit_tiers = 0
+            are_coming = []
+            for key, index in request.hits.items():
                 if self.primary.find(key) is not None:
-                    del request.hits[key]  # another request has it loaded
+                    are_coming.append(key)  # another request has it loaded
                     continue
-                request.hit_tiers |= 1 << index
+                hit_tiers |= 1 << index
                 if room[index]:
                     room[index] -= 1
                     wanted.append(key)
+                    if len(wanted) > self.primary.room:  # one too many says that it starves
+                        break
+            else:
+                request.hit_tiers = hit_tiers
+            for key in are_coming:
+                del request.hits[key]
         if len(wanted) == len(request.hits):
             request.capped_until = math.inf
         elif request.capped_until == math.inf:

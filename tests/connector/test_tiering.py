@@ -937,6 +937,31 @@ def test_hits_that_wait_for_one_tiers_share_are_not_looked_through_though_anothe
     assert engine.lookup(KEYS[:12]) == [True] * 12
 
 
+def test_hits_that_wait_for_room_in_the_region_are_not_looked_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    """300 requests with 1,000 hits each held each step of the scheduler up for 0.15 s."""
+    engine = Engine(num_blocks=4, promotion_wait_s=0.5, load_share=1)
+    engine.store(*KEYS[:4])
+    engine.manager.on_schedule_end()
+    engine.manager.prepare_load(KEYS[:4], REQ)
+    engine.tier.put(*KEYS[4:20])
+    requests = [ReqContext(name) for name in ("a", "b")]
+    for req in requests:
+        assert all(engine.manager.lookup(key, req) is None for key in KEYS[4:20])
+    looked_at: list[OffloadKey] = []
+    find = engine.primary.find
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.primary, "find", lambda key: looked_at.append(key) or find(key))  # type: ignore[func-returns-value]
+        engine.manager.on_schedule_end()
+    assert looked_at == [KEYS[4]] * 2
+    engine.manager.complete_load(KEYS[:2])
+    engine.manager.on_schedule_end()
+    assert [job_keys(job) for job in engine.tier.submitted if job.is_load] == [KEYS[4:6]]
+    engine.clock.advance(0.6)
+    engine.manager.on_schedule_end()
+    assert engine.lookup(KEYS[6:7], requests[1]) == [False]
+    assert engine.counted("kvtiers_promotion_room_expired_total") == 14 + 14
+
+
 def test_a_wait_for_a_tiers_share_is_bounded() -> None:
     engine, slow = hung_load(num_tiers=1)
     engine.clock.advance(10.0)
