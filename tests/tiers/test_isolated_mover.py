@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,8 @@ def test_a_block_that_is_there_is_not_written_again(bench: Bench) -> None:
     assert bench.run(KEYS[:2], [0, 1], is_load=False).success
     assert bench.path(KEYS[0]).stat().st_mtime_ns == stamp
     assert bench.value("kvtiers_blocks_total", "store", "already_stored") == 2
+    batch = bench.tier._mover.store_batch([(KEYS[2], 2), (KEYS[1], 1)], time.monotonic() + 10)
+    assert (batch.succeeded, batch.found) == ([KEYS[2], KEYS[1]], [KEYS[1]])
 
 
 @pytest.mark.parametrize("offset", [0, ROW_BYTES - 1, ROW_BYTES + 30])
