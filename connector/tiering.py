@@ -148,6 +148,8 @@ class TieringOffloadingManager(OffloadingManager):
         if self._waiting or any(loads.is_awaited for loads in self._loads):
             now = self._clock()
             self._give_up_late_loads(now)
+            for request in self._waiting:  # before room is made for any
+                self._hold_found(request, now)
             for request in list(self._waiting):
                 self._serve(request, now)
         self._found.clear()
@@ -249,13 +251,15 @@ class TieringOffloadingManager(OffloadingManager):
         self._waiting[request] = None
         return None
 
-    def _serve(self, request: Request, now: float) -> None:
-        """Submit loads for the hits there is room for; age those there is none for."""
+    def _hold_found(self, request: Request, now: float) -> None:
+        """What it has found in the region must stay while it waits for the rest, or it would find that gone in turn."""
         if request.hits or request.loading:
             request.held_until = now + self._options.promotion_hold_s
         if now <= request.held_until:
-            # What it has found in the region must stay while it waits for the rest, or it would find that gone in turn.
             self._hold(request, self._found.get(request.context.req_id, {}).values())
+
+    def _serve(self, request: Request, now: float) -> None:
+        """Submit loads for the hits there is room for; age those there is none for."""
         wanted = self._within_shares(request, now)
         blocks = self.primary.reserve(wanted)
         by_tier: dict[int, list[Block]] = {}

@@ -937,6 +937,23 @@ def test_hits_that_wait_for_one_tiers_share_are_not_looked_through_though_anothe
     assert engine.lookup(KEYS[:12]) == [True] * 12
 
 
+def test_what_a_request_found_in_the_region_stays_though_another_is_given_room_first() -> None:
+    """In the step in which both come, too: of what no tier has the hit would be lost, and with it all behind."""
+    engine = Engine(num_blocks=4, load_share=1)
+    engine.tier.takes_stores = False
+    engine.manager = TieringOffloadingManager(
+        engine.primary, engine.tiers, TieringOptions(load_share=1), clock=engine.clock
+    )
+    engine.store(*KEYS[:2])
+    engine.tier.put(*KEYS[2:8])
+    first, second = ReqContext("first"), ReqContext("second")
+    assert [engine.manager.lookup(key, first) for key in KEYS[4:8]] == [None] * 4
+    assert [engine.manager.lookup(key, second) for key in KEYS[:3]] == [True, True, None]
+    engine.manager.on_schedule_end()
+    assert engine.lookup(KEYS[:2], second) == [True, True]
+    assert [job_keys(job) for job in engine.tier.submitted] == [KEYS[4:6]]
+
+
 def test_hits_that_wait_for_room_in_the_region_are_not_looked_through(monkeypatch: pytest.MonkeyPatch) -> None:
     """300 requests with 1,000 hits each held each step of the scheduler up for 0.15 s."""
     engine = Engine(num_blocks=4, promotion_wait_s=0.5, load_share=1)
