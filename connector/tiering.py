@@ -122,6 +122,11 @@ class TieringOffloadingManager(OffloadingManager):
         self.primary.complete_load(keys)
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        now = self._clock()
+        for req_id in list(self._found):  # before room is made
+            request = self._requests.get(req_id)
+            if request in self._waiting:
+                self._hold_found(request, now)
         return self.primary.prepare_store(keys, req_context)
 
     def complete_store(self, keys: Collection[OffloadKey], success: bool = True) -> None:
@@ -256,7 +261,7 @@ class TieringOffloadingManager(OffloadingManager):
         if request.hits or request.loading:
             request.held_until = now + self._options.promotion_hold_s
         if now <= request.held_until:
-            self._hold(request, self._found.get(request.context.req_id, {}).values())
+            self._hold(request, self._found.pop(request.context.req_id, {}).values())
 
     def _serve(self, request: Request, now: float) -> None:
         """Submit loads for the hits there is room for; age those there is none for."""

@@ -710,8 +710,9 @@ def test_a_block_found_and_evicted_within_one_step_is_not_kept() -> None:
     engine.store(KEYS[0])
     engine.manager.on_schedule_end()
     engine.tier.put(KEYS[1])
-    assert [engine.manager.lookup(key, REQ) for key in KEYS[:2]] == [True, None]
+    assert engine.manager.lookup(KEYS[0], REQ) is True
     assert engine.manager.prepare_store(KEYS[8:10], ReqContext("other")) is not None
+    assert engine.manager.lookup(KEYS[1], REQ) is None  # only now it waits
     engine.manager.on_schedule_end()
     assert engine.counts == SlotCounts(free=0, ready=0, pinned=0, pending=2, quarantined=0)
 
@@ -952,6 +953,21 @@ def test_what_a_request_found_in_the_region_stays_though_another_is_given_room_f
     engine.manager.on_schedule_end()
     assert engine.lookup(KEYS[:2], second) == [True, True]
     assert [job_keys(job) for job in engine.tier.submitted] == [KEYS[4:6]]
+
+
+def test_what_a_request_found_in_the_region_stays_though_a_store_wants_room_in_the_same_step() -> None:
+    engine = Engine(num_blocks=4)
+    engine.tier.takes_stores = False
+    engine.manager = TieringOffloadingManager(engine.primary, engine.tiers, TieringOptions(), clock=engine.clock)
+    engine.store(*KEYS[:3])
+    engine.tier.put(KEYS[3])
+    waits = ReqContext("waits")
+    assert [engine.manager.lookup(key, waits) for key in [*KEYS[:2], KEYS[3]]] == [True, True, None]
+    assert engine.manager.prepare_store(KEYS[4:7], REQ) is None
+    output = engine.manager.prepare_store(KEYS[4:6], REQ)
+    assert output is not None
+    assert output.evicted_keys == (KEYS[2],)
+    assert engine.lookup(KEYS[:2], waits) == [True, True]
 
 
 def test_hits_that_wait_for_room_in_the_region_are_not_looked_through(monkeypatch: pytest.MonkeyPatch) -> None:
