@@ -15,7 +15,8 @@ from tiers.keys import OffloadKey
 from tiers.lookup import LookupCounts
 
 KEYS_MAX = 64  # remembered of each kind: more are no single blocks
-BLOCKS_MIN = 3  # so many that fail with no load between them that succeeds are no single blocks either
+TIMES_MAX = 32  # that are counted
+REST_S_MAX = 60.0  # as long as other hosts' removals may go unnoticed
 
 
 class TierHealth:
@@ -27,7 +28,6 @@ class TierHealth:
 
     def __init__(self, circuit: Circuit) -> None:
         self._circuit = circuit
-        self._failed_loads: set[OffloadKey] = set()  # since one succeeded
         self._out_of_reach = FailedKeys()
         self.unreadable = FailedKeys()
 
@@ -51,23 +51,25 @@ class TierHealth:
         if op == "load":  # not where it was stored again: whether it can be read now is yet to be seen
             self.unreadable.forget(batch.succeeded)
         is_news = self.unreadable.add(batch.unreadable)
-        if op == "load":
-            if batch.succeeded:
-                self._failed_loads.clear()
-            elif len(self._failed_loads) < KEYS_MAX:
-                self._failed_loads.update(batch.unreadable)
-            is_news |= len(self._failed_loads) >= BLOCKS_MIN
         if batch.succeeded:
             self._circuit.succeed(op)
         elif batch.fault and (is_news or batch.outcomes["failed"] > len(batch.gone) + len(batch.unreadable)):
             self._circuit.fail(op, batch.fault)
+
+    def rest_s(self, key: OffloadKey) -> float:
+        """How long a block is not loaded again that could not be read: about as long as it has failed so far."""
+        return min(REST_S_MAX, 2.0 ** (self.unreadable.times(key) - 1))
 
 
 class FailedKeys:
     """The last keys that failed."""
 
     def __init__(self) -> None:
-        self._keys: OrderedDict[OffloadKey, None] = OrderedDict()
+        self._keys: OrderedDict[OffloadKey, int] = OrderedDict()  # how often
+
+    def times(self, key: OffloadKey) -> int:
+        """How often it has failed since it was forgotten."""
+        return self._keys.get(key, 0)
 
     def __contains__(self, key: object) -> bool:
         return key in self._keys
@@ -77,7 +79,7 @@ class FailedKeys:
         is_news = False
         for key in keys:
             is_news |= key not in self._keys
-            self._keys[key] = None
+            self._keys[key] = min(TIMES_MAX, self.times(key) + 1)
             self._keys.move_to_end(key)
             if len(self._keys) > KEYS_MAX:
                 self._keys.popitem(last=False)

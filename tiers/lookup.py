@@ -146,13 +146,17 @@ class AsyncLookup:
         for start in range(0, len(keys), size):
             self._questions.put((keys[start : start + size], now))
 
-    def mark(self, keys: Iterable[OffloadKey], *, present: bool) -> None:
-        """What a finished store or a failed load taught us; overrules any answer on its way."""
+    def mark(self, keys: Iterable[OffloadKey], *, present: bool, rest_s: float = FAILED_S_MIN) -> None:
+        """What a finished store or a failed load taught us; overrules any answer on its way.
+
+        Args:
+            rest_s: how long those are absent at least that are not present.
+        """
         now = self._clock()
         for key in keys:
             self._asked.pop(key, None)
             # Or a block that is there and cannot be read would be loaded again and again.
-            self._record(key, present, now, ttl_s_min=0.0 if present else FAILED_S_MIN)
+            self._record(key, present, now, ttl_s_min=0.0 if present else rest_s)
 
     def forget(self, keys: Iterable[OffloadKey]) -> None:
         """Believe nothing known of these keys any more: the next question is asked."""

@@ -368,6 +368,7 @@ class StoreTierManager(SecondaryTierManager):
         used: list[OffloadKey] = []
         found: list[OffloadKey] = []
         gone: list[OffloadKey] = []
+        unreadable: list[OffloadKey] = []
         bytes_moved = 0
         for batch, size in zip(finished.outcomes, job.batch_sizes, strict=True):
             if isinstance(batch, BaseException):
@@ -376,6 +377,7 @@ class StoreTierManager(SecondaryTierManager):
             succeeded += batch.succeeded
             found += batch.found
             gone += batch.gone
+            unreadable += batch.unreadable
             used += batch.succeeded if job.is_load else batch.found  # what was computed or kept elsewhere, and is here
             bytes_moved += batch.bytes_moved
             self._counts.moved(batch, op)
@@ -391,6 +393,8 @@ class StoreTierManager(SecondaryTierManager):
         if job.is_load:
             # Whatever the reason, a key that did not come is absent now: believing "present" would loop (vllm#49176).
             self._lookup.mark((key for key in job.keys if key not in done), present=False)
+            for key in unreadable:
+                self._lookup.mark((key,), present=False, rest_s=self._health.rest_s(key))
             # Not all of them: what a storage that is away for a second has is there, and nobody would publish it again.
             # Nor what was published since: who hears "removed" last takes it for gone. What a store merely found there
             # since, it found before that.

@@ -20,7 +20,7 @@ import pytest
 from tests.identity import FakeSpec, block_key
 from tests.promises import Record
 from tests.waiting import wait_for
-from tiers import block_mover, store_tier, vectored_io
+from tiers import block_mover, health, store_tier, vectored_io
 from tiers.base import JobMetadata, JobResult
 from tiers.errors import (
     BlobCorruptError,
@@ -33,6 +33,7 @@ from tiers.errors import (
     StoreUnavailableError,
 )
 from tiers.file_mapper import FileMapper, strict_fields
+from tiers.health import REST_S_MAX
 from tiers.keys import OffloadKey, make_offload_key
 from tiers.lookup import LookupOptions
 from tiers.seal import TRAILER_BYTES
@@ -1181,10 +1182,11 @@ class TestLiveness:
         assert tier.circuit_state == "open"
 
     @pytest.mark.parametrize("task_blocks", [1, 3, 20])
-    def test_reads_that_all_fail_cut_it_off_again_while_all_ask_the_same_blocks(
-        self, bench: Bench, task_blocks: int
+    def test_reads_that_all_fail_cut_it_off_again(
+        self, bench: Bench, task_blocks: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Lookups are answered, so that the probe lets it back."""
+        """Lookups are answered, so that the probe lets it back. There are more blocks than are remembered."""
+        monkeypatch.setattr(health, "KEYS_MAX", 10)
         store = PartlyRefused()
         now = [1000.0]
         bench.clock = lambda: now[0]
@@ -1200,6 +1202,46 @@ class TestLiveness:
             bench.wait_until_closed(tier)
             bench.load(tier, KEYS[:20])
             assert tier.circuit_state == "open"
+
+    @pytest.mark.parametrize("task_blocks", [1, 20])
+    @pytest.mark.parametrize("count", [1, 3, 20])
+    def test_blocks_that_cannot_be_read_are_loaded_ever_more_seldom_and_cut_nothing_off_again(
+        self, bench: Bench, count: int, task_blocks: int
+    ) -> None:
+        """Of a reader, which heals nothing: whether they are single blocks or all reads fail, it costs about the same."""
+        store = PartlyRefused()
+        now = [1000.0]
+        bench.clock = lambda: now[0]
+        options: dict[str, Any] = {
+            "circuit_failures": 3,
+            "circuit_probe_s": 5,
+            "task_bytes": task_blocks * ROW_BYTES,
+            "lookup": LookupOptions(deadline_s=0.5, present_ttl_s=5, absent_ttl_s=0.5),
+        }
+        bench.fill(1)
+        assert bench.store(bench.tier(store=store), KEYS[:20]).success
+        tier = bench.tier(store=store, read_only=True, **options)
+        store.unreadable = {tier.mapper.relative_name(key): StoreUnavailableError for key in KEYS[:count]}
+
+        def request(keys: Sequence[OffloadKey]) -> bool:
+            now[0] += 1
+            tier.on_schedule_end()
+            if tier.circuit_state == "half_open":
+                bench.wait_until_closed(tier)
+            present = [key for key in keys if bench.present(tier, key)]
+            return len(present) == len(keys) and bench.load(tier, keys).success
+
+        opened = []
+        loads = 0
+        for _ in range(600):
+            before = tier.metrics.value("kvtiers_blocks_total", "test", "load", "failed")
+            assert not request(KEYS[:count])
+            loads += tier.metrics.value("kvtiers_blocks_total", "test", "load", "failed") > before
+            opened.append(tier.circuit_state != "closed")
+        assert loads <= 6 + 600 / REST_S_MAX + 1
+        assert not any(opened[10:])  # once it was news
+        store.unreadable = {}
+        assert any(request(KEYS[:count]) for _ in range(int(REST_S_MAX) + 1))
 
     def test_one_block_that_cannot_be_read_cuts_nothing_off_where_others_of_its_prompt_come(self, bench: Bench) -> None:
         store = PartlyRefused()
