@@ -9,11 +9,15 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TypeVar
 
 from tiers.errors import InvalidKeyError
 from tiers.mounts import is_mount_point
 from tiers.posix import OPEN_LISTING, RootFolder, close_reader, is_absent
 from tiers.store import KeyInfo, check_key
+
+T = TypeVar("T")
 
 DAMAGED = (errno.EIO, errno.EUCLEAN, errno.EBADMSG)  # by the last two ext4 and XFS say that a checksum does not fit
 DAMAGED_MAX = 16  # in one listing; where there are more the device or its connection is gone, and nothing can be told
@@ -27,8 +31,9 @@ def walk(root: RootFolder, prefix: str, on_refused: Callable[[str, OSError], Non
     Dot names, symbolic links and names that are no keys are passed over, and so is what this user may not look into:
     a root that is a mount point has a ``lost+found``, and a command that was run by root leaves folders of root's. One
     such folder must not hide all others; nor must one that is removed meanwhile, here or by another host, nor what is
-    damaged or a mount that has lost its server: a folder's listing ends there. Holds one listing (two descriptors) per
-    level of folders and nothing else, however many files there are.
+    damaged or a mount that has lost its server: a folder's listing ends there. Damaged is what fails twice while the
+    root answers: by EIO soft mounts say of all that their server is away. Holds one listing (two descriptors) per level
+    of folders and nothing else, however many files there are.
 
     Args:
         on_refused: told the name below the root of each that was refused or is damaged, and the error. The root itself,
@@ -65,19 +70,24 @@ def walk(root: RootFolder, prefix: str, on_refused: Callable[[str, OSError], Non
             except OSError as e:
                 if len(stack) == 1:
                     raise
-                pass_over(listing.prefix.rstrip("/"), e)
+                again = _ask_again(listing.read_again, e, root)
+                if again is None:
+                    raise  # the rest of it is there and was not listed
+                pass_over(listing.prefix.rstrip("/"), again)
                 entry = None
             if entry is None:
                 stack.pop().close()
             elif entry.name.startswith(".") or (len(stack) == 1 and not entry.name.startswith(name_prefix)):
                 continue
             else:
+                found: KeyInfo | _Listing | OSError | None
                 try:
                     found = listing.find(entry)
                 except OSError as e:
-                    pass_over(listing.prefix + entry.name, e)
-                    continue
-                if isinstance(found, KeyInfo):
+                    found = _ask_again(partial(listing.find, entry), e, root)
+                if isinstance(found, OSError):
+                    pass_over(listing.prefix + entry.name, found)
+                elif isinstance(found, KeyInfo):
                     yield found
                 elif found is not None:
                     stack.append(found)
@@ -97,6 +107,21 @@ class Failures:
         self._count += 1
         if e.errno not in (*DAMAGED, errno.EBUSY) or self._count > DAMAGED_MAX:
             raise e
+
+
+def _ask_again(ask: Callable[[], T], e: OSError, root: RootFolder) -> T | OSError:
+    """The answer to what looked damaged, or the error.
+
+    Raises:
+        OSError: the root does not answer either. It is asked for its free space, which no client remembers.
+    """
+    if e.errno not in DAMAGED:
+        return e
+    os.fstatvfs(root.fd)
+    try:
+        return ask()
+    except OSError as again:
+        return again
 
 
 def _check_is_gone(e: OSError, root: RootFolder) -> None:
@@ -155,6 +180,13 @@ class _Listing:
         except (FileNotFoundError, InvalidKeyError):
             return None
         return KeyInfo(key, status.st_size, status.st_mtime) if stat.S_ISREG(status.st_mode) else None
+
+    def read_again(self) -> None:
+        """Go through all of it. What was found is not yielded, as a part of it was."""
+        self.entries.close()  # both would share one place in the folder
+        self.entries = os.scandir(self.fd)
+        for _ in self.entries:
+            pass
 
     def close(self) -> None:
         self.entries.close()

@@ -24,6 +24,7 @@ import pytest
 from tests.identity import FakeSpec, block_key
 from tests.promises import Record
 from tiers import folder_cleanup, folder_listing, mounts, posix, publish
+from tiers.capacity.account import read_measured
 from tiers.capacity.collector import Collector
 from tiers.capacity.policy import CapacityPolicy
 from tiers.errors import (
@@ -685,8 +686,88 @@ def test_only_a_mount_of_its_own_that_has_lost_its_server_is_passed_over(
     assert list_keys(store) == ["a/1"]
 
 
+class Away:
+    """The module ``os`` on a mount that says EIO while its server is away (NFS with ``soft``, many a FUSE file system).
+
+    It goes when the folder ``name`` is opened or, with ``reads``, halfway through it, and is back after so many calls.
+    """
+
+    def __init__(self, name: str, calls: int, *, reads: bool) -> None:
+        self.name, self.calls, self.reads = name, calls, reads
+        self.fd = -1
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def open(self, path: str, flags: int, **options: Any) -> int:
+        if path == self.name and not self.reads:
+            self.ask()
+        fd = os.open(path, flags, **options)
+        if path == self.name:
+            self.fd = fd
+        return fd
+
+    def scandir(self, fd: int) -> Any:
+        return AwayHalfway(os.scandir(fd), self.ask) if fd == self.fd and self.reads else os.scandir(fd)
+
+    def fstatvfs(self, fd: int) -> os.statvfs_result:
+        self.ask()
+        return os.fstatvfs(fd)
+
+    def ask(self) -> None:
+        if self.calls > 0:
+            self.calls -= 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+class AwayHalfway:
+    def __init__(self, entries: Any, ask: Callable[[], None]) -> None:
+        self._entries, self._ask = entries, ask
+        self._count = 0
+        self.close = entries.close
+
+    def __iter__(self) -> AwayHalfway:
+        return self
+
+    def __next__(self) -> Any:
+        if self._count == 1:
+            self._ask()
+        self._count += 1
+        return next(self._entries)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("calls", [1, 2, 100])
+def test_a_server_that_is_away_for_a_moment_is_no_damaged_folder(
+    tmp_path: Path, calls: int, reads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All blocks are in one folder: the root would count as empty, and be filled up to its bound once more."""
+    policy = CapacityPolicy(max_bytes=1_000_000)
+    store = LocalStore(tmp_path)
+    names = [FileMapper.from_offloading_spec("", FakeSpec()).relative_name(block_key(n)) for n in range(20)]
+    for name in names:
+        store.put(name, as_parts(bytes(1000)))
+    report = Collector(store, policy).run()
+    assert report is not None
+    measured = read_measured(store)
+    away = Away(names[0].partition("/")[0], calls, reads=reads)
+    monkeypatch.setattr(folder_listing, "os", away)
+    try:
+        again = Collector(store, policy).run()
+    except StoreUnavailableError:
+        assert read_measured(store) == measured
+    else:
+        assert again is not None
+        assert again.bytes >= report.bytes
+    away.calls = 0
+    last = Collector(store, policy).run()
+    assert last is not None
+    assert last.bytes >= report.bytes
+    assert store.damaged == 0
+
+
 def test_where_much_is_damaged_nothing_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device that is gone, or a soft mount: what it still lists would be taken for all that is stored."""
+    """A device that is gone: what it still lists would be taken for all that is stored."""
     store = LocalStore(tmp_path)
     names = {f"f{number}" for number in range(20)}
     for name in sorted(names):

@@ -1208,7 +1208,7 @@ class TestLiveness:
     def test_blocks_that_cannot_be_read_are_loaded_ever_more_seldom_and_cut_nothing_off_again(
         self, bench: Bench, count: int, task_blocks: int
     ) -> None:
-        """Of a reader, which heals nothing: whether they are single blocks or all reads fail, it costs about the same."""
+        """Of a reader, which heals nothing: single blocks, or all reads fail."""
         store = PartlyRefused()
         now = [1000.0]
         bench.clock = lambda: now[0]
