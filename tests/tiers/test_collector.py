@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from connector.prefix_place import place_of_prefixes
 from tests.identity import FakeSpec, block_key
 from tiers.capacity.account import MEASURED, USAGE_PREFIX, Account, read_measured
-from tiers.capacity.collector import Collector, is_block
+from tiers.capacity.collector import Collector, is_block, listed_bytes
 from tiers.capacity.histogram import AGE_S_MIN, AgeHistogram, bucket_of
 from tiers.capacity.lease import LEASE_PREFIX, Lease
 from tiers.capacity.policy import CapacityPolicy
@@ -875,6 +875,23 @@ def test_a_quota_with_room_for_less_than_a_large_block_is_collected(tmp_path: Pa
     assert collector.is_due()  # and not only once all is looked at again
     collector.run()
     store.put(name(6), as_parts(bytes(size)))
+
+
+@pytest.mark.parametrize("theirs", [60, 200, 1000])
+def test_blocks_keep_half_where_a_quota_is_used_up_by_other_peoples_files(tmp_path: Path, theirs: int) -> None:
+    """A seventh of all that is there would be every block."""
+    store = StoreWithQuotaOfBytes(tmp_path / "kv")
+    store.bytes_max = 1 << 40
+    fill(store, [3600.0 * (n + 1) for n in range(20)])
+    store.put("theirs/data", as_parts(bytes(theirs * SIZE)))
+    collector = Collector(store, CapacityPolicy(max_bytes=1 << 40))
+    collector.run()
+    store.bytes_max = listed_bytes(store) + SIZE // 2
+    collector.run()
+    assert 9 <= len(blocks(store)) < 20
+    collector.run()
+    store.put(name(100), as_parts(bytes(SIZE)))
+    assert len(blocks(store)) >= 9
 
 
 def test_a_storage_too_full_for_the_measurement_is_collected_to_the_end(tmp_path: Path) -> None:

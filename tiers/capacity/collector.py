@@ -209,7 +209,7 @@ class Collector:
         excess = self._excess(measured, baseline, freed_bytes=report.removed_bytes["ttl"] if report.dry_run else 0)
         if excess <= 0 and not report.dry_run and self._room.is_full(after_s=0.0):
             # It is full with what there is now, so that is its bound.
-            excess = int((1 - self._policy.low) * measured.bytes)
+            excess = measured.bytes - self._low_bytes(measured.bytes, measured.bytes)
         if excess > 0 and report.own_bytes and isinstance(self._store, SupportsSweep):
             left = 0 if report.dry_run else self._store.sweep(0.0)  # bad blocks go before good ones
             excess -= report.own_bytes - left
@@ -331,13 +331,18 @@ class Collector:
             missing = used + min(wanted, most) - limit
             high = self._policy.high * limit
             if used > high or missing > 0:
-                # Where others have nearly all, to go down to ``low`` would take every block each time.
-                others = self._others_bytes
-                low = max(self._policy.low * limit, (others + (high if others < high else limit)) / 2)
-                excess = max(used - int(low), missing)
+                excess = max(used - self._low_bytes(limit, high), missing)
         if self._room.missing_bytes(FREE_HIGH) > freed_bytes:
             excess = max(excess, self._room.missing_bytes(FREE_LOW) - freed_bytes)
         return excess
+
+    def _low_bytes(self, limit: int, high: float) -> int:
+        """What a run leaves of what can be stored, where it begins above ``high``.
+
+        Where others have nearly all, to go down to ``low`` would take every block each time.
+        """
+        others = self._others_bytes
+        return int(max(self._policy.low * limit, (others + (high if others < high else limit)) / 2))
 
     def _others_exceed(self, limit: int) -> bool:
         """Whether nothing could be stored if all blocks were gone: they are kept then, as they can still be loaded."""
