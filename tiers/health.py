@@ -46,15 +46,22 @@ class TierHealth:
             self._circuit.answer_late()
         return False
 
-    def moved(self, batch: Batch, op: Kind) -> None:
-        """A batch ended."""
-        if op == "load":  # not where it was stored again: whether it can be read now is yet to be seen
-            self.unreadable.forget(batch.succeeded)
-        is_news = self.unreadable.add(batch.unreadable)
-        if batch.succeeded:
+    def moved(self, batches: Iterable[Batch], op: Kind) -> None:
+        """A job's batches ended. What arrived speaks for all of it: a batch may be one block, and three say little."""
+        arrived = False
+        faults = []
+        for batch in batches:
+            if op == "load":  # not where it was stored again: whether it can be read now is yet to be seen
+                self.unreadable.forget(batch.succeeded)
+            is_news = self.unreadable.add(batch.unreadable)
+            arrived |= bool(batch.succeeded)
+            if batch.fault and (is_news or batch.outcomes["failed"] > len(batch.gone) + len(batch.unreadable)):
+                faults.append(batch.fault)
+        if arrived:
             self._circuit.succeed(op)
-        elif batch.fault and (is_news or batch.outcomes["failed"] > len(batch.gone) + len(batch.unreadable)):
-            self._circuit.fail(op, batch.fault)
+        else:
+            for fault in faults:
+                self._circuit.fail(op, fault)
 
     def rest_s(self, key: OffloadKey) -> float:
         """How long a block is not loaded again that could not be read: about as long as it has failed so far."""

@@ -369,6 +369,7 @@ class StoreTierManager(SecondaryTierManager):
         found: list[OffloadKey] = []
         gone: list[OffloadKey] = []
         unreadable: list[OffloadKey] = []
+        batches: list[Batch] = []
         bytes_moved = 0
         for batch, size in zip(finished.outcomes, job.batch_sizes, strict=True):
             if isinstance(batch, BaseException):
@@ -381,7 +382,8 @@ class StoreTierManager(SecondaryTierManager):
             used += batch.succeeded if job.is_load else batch.found  # what was computed or kept elsewhere, and is here
             bytes_moved += batch.bytes_moved
             self._counts.moved(batch, op)
-            self._health.moved(batch, op)
+            batches.append(batch)
+        self._health.moved(batches, op)
         # What a load meanwhile found gone was there before that: none of it is stored.
         if not job.is_load and (overtaken := self._gone_beside_stores.end(finished.job_id, found)):
             succeeded = [key for key in succeeded if key not in overtaken]

@@ -1059,6 +1059,29 @@ class TestLiveness:
             assert tier.circuit_state == "closed"
         assert tier.metrics.value("kvtiers_store_errors_total", "test", "store", "StoreUnavailableError") == 3
 
+    @pytest.mark.parametrize("what", ["load", "store"])
+    def test_a_job_of_which_some_arrived_is_no_failure_of_the_storage(self, bench: Bench, what: str) -> None:
+        """Where each block is a batch of its own, three in a row mean little: a server that sheds load refuses many."""
+        faults = [
+            Fault(operation, first=number, error=lambda: StoreThrottledError("slow down"))
+            for number in (5, 6, 7, 8)
+            for operation in ("put" if what == "store" else "get_into",)
+        ]
+        store = FaultyStore(bench.make_store(), faults if what == "store" else [])
+        tier = bench.tier(store=store, task_bytes=ROW_BYTES, n_read_threads=1, n_write_threads=1)
+        bench.fill(1)
+        result = bench.store(tier, KEYS[:20])
+        if what == "load":
+            assert result.success
+            store.plan = faults
+            result = bench.load(tier, KEYS[:20])
+        assert len(result.successful_keys) == 16
+        assert tier.metrics.value("kvtiers_circuit_opened_total", "test") == 0
+        assert tier.circuit_state == "closed"
+        store.plan = [Fault("put", count=None, error=lambda: StoreThrottledError("slow down"))]
+        bench.store(tier, KEYS[20:23])
+        assert tier.circuit_state == "open"
+
     def test_a_job_that_ends_halfway_has_stored_its_first_blocks(self, bench: Bench) -> None:
         """A prefix is of use up to its first gap."""
         tier = bench.tier(store=InStepStore(rounds_max=5), n_read_threads=1, n_write_threads=1)
