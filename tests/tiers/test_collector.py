@@ -989,6 +989,32 @@ def test_a_full_storage_of_young_blocks_is_not_listed_all_the_time(tmp_path: Pat
         now[0] += rest_s / 2
 
 
+@pytest.mark.parametrize("measured", [False, True])
+def test_a_storage_too_full_for_any_measurement_is_not_listed_all_the_time(tmp_path: Path, measured: bool) -> None:
+    """By other people's files. Nothing can be stored before the root is measured, so it is not long before that."""
+    store, now = StoreWithQuota(tmp_path / "kv"), [1000.0]
+    collector = Collector(store, CapacityPolicy(max_bytes=1 << 30), monotonic=lambda: now[0])
+    if measured:
+        store.files_max = 1000
+        collector.run()
+        now[0] += 600.0
+    else:
+        LocalStore(store.root_dir).put("theirs", as_parts(b"1"))
+    store.files_max = 1
+    runs = 0
+    for _ in range(4 * 3600):
+        now[0] += 0.25
+        if collector.is_due():
+            collector.run()
+            runs += 1
+    assert runs <= 60 + 10
+    store.files_max = 1000
+    now[0] += 60.0
+    assert collector.is_due()
+    collector.run()
+    assert not collector.is_due()
+
+
 def test_of_many_collectors_one_tries_whether_there_is_room(store: LocalStore) -> None:
     now = [0.0]
     counting = FaultyStore(store)

@@ -40,7 +40,7 @@ from tiers.capacity.lease import Lease
 from tiers.capacity.policy import CapacityPolicy
 from tiers.capacity.records import OWN_PREFIX, PREFIXES_FOLDER, UNREADABLE
 from tiers.capacity.removal import CollectReport, Removal
-from tiers.capacity.room import FREE_HIGH, FREE_LOW, Room
+from tiers.capacity.room import FREE_HIGH, FREE_LOW, TRIAL_EVERY_S, Room
 from tiers.errors import StoreConfigError, StoreError, StoreFullError
 from tiers.inventory import parse_block_name
 from tiers.store import KeyInfo, NamesBlocks, Store, SupportsSweep, SupportsTouch, delete_all
@@ -85,7 +85,7 @@ class Collector:
         self._clock = clock
         self._monotonic = monotonic
         self._began_at = float("-inf")
-        self._ran_at = 0.0
+        self._ran_at = float("-inf")
         self._ttl_s = policy.ttl_s  # None also while nobody knows what is old
         self._rest_s = 0.0  # after a run that removed nothing
         self._room = Room(store, policy, monotonic)
@@ -114,7 +114,8 @@ class Collector:
                 raise
             return True
         if self._seen_s(measured) >= self._policy.every_s or measured is None:
-            return True
+            # Again and again, where the storage is too full for a measurement.
+            return self._monotonic() - self._ran_at >= min(self._rest_s, TRIAL_EVERY_S)
         # One collector of a root tries for all of them.
         is_full = measured.id == self._measured_id and self._room.is_full()
         if not is_full and not self._wants_room():
