@@ -767,6 +767,24 @@ def test_blocks_that_cannot_be_removed_keep_no_others(store: LocalStore, monkeyp
     assert blocks(store) == stay | {name(n) for n in range(10 - reports[1].removed_blobs["capacity"])}
 
 
+def test_after_a_while_without_deletions_the_oldest_go(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Credentials without the right to delete, say. All blocks were tried by then."""
+    fill(store, [3600.0 * 1.5**n for n in range(20)])
+    collector = Collector(store, CapacityPolicy(max_bytes=20 * SIZE))
+
+    def refuse(self: LocalStore, keys: Sequence[str]) -> list[Exception | None]:
+        return [StorePermissionError("no") for _ in keys]
+
+    with monkeypatch.context() as failing:
+        failing.setattr(LocalStore, "delete_many", refuse)
+        for _ in range(6):
+            collector.run()
+    report = collector.run()
+    assert report is not None
+    assert blocks(store) == {name(n) for n in range(20 - report.removed_blobs["capacity"])}
+    assert len(blocks(store)) >= 16
+
+
 def test_after_a_while_without_deletions_no_more_goes_than_is_to_go(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

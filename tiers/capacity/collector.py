@@ -1,6 +1,6 @@
 """Collector: measures a root and removes what is too old or too much, in memory that does not grow with it.
 
-A run lists everything twice at most:
+A run lists everything twice at most, and once more while there are blocks that cannot be removed:
 
 1. Measure: sum the sizes, remove what is past its ``ttl``, count the bytes of each age in a histogram. Publish the sum
    for the writers' accounts.
@@ -217,8 +217,14 @@ class Collector:
             measured = replace(measured, bytes=measured.bytes - (report.own_bytes - left))
             report.own_bytes = left
         if excess > 0:
-            # What cannot be removed is beyond the cut again, and would be all of it if it is the oldest.
-            self._shrink(report, now, histogram.cut(excess + self._stuck_bytes), excess, measured, baseline)
+            stuck_bytes = self._stuck_bytes
+            self._shrink(report, now, histogram.cut(excess), excess, measured, baseline)
+            if stuck_bytes and self._stuck_bytes and not report.gave_up and report.removed_bytes["capacity"] < excess:
+                # What cannot be removed is beyond the cut again, and would be all of it if it is the oldest. Not before
+                # it is seen to be so still: after a time without deletions younger blocks would go in its place.
+                kept, report.kept_by_error = report.kept_by_error, 0
+                self._shrink(report, now, histogram.cut(excess + stuck_bytes), excess, measured, baseline)
+                report.kept_by_error = max(kept, report.kept_by_error)
         removed = any(report.removed_blobs.values())
         self._rest_s = 0.0 if removed else min(self._policy.every_s, max(self._policy.poll_s, 2 * self._rest_s))
         self._ran_at = self._monotonic()
