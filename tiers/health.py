@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from tiers.block_mover import Batch
 from tiers.circuit import Circuit, Kind
 from tiers.keys import OffloadKey
-from tiers.lookup import LookupCounts
+from tiers.lookup import FAILED_S_MIN, LookupCounts
 
 KEYS_MAX = 64  # remembered of each kind: more are no single blocks
 TIMES_MAX = 32  # that are counted
@@ -65,7 +65,7 @@ class TierHealth:
 
     def rest_s(self, key: OffloadKey) -> float:
         """How long a block is not loaded again that could not be read: about as long as it has failed so far."""
-        return min(REST_S_MAX, 2.0 ** (self.unreadable.times(key) - 1))
+        return min(REST_S_MAX, FAILED_S_MIN * 2.0 ** max(0, self.unreadable.times(key) - 1))
 
 
 class FailedKeys:
