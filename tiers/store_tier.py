@@ -11,6 +11,7 @@ import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -393,29 +394,39 @@ class StoreTierManager(SecondaryTierManager):
             succeeded = [key for key in succeeded if key not in missing]
         done = set(succeeded)
         if job.is_load:
-            # Whatever the reason, a key that did not come is absent now: believing "present" would loop (vllm#49176).
-            self._lookup.mark((key for key in job.keys if key not in done), present=False)
-            for key in unreadable:
-                self._lookup.mark((key,), present=False, rest_s=self._health.rest_s(key))
-            # Not all of them: what a storage that is away for a second has is there, and nobody would publish it again.
-            # Nor what was published since: who hears "removed" last takes it for gone. What a store merely found there
-            # since, it found before that.
-            published = self._published_beside_loads.end(finished.job_id, gone)
-            gone = [key for key in dict.fromkeys(gone) if key not in published]
-            self._gone_beside_stores.name(set(gone))
-            self._events.add(gone, removed=True)
+            self._note_loaded(finished.job_id, [key for key in job.keys if key not in done], unreadable, gone)
         elif done:
-            self._lookup.mark(done, present=True)
-            if self._collector is not None:
-                self._collector.note_stored(done)  # or who hears "removed" last would take them for gone
-            self._published_beside_loads.name(done.difference(found))
-            self._events.add(succeeded, removed=False)
+            self._note_stored(succeeded, done.difference(found))
         if used:
             self.touch(used)
         outcome = "ok" if ok else "partial" if done else "failed"
         self._counts.job_ended(op, outcome, finished.duration_s, bytes_moved)
         self._results.append(JobResult(finished.job_id, ok, tuple(succeeded), finished.duration_s, bytes_moved))
         self._trace(op, outcome, job.submitted_ns, finished.duration_s, len(job.keys), bytes_moved)
+
+    def _note_loaded(
+        self, job_id: int, missing: Iterable[OffloadKey], unreadable: Iterable[OffloadKey], gone: Iterable[OffloadKey]
+    ) -> None:
+        """Of a load's keys, those that did not come, and why."""
+        # Whatever the reason, a key that did not come is absent now: believing "present" would loop (vllm#49176).
+        self._lookup.mark(missing, present=False)
+        for key in unreadable:
+            self._lookup.mark((key,), present=False, rest_s=self._health.rest_s(key))
+        # Not all of them: what a storage that is away for a second has is there, and nobody would publish it again.
+        # Nor what was published since: who hears "removed" last takes it for gone. What a store merely found there
+        # since, it found before that.
+        published = self._published_beside_loads.end(job_id, gone)
+        removed = [key for key in dict.fromkeys(gone) if key not in published]
+        self._gone_beside_stores.name(set(removed))
+        self._events.add(removed, removed=True)
+
+    def _note_stored(self, stored: Collection[OffloadKey], published: AbstractSet[OffloadKey]) -> None:
+        """What is there since a store, and which of it was not before."""
+        self._lookup.mark(stored, present=True)
+        if self._collector is not None:
+            self._collector.note_stored(stored)  # or who hears "removed" last would take them for gone
+        self._published_beside_loads.name(published)
+        self._events.add(stored, removed=False)
 
     def _trace(self, *fields: Any) -> None:
         """Tell of a job, by ``JobTrace``'s fields."""
