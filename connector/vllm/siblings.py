@@ -7,7 +7,7 @@ step has computed over them, for whichever request that shares them, is wrong an
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -17,6 +17,8 @@ from tiers.errors import ConfigError
 
 #: Whether vLLM says which steps have such loads: from 0.29 on.
 STEPS_SAY_SO = "has_sync_kv_loads" in {field.name for field in dataclasses.fields(SchedulerOutput)}
+
+_SEVERAL = "MultiConnector"
 
 #: Those of vLLM's connectors that load between steps, or nothing (read in 0.28 to 0.33).
 _BETWEEN_STEPS = (
@@ -35,11 +37,7 @@ _BETWEEN_STEPS = (
 
 def loading_within_steps() -> list[str]:
     """Names of the connectors that may load within a step, beside the one that is under construction."""
-    vllm_config = translate.find_argument("vllm_config", "VllmConfig", where=_has_several)
-    if vllm_config is None:
-        return []
-    connectors = vllm_config.kv_transfer_config.kv_connector_extra_config.get("connectors", ())
-    return [str(each.get("kv_connector")) for each in connectors if not _loads_between_steps(each)]
+    return [str(each.get("kv_connector")) for each in _all_connectors() if not _loads_between_steps(each)]
 
 
 def refusal(names: list[str]) -> ConfigError:
@@ -52,9 +50,20 @@ def refusal(names: list[str]) -> ConfigError:
     )
 
 
-def _has_several(vllm_config: Any) -> bool:
-    transfer_config = getattr(vllm_config, "kv_transfer_config", None)
-    return getattr(transfer_config, "kv_connector", None) == "MultiConnector"
+def _all_connectors() -> list[Mapping[str, Any]]:
+    """Those of the engine that is under construction, where it has several, ours included."""
+    configs = [each.kv_transfer_config for each in translate.find_arguments("vllm_config", "VllmConfig")]
+    several = [each for each in configs if getattr(each, "kv_connector", None) == _SEVERAL]
+    # One MultiConnector may be in another, and each gives its connectors a config of their own: the engine's has all.
+    return list(_leaves(several[-1].kv_connector_extra_config)) if several else []
+
+
+def _leaves(extra_config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    for each in extra_config.get("connectors", ()):
+        if each.get("kv_connector") == _SEVERAL and not each.get("kv_connector_module_path"):
+            yield from _leaves(each.get("kv_connector_extra_config") or {})
+        else:
+            yield each
 
 
 def _loads_between_steps(connector: Mapping[str, Any]) -> bool:

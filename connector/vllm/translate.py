@@ -17,7 +17,7 @@ import logging
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from types import FrameType
@@ -172,17 +172,21 @@ def vllm_layout(spec: Any) -> VllmLayout:
     return VllmLayout(mapper.base_path.lstrip("/"), mapper.rank, mapper.get_run_config())
 
 
-def find_argument(name: str, type_name: str, where: Callable[[Any], bool] = lambda _: True) -> Any | None:
-    """The nearest argument or variable up the stack that has this name and type; None where there is none."""
+def find_arguments(name: str, type_name: str) -> Iterator[Any]:
+    """The arguments and variables up the stack that have this name and type, the nearest first."""
     frame: FrameType | None = sys._getframe(1)
     for _ in range(_FRAMES_MAX):
         if frame is None:
             break
         candidate = frame.f_locals.get(name)
-        if type(candidate).__name__ == type_name and where(candidate):
-            return candidate
+        if type(candidate).__name__ == type_name:
+            yield candidate
         frame = frame.f_back
-    return None
+
+
+def find_argument(name: str, type_name: str) -> Any | None:
+    """The nearest of them; None where there is none."""
+    return next(find_arguments(name, type_name), None)
 
 
 def find_vllm_config() -> Any | None:

@@ -12,6 +12,9 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
@@ -23,6 +26,7 @@ from tests.vllm.engines import BLOCK_BYTES, BLOCK_TOKENS, FULL, kv_cache_config,
 from tests.waiting import wait_for
 from tiers.errors import ConfigError
 
+V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
 OURS = {"kv_connector": "OffloadingConnector"}
 PREFIXES = {"kv_connector": "SharedStorageConnector", "kv_connector_module_path": "connector.vllm.shared_storage"}
 LMCACHE = {"kv_connector": "LMCacheConnectorV1"}
@@ -69,6 +73,54 @@ def test_way_tier_takes_connectors_beside_it_that_load_between_steps() -> None:
     tier_of(beside(PREFIXES, *others)).shutdown()
     alone = VllmConfig(kv_transfer_config=SimpleNamespace(**OURS))
     tier_of(alone).shutdown()
+
+
+SEEN: list[list[str]] = []
+
+
+class Probe(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not installed where mypy runs
+    """Stands for ours inside vLLM's MultiConnector, which makes it."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        SEEN.append(siblings.loading_within_steps())
+
+    get_num_new_matched_tokens = update_state_after_alloc = build_connector_meta = None
+    start_load_kv = wait_for_layer_load = save_kv_layer = wait_for_save = None
+
+
+def several(*connectors: Any) -> dict[str, Any]:
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": list(connectors)},
+    }
+
+
+PROBE = {"kv_connector": "Probe", "kv_connector_module_path": __name__, "kv_role": "kv_both"}
+FILES = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+
+
+@pytest.mark.parametrize(
+    ("engine", "named"),
+    [
+        (several(several(PROBE), FILES), ["ExampleConnector", "Probe"]),
+        (several(FILES, several(several(PROBE))), ["ExampleConnector", "Probe"]),
+        (several(several(FILES), PROBE), ["ExampleConnector", "Probe"]),
+        (several(several({**OURS, "kv_role": "kv_both"}), PROBE), ["Probe"]),
+    ],
+)
+def test_a_multiconnector_in_another_hides_no_connector(
+    engine: dict[str, Any], named: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("example_connector.ExampleConnector", "offloading_connector.OffloadingConnector"):
+        monkeypatch.setattr(f"{V1}.{name}.__init__", lambda *_: None)
+    SEEN.clear()
+    vllm_config = VllmConfig(
+        kv_transfer_config=KVTransferConfig(**engine),
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=True),
+    )
+    MultiConnector(vllm_config, KVConnectorRole.SCHEDULER, kv_cache_config(FULL))
+    assert [sorted(each) for each in SEEN] == [named]
 
 
 class Request(SimpleNamespace):
