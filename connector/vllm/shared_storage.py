@@ -39,7 +39,7 @@ from connector.vllm.prefix_requests import Request, SharedStorageMetadata, Store
 from connector.vllm.prefix_uses import PrefixUses
 from connector.vllm.prefix_worker import PrefixWorker
 from connector.vllm.resets import StorageSwitch
-from connector.vllm.siblings import SiblingLoads
+from connector.vllm.siblings import SiblingLoads, check_none_makes_kv_up
 from tiers.capacity.link import CollectorLink
 from tiers.daemon_pool import DaemonPool
 from tiers.errors import ConfigError, StoreError
@@ -69,11 +69,13 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
 
     Raises:
         ConfigError: the path is missing or cannot be used, a limit is not accepted, the model has several KV cache
-            groups or one that is not of full attention, or a block's tokens are on several ranks.
+            groups or one that is not of full attention, a block's tokens are on several ranks, or a connector beside
+            it makes KV up.
         StorePermissionError, StoreConfigError: of a bucket, as ``S3TierManager`` says.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        check_none_makes_kv_up()
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         extra = transfer.kv_connector_extra_config

@@ -19,6 +19,7 @@ from tiers.errors import ConfigError
 STEPS_SAY_SO = "has_sync_kv_loads" in {field.name for field in dataclasses.fields(SchedulerOutput)}
 
 _SEVERAL = "MultiConnector"
+_MAKES_KV_UP = "DecodeBenchConnector"
 
 #: Those of vLLM's connectors that load between steps, or nothing (read in 0.28 to 0.33).
 _BETWEEN_STEPS = (
@@ -33,6 +34,18 @@ _BETWEEN_STEPS = (
     "OffloadingConnector",  # from 0.33 on also within steps where it is told to, but its loads never fail
     "SimpleCPUOffloadConnector",
 )
+
+
+def check_none_makes_kv_up() -> None:
+    """Refuse vLLM's benchmark of decoding: it fills blocks with a constant and calls them loaded.
+
+    Raises:
+        ConfigError: it is beside the connector that is under construction.
+    """
+    if any(each.get("kv_connector") == _MAKES_KV_UP for each in _all_connectors()):
+        raise ConfigError(
+            f"{_MAKES_KV_UP} makes KV up, which would be stored as good: use one of both", field="connectors"
+        )
 
 
 def loading_within_steps() -> list[str]:

@@ -89,6 +89,7 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
         if self._manager is None:
             pp_size = self.config.parallel.pp_size
             vllm_config = translate.find_vllm_config()
+            siblings.check_none_makes_kv_up()
             beside = siblings.loading_within_steps()
             if beside and not siblings.STEPS_SAY_SO:
                 raise siblings.refusal(beside)

@@ -79,6 +79,7 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
     ) -> None:
         vllm_config = translate.find_vllm_config()
         hosts.check_one_host(vllm_config)
+        siblings.check_none_makes_kv_up()
         # vLLM's own region takes each store first, and loads are served from there: nothing could be kept out.
         if beside := siblings.loading_within_steps():
             raise siblings.refusal(beside)

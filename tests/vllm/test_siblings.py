@@ -21,6 +21,7 @@ from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.request import RequestStatus
 
 from connector.vllm import siblings, translate
+from connector.vllm.shared_storage import SharedStorageConnector
 from connector.vllm.tier import KVTiersTier
 from tests.vllm.engines import BLOCK_BYTES, BLOCK_TOKENS, FULL, kv_cache_config, kv_caches, offloading_config
 from tests.waiting import wait_for
@@ -29,6 +30,7 @@ from tiers.errors import ConfigError
 V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
 OURS = {"kv_connector": "OffloadingConnector"}
 PREFIXES = {"kv_connector": "SharedStorageConnector", "kv_connector_module_path": "connector.vllm.shared_storage"}
+MAKES_UP = {"kv_connector": "DecodeBenchConnector"}
 LMCACHE = {"kv_connector": "LMCacheConnectorV1"}
 BLOCKS = 4
 
@@ -73,6 +75,16 @@ def test_way_tier_takes_connectors_beside_it_that_load_between_steps() -> None:
     tier_of(beside(PREFIXES, *others)).shutdown()
     alone = VllmConfig(kv_transfer_config=SimpleNamespace(**OURS))
     tier_of(alone).shutdown()
+
+
+def test_a_connector_that_makes_kv_up_is_refused_beside_ours(tmp_path: Path) -> None:
+    vllm_config = beside(PREFIXES, MAKES_UP)
+    with pytest.raises(ConfigError, match="DecodeBenchConnector"):
+        tier_of(vllm_config)
+    with pytest.raises(ConfigError, match="DecodeBenchConnector"):
+        scheduler_of(vllm_config, spec_on(tmp_path, "refused"))
+    with pytest.raises(ConfigError, match="DecodeBenchConnector"):
+        SharedStorageConnector(vllm_config, KVConnectorRole.SCHEDULER, kv_cache_config(FULL))
 
 
 SEEN: list[list[str]] = []
