@@ -39,7 +39,7 @@ from connector.vllm.prefix_requests import Request, SharedStorageMetadata, Store
 from connector.vllm.prefix_uses import PrefixUses
 from connector.vllm.prefix_worker import PrefixWorker
 from connector.vllm.resets import StorageSwitch
-from connector.vllm.siblings import SiblingLoads, check_none_makes_kv_up
+from connector.vllm.siblings import SiblingLoads, Untrusted, check_none_makes_kv_up
 from tiers.capacity.link import CollectorLink
 from tiers.daemon_pool import DaemonPool
 from tiers.errors import ConfigError, StoreError
@@ -117,7 +117,8 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         self._stored = Stored()
         self._adapters = weights.Adapters()
         self._uses = PrefixUses(self._stores)
-        self._siblings = SiblingLoads(translate.steps_max(vllm_config, parallel.pp_size))
+        steps_max = translate.steps_max(vllm_config, parallel.pp_size)
+        self._siblings, self._untrusted = SiblingLoads(steps_max), Untrusted(steps_max)
         num_blocks = int(kv_cache_config.num_blocks)
         self._worker = PrefixWorker(self._pool, num_blocks, self._block_size, self._load_deadline_s)
         self._reporter = PrefixReporter()
@@ -245,6 +246,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
                     state.failed_loads = FAILED_LOADS_MAX
                 self._stored.discard(state.hashes[state.load_first :])
         if of_others:  # with async scheduling a request may have been computed over them that vLLM does not set back
+            self._untrusted.load_failed()
             for state in self._requests.values():
                 state.stored_blocks = len(state.token_ids)
         for req_id in connector_output.finished_recving or ():
@@ -256,13 +258,15 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         """This step's loads and stores; ``scheduler_output`` is only read."""
         scheduled = scheduler_output.num_scheduled_tokens
         in_doubt = self._siblings.in_doubt(scheduler_output)
+        self._untrusted.begin_step()
         meta = SharedStorageMetadata(self._loads, not scheduled, self._revision, self._drops_loads)
         self._loads, self._drops_loads = [], False
         for new in scheduler_output.scheduled_new_reqs:
             known = self._requests.get(new.req_id)
             if known is not None:
                 known.block_ids = list(new.block_ids[0])
-                self._add_store(meta, new.req_id, known, new.num_computed_tokens + scheduled[new.req_id], in_doubt)
+                computed = new.num_computed_tokens + scheduled[new.req_id]
+                self._add_store(meta, new.req_id, known, known.num_computed, computed, in_doubt)
         cached = scheduler_output.scheduled_cached_reqs
         for index, req_id in enumerate(cached.req_ids):
             known = self._requests.get(req_id)
@@ -273,7 +277,9 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
                 known.block_ids = list(new_ids[0]) if new_ids else []
             elif new_ids:
                 known.block_ids += new_ids[0]
-            self._add_store(meta, req_id, known, cached.num_computed_tokens[index] + scheduled[req_id], in_doubt)
+            before = cached.num_computed_tokens[index]
+            on_gpu = known.num_computed if req_id in cached.resumed_req_ids else before
+            self._add_store(meta, req_id, known, on_gpu, before + scheduled[req_id], in_doubt)
         return meta
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:  # noqa: ARG002
@@ -333,14 +339,25 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         return blocks_in_all(self._stores, state.hashes[:limit_blocks])
 
     def _add_store(
-        self, meta: SharedStorageMetadata, req_id: str, state: Request, computed_tokens: int, in_doubt: bool
+        self,
+        meta: SharedStorageMetadata,
+        req_id: str,
+        state: Request,
+        tokens_before: int,
+        computed_tokens: int,
+        in_doubt: bool,
     ) -> None:
+        """``tokens_before``: that neither this step nor a load of it gives."""
         if not self._stores_any:
             return
         last = min(computed_tokens // self._block_size, len(state.hashes), len(state.block_ids))
         state.doubted_blocks = last if in_doubt else 0
         if in_doubt:
+            self._untrusted.note(state.hashes[tokens_before // self._block_size : last])
             return
+        on_gpu = min(last, state.num_computed // self._block_size)
+        if last > state.stored_blocks and self._untrusted.has_any(state.hashes[:on_gpu]):
+            state.stored_blocks = len(state.token_ids)
         state.stored_blocks = self._stored.end_of(state.hashes, state.stored_blocks, last)
         # Chunks of one size are asked for side by side, and steps end anywhere. So before the prompt's end, whole ones.
         blocks_min = 1 if last == len(state.hashes) else CHUNK_BLOCKS_MAX

@@ -7,16 +7,22 @@ step has computed over them, for whichever request that shares them, is wrong an
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import itertools
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput
 
 from connector.vllm import translate
 from tiers.errors import ConfigError
+from tiers.keys import OffloadKey
 
 #: Whether vLLM says which steps have such loads: from 0.29 on.
 STEPS_SAY_SO = "has_sync_kv_loads" in {field.name for field in dataclasses.fields(SchedulerOutput)}
+
+UNTRUSTED_MAX = 131_072  # blocks; some 20 MB
 
 _SEVERAL = "MultiConnector"
 _MAKES_KV_UP = "DecodeBenchConnector"
@@ -123,16 +129,57 @@ class SiblingLoads:
         return any(tokens > self._on_gpu.get(req_id, tokens) for req_id, tokens in computed)
 
 
+class Untrusted:
+    """Blocks that steps in doubt have had, where then a load failed. Scheduler thread only.
+
+    vLLM looks for the blocks of a failed load in its running requests. Of one that has ended or was preempted by then
+    they stay in its prefix cache as good, and under ``recompute`` also those that have not been computed again.
+
+    Args:
+        steps_max: that are under way at once.
+        keys_max: that are remembered, those of last.
+    """
+
+    def __init__(self, steps_max: int, keys_max: int = UNTRUSTED_MAX) -> None:
+        self._keys_max = keys_max
+        self._in_doubt: deque[set[bytes]] = deque([set()], maxlen=steps_max)
+        self._keys: dict[bytes, None] = {}
+
+    def begin_step(self) -> None:
+        """What is noted from now on is the next step's."""
+        self._in_doubt.append(set())
+
+    def note(self, keys: Collection[bytes]) -> None:
+        """This step, which is in doubt, has them."""
+        self._in_doubt[-1].update(keys)
+
+    def load_failed(self) -> None:
+        """Of a step whose outcome has become known."""
+        for keys in self._in_doubt:
+            self._keys.update(dict.fromkeys(keys))
+            keys.clear()
+        for key in list(itertools.islice(self._keys, max(0, len(self._keys) - self._keys_max))):
+            del self._keys[key]
+
+    def has_any(self, keys: Collection[bytes]) -> bool:
+        """Whether one of these is such a block, so that what was computed behind it is none either."""
+        return bool(self._keys) and any(key in self._keys for key in keys)
+
+
 class DoubtfulRequests:
-    """Requests of which nothing may be stored: no step has had them since one in doubt. Scheduler thread only.
+    """Requests of which nothing may be stored: no step has had them since one in doubt, or a load failed in theirs.
 
     vLLM sets a request back whose load failed, or ends it, and offers what an ended one holds once more. A manager is
-    shown no steps: it is looked up the stack, as vLLM asks in another order from 0.33 on.
+    shown neither steps nor their outcome: they are looked up the stack, as vLLM asks in another order from 0.33 on.
+    Scheduler thread only.
     """
 
     def __init__(self, steps_max: int) -> None:
         self._loads = SiblingLoads(steps_max)
+        self._untrusted = Untrusted(steps_max)
         self._req_ids: set[str] = set()
+        self._reusing: set[str] = set()  # they have blocks that they did not compute
+        self._spoiled: set[str] = set()
         self._step: Any = None
 
     def look(self) -> None:
@@ -141,16 +188,44 @@ class DoubtfulRequests:
         if step is None or step is self._step:
             return
         self._step = step
+        self._untrusted.begin_step()
+        cached = step.scheduled_cached_reqs
+        computed = [(new.req_id, new.num_computed_tokens) for new in step.scheduled_new_reqs]
+        computed += [
+            each
+            for each in zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+            if each[0] in cached.resumed_req_ids
+        ]
+        self._reusing |= {req_id for req_id, tokens in computed if tokens}
         if self._loads.in_doubt(step):
             self._req_ids |= step.num_scheduled_tokens.keys()
         else:
             self._req_ids -= step.num_scheduled_tokens.keys()
 
-    def has(self, req_id: str) -> bool:
-        """Whether this is one."""
+    def hear(self) -> None:
+        """To be called when vLLM has the outcome of a step."""
+        output = translate.find_argument("kv_connector_output", KVConnectorOutput.__name__)
+        if output is not None and output.invalid_block_ids:
+            self._untrusted.load_failed()
+            self._spoiled |= self._req_ids  # one that was admitted before the outcome is not set back
+
+    def has(self, req_id: str, keys: Collection[OffloadKey]) -> bool:
+        """Whether this is one until a later step. ``keys``: what it offers."""
         self.look()
-        return req_id in self._req_ids
+        if req_id not in self._req_ids:
+            return False
+        self._untrusted.note(keys)
+        return True
+
+    def has_for_good(self, req_id: str, keys: Collection[OffloadKey]) -> bool:
+        """Whether this is one until it ends."""
+        self.look()
+        if req_id in self._reusing and self._untrusted.has_any(keys):
+            self._spoiled.add(req_id)
+        return req_id in self._spoiled
 
     def forget(self, req_id: str) -> None:
         """It has ended, and is offered no more."""
         self._req_ids.discard(req_id)
+        self._reusing.discard(req_id)
+        self._spoiled.discard(req_id)

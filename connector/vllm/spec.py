@@ -232,8 +232,11 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
     def prepare_store(self, keys: Collection[OffloadKey], req_context: Any) -> VllmPrepareStoreOutput | None:
         if self._stale_steps and any(key in self._stale_stores or key in self._stale_loads for key in keys):
             return None  # vLLM offers them again in its next step; what it is told is there it takes for stored
-        if self._doubtful is not None and self._doubtful.has(req_context.req_id):
-            return None
+        if self._doubtful is not None:
+            if self._doubtful.has_for_good(req_context.req_id, keys):
+                return VllmPrepareStoreOutput(keys_to_store=[], store_spec=VllmCPULoadStoreSpec([]), evicted_keys=[])
+            if self._doubtful.has(req_context.req_id, keys):
+                return None
         found = [key for key in keys if self.tiering.primary.find(key) is not None]
         output = self._blocks.prepare_store(keys, req_context)
         self._blocks.touch(found)
@@ -298,6 +301,8 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
         self._end_stale()
 
     def get_stats(self) -> Any:
+        if self._doubtful is not None:
+            self._doubtful.hear()  # vLLM asks when it has the outcome of a step, and tells it to no manager
         return self._stats.take()
 
     def shutdown(self) -> None:

@@ -635,6 +635,20 @@ def test_what_is_computed_over_another_connectors_load_is_stored_only_if_that_ca
     assert stored == ([] if has_failed else [(0, 4), (0, 4)])
 
 
+def test_nothing_is_stored_that_stands_on_a_failed_load_of_a_request_that_was_aborted(rigs: Any) -> None:
+    rig, ids = rigs(), [3, 7, 1, 9, 5]
+    gone = prompt(TOKENS)
+    assert rig.matched(gone) == (0, False)
+    assert rig.stores(step(new={"r": (ids, 8, 10)}, has_sync_kv_loads=True)) == []
+    rig.scheduler.request_finished(gone, ids)  # so vLLM keeps its blocks as good
+    rig.report("elsewhere", {3, 7})
+    finds, computes = prompt(TOKENS, "finds"), prompt(TOKENS, "computes")
+    assert rig.matched(finds, 16) == (0, False)
+    assert rig.stores(step(new={"finds": (ids, 16, 2)})) == []
+    assert rig.matched(computes) == (0, False)
+    assert rig.stores(step(new={"computes": ([0, 2, 4, 6, 8], 0, 18)})) == [(0, 4)]
+
+
 def test_blocks_that_another_connectors_loads_left_no_step_to_store_are_counted(rigs: Any) -> None:
     rig, ids = rigs(), [3, 7, 1, 9, 5]
     store_whole(rig, TOKENS[:9], [0, 2, 4])

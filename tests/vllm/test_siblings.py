@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from connector.vllm import siblings, translate
@@ -172,8 +173,8 @@ class Engine:
         self.scheduler = scheduler_of(beside(LMCACHE), spec_on(root, engine_id))
         self.requests = 0
 
-    def ask(self, req_id: str) -> Request:
-        """A request of which storage has nothing."""
+    def ask(self, req_id: str, like: Request | None = None) -> Request:
+        """A request of which storage has nothing, with the prompt of another or one of its own."""
         self.requests += 1
         request = Request(
             request_id=req_id,
@@ -187,6 +188,8 @@ class Engine:
             shared_prefix_boundary=None,
             status=RequestStatus.RUNNING,
         )
+        if like is not None:
+            request.block_hashes = like.block_hashes
         self.scheduler.on_new_request(request)
 
         def is_answered() -> bool:
@@ -215,6 +218,12 @@ class Engine:
         step.has_sync_kv_loads = loads
         jobs = self.scheduler.build_connector_meta(step).store_jobs.values()
         return {job.req_id: len(job.src_spec.block_ids) for job in jobs}
+
+    def load_failed(self) -> None:
+        """vLLM hears of it, and asks for what there is to count."""
+        kv_connector_output = KVConnectorOutput(invalid_block_ids={1})
+        self.scheduler.get_stats()
+        assert kv_connector_output
 
     def close(self) -> None:
         self.worker.shutdown()
@@ -255,6 +264,43 @@ def test_way_spec_stores_what_was_computed_before_the_step_of_a_siblings_load(en
     ends.num_tokens = BLOCKS * BLOCK_TOKENS + 1
     ends.status = RequestStatus.FINISHED_STOPPED
     assert engine.step(new=[loads], loads=True, ended=[ends]) == {"ends": 1}
+
+
+def test_way_spec_stores_nothing_that_stands_on_a_failed_load_of_a_request_that_was_aborted(engine: Engine) -> None:
+    loads = engine.ask("loads")
+    loads.num_computed_tokens = 2 * BLOCK_TOKENS
+    assert engine.step(new=[loads], loads=True) == {}
+    loads.status = RequestStatus.FINISHED_ABORTED  # so vLLM keeps its blocks as good
+    engine.load_failed()
+    assert engine.step(ended=[loads]) == {}
+    finds = engine.ask("finds", like=loads)
+    finds.num_computed_tokens = BLOCKS * BLOCK_TOKENS
+    assert engine.step(new=[finds]) == {}
+    assert engine.step(again=[finds]) == {}
+    computes = engine.ask("computes", like=loads)
+    assert engine.step(new=[computes]) == {"computes": BLOCKS}
+
+
+def test_way_spec_stores_nothing_more_of_the_requests_of_a_step_whose_load_failed(engine: Engine) -> None:
+    loads, other = engine.ask("loads"), engine.ask("other")
+    assert engine.step(new=[loads, other], loads=True) == {}
+    engine.load_failed()
+    assert engine.step(again=[loads, other]) == {}
+    last = engine.ask("last")
+    assert engine.step(new=[last]) == {"last": BLOCKS}
+
+
+def test_untrusted_blocks_are_bounded() -> None:
+    untrusted = siblings.Untrusted(steps_max=2, keys_max=2)
+    untrusted.note([b"1"])
+    untrusted.begin_step()
+    untrusted.note([b"2", b"3"])
+    assert not untrusted.has_any([b"1", b"2", b"3"])
+    untrusted.load_failed()
+    untrusted.load_failed()
+    untrusted.begin_step()
+    untrusted.note([b"4"])
+    assert sum(untrusted.has_any([key]) for key in (b"1", b"2", b"3", b"4")) == 2
 
 
 def test_way_spec_refuses_such_a_connector_where_vllm_does_not_say_which_steps_have_loads(
