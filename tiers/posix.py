@@ -27,7 +27,7 @@ import functools
 import os
 import stat
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from tiers.errors import (
     BlobCorruptError,
@@ -99,29 +99,21 @@ def _how(flags: int) -> bytes:
     return _HOW.pack(flags, 0, _RESOLVE_BENEATH | _RESOLVE_NO_SYMLINKS | _RESOLVE_NO_MAGICLINKS)
 
 
-@functools.cache
-def _libc_openat2() -> Callable[..., int]:
-    """libc has no wrapper for openat2, only syscall(2). ctypes lets other threads run during a call."""
-    call = ctypes.CDLL(None, use_errno=True).syscall
-    call.restype = ctypes.c_long
-    call.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t]
-    return call
-
-
-@functools.cache
-def _libc_linkat() -> Callable[..., int]:
-    """Python's os.link knows no AT_EMPTY_PATH."""
-    call = ctypes.CDLL(None, use_errno=True).linkat
-    call.restype = ctypes.c_int
-    call.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_int]
-    return call
+# ctypes lets other threads run during a call.
+_libc = ctypes.CDLL(None, use_errno=True)
+_syscall = _libc.syscall  # libc has no wrapper for openat2
+_syscall.restype = ctypes.c_long
+_syscall.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t]
+_linkat = _libc.linkat  # os.link knows no AT_EMPTY_PATH
+_linkat.restype = ctypes.c_int
+_linkat.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_int]
 
 
 def openat2(dir_fd: int, path: str, flags: int) -> int:
     """Open ``path`` below ``dir_fd``, following no symbolic link. Returns a descriptor."""
     while True:
         name = path.encode() if path.isascii() else os.fsencode(path)  # a third of the time
-        fd = _libc_openat2()(_OPENAT2, dir_fd, name, _how(flags), _HOW.size)
+        fd: int = _syscall(_OPENAT2, dir_fd, name, _how(flags), _HOW.size)
         if fd >= 0:
             return fd
         code = ctypes.get_errno()
@@ -131,7 +123,7 @@ def openat2(dir_fd: int, path: str, flags: int) -> int:
 
 def link_open_file(fd: int, name: str, dir_fd: int) -> None:
     """Give an open file a name. Before Linux 6.10 it takes CAP_DAC_READ_SEARCH; without it is ENOENT."""
-    if _libc_linkat()(fd, b"", dir_fd, os.fsencode(name), _AT_EMPTY_PATH) < 0:
+    if _linkat(fd, b"", dir_fd, os.fsencode(name), _AT_EMPTY_PATH) < 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code), name)
 
@@ -315,7 +307,7 @@ def read_blob(root: RootFolder, key: str, parts: Sequence[memoryview], look: Loo
         size = parts_size(parts)
         if stored != size:
             raise BlobCorruptError(f"{stored} bytes are stored, {size} were asked for", key=key)
-        read_all(fd, parts, key, look)
+        read_all(fd, parts, key, look, size)
     finally:
         close_reader(fd)
 

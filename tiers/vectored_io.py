@@ -94,13 +94,12 @@ def write_all(fd: int, parts: Sequence[memoryview], look: Look | None = None) ->
         raise OSError(errno.EIO, "a write call wrote nothing")
 
 
-def read_all(fd: int, parts: Sequence[memoryview], key: str, look: Look | None = None) -> None:
-    """Fill the parts from the start of a file. ``look``: see ``tiers.store.SupportsPieces``.
+def read_all(fd: int, parts: Sequence[memoryview], key: str, look: Look | None, size: int) -> None:
+    """Fill the parts, which have so many bytes, from the start of a file. ``look``: see ``tiers.store.SupportsPieces``.
 
     Raises:
         BlobCorruptError: it ends before.
     """
-    size = parts_size(parts)
     filled = 0
     if look is None:
         filled = transfer(os.preadv, fd, parts, size=size)

@@ -66,7 +66,7 @@ class VllmRawStore(LocalStore):
         with self._opened(key) as (fd, size, seal):
             if size != parts_size(payload):
                 raise BlobCorruptError(f"{size} bytes are stored, {parts_size(payload)} were asked for", key=key)
-            read_all(fd, payload, key, look)
+            read_all(fd, payload, key, look, size)
             trailer[:] = seal
             if look is not None:
                 look(size, trailer)
