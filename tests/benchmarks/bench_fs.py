@@ -1,8 +1,8 @@
 """local-fs through the whole tier (sealed and verified) next to the raw-file ceiling and memcpy.
 
-    python -m tests.benchmarks.bench_fs [--quick] [--json FILE] [--where FOLDER ...]
+    python -m tests.benchmarks.bench_fs [--quick] [--json FILE] [--where FOLDER ...] [--job-mib N ...]
 
-Ratios are what counts: each round moves the blocks in slices, each by raw files and by ours, who goes first in turn,
+Ratios are what counts: each round moves the blocks in jobs, each by raw files and by ours, who goes first in turn,
 and the median of the rounds' ratios is reported, so that a machine whose speed drifts, or a host that is slow to give
 pages, hits both. The raw ceiling is the same number of files of the same payload at the same paths, made and read in
 batches by the same number of threads with plain open, pwritev / preadv and close: no seal, no check, no publish
@@ -10,7 +10,7 @@ protocol. "main busy" is the tier's speed beside a main thread that runs Python 
 twice, each time into fresh roots: with each block's folders still to be made (both sides make them), and with folders
 that are there. Nothing is deleted and written again: ext4 looks at each inode that was deleted in the last minutes
 before it takes one, which decided everything else.
-Before each slice is stored as many pages are freed as it takes: a guest gives pages that were free for a second or two
+Before each job is stored as many pages are freed as it takes: a guest gives pages that were free for a second or two
 back to its host, and to get them again costs more than to write them (1 MiB in 1.1 ms against 0.4).
 """
 
@@ -46,7 +46,7 @@ from tiers.tier_config import default_threads
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (128 * KIB, 512 * KIB, MIB, 4 * MIB, 16 * MIB)
 TASK_BYTES = 64 * MIB
-SLICES = 4  # of a round, each a job: one long prompt's blocks
+JOB_BYTES = 64 * MIB  # one prompt's blocks: 512 tokens of a model with 128 KiB a token
 STORE_GOAL, LOAD_GOAL, STALL_GOAL_MS = 0.85, 0.75, 5.0
 LOOKUP_GOAL, CALL_GOAL_US = 50_000, 100.0
 
@@ -56,6 +56,7 @@ class Row:
     """One block size on one file system. Speeds in MB/s, stalls in ms."""
 
     where: str
+    job_bytes: int
     block_bytes: int
     raw_store: float
     store: float
@@ -79,6 +80,7 @@ class Options:
 
     threads: int
     isolation: str
+    job_bytes: int
 
 
 class Setup:
@@ -89,6 +91,7 @@ class Setup:
         self.block_bytes = block_bytes
         self.threads = options.threads
         self.isolation = options.isolation
+        self.job_blocks = max(1, options.job_bytes // block_bytes)
         self.view = SharedOffloadRegion.anonymous(self.count, block_bytes).create_kv_memoryview()
         # Filled, so that no page is touched for the first time inside a measurement.
         self.region = np.asarray(self.view)
@@ -108,7 +111,7 @@ class Setup:
         return JobMetadata(self.job_id, self.keys[part], self.blocks[part])
 
     def slices(self) -> list[slice]:
-        size = -(-self.count // SLICES)
+        size = self.job_blocks
         return [slice(start, min(start + size, self.count)) for start in range(0, self.count, size)]
 
 
@@ -329,6 +332,7 @@ def measure(where: Path, label: str, block_bytes: int, total_bytes: int, rounds:
     median = {name: statistics.median(values) for name, values in results.items()}
     return Row(
         where=label,
+        job_bytes=options.job_bytes,
         block_bytes=block_bytes,
         raw_store=median["raw_store"],
         store=median["store"],
@@ -380,12 +384,13 @@ def show(rows: Sequence[Row], lookups: dict[str, tuple[float, float]], options: 
     console = Console(width=None if os.isatty(1) else 170)
     movers = f"{options.threads} + {options.threads} threads, isolation: {options.isolation}"
     table = Table(title=f"local-fs, sealed and verified, {movers}, MB/s (median of rounds)")
-    columns = ("", "block", "store", "raw", "ratio", "new folders", "load", "raw", "ratio", "memcpy")
+    columns = ("", "job", "block", "store", "raw", "ratio", "new folders", "load", "raw", "ratio", "memcpy")
     for column in (*columns, "store / load, main busy", "stall ms p50 / p99 (raw)", "call p99"):
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(
             row.where,
+            f"{row.job_bytes // MIB} MiB",
             f"{row.block_bytes // KIB} KiB" if row.block_bytes < MIB else f"{row.block_bytes // MIB} MiB",
             f"{row.store:.0f}",
             f"{row.raw_store:.0f}",
@@ -424,16 +429,18 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=default_threads())
     parser.add_argument("--isolation", default="auto", choices=("auto", "thread", "process"))
     parser.add_argument("--where", nargs="*", help="folders to measure on; default: tmpfs and the disk")
+    parser.add_argument("--job-mib", type=int, nargs="+", default=[JOB_BYTES // MIB], help="size of jobs")
     args = parser.parse_args()
     total, rounds = (96 * MIB, 3) if args.quick else (256 * MIB, 5)
     places = (
         {name: Path(name) for name in args.where} if args.where else {"tmpfs": Path("/dev/shm"), "disk": Path.cwd()}
     )
-    options = Options(args.threads, args.isolation)
     rows, lookups = [], {}
     for label, where in places.items():
-        for size in SIZES:
-            rows.append(measure(where, label, size, total, rounds, options))
+        for job_mib in args.job_mib:
+            options = Options(args.threads, args.isolation, job_mib * MIB)
+            for size in SIZES:
+                rows.append(measure(where, label, size, max(total, 2 * options.job_bytes), rounds, options))
         lookups[label] = lookup_speeds(where, options)
     show(rows, lookups, options)
     if args.json:
