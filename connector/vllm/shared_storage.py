@@ -31,15 +31,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build
 from connector.prefix_format import FORMAT
 from connector.prefix_limits import PrefixLimits
 from connector.prefix_place import seconds_of, shared_place
-from connector.prefix_store import CHUNK_BLOCKS_MAX, PrefixStore, blocks_in_all
+from connector.prefix_store import PrefixStore, blocks_in_all
 from connector.vllm import translate, weights
 from connector.vllm.prefix_metrics import PrefixPromMetrics, PrefixReporter, PrefixStats
 from connector.vllm.prefix_model import kv_cache_spec_of
-from connector.vllm.prefix_requests import Request, SharedStorageMetadata, Stored, Transfer, salts_of, transfer_of
+from connector.vllm.prefix_requests import Request, SharedStorageMetadata, Transfer, salts_of, transfer_of
+from connector.vllm.prefix_saves import PrefixSaves
 from connector.vllm.prefix_uses import PrefixUses
 from connector.vllm.prefix_worker import PrefixWorker
 from connector.vllm.resets import StorageSwitch
-from connector.vllm.siblings import SiblingLoads, Untrusted, check_none_makes_kv_up
+from connector.vllm.siblings import check_none_makes_kv_up
 from tiers.capacity.link import CollectorLink
 from tiers.daemon_pool import DaemonPool
 from tiers.errors import ConfigError, StoreError
@@ -82,8 +83,8 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         self._place = shared_place(extra)
         self._storage = StorageSwitch(extra)
         self._role = translate.role_of(vllm_config)
-        self._stores_any = self._role.stores and not self._place.read_only
-        self._limits = PrefixLimits.of(self._place) if self._stores_any else None
+        stores_any = self._role.stores and not self._place.read_only
+        self._limits = PrefixLimits.of(self._place) if stores_any else None
         kv_cache_spec = kv_cache_spec_of(kv_cache_config)
         if getattr(transfer, "kv_load_failure_policy", "recompute") == "fail":
             logger.warning(
@@ -114,15 +115,14 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         self._loading: dict[str, frozenset[int]] = {}  # request -> blocks that workers fill, though it may be aborted
         self._loads: list[Transfer] = []  # not handed to the workers yet
         self._drops_loads = False
-        self._stored = Stored()
+        steps_max = translate.steps_max(vllm_config, parallel.pp_size)
+        self._saves = PrefixSaves(self._block_size, steps_max, stores_any=stores_any)
         self._adapters = weights.Adapters()
         self._uses = PrefixUses(self._stores)
-        steps_max = translate.steps_max(vllm_config, parallel.pp_size)
-        self._siblings, self._untrusted = SiblingLoads(steps_max), Untrusted(steps_max)
         num_blocks = int(kv_cache_config.num_blocks)
         self._worker = PrefixWorker(self._pool, num_blocks, self._block_size, self._load_deadline_s)
         self._reporter = PrefixReporter()
-        self._lookups_given_up = self._dropped_blocks = 0
+        self._lookups_given_up = 0
         self._removed = dict.fromkeys(("chunks_removed", "bytes_removed"), 0)
         self._collector: CollectorLink | None = None
         if self._limits is not None and role == KVConnectorRole.SCHEDULER:
@@ -168,7 +168,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
             for count, by_reason in (("chunks_removed", "removed_blobs"), ("bytes_removed", "removed_bytes")):
                 self._removed[count] += sum(told.get("report", {}).get(by_reason, {}).values())
         own = {
-            "dropped_blocks": self._dropped_blocks + self._worker.dropped_blocks,
+            "dropped_blocks": self._saves.dropped_blocks + self._worker.dropped_blocks,
             "loads_failed": self._worker.loads_failed,
             "lookups_given_up": self._lookups_given_up,
             **self._removed,
@@ -179,7 +179,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens on storage beyond those computed, block-aligned, never the prompt's last one. None: ask again."""
-        self._siblings.asked(request.request_id, num_computed_tokens)
+        self._saves.asked(request.request_id, num_computed_tokens)
         state = self._remember(request)
         if state is None or state.failed_loads >= FAILED_LOADS_MAX:
             return 0, False
@@ -205,8 +205,8 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
             state.found = 0 if failed else state.matched.result()
             # What it stored before a preemption may be on its way still.
             state.stored_blocks = max(state.stored_blocks, state.found)
-            self._stored.add(state.hashes[: state.found])
-            self._stored.discard(state.hashes[state.stored_blocks : limit_blocks])
+            self._saves.stored.add(state.hashes[: state.found])
+            self._saves.stored.discard(state.hashes[state.stored_blocks : limit_blocks])
             self._uses.note(state.hashes[: state.found])
         # From 0.31 on vLLM sees to the first itself. Who only stores asks, too: what is there is not copied again.
         if getattr(request, "skip_reading_prefix_cache", False) or not self._role.loads:
@@ -244,11 +244,9 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
                 state.has_failed = True
                 if state.load_began_at <= hung_since:
                     state.failed_loads = FAILED_LOADS_MAX
-                self._stored.discard(state.hashes[state.load_first :])
-        if of_others:  # with async scheduling a request may have been computed over them that vLLM does not set back
-            self._untrusted.load_failed()
-            for state in self._requests.values():
-                state.stored_blocks = len(state.token_ids)
+                self._saves.stored.discard(state.hashes[state.load_first :])
+        if of_others:
+            self._saves.load_of_others_failed(self._requests.values())
         for req_id in connector_output.finished_recving or ():
             self._loading.pop(req_id, None)
             if (loaded := self._requests.get(req_id)) is not None:
@@ -256,30 +254,10 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
 
     def build_connector_meta(self, scheduler_output: Any) -> SharedStorageMetadata:
         """This step's loads and stores; ``scheduler_output`` is only read."""
-        scheduled = scheduler_output.num_scheduled_tokens
-        in_doubt = self._siblings.in_doubt(scheduler_output)
-        self._untrusted.begin_step()
-        meta = SharedStorageMetadata(self._loads, not scheduled, self._revision, self._drops_loads)
+        transfers = self._loads + self._saves.of_step(scheduler_output, self._requests)
+        idle = not scheduler_output.num_scheduled_tokens
+        meta = SharedStorageMetadata(transfers, idle, self._revision, self._drops_loads)
         self._loads, self._drops_loads = [], False
-        for new in scheduler_output.scheduled_new_reqs:
-            known = self._requests.get(new.req_id)
-            if known is not None:
-                known.block_ids = list(new.block_ids[0])
-                computed = new.num_computed_tokens + scheduled[new.req_id]
-                self._add_store(meta, new.req_id, known, known.num_computed, computed, in_doubt)
-        cached = scheduler_output.scheduled_cached_reqs
-        for index, req_id in enumerate(cached.req_ids):
-            known = self._requests.get(req_id)
-            if known is None:
-                continue
-            new_ids = cached.new_block_ids[index]
-            if req_id in cached.resumed_req_ids:  # after a preemption these are all of its blocks
-                known.block_ids = list(new_ids[0]) if new_ids else []
-            elif new_ids:
-                known.block_ids += new_ids[0]
-            before = cached.num_computed_tokens[index]
-            on_gpu = known.num_computed if req_id in cached.resumed_req_ids else before
-            self._add_store(meta, req_id, known, on_gpu, before + scheduled[req_id], in_doubt)
         return meta
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:  # noqa: ARG002
@@ -289,9 +267,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
             return False, None
         if state.matched is not None:
             state.matched.cancel()
-        if state.doubted_blocks:  # no later step has stored them
-            stored = self._stored.end_of(state.hashes, state.stored_blocks, state.doubted_blocks)
-            self._dropped_blocks += max(0, state.doubted_blocks - stored)
+        self._saves.request_finished(state)
         return False, None
 
     def reset_cache(self) -> bool | None:
@@ -337,38 +313,6 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
                 return 0
             state.hash_blocks(self._block_size, adapter)
         return blocks_in_all(self._stores, state.hashes[:limit_blocks])
-
-    def _add_store(
-        self,
-        meta: SharedStorageMetadata,
-        req_id: str,
-        state: Request,
-        tokens_before: int,
-        computed_tokens: int,
-        in_doubt: bool,
-    ) -> None:
-        """``tokens_before``: that neither this step nor a load of it gives."""
-        if not self._stores_any:
-            return
-        last = min(computed_tokens // self._block_size, len(state.hashes), len(state.block_ids))
-        state.doubted_blocks = last if in_doubt else 0
-        if in_doubt:
-            self._untrusted.note(state.hashes[tokens_before // self._block_size : last])
-            return
-        on_gpu = min(last, state.num_computed // self._block_size)
-        if last > state.stored_blocks and self._untrusted.has_any(state.hashes[:on_gpu]):
-            state.stored_blocks = len(state.token_ids)
-        state.stored_blocks = self._stored.end_of(state.hashes, state.stored_blocks, last)
-        # Chunks of one size are asked for side by side, and steps end anywhere. So before the prompt's end, whole ones.
-        blocks_min = 1 if last == len(state.hashes) else CHUNK_BLOCKS_MAX
-        while last - state.stored_blocks >= blocks_min:
-            end = min(last, state.stored_blocks + CHUNK_BLOCKS_MAX)
-            self._stored.add(state.hashes[state.stored_blocks : end])
-            size = self._block_size
-            meta.requests.append(
-                transfer_of(req_id, state, state.block_ids, state.stored_blocks, end, size, is_store=True)
-            )
-            state.stored_blocks = end
 
     # -- worker ------------------------------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 import connector.vllm.shared_storage as module
-from connector.vllm import prefix_requests, prefix_worker, translate
+from connector.vllm import prefix_requests, prefix_saves, prefix_worker, translate
 from connector.vllm.paged_buffer import extract_slots, inject_slots, token_pages
 from connector.vllm.prefix_loads import Load
 from connector.vllm.prefix_requests import SharedStorageMetadata
@@ -428,7 +428,7 @@ def test_a_prompt_in_chunks_over_several_steps_is_stored_as_it_grows(
     rigs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In chunks of one size, wherever steps end beside decodes: others are found one after the other, so too late."""
-    monkeypatch.setattr(module, "CHUNK_BLOCKS_MAX", 2)
+    monkeypatch.setattr(prefix_saves, "CHUNK_BLOCKS_MAX", 2)
     writer, reader = rigs(), rigs()
     request = prompt([*TOKENS, *range(7)], "w")
     writer.matched(request)
@@ -450,7 +450,7 @@ def test_a_prompt_in_chunks_over_several_steps_is_stored_as_it_grows(
 def test_the_last_chunk_of_a_prompt_is_stored_though_it_is_not_whole(
     rigs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "CHUNK_BLOCKS_MAX", 3)
+    monkeypatch.setattr(prefix_saves, "CHUNK_BLOCKS_MAX", 3)
     rig = rigs()
     rig.matched(prompt(TOKENS))
     assert rig.stores(step(new={"r": ([3, 7, 1, 9, 5], 0, 18)})) == [(0, 3), (3, 4)]
@@ -462,7 +462,7 @@ def test_of_a_prompt_that_is_not_computed_to_its_end_whole_chunks_are_stored(
     rig = rigs()
     request = prompt(TOKENS)
     rig.matched(request)
-    monkeypatch.setattr(module, "CHUNK_BLOCKS_MAX", 3)
+    monkeypatch.setattr(prefix_saves, "CHUNK_BLOCKS_MAX", 3)
     assert rig.stores(step(new={"r": ([3, 7, 1, 9], 0, 15)})) == [(0, 3)]
     rig.saved()
     rig.scheduler.request_finished(request, [3, 7, 1, 9])
@@ -507,7 +507,7 @@ def test_a_request_whose_loads_fail_is_computed_in_the_end(rigs: Any, monkeypatc
 
 
 def test_a_request_resumed_after_preemption_brings_all_its_blocks(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CHUNK_BLOCKS_MAX", 2)
+    monkeypatch.setattr(prefix_saves, "CHUNK_BLOCKS_MAX", 2)
     rig = rigs()
     rig.matched(prompt(TOKENS, "w"))
     rig.work(rig.scheduler.build_connector_meta(step(new={"w": ([3, 7], 0, 8)})))
