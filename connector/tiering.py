@@ -265,6 +265,8 @@ class TieringOffloadingManager(OffloadingManager):
 
     def _serve(self, request: Request, now: float) -> None:
         """Submit loads for the hits there is room for; age those there is none for."""
+        if request.starved_since is not None and now - request.starved_since >= self._options.promotion_wait_s / 2:
+            self._take_room(request)
         wanted = self._within_shares(request, now)
         blocks = self.primary.reserve(wanted)
         by_tier: dict[int, list[Block]] = {}
@@ -280,6 +282,16 @@ class TieringOffloadingManager(OffloadingManager):
             request.starved_since = None
         if not request.hits and not request.loading and (not request.held or now >= request.held_until):
             self._release(request)
+
+    def _take_room(self, request: Request) -> None:
+        """Those that came later and starve as well let go of what they hold: else all would wait for one another."""
+        if any(loads.is_awaited for loads in self._loads):
+            return  # there will be room
+        for other in reversed(self._waiting):
+            if other is request or self.primary.room >= len(request.hits):
+                break
+            if other.starved_since is not None:
+                self._let_go(other)
 
     def _within_shares(self, request: Request, now: float) -> list[OffloadKey]:
         """The hits that their tiers' shares of the region have room for; others wait, but for no tier that is stuck."""
@@ -426,6 +438,9 @@ class TieringOffloadingManager(OffloadingManager):
 
     def _release(self, request: Request) -> None:
         self._waiting.pop(request, None)
+        self._let_go(request)
+
+    def _let_go(self, request: Request) -> None:
         for block in reversed(request.held.values()):  # a prefix's first blocks are to be the last to leave
             self.primary.unpin(block)
         request.held = {}

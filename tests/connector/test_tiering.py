@@ -970,6 +970,31 @@ def test_what_a_request_found_in_the_region_stays_though_a_store_wants_room_in_t
     assert engine.lookup(KEYS[:2], waits) == [True, True]
 
 
+def test_requests_that_hold_the_whole_region_together_do_not_all_wait_in_vain() -> None:
+    """Each has found a quarter of it and wants as much besides: those that came last let go."""
+    engine = Engine(num_blocks=8, promotion_wait_s=0.5)
+    engine.tier.takes_stores = False
+    engine.manager = TieringOffloadingManager(engine.primary, engine.tiers, TieringOptions(), clock=engine.clock)
+    engine.store(*KEYS[:8])
+    engine.tier.put(*KEYS[8:16])
+    prompts = {ReqContext(str(at)): [*KEYS[2 * at : 2 * at + 2], *KEYS[8 + 2 * at : 10 + 2 * at]] for at in range(4)}
+    came: dict[str, int] = {}
+    for _ in range(40):
+        for req in [req for req in prompts if req.req_id not in came]:
+            answers = []
+            while (not answers or answers[-1] is not False) and len(answers) < 4:
+                answers.append(engine.manager.lookup(prompts[req][len(answers)], req))
+            if None not in answers:
+                came[req.req_id] = answers.count(True)
+                engine.load(prompts[req][: came[req.req_id]], req)
+                engine.manager.on_request_finished(req)
+        engine.manager.on_schedule_end()
+        engine.clock.advance(0.05)
+    assert came.keys() == {"0", "1", "2", "3"}
+    assert came["0"] == came["1"] == 4
+    assert engine.counts.pinned == engine.counts.pending == 0
+
+
 def test_hits_that_wait_for_room_in_the_region_are_not_looked_through(monkeypatch: pytest.MonkeyPatch) -> None:
     """300 requests with 1,000 hits each held each step of the scheduler up for 0.15 s."""
     engine = Engine(num_blocks=4, promotion_wait_s=0.5, load_share=1)
