@@ -1033,6 +1033,21 @@ def test_a_storage_too_full_for_any_measurement_is_not_listed_all_the_time(tmp_p
     assert not collector.is_due()
 
 
+def test_a_root_that_was_emptied_while_it_was_full_of_young_blocks_is_measured_at_once(store: LocalStore) -> None:
+    """Nothing can be stored before."""
+    now = [1000.0]
+    collector = Collector(store, CapacityPolicy(max_bytes=10 * SIZE), monotonic=lambda: now[0])
+    fill(store, [0.0] * 10)
+    for _ in range(8):
+        now[0] += 600.0
+        assert collector.is_due()
+        collector.run()
+    for key in [*blocks(store), MEASURED]:
+        store.delete(key)
+    now[0] += 1.0
+    assert collector.is_due()
+
+
 def test_of_many_collectors_one_tries_whether_there_is_room(store: LocalStore) -> None:
     now = [0.0]
     counting = FaultyStore(store)

@@ -91,6 +91,7 @@ class Collector:
         self._room = Room(store, policy, monotonic)
         self._seen: tuple[str, float] | None = None  # id of the last measurement, and since when it is that
         self._measured_id = ""  # of the last measurement that it published
+        self._is_crammed = False  # the last run found no room for its measurement
         self._others_bytes = 0  # listed and no blocks
         self._told_others = False
         self._offset_s: float | None = None  # of the storage's clock and the monotonic one, when it ran last
@@ -114,8 +115,8 @@ class Collector:
                 raise
             return True
         if self._seen_s(measured) >= self._policy.every_s or measured is None:
-            # Again and again, where the storage is too full for a measurement.
-            return self._monotonic() - self._ran_at >= min(self._rest_s, TRIAL_EVERY_S)
+            # Where the storage is too full for a measurement it would be so again and again.
+            return not self._is_crammed or self._monotonic() - self._ran_at >= min(self._rest_s, TRIAL_EVERY_S)
         # One collector of a root tries for all of them.
         is_full = measured.id == self._measured_id and self._room.is_full()
         if not is_full and not self._wants_room():
@@ -367,9 +368,10 @@ class Collector:
         try:
             if not publish_measured(self._store, measured, baseline.measured_id):
                 return False
-            self._measured_id = measured.id
+            self._measured_id, self._is_crammed = measured.id, False
             forget_writers(self._store, baseline)
         except StoreFullError as e:
+            self._is_crammed = True
             logger.debug("no room for the measurement: %s", e)  # the writers' accounts stay too high meanwhile
         return True
 
