@@ -105,8 +105,10 @@ class TieringOffloadingManager(OffloadingManager):
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         spec = self.primary.prepare_load(keys, req_context)
         request = self._requests.get(req_context.req_id)
-        if request is not None and request.held:
+        if request is not None:
+            found = self._found.get(req_context.req_id, {})
             for key in keys:
+                found.pop(key, None)  # not to be held for it again
                 block = request.held.pop(key, None)
                 if block is not None:
                     self.primary.unpin(block)

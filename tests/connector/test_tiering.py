@@ -752,6 +752,22 @@ def test_loaded_blocks_wait_for_their_request_for_a_bounded_time() -> None:
     assert engine.manager.prepare_store([KEYS[9]], REQ) is not None
 
 
+@pytest.mark.parametrize("stores", [False, True])
+def test_what_a_request_has_come_for_is_not_kept_for_it_any_more(stores: bool) -> None:
+    """An engine loads in the step in which it hears that all is there, and stores for others in it."""
+    engine = Engine(num_blocks=4, load_share=1)
+    engine.tier.put(*KEYS[:4])
+    assert engine.lookup(KEYS[:4]) == [None] * 4
+    engine.manager.on_schedule_end()
+    assert [engine.manager.lookup(key, REQ) for key in KEYS[:4]] == [True] * 4
+    engine.manager.prepare_load(KEYS[:4], REQ)
+    if stores:
+        assert engine.manager.prepare_store([KEYS[9]], ReqContext("other")) is None
+    engine.manager.on_schedule_end()
+    engine.manager.complete_load(KEYS[:4])
+    assert engine.counts.pinned == 0
+
+
 def test_a_finished_request_lets_go_of_its_blocks() -> None:
     engine = Engine(auto=False)
     engine.tier.put(*KEYS[:4])
