@@ -77,6 +77,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._waiting: dict[Request, None] = {}  # an ordered set: with hits, loads under way or held blocks
         # What lookups of this step found in the region, by request.
         self._found: defaultdict[str, dict[OffloadKey, Block]] = defaultdict(dict)
+        self._looked_up = False  # since what they found was held last
         self._cascade = Cascade(
             primary, self._tiers, self._options.store_backlog_share, self._submit_store, clock, self._log_once
         )
@@ -86,6 +87,7 @@ class TieringOffloadingManager(OffloadingManager):
     # -- the engine's calls ------------------------------------------------------------------------------------------
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        self._looked_up = True
         block = self.primary.find(key)
         if block is None:
             return self._lookup_tiers(key, req_context)
@@ -124,11 +126,13 @@ class TieringOffloadingManager(OffloadingManager):
         self.primary.complete_load(keys)
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        now = self._clock()
-        for req_id in list(self._found):  # before room is made
-            request = self._requests.get(req_id)
-            if request in self._waiting:
-                self._hold_found(request, now)
+        if self._looked_up:  # else a thousand stores of a step would look at a thousand requests each
+            self._looked_up = False
+            now = self._clock()
+            for req_id in list(self._found):  # before room is made
+                request = self._requests.get(req_id)
+                if request in self._waiting:
+                    self._hold_found(request, now)
         return self.primary.prepare_store(keys, req_context)
 
     def complete_store(self, keys: Collection[OffloadKey], success: bool = True) -> None:

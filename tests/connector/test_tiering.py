@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Collection, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -984,6 +985,25 @@ def test_what_a_request_found_in_the_region_stays_though_a_store_wants_room_in_t
     assert output is not None
     assert output.evicted_keys == (KEYS[2],)
     assert engine.lookup(KEYS[:2], waits) == [True, True]
+
+
+def test_the_stores_of_a_step_do_not_each_look_through_what_requests_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """256 stores after the lookups of 256 requests took 5 ms longer, a thousand after a thousand 80 ms."""
+    engine = Engine(num_blocks=16)
+    engine.store(*KEYS[:2])
+    passes = []
+
+    class Found(defaultdict[str, Any]):
+        def __iter__(self) -> Iterator[str]:
+            passes.append(self)
+            return super().__iter__()
+
+    monkeypatch.setattr(engine.manager, "_found", Found(dict))
+    for asked in range(1, 4):
+        assert engine.manager.lookup(KEYS[0], REQ) is True
+        for key in KEYS[4:9]:
+            assert engine.manager.prepare_store([key], REQ) is not None
+        assert len(passes) == asked
 
 
 def test_requests_that_hold_the_whole_region_together_do_not_all_wait_in_vain() -> None:
