@@ -1017,7 +1017,7 @@ def test_requests_that_hold_the_whole_region_together_do_not_all_wait_in_vain() 
     came: dict[str, int] = {}
     for _ in range(40):
         for req in [req for req in prompts if req.req_id not in came]:
-            answers = []
+            answers: list[bool | None] = []
             while (not answers or answers[-1] is not False) and len(answers) < 4:
                 answers.append(engine.manager.lookup(prompts[req][len(answers)], req))
             if None not in answers:
