@@ -161,6 +161,7 @@ class TieringOffloadingManager(OffloadingManager):
             self._give_up_late_loads(now)
             for request in self._waiting:  # before room is made for any
                 self._hold_found(request, now)
+            self._let_last_go(now)
             for request in list(self._waiting):
                 self._serve(request, now)
         self._found.clear()
@@ -271,8 +272,6 @@ class TieringOffloadingManager(OffloadingManager):
 
     def _serve(self, request: Request, now: float) -> None:
         """Submit loads for the hits there is room for; age those there is none for."""
-        if request.starved_since is not None and now - request.starved_since >= self._options.promotion_wait_s / 2:
-            self._take_room(request)
         wanted = self._within_shares(request, now)
         blocks = self.primary.reserve(wanted)
         by_tier: dict[int, list[Block]] = {}
@@ -289,15 +288,23 @@ class TieringOffloadingManager(OffloadingManager):
         if not request.hits and not request.loading and (not request.held or now >= request.held_until):
             self._release(request)
 
-    def _take_room(self, request: Request) -> None:
-        """Those that came later and starve as well let go of what they hold: else all would wait for one another."""
+    def _let_last_go(self, now: float) -> None:
+        """Of requests that starve, those that came last let go of what they hold: else all would wait for one another.
+
+        Not at once: there may be room soon, and of what no tier has the hit would be lost.
+        """
         if any(loads.is_awaited for loads in self._loads):
-            return  # there will be room
-        for other in reversed(self._waiting):
-            if other is request or self.primary.room >= len(request.hits):
-                break
-            if other.starved_since is not None:
-                self._let_go(other)
+            return
+        starving = [request for request in self._waiting if request.starved_since is not None]
+        if not starving:
+            return
+        first = starving[0]
+        assert first.starved_since is not None
+        if now - first.starved_since < self._options.promotion_wait_s / 2:
+            return
+        wanted = min(len(first.hits), sum(loads.room for loads in self._loads))
+        while len(starving) > 1 and self.primary.room < wanted:
+            self._let_go(starving.pop())
 
     def _within_shares(self, request: Request, now: float) -> list[OffloadKey]:
         """The hits that their tiers' shares of the region have room for; others wait, but for no tier that is stuck."""
