@@ -236,7 +236,7 @@ class GcmSeal(_KeyedSeal):
             raise SealError(SealReason.AUTHENTICATION, f"its tag is not that of key {proof.key_id:08x}") from None
 
 
-# Not a seal's own: a worker process makes a seal for each batch, but its threads stay.
+# Not a seal's own: a thread may store by several, one after the other.
 _of_thread = threading.local()
 
 
