@@ -332,6 +332,8 @@ class TieringOffloadingManager(OffloadingManager):
                 request.hit_tiers = hit_tiers
             for key in are_coming:
                 del request.hits[key]
+            if len(wanted) > self.primary.room:
+                return wanted  # whether shares have room for the others will be seen when the region has
         if len(wanted) == len(request.hits):
             request.capped_until = math.inf
         elif request.capped_until == math.inf:

@@ -1056,6 +1056,26 @@ def test_hits_that_wait_for_room_in_the_region_are_not_looked_through(monkeypatc
     assert engine.counted("kvtiers_promotion_room_expired_total") == 14 + 14
 
 
+def test_a_wait_for_room_in_the_region_is_none_for_a_tiers_share() -> None:
+    engine = Engine(num_blocks=4, auto=False, load_share=0.5, promotion_wait_s=30.0, load_deadline_s=5.0)
+    engine.tier.takes_stores = False
+    options = TieringOptions(load_share=0.5, promotion_wait_s=30.0, load_deadline_s=5.0)
+    engine.manager = TieringOffloadingManager(engine.primary, engine.tiers, options, clock=engine.clock)
+    engine.store(*KEYS[:4])
+    engine.manager.prepare_load(KEYS[:4], ReqContext("runs"))
+    engine.tier.put(*KEYS[10:14])
+    first, second = ReqContext("first"), ReqContext("second")
+    for _ in range(8):
+        assert engine.lookup(KEYS[10:12], first) == [None] * 2
+        assert engine.lookup(KEYS[12:14], second) == [None] * 2
+        engine.clock.advance(1.0)
+    engine.manager.complete_load(KEYS[:4])
+    for _ in range(2):  # the first one's loads have all of the share
+        assert engine.lookup(KEYS[12:14], second) == [None] * 2
+    engine.tier.auto = True
+    assert engine.lookup_until_known(KEYS[12:14], second) == [True] * 2
+
+
 def test_a_wait_for_a_tiers_share_is_bounded() -> None:
     engine, slow = hung_load(num_tiers=1)
     engine.clock.advance(10.0)
