@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 _EVERY_TIER = -1  # as a bit mask
 _EXPIRED = float("-inf")
 _ASKED_LATELY_S = 5.0  # a request that was not asked of for so long may be forgotten
+_LET_GO_SHARE = 0.1  # part of promotion_wait_s for which the first that starves leaves the others what they hold
 
 
 class TieringOffloadingManager(OffloadingManager):
@@ -300,7 +301,7 @@ class TieringOffloadingManager(OffloadingManager):
             return
         first = starving[0]
         assert first.starved_since is not None
-        if now - first.starved_since < self._options.promotion_wait_s / 2:
+        if now - first.starved_since < _LET_GO_SHARE * self._options.promotion_wait_s:
             return
         wanted = min(len(first.hits), sum(loads.room for loads in self._loads))
         while len(starving) > 1 and self.primary.room < wanted:

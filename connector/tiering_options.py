@@ -16,8 +16,8 @@ class TieringOptions:
     """Limits of a TieringOffloadingManager.
 
     Attributes:
-        promotion_wait_s: how long a hit waits for room in the region before it counts as a miss. After half of it, and
-            where nothing is being loaded, requests that came later let go of what they hold.
+        promotion_wait_s: how long a hit waits for room in the region before it counts as a miss. After a tenth of it,
+            and where nothing is being loaded, requests that came later let go of what they hold.
         lookup_deadline_s: how long a request waits for a tier's answer before it counts as "absent".
         load_deadline_s: a load not reported by then is a miss, and one second past the tier's own ``job_deadline_s``
             where that is sooner: I/O that cannot be ended holds its slots, but not its request.
