@@ -20,11 +20,12 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from connector.base import LoadStoreSpec, OffloadingManager, PrepareStoreOutput
 from connector.cascade import Cascade
+from connector.holds import Holds
 from connector.primary import Block, BlockState, CPUPrimaryTier
 from connector.promotion import FailedLoads, Job, Request, TierLoads
 from connector.tier_guard import GuardedTier, load_deadline_s, shut_down_tiers
@@ -76,9 +77,8 @@ class TieringOffloadingManager(OffloadingManager):
         self._requests: OrderedDict[str, Request] = OrderedDict()  # the one asked of last is last
         self._failed = FailedLoads()
         self._waiting: dict[Request, None] = {}  # an ordered set: with hits, loads under way or held blocks
-        # What lookups of this step found in the region, by request.
-        self._found: defaultdict[str, dict[OffloadKey, Block]] = defaultdict(dict)
-        self._looked_up = False  # since what they found was held last
+        self._holds = Holds(primary, self._options.promotion_hold_s)
+        self._looked_up = False  # since what requests found was held last
         self._cascade = Cascade(
             primary, self._tiers, self._options.store_backlog_share, self._submit_store, clock, self._log_once
         )
@@ -94,7 +94,7 @@ class TieringOffloadingManager(OffloadingManager):
             return self._lookup_tiers(key, req_context)
         if block.state is not BlockState.READY:
             return self._await(block, req_context)
-        self._found[req_context.req_id][key] = block
+        self._holds.note(req_context.req_id, block)
         return True
 
     def is_coming(self, key: OffloadKey, req_context: ReqContext) -> bool:
@@ -107,14 +107,7 @@ class TieringOffloadingManager(OffloadingManager):
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         spec = self.primary.prepare_load(keys, req_context)
-        request = self._requests.get(req_context.req_id)
-        if request is not None:
-            found = self._found.get(req_context.req_id, {})
-            for key in keys:
-                found.pop(key, None)  # not to be held for it again
-                block = request.held.pop(key, None)
-                if block is not None:
-                    self.primary.unpin(block)
+        self._holds.take(req_context.req_id, self._requests.get(req_context.req_id), keys)
         return spec
 
     def touch(self, keys: Collection[OffloadKey]) -> None:
@@ -130,10 +123,10 @@ class TieringOffloadingManager(OffloadingManager):
         if self._looked_up:  # else a thousand stores of a step would look at a thousand requests each
             self._looked_up = False
             now = self._clock()
-            for req_id in list(self._found):  # before room is made
+            for req_id in self._holds.found():  # before room is made
                 request = self._requests.get(req_id)
                 if request in self._waiting:
-                    self._hold_found(request, now)
+                    self._holds.hold_found(request, now)
         return self.primary.prepare_store(keys, req_context)
 
     def complete_store(self, keys: Collection[OffloadKey], success: bool = True) -> None:
@@ -146,7 +139,7 @@ class TieringOffloadingManager(OffloadingManager):
         return events
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self._found.pop(req_context.req_id, None)
+        self._holds.forget(req_context.req_id)
         request = self._requests.pop(req_context.req_id, None)
         if request is not None:
             self._forget(request)
@@ -161,11 +154,11 @@ class TieringOffloadingManager(OffloadingManager):
             now = self._clock()
             self._give_up_late_loads(now)
             for request in self._waiting:  # before room is made for any
-                self._hold_found(request, now)
+                self._holds.hold_found(request, now)
             self._let_last_go(now)
             for request in list(self._waiting):
                 self._serve(request, now)
-        self._found.clear()
+        self._holds.end_step()
         for tier in self._tiers:
             tier.on_schedule_end()
         for state, count in self.primary.slot_counts()._asdict().items():
@@ -189,7 +182,7 @@ class TieringOffloadingManager(OffloadingManager):
         for request in self._requests.values():
             self._forget(request)
         self._requests.clear()
-        self._found.clear()
+        self._holds.end_step()
         self._cascade.drop_unsent()
         self.primary.reset_cache()
 
@@ -264,13 +257,6 @@ class TieringOffloadingManager(OffloadingManager):
         self._waiting[request] = None
         return None
 
-    def _hold_found(self, request: Request, now: float) -> None:
-        """What it has found in the region must stay while it waits for the rest, or it would find that gone in turn."""
-        if request.hits or request.loading:
-            request.held_until = now + self._options.promotion_hold_s
-        if now <= request.held_until:
-            self._hold(request, self._found.pop(request.context.req_id, {}).values())
-
     def _serve(self, request: Request, now: float) -> None:
         """Submit loads for the hits there is room for; age those there is none for."""
         wanted = self._within_shares(request, now)
@@ -305,7 +291,7 @@ class TieringOffloadingManager(OffloadingManager):
             return
         wanted = min(len(first.hits), sum(loads.room for loads in self._loads))
         while len(starving) > 1 and self.primary.room < wanted:
-            self._let_go(starving.pop())
+            self._holds.let_go(starving.pop())
 
     def _within_shares(self, request: Request, now: float) -> list[OffloadKey]:
         """The hits that their tiers' shares of the region have room for; others wait, but for no tier that is stuck."""
@@ -385,8 +371,7 @@ class TieringOffloadingManager(OffloadingManager):
         ready = self.primary.end_promotion([block for block in job.blocks if block.key in succeeded], success=True)
         request = job.request
         if request is not None and not request.finished:
-            self._hold(request, ready)
-            request.held_until = self._clock() + self._options.promotion_hold_s
+            self._holds.hold_loaded(request, ready, self._clock())
         self._cascade.add(ready, job.tier)
 
     def _end_wait(self, job: Job, failed: Iterable[Block]) -> None:
@@ -446,20 +431,9 @@ class TieringOffloadingManager(OffloadingManager):
         request.hits = {}
         self._release(request)
 
-    def _hold(self, request: Request, blocks: Iterable[Block]) -> None:
-        for block in blocks:
-            if block.state is BlockState.READY and block.key not in request.held:
-                self.primary.pin(block)
-                request.held[block.key] = block
-
     def _release(self, request: Request) -> None:
         self._waiting.pop(request, None)
-        self._let_go(request)
-
-    def _let_go(self, request: Request) -> None:
-        for block in reversed(request.held.values()):  # a prefix's first blocks are to be the last to leave
-            self.primary.unpin(block)
-        request.held = {}
+        self._holds.let_go(request)
 
     # -- tiers and their jobs ----------------------------------------------------------------------------------------
 

@@ -998,7 +998,7 @@ def test_the_stores_of_a_step_do_not_each_look_through_what_requests_found(monke
             passes.append(self)
             return super().__iter__()
 
-    monkeypatch.setattr(engine.manager, "_found", Found(dict))
+    monkeypatch.setattr(engine.manager._holds, "_found", Found(dict))
     for asked in range(1, 4):
         assert engine.manager.lookup(KEYS[0], REQ) is True
         for key in KEYS[4:9]:
