@@ -14,7 +14,7 @@ import pytest
 from tiers.errors import BlobCorruptError, BlobNotFoundError, StoreError
 from tiers.store import Capabilities, KeyInfo, Store, parts_size
 from tiers.stores.memory import MemoryStore
-from tiers.testing.contract import KEYS_COUNT_LARGE, LARGE_BYTES, StoreContract
+from tiers.testing.contract import KEYS_COUNT_LARGE, LARGE_BYTES, StoreContract, run_in_threads
 
 Parts = Sequence[memoryview]
 
@@ -262,6 +262,29 @@ class CountsItsPages(Sound):
 class EndsAPrefixAtTheLastOfTheFirstPlane(Lists):
     def is_listed(self, key: str, prefix: str) -> bool:
         return prefix <= key < prefix + "\uffff"
+
+
+@breaks("test_what_another_handle_changed_is_seen_at_once")
+class RemembersItsListing(Sound):
+    listed: list[KeyInfo] | None = None
+
+    def put(self, key: str, parts: Parts, *, overwrite: bool = False) -> bool:
+        self.listed = None
+        return super().put(key, parts, overwrite=overwrite)
+
+    def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
+        if self.listed is None:
+            self.listed = list(super().keys())
+        return (info for info in self.listed if info.key.startswith(prefix))
+
+
+@breaks("test_keys_while_blobs_come_and_go")
+class BeginsAgainWhenSomethingIsPut(Sound):
+    def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
+        at = 0
+        while at < len(listed := list(super().keys(prefix))):
+            yield listed[at]
+            at = at + 1 if len(self._blobs) == len(listed) else 0
 
 
 @breaks("test_mtime_changes_when_the_blob_does")
@@ -515,6 +538,40 @@ class KeepsItsBatch(Sound):
 @pytest.mark.parametrize("rule", sorted({rule for _, rule in BAD}))
 def test_a_sound_store_passes(rule: str) -> None:
     check(Sound, rule)
+
+
+class JoinsItsParts(Sound):
+    def put(self, key: str, parts: Parts, *, overwrite: bool = False) -> bool:
+        return super().put(key, [memoryview(b"".join(parts))], overwrite=overwrite)
+
+
+class ListsSmallPagesByName(Sound):
+    def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
+        after = ""
+        while page := sorted((i for i in super(Sound, self).keys(prefix) if i.key > after), key=lambda i: i.key)[:5]:
+            yield from page
+            after = page[-1].key
+
+
+@pytest.mark.parametrize(
+    ("good", "rule"),
+    [
+        (JoinsItsParts, "test_put_that_fails_leaves_what_was_there"),
+        (ListsSmallPagesByName, "test_keys_while_blobs_come_and_go"),
+    ],
+)
+def test_a_store_that_breaks_no_rule_is_let_be(good: type[Sound], rule: str) -> None:
+    check(good, rule)
+
+
+def test_a_thread_that_hangs_is_a_failure_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiers.testing.contract.data.WAIT_S_MAX", 0.1)
+    released = threading.Event()
+    try:
+        with pytest.raises(AssertionError, match="1 of 2 threads hang"):
+            run_in_threads(released.wait, lambda: None)
+    finally:
+        released.set()
 
 
 @pytest.mark.parametrize(("bad", "rule"), BAD, ids=lambda value: getattr(value, "__name__", value))

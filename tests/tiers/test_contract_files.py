@@ -163,6 +163,41 @@ class ClosesForAll(PlainFiles):
         shutil.rmtree(self.begun, ignore_errors=True)
 
 
+class KeptUntilItIsClosed(PlainFiles):
+    """Of this process, all see the same."""
+
+    def put(self, key: str, parts: Parts, *, overwrite: bool = False) -> bool:
+        return BUFFER.setdefault((self.root, key), b"".join(parts)) is not None
+
+    def get_into(self, key: str, parts: Parts) -> None:
+        if (self.root, key) in BUFFER:
+            parts[0][:] = BUFFER[self.root, key]
+        else:
+            super().get_into(key, parts)
+
+
+BUFFER: dict[tuple[Path, str], bytes] = {}
+
+
+class OneWins(PlainFiles):
+    capabilities = Capabilities(exclusive_create=True, shared=True, latency_bound=False)
+
+    def put(self, key: str, parts: Parts, *, overwrite: bool = False) -> bool:
+        written = self.begun / uuid.uuid4().hex
+        write(written, parts)
+        try:
+            self.path(key).hardlink_to(written)
+        except FileExistsError:
+            return False
+        return True
+
+
+class OneWinsInEachProcess(OneWins):
+    def put(self, key: str, parts: Parts, *, overwrite: bool = False) -> bool:
+        with _ANY_PROCESS_LOCK:
+            return PlainFiles.put(self, key, parts, overwrite=overwrite)
+
+
 class Rules(StoreContract):
     def __init__(self, store_class: type[PlainFiles], folder: Path) -> None:
         self.store_class = store_class
@@ -183,12 +218,14 @@ class Rules(StoreContract):
 
 
 KILLED = "test_another_process_is_killed_while_it_puts"
+SEEN = "test_another_process_sees_what_is_put"
+ONE_WINS = "test_of_several_processes_one_publishes"
 HANDLES = "test_handles_come_and_go_while_another_puts"
 
 
-@pytest.mark.parametrize("rule", [KILLED, HANDLES])
+@pytest.mark.parametrize("rule", [KILLED, HANDLES, SEEN, ONE_WINS])
 def test_a_sound_store_passes(rule: str, tmp_path: Path) -> None:
-    rules = Rules(PlainFiles, tmp_path)
+    rules = Rules(OneWins if rule == ONE_WINS else PlainFiles, tmp_path)
     getattr(rules, rule)(rules.make_store())
 
 
@@ -201,6 +238,8 @@ def test_a_sound_store_passes(rule: str, tmp_path: Path) -> None:
         (SweepsAtItsStart, HANDLES),
         (SweepsTheLiving, HANDLES),
         (ClosesForAll, HANDLES),
+        (KeptUntilItIsClosed, SEEN),
+        (OneWinsInEachProcess, ONE_WINS),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )

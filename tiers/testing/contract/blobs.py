@@ -97,7 +97,7 @@ class BlobRules(StorePlace):
         bad = memoryview(b"gone")
         bad.release()
         for key in ("f/old", "f/new"):
-            with pytest.raises((StoreError, ValueError)):
+            with pytest.raises((StoreError, ValueError, TypeError)):  # as Python says it depends on who reads the part
                 store.put(key, [memoryview(b"good"), bad], overwrite=True)
         assert self.peek(store, "f/old") == b"old"
         assert list_keys(store) == ["f/old"]

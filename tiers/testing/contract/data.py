@@ -7,9 +7,10 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait
 from itertools import pairwise
 
+from tiers.daemon_pool import DaemonPool
 from tiers.store import Store
 
 SIZES_BYTES = (0, 1, 4095, 4096, 4097, (1 << 20) + 4096)
@@ -132,13 +133,21 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 
 
 def run_in_threads(*calls: Callable[[], object]) -> None:
-    """Run the calls at once, each in its own thread; raise what the first failing one raised."""
+    """Run the calls at once, each in its own thread; raise what the first failing one raised.
+
+    One that hangs is a failure, and is left behind: it would be waited for without end.
+    """
     barrier = threading.Barrier(len(calls))
 
     def run(call: Callable[[], object]) -> None:
         barrier.wait(WAIT_S_MAX)
         call()
 
-    with ThreadPoolExecutor(len(calls)) as pool:
-        for future in [pool.submit(run, call) for call in calls]:
-            future.result(WAIT_S_MAX)
+    pool = DaemonPool(len(calls), "kvtiers-contract")
+    futures = [pool.submit(run, call) for call in calls]
+    late = wait(futures, WAIT_S_MAX).not_done
+    pool.shutdown(0.0 if late else WAIT_S_MAX)
+    for future in futures:
+        if future not in late:
+            future.result()
+    assert not late, f"{len(late)} of {len(calls)} threads hang: no end after {WAIT_S_MAX:g} s"

@@ -171,12 +171,13 @@ class ListingRules(StorePlace):
         for key in stays | goes:
             store.put(key, as_parts(b"1"))
         listed = set()
-        for info in store.keys():  # noqa: SIM118 - a Store is no dict
+        for count, info in enumerate(store.keys()):
             listed.add(info.key)
             while goes:
                 store.delete(goes.pop())
-            store.put(f"new/{info.key}", as_parts(b"1"))
-            if len(listed) > 200:
+            if not info.key.startswith("new/"):  # a listing by name meets them, and would go on as long as we do
+                store.put(f"new/{info.key}", as_parts(b"1"))
+            if count > 200:
                 pytest.fail("a listing must end although blobs are put meanwhile")
         assert stays <= listed
 

@@ -27,9 +27,10 @@ from tiers.store import (
 )
 from tiers.testing.contract.data import LARGE_BYTES, as_parts, fetch, list_keys, make_data, run_in_threads
 from tiers.testing.contract.place import StorePlace
-from tiers.testing.faults import start_child, wait_child
+from tiers.testing.faults import run_in_child, start_child, wait_child
 
 KILLS = 5
+RACERS, RACES = 4, 100  # processes, keys that each of them puts
 KILL_S_MAX = 0.05  # of putting; some ten puts
 
 
@@ -64,10 +65,10 @@ class SharingRules(StorePlace):
             second.close()
 
     def test_what_another_handle_changed_is_seen_at_once(self, store: Store) -> None:
-        """Nothing that was once true of a key is remembered of it: no size, no end, no absence."""
+        """Nothing that was once true of a key is remembered: no size, no end, no absence, no listing."""
 
         def look(key: str, size: int) -> list[object]:
-            found: list[object] = [store.size(key), _fetched(store, key, size)]
+            found: list[object] = [store.size(key), _fetched(store, key, size), list_keys(store)]
             if isinstance(store, SupportsTail):
                 found.append(store.get_tail(key, 4))
             if isinstance(store, SupportsSizeMany):
@@ -81,7 +82,7 @@ class SharingRules(StorePlace):
 
         def seen(data: bytes | None) -> list[object]:
             size = None if data is None else len(data)
-            found: list[object] = [size, data]
+            found: list[object] = [size, data, [] if data is None else ["f/a"]]
             if isinstance(store, SupportsTail):
                 found.append(None if data is None else (size, data[-4:]))
             if isinstance(store, SupportsSizeMany):
@@ -130,6 +131,51 @@ class SharingRules(StorePlace):
         assert list_keys(store) == ["f/a", "f/b"]
 
     # ---- another process -----------------------------------------------------------------------------------
+
+    def test_another_process_sees_what_is_put(self, store: Store) -> None:
+        """Once put has returned: the other process ends without closing its store."""
+        if not store.capabilities.shared:
+            pytest.skip("the store says that nobody else sees what it stores")
+        if self.no_fork:
+            pytest.skip(self.no_fork)
+        store.put("f/a", as_parts(b"from here"))
+
+        def put() -> None:
+            other = self.reopen(store)
+            assert fetch(other, "f/a", 9) == b"from here"
+            assert other.put("f/b", as_parts(b"from there")) is True
+
+        assert run_in_child(put) == 0, "the other process failed; its error is on stderr"
+        assert fetch(store, "f/b", 10) == b"from there"
+        assert list_keys(store) == ["f/a", "f/b"]
+
+    def test_of_several_processes_one_publishes(self, store: Store) -> None:
+        if not (store.capabilities.shared and store.capabilities.exclusive_create):
+            pytest.skip("the store says that the last one wins, or that nobody else sees what it stores")
+        if self.no_fork:
+            pytest.skip(self.no_fork)
+        keys = [f"f/{i}" for i in range(RACES)]
+        versions = [make_data(70_000, number) for number in range(RACERS)]
+        go, start = os.pipe()
+        told, tell = os.pipe()
+
+        def put(number: int) -> None:
+            os.close(start)
+            other = self.reopen(store)
+            other.size("f/a")
+            parts = as_parts(versions[number], 65_536)
+            os.read(go, 1)  # until nobody holds the other end
+            os.write(tell, bytes(other.put(key, parts) for key in keys))
+
+        children = [start_child(partial(put, number)) for number in range(RACERS)]
+        for fd in (go, start, tell):
+            os.close(fd)
+        with os.fdopen(told, "rb") as answers:
+            ends = [wait_child(child) for child in children]
+            assert ends == [0] * RACERS, "another process failed; its error is on stderr"
+            published = answers.read()
+        assert [sum(published[i::RACES]) for i in range(RACES)] == [1] * RACES
+        assert all(fetch(store, key, 70_000) in versions for key in keys)
 
     def test_another_process_is_killed_while_it_puts(self, store: Store) -> None:
         """Whatever the moment: a blob is whole or absent, meanwhile and afterwards, and who lives can go on."""
