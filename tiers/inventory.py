@@ -48,7 +48,9 @@ class BlockName:
 def parse_block_name(key: str) -> BlockName | None:
     """None for a name that is no block's."""
     found = _NAME.fullmatch(key)
-    if found is None or not found[6].startswith(found[3] + found[4]) or int(found[5]) > GROUP_INDEX_MAX:
+    if found is None or not found[6].startswith(found[3] + found[4]):
+        return None
+    if max(int(found[2]), int(found[5])) > GROUP_INDEX_MAX:  # a seal has 32 bits for either
         return None
     return BlockName(found[1], int(found[2]), int(found[5]), found[6])
 

@@ -17,8 +17,9 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from tiers.errors import StoreError, StoreUnavailableError
+from tiers.keyring import KEY_VARIABLES
 from tiers.layers.isolate_worker import make_store, own_output
-from tiers.layers.worker_process import StoreRecipe, python_command
+from tiers.layers.worker_process import StoreRecipe, environment_without, python_command
 from tiers.verify import UnitResult, Verifier, decode_result
 
 
@@ -57,6 +58,7 @@ def verify_units(recipe: StoreRecipe, units: Sequence[str], *, n_workers: int, r
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            env=environment_without(KEY_VARIABLES),
         )
         for _ in range(min(n_workers, len(units)))
     ]

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import resource
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -461,3 +462,36 @@ def test_names_and_sizes_that_no_block_has_end_nothing(root: Path, config: str, 
 def test_lists_in_lists_without_end_are_no_identity(root: Path, config: str) -> None:
     (root / MAPPER.relative_config_name).write_text("[" * 200_000)
     assert {reason for _, reason in run_json(config)["bad"]} == {"no_identity"}
+
+
+@pytest.mark.parametrize("command", ["verify", "migrate"])
+def test_a_name_with_an_impossible_rank_is_no_blocks(root: Path, config: str, command: str) -> None:
+    """Whoever may write there could end the command for all other blocks."""
+    odd = root / NAMES[0].replace("_r0/", f"_r{2**32}/")
+    odd.parent.mkdir(parents=True)
+    odd.write_bytes((root / NAMES[0]).read_bytes())
+    target = root.parent / "target.yaml"
+    target.write_text(f"region: {{size: 1MiB}}\ntiers:\n- {{type: fs, root_dir: {root.parent}/other, min_free: 0}}\n")
+    arguments = [config, str(target)] if command == "migrate" else [config]
+    result = CliRunner().invoke(app, [command, *arguments])
+    assert result.exit_code == 0, result.output
+    assert f"{COUNT} blocks" in result.output
+
+
+def test_its_processes_have_no_keys(root: Path, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It needs none."""
+    monkeypatch.setenv("KVTIERS_SECRETS", "ab" * 32)
+    Path(config).write_text(
+        f"region: {{size: 1MiB}}\ntiers:\n- {{type: fs, root_dir: {root}, auth: gmac, keys_env: KVTIERS_SECRETS}}\n"
+    )
+    environments = []
+    popen = subprocess.Popen
+
+    def start(*arguments: Any, **options: Any) -> Any:
+        environments.append(options.get("env") or dict(os.environ))
+        return popen(*arguments, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    assert run(config)[0] == 0
+    assert environments
+    assert all("KVTIERS_SECRETS" not in environment for environment in environments)
