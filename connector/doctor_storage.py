@@ -24,7 +24,7 @@ from typing import Any, Literal
 from tiers.block_reader import read_small
 from tiers.capacity.account import read_measured
 from tiers.capacity.collector import is_block
-from tiers.errors import ConfigError, StoreConfigError, StoreError
+from tiers.errors import ConfigError, StoreConfigError, StoreError, printable
 from tiers.file_mapper import CONFIG_FILE_NAME
 from tiers.inventory import NAMESPACE
 from tiers.json_text import parse_json
@@ -325,7 +325,9 @@ def _refused_folders(where: str, root: str) -> Iterator[Finding]:
         refused.remove(LOST_AND_FOUND)
         yield Finding("note", where, "folders", f"{LOST_AND_FOUND} is the file system's own; listings pass it over")
     if refused:
-        shown = ", ".join(refused[:REFUSED_SHOWN_MAX]) + (", …" if len(refused) > REFUSED_SHOWN_MAX else "")
+        shown = ", ".join(map(printable, refused[:REFUSED_SHOWN_MAX])) + (
+            ", …" if len(refused) > REFUSED_SHOWN_MAX else ""
+        )
         yield Finding(
             "problem", where, "folders",
             f"uid {os.getuid()} may not look into {len(refused)} in {root}: {shown}; what they hold is neither loaded, "

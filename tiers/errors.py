@@ -31,6 +31,7 @@ from enum import StrEnum
 from typing import ClassVar
 
 HIDDEN = "***"
+_KEY = re.compile(r"(?<![0-9A-Za-z])(0x)?[0-9A-Fa-f]{64}(?![0-9A-Za-z])")
 
 
 class KVTiersError(Exception):
@@ -52,8 +53,21 @@ class ConfigError(KVTiersError, ValueError):
 
 
 def quoted(text: str) -> str:
-    """A configuration's text as a message may repeat it: without what may be a login or a signature."""
-    return repr(re.sub(r"(?s).*@", f"{HIDDEN}@", _without_query(text)))
+    """A configuration's text as a message may repeat it: without what may be a login, a signature or a key."""
+    return repr(re.sub(r"(?s).*@", f"{HIDDEN}@", _without_query(without_keys(text))))
+
+
+def without_keys(text: str) -> str:
+    """A text without the keys of ``tiers.keyring``, which somebody may have written in the wrong place."""
+    return _KEY.sub(HIDDEN, text)
+
+
+def printable(text: str) -> str:
+    """What others call their files and fields, for a log or a terminal: on one line, and none of it is a command.
+
+    Those are what follows ESC or a C1 control; there are letters besides that turn the rest of a line about.
+    """
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def public_url(url: str) -> str:

@@ -22,6 +22,7 @@ from tiers.errors import (
     StoreConfigError,
     StoreError,
     StoreUnavailableError,
+    printable,
 )
 from tiers.folder_cleanup import free_bytes, own_bytes, remove_blobs, sweep_quarantine, touch_blob
 from tiers.folder_listing import walk
@@ -266,7 +267,7 @@ class FolderStore(Store):
     def _tell_once(self, name: str, what: str, e: OSError) -> None:
         if name not in self._refused and len(self._refused) < REFUSALS_TOLD_MAX:
             self._refused.add(name)
-            logger.warning("%s: %s %s: %s", self.root_dir, name, what, e.strerror)
+            logger.warning("%s: %s %s: %s", self.root_dir, printable(name), what, e.strerror)
 
     def _use_root(self, key: str | None) -> RootFolder:
         """The root as it is now, which stays usable until the caller drops it."""

@@ -13,6 +13,7 @@ from tiers.errors import (
     NamespaceMismatchError,
     StoreError,
     StoreFullError,
+    printable,
 )
 from tiers.file_mapper import FileMapper
 from tiers.json_text import parse_json
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 CONFIG_BYTES_MAX = 1 << 20
 READ_ATTEMPTS_MAX = 3
+SHOWN_MAX = 200  # characters of what somebody has written there
 
 
 def open_namespace(store: Store, mapper: FileMapper, *, read_only: bool = False) -> None:
@@ -101,7 +103,11 @@ def _compare(found: bytes, fields: dict[str, Any], path: str) -> None:
     for field in sorted(there.keys() | fields.keys()):
         if there.get(field) != fields.get(field):
             raise NamespaceMismatchError(
-                f"{path} says {there.get(field)!r}, this process would write {fields.get(field)!r}; use another root, "
-                "or delete that folder if it is yours",
-                field=field,
+                f"{path} says {_shortened(repr(there.get(field)))}, this process would write {fields.get(field)!r}; "
+                "use another root, or delete that folder if it is yours",
+                field=_shortened(printable(field)),
             )
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= SHOWN_MAX else f"{text[: SHOWN_MAX - 1]}…"

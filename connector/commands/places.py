@@ -19,7 +19,7 @@ from connector.prefix_limits import PrefixLimits
 from connector.prefix_place import place_of_prefixes
 from tiers.capacity.policy import CapacityPolicy
 from tiers.config import load_config
-from tiers.errors import ConfigError, StoreConfigError
+from tiers.errors import ConfigError, StoreConfigError, printable
 from tiers.open_store import tool_recipe
 from tiers.posix import store_error
 from tiers.registry import SecondaryTierFactory
@@ -215,7 +215,8 @@ def make_console() -> Console:
 
 def complain(command: str, text: str) -> None:
     """On standard error, on one line however narrow the terminal is."""
-    Console(stderr=True, soft_wrap=True).print(f"kvtiers {command}: {text}", markup=False, highlight=False)
+    shown = "\n".join(map(printable, text.split("\n")))
+    Console(stderr=True, soft_wrap=True).print(f"kvtiers {command}: {shown}", markup=False, highlight=False)
 
 
 def refuse(command: str, text: str) -> typer.Exit:

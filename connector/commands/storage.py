@@ -15,6 +15,7 @@ from typing import Annotated, Any, Protocol, runtime_checkable
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Column, Table
 
 from connector.commands.places import (
@@ -31,7 +32,7 @@ from connector.commands.places import (
 from tiers.capacity.account import used_bytes
 from tiers.capacity.collector import Collector
 from tiers.capacity.removal import CollectReport
-from tiers.errors import KVTiersError, StoreError
+from tiers.errors import KVTiersError, StoreError, printable
 from tiers.inventory import UNKNOWN_AGE, Inventory, block_beginnings, list_blocks
 from tiers.tier_config import BoundedTierConfig, S3TierConfig
 
@@ -70,7 +71,7 @@ def ls(
                     line = {"tier": place.name, "key": info.key, "size": info.size, "mtime": info.mtime}
                     print(json.dumps(line | {"rank": name.rank, "group": name.group}))
                 else:
-                    print(f"{info.size:>12} {_time(info.mtime)} {info.key}")
+                    print(f"{info.size:>12} {_time(info.mtime)} {printable(info.key)}")
     results.end()
 
 
@@ -245,7 +246,7 @@ def _show_du(result: dict[str, Any]) -> None:
     table = Table(Column("namespace", overflow="fold"), "rank", "group", "blocks", "size")
     for group in result["groups"]:
         numbers = (str(group["rank"]), str(group["group"]), f"{group['blobs']:,}", human_bytes(group["bytes"]))
-        table.add_row(group["namespace"], *numbers)
+        table.add_row(escape(printable(group["namespace"])), *numbers)
     if result["groups"]:
         console.print(table)
     lower = "0"

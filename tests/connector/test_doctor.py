@@ -102,13 +102,13 @@ def test_what_is_wrong_with_a_folder(tmp_path: Path) -> None:
 
 
 def test_folders_that_may_not_be_looked_into_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("lost+found", "m_r0", "n_r0"):
+    for name in ("lost+found", "m_r0", "n\x1b_r0"):
         (tmp_path / name).mkdir()
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name == "m_r0")  # root may look everywhere
     note, problem = doctor_storage._refused_folders("fs", str(tmp_path))
     assert (note.level, problem.level) == ("note", "problem")
     assert "lost+found" in note.message
-    assert f"into 1 in {tmp_path}: n_r0;" in problem.message
+    assert f"into 1 in {tmp_path}: n\\x1b_r0;" in problem.message
     assert "chown" in problem.fix
 
 

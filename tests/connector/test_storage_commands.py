@@ -358,3 +358,17 @@ def test_no_tier_is_called_left_out_where_both_are_named(root: Path) -> None:
         (("migrate", one, other), 2),
     ):
         assert CliRunner().invoke(app, arguments).stderr.count("left out: Mine") == told, arguments
+
+
+@pytest.mark.parametrize("command", ["ls", "du", "verify", "migrate"])
+def test_what_others_call_their_files_does_nothing_to_a_terminal(root: Path, command: str) -> None:
+    """C1 controls, which begin a terminal's commands as ESC does, and letters that turn the rest of a line about."""
+    odd = root / NAMES[0].replace(NAMESPACE, f"\x9b2J\u202e[bold]{NAMESPACE}")
+    odd.parent.mkdir(parents=True)
+    odd.write_bytes(bytes(2 * SIZE))
+    config = write_config(root)
+    other = root.parent / "other.yaml"
+    other.write_text(f"region: {{size: 1MiB}}\ntiers:\n- {{type: fs, root_dir: {root.parent}/other, min_free: 0}}\n")
+    _, out = run(command, config, *([str(other)] if command == "migrate" else []))
+    assert "\\x9b2J\\u202e[bold]" in out
+    assert out.replace("\n", "").isprintable()

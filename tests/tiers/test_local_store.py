@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import logging
 import os
 import resource
@@ -496,6 +497,23 @@ def test_a_private_file_of_a_living_writer_stays(tmp_path: Path) -> None:
     assert len(left) == 1
     LocalStore(tmp_path / "root")
     assert list((tmp_path / "root" / ".tmp").iterdir()) == []
+
+
+def test_what_a_folder_is_called_is_one_line_of_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever may write below the root names it."""
+    (tmp_path / "root" / "x\nERROR all is lost\x1b[2J").mkdir(parents=True)
+    store = LocalStore(tmp_path / "root")
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("tiers.folder_listing._Listing.enter", refuse)
+    assert list_keys(store) == []
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "x\\nERROR all is lost\\x1b[2J is passed over" in message
+    assert message.isprintable()
 
 
 def test_litter_that_cannot_be_swept_is_told_and_no_hindrance(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

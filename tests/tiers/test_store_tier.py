@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import mmap
 import os
 import random
@@ -766,6 +767,16 @@ class TestNamespace:
         with pytest.raises(ConfigError, match="'float16', this process would write 'float32'") as caught:
             bench.tier()
         assert caught.value.field == "dtype"
+
+    def test_a_mismatch_repeats_little_of_what_is_there(self, bench: Bench) -> None:
+        tier = bench.tier()
+        name = tier.mapper.relative_config_name
+        content = json.loads(read(tier.store, name)) | {"\x1b[2J\nINFO all is well": "a" * 100_000}
+        write(tier.store, name, json.dumps(content).encode())
+        with pytest.raises(ConfigError, match=r"\\x1b\[2J\\nINFO all is well: .* says 'aaa") as caught:
+            bench.tier()
+        assert len(str(caught.value)) < 1000
+        assert str(caught.value).isprintable()
 
     def test_a_storage_that_is_out_of_order_or_full_does_not_stop_the_engine(self, bench: Bench) -> None:
         for error in (StoreUnavailableError("hung"), StoreFullError("full")):

@@ -31,6 +31,7 @@ from tiers.errors import (
     StoreError,
     StorePermissionError,
     StoreUnavailableError,
+    printable,
     public_url,
 )
 from tiers.posix import is_absent
@@ -395,7 +396,7 @@ class FsspecStore(Store):
         # A root that is a mount point has a lost+found: one such folder must not hide all others.
         if folder not in self._refused and len(self._refused) < REFUSALS_TOLD_MAX:
             self._refused.add(folder)
-            logger.warning("%r: %s is passed over, it may not be listed", self, folder)
+            logger.warning("%r: %s is passed over, it may not be listed", self, printable(folder))
 
     def _with_sizes(self, mtimes: Mapping[str, float]) -> Iterator[KeyInfo]:
         """What is listed without sizes: the blobs whose size the driver says when it is asked for each."""
