@@ -295,9 +295,17 @@ def _keys(where: str, tier: TierConfig) -> Iterator[Finding]:
     except KVTiersError as e:
         yield Finding("problem", where, "keys", str(e), "openssl rand -hex 32 makes a key")
         return
-    if tier.keys_file is not None and os.stat(tier.keys_file).st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+    status = None if tier.keys_file is None else os.stat(tier.keys_file)
+    if status is not None and status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         yield Finding(
-            "problem", where, "keys", f"{tier.keys_file} can be read by others", f"chmod 600 {tier.keys_file}"
-        )
+            "problem", where, "keys",
+            f"{tier.keys_file} can be read or changed by others (mode {stat.S_IMODE(status.st_mode):o})",
+            f"chmod 600 {tier.keys_file}",
+        )  # fmt: skip
+    elif status is not None and status.st_uid not in (0, os.geteuid()) and os.geteuid() != 0:
+        yield Finding(
+            "problem", where, "keys", f"{tier.keys_file} belongs to uid {status.st_uid}, who can read and change it",
+            f"chown it to uid {os.geteuid()}",
+        )  # fmt: skip
     else:
         yield Finding("ok", where, "keys", f"readable; protection is {tier.protection}")

@@ -69,10 +69,18 @@ def examine_folder(where: str, config: FsTierConfig | NfsTierConfig) -> Iterator
     root = config.root_dir
     kind = file_system_type(root)
     status = os.lstat(root)
+    # Whoever may write there can make an engine load what he likes; with keys, no more than have it miss.
+    level: Level = "problem" if config.protection == "none" else "note"
+    keys = "" if level == "note" else "; or auth: gmac, by which only blocks of those with a key are taken"
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         yield Finding(
-            "problem", where, "mode", f"{root} may be written by others (mode {stat.S_IMODE(status.st_mode):o})",
-            f"chmod 700 {root}; or auth: gmac, by which only blocks of those with a key are taken",
+            level, where, "mode", f"{root} may be written by others (mode {stat.S_IMODE(status.st_mode):o})",
+            f"chmod 700 {root}{keys}",
+        )  # fmt: skip
+    if status.st_uid not in (0, os.geteuid()) and os.geteuid() != 0:  # root looks at the folder of an engine's user
+        yield Finding(
+            level, where, "owner", f"{root} belongs to uid {status.st_uid}, who may write there, too",
+            f"chown it to uid {os.geteuid()}{keys}",
         )  # fmt: skip
     if kind in ("overlay", "overlayfs"):
         yield Finding(

@@ -101,6 +101,48 @@ def test_what_is_wrong_with_a_folder(tmp_path: Path) -> None:
     assert one(findings, "rights", "tiers[3]").level == "problem"  # a put is refused at the reserve
 
 
+@pytest.mark.parametrize(("options", "level"), [({}, "problem"), ({"auth": "gmac", "keys_env": "K"}, "note")])
+def test_whose_a_folder_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, str], level: str
+) -> None:
+    """Its owner may write there, whatever its mode says. With keys that costs blocks, not truth."""
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    (tmp_path / "theirs").mkdir(mode=0o755)
+    tiers = [FsTierConfig(root_dir=str(tmp_path / name), **options) for name in ("open", "theirs")]
+    owner_uid = give_to_another(tmp_path / "theirs", monkeypatch)
+    mode = one(list(doctor_storage.examine_folder("fs", tiers[0])), "mode")
+    owner = one(list(doctor_storage.examine_folder("fs", tiers[1])), "owner")
+    assert (mode.level, owner.level) == (level, level)
+    assert f"belongs to uid {owner_uid}" in owner.message
+
+
+def give_to_another(path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Have a file belong to another user than this process seems to be, and not to root. Returns that one's uid."""
+    if os.getuid() == 0:
+        os.chown(path, 4711, -1)
+    uid = path.stat().st_uid
+    monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
+    return uid
+
+
+def test_a_key_file_that_others_may_change_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("ab" * 32)
+    keys.chmod(0o600)
+    tier = FsTierConfig(root_dir=str(tmp_path), auth="gmac", keys_file=str(keys))
+    (good,) = doctor._keys("fs", tier)
+    assert good.level == "ok"
+    for mode in (0o620, 0o604):
+        keys.chmod(mode)
+        (found,) = doctor._keys("fs", tier)
+        assert (found.level, f"mode {mode:o}" in found.message) == ("problem", True)
+    keys.chmod(0o600)
+    uid = give_to_another(keys, monkeypatch)
+    (found,) = doctor._keys("fs", tier)
+    assert (found.level, f"belongs to uid {uid}" in found.message) == ("problem", True)
+
+
 def test_folders_that_may_not_be_looked_into_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("lost+found", "m_r0", "n\x1b_r0"):
         (tmp_path / name).mkdir()
