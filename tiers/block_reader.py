@@ -145,6 +145,9 @@ class _KeylessSeal(Seal):
 def read_identities(store: Store, namespace: str) -> dict[bytes, dict[str, Any]]:
     """Whose blocks a namespace may have: fields by fingerprint. Files that are damaged or another one's are left out.
 
+    Beside ``config.json`` only where folders are shared: elsewhere no engine writes such a file, and who did could say
+    that blocks which nothing protects are good.
+
     Raises:
         StoreError: they cannot be read.
     """
@@ -153,6 +156,8 @@ def read_identities(store: Store, namespace: str) -> dict[bytes, dict[str, Any]]
     # vLLM's own file in a folder that it named says nothing of who wrote a block.
     if fields is not None and namespace_of(fields) == namespace and "hash_block_size" in fields:
         identities[fingerprint_of(fields)] = fields
+    if not store.shares_folders:
+        return identities
     for info in store.keys(f"{namespace}/{IDENTITY_FILE_PREFIX}"):
         fields = _read_fields(store, info.key)
         if fields is not None and identity_file_name(namespace, fingerprint_of(fields)) == info.key:

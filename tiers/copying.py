@@ -23,7 +23,7 @@ from tiers.errors import (
     StoreFullError,
     StorePermissionError,
 )
-from tiers.file_mapper import CONFIG_FILE_NAME, IDENTITY_FILE_PREFIX
+from tiers.file_mapper import CONFIG_FILE_NAME, identity_file_name
 from tiers.inventory import BlockName, list_blocks
 from tiers.seal import NO_TRAILER, TRAILER_BYTES, Seal, fingerprint_in
 from tiers.store import KeyInfo, Store, SupportsTail, sizes_of
@@ -233,9 +233,10 @@ class Copier:
         return True
 
     def _copy_namespace(self, namespace: str) -> None:
-        if not read_identities(self._source, namespace):
+        identities = read_identities(self._source, namespace)
+        if not identities:
             raise _Unusable(f"the source's {namespace}/{CONFIG_FILE_NAME} is missing or damaged")
-        own = (info.key for info in self._source.keys(f"{namespace}/{IDENTITY_FILE_PREFIX}"))
+        own = [identity_file_name(namespace, each) for each in identities if self._source.shares_folders]
         for key in (f"{namespace}/{CONFIG_FILE_NAME}", *own):
             data = read_small(self._source, key)
             if data is not None:

@@ -73,6 +73,9 @@ class Store(ABC):
     #: What this storage can do. A class attribute or set in the constructor.
     capabilities: Capabilities
 
+    #: Its folders have vLLM's names, and files say which engines' blocks are in one (``format: vllm-raw``).
+    shares_folders: bool = False
+
     @abstractmethod
     def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
         """Publish the joined parts under ``key``.

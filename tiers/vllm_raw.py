@@ -39,6 +39,8 @@ class VllmRawStore(LocalStore):
         StoreConfigError: the file system has no extended attributes.
     """
 
+    shares_folders = True
+
     def __init__(
         self, root_dir: str | os.PathLike[str], *, unverified: Literal["deny", "allow"] = "deny", **options: Any
     ) -> None:

@@ -24,6 +24,7 @@ from tiers.base import JobMetadata
 from tiers.builtin import FileSystemTierManager
 from tiers.config import parse_config, parse_tier
 from tiers.errors import ConfigError
+from tiers.file_mapper import fingerprint_of, identity_file_name
 from tiers.keys import OffloadKey
 from tiers.seal import TRAILER_BYTES, Seal
 from tiers.stores.local import LocalStore
@@ -311,6 +312,43 @@ def test_verify_finds_blocks_that_were_written_without_a_key(
     (report,) = json.loads(result.output)["tiers"]
     assert result.exit_code == 1
     assert [reason for _, reason in report["bad"]] == ["authentication"] * 4
+
+
+@pytest.mark.parametrize("command", ["verify", "migrate"])
+@pytest.mark.parametrize("keeps_config", [True, False])
+def test_nobody_can_say_that_a_namespaces_blocks_need_no_key(
+    bench: Bench, tmp_path: Path, command: str, keeps_config: bool
+) -> None:
+    """By a file as ``format: vllm-raw`` has them, with the fields of an engine that has no keys."""
+    bench.fill()
+    tier = bench.tier(OLD, **GMAC)
+    bench.run(tier, "store", KEYS[:4])
+    forger, config_json = LocalStore(bench.root), bench.root / tier.mapper.relative_config_name
+    fields = json.loads(config_json.read_text())
+    del fields["protection"]
+    if not keeps_config:
+        config_json.unlink()
+    fingerprint = fingerprint_of(fields)
+    planted = identity_file_name(config_json.parent.name, fingerprint)
+    forger.put(planted, [memoryview(json.dumps(fields).encode())])
+    seal = Seal(fingerprint, 0)
+    for key in KEYS[4:]:
+        payload = memoryview(bytes(ROW_BYTES))
+        forger.put(tier.mapper.relative_name(key), [payload, memoryview(seal.trailer(key, payload))])
+    configs = []
+    for root in (bench.root, tmp_path / "target"):
+        tiers = [{"type": "fs", "root_dir": str(root), "min_free": 0, "keys_file": str(bench.keys_file), **GMAC}]
+        configs.append(tmp_path / f"{root.name}.yaml")
+        configs[-1].write_text(yaml.safe_dump({"region": {"size": "1MiB"}, "tiers": tiers}))
+    result = CliRunner().invoke(app, [command, *map(str, configs[: 1 + (command == "migrate")]), "--json"])
+    assert result.exit_code == 1
+    report = json.loads(result.stdout)
+    if command == "migrate":
+        assert report["copied"] == 4 * keeps_config
+        assert not (tmp_path / "target" / planted).exists()
+    else:
+        expected = ["fingerprint"] * 4 if keeps_config else ["no_identity"] * len(KEYS)
+        assert [reason for _, reason in report["tiers"][0]["bad"]] == expected
 
 
 def test_no_tiers_processes_have_the_keys_of_another(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,7 @@ class Layer(Store):
     def __init__(self, inner: Store) -> None:
         self.inner = inner
         self.capabilities = inner.capabilities
+        self.shares_folders = inner.shares_folders
         for name in SINGLE_METHODS:
             if hasattr(inner, name):
                 setattr(self, name, partial(self._single, name))
