@@ -402,6 +402,16 @@ def test_an_unreadable_record_stops_stores_until_it_is_measured_again() -> None:
     assert used_bytes(store) == 1
 
 
+def test_a_record_that_no_storage_could_hold_is_unreadable() -> None:
+    store, bounded, clock = make()
+    measure(store, clock())
+    bounded.put("a", as_parts(b"1"))
+    (usage,) = [key for key in list_keys(store) if key.startswith(USAGE_PREFIX)]
+    put_record(store, usage, {"reserved": 10**400, "settled": 0, "wanted": 10**400})
+    assert used_bytes(store) is None
+    assert held_and_wanted(store) == (0, 0)
+
+
 class BadSectors(MemoryStore):
     """Cannot read nor remove some records."""
 
@@ -456,6 +466,9 @@ def test_an_unreadable_measurement_is_none(garbage: bytes) -> None:
         {"at": "x"},
         {"at": float("nan")},
         {"at": 10**400},
+        {"bytes": 10**400},
+        {"blobs": -(10**400)},
+        {"base": {"w": 10**400}},
     ],
 )
 def test_a_measurement_of_wrong_types_is_none_and_the_next_one_counts(wrong: dict[str, object]) -> None:

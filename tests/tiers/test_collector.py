@@ -1094,6 +1094,16 @@ def test_a_dead_holders_lease_is_taken_over() -> None:
     assert len(list_keys(store)) == 1
 
 
+@pytest.mark.parametrize("name", ["9" * 255, "9" * 12, "\u0663", "x"])
+def test_a_name_that_no_holder_gives_its_lease_is_none(name: str) -> None:
+    """One that somebody else puts there would otherwise keep all collectors away, or follow every one of ours."""
+    store, now = MemoryStore(), [0.0]
+    store.put(f"{LEASE_PREFIX}{name}", as_parts(b"{}"))
+    first, second = lease(store, "a", now), lease(store, "b", now)
+    assert first.try_acquire()
+    assert not second.try_acquire()
+
+
 def test_a_dead_holders_lease_that_cannot_be_read_is_taken_over() -> None:
     store, now = FaultyStore(MemoryStore()), [0.0]
     dead = lease(store, "dead", now)

@@ -55,6 +55,7 @@ WRITERS_PREFIX = f"{OWN_PREFIX}writers/"
 GRANT_SHARE = 256
 GRANT_BYTES_MAX = 256 << 20
 AT_S_MAX = 1e15  # no NaN, and nothing that a float cannot be subtracted from
+BYTES_MAX = 1 << 63
 DENIED_S = 0.02  # after a refusal, so that a full root is not asked for every block; times 100 on a network
 
 
@@ -96,7 +97,8 @@ def read_measured(store: Store) -> Measured | None:
     """The last measurement; None where there is none that can be understood."""
     match get_record(store, MEASURED):
         case {"id": str(id_), "bytes": int(size), "blobs": int(blobs), "base": dict(base), "at": int(at) | float(at)}:
-            if abs(at) < AT_S_MAX and all(count is None or isinstance(count, int) for count in base.values()):
+            counts = (size, blobs, *(count for count in base.values() if count is not None))
+            if abs(at) < AT_S_MAX and all(map(_is_count, counts)):
                 return Measured(id_, size, blobs, base, at)
     return None
 
@@ -230,7 +232,12 @@ def _records(store: Store, *, without: Container[str]) -> Iterator[tuple[str, di
 
 def _count(record: Mapping[str, Any], name: str) -> int | None:
     count = record.get(name)
-    return count if isinstance(count, int) else None
+    return count if _is_count(count) else None
+
+
+def _is_count(count: object) -> bool:
+    """Whether it may be a storage's bytes: others may have written it, and what is far beyond fits no float."""
+    return isinstance(count, int) and abs(count) <= BYTES_MAX
 
 
 class Account:

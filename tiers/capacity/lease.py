@@ -11,6 +11,7 @@ It keeps collectors from doing the same work twice; nothing depends on it. Two a
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable
 
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 LEASE_PREFIX = f"{OWN_PREFIX}lease/"
 _DIGITS = 12
+_NAME = re.compile(rf"{LEASE_PREFIX}0[0-9]{{{_DIGITS - 1}}}")  # with a 0: the next one has as many digits
 
 
 class Lease:
@@ -103,7 +105,7 @@ class Lease:
         return None if held is None else held.mtime
 
     def _newest(self) -> KeyInfo | None:
-        leases = (info for info in self._store.keys(LEASE_PREFIX) if info.key.removeprefix(LEASE_PREFIX).isdecimal())
+        leases = (info for info in self._store.keys(LEASE_PREFIX) if _NAME.fullmatch(info.key))
         return max(leases, key=lambda info: info.key, default=None)
 
     def _content(self) -> dict[str, object]:
