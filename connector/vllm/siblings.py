@@ -72,7 +72,7 @@ def refusal(names: list[str]) -> ConfigError:
 def _all_connectors() -> list[Mapping[str, Any]]:
     """Those of the engine that is under construction, where it has several, ours included."""
     vllm_configs = translate.find_arguments("vllm_config", "VllmConfig")
-    configs = [getattr(each, "kv_transfer_config", None) for each in vllm_configs]
+    configs: list[Any] = [getattr(each, "kv_transfer_config", None) for each in vllm_configs]
     several = [each for each in configs if getattr(each, "kv_connector", None) == _SEVERAL]
     # One MultiConnector may be in another, and each gives its connectors a config of their own: the engine's has all.
     return list(_leaves(several[-1].kv_connector_extra_config)) if several else []
