@@ -103,7 +103,7 @@ class IsolatedMover(BlockMover):
             "operation": operation,
             "threads": threads,
             "begin_within_s": min(deadline - self._clock(), self.begin_s),
-            "unreadable": [place for place, (key, _) in enumerate(pairs) if stores and key in self.unreadable],
+            "unreadable": [place for place, (key, _) in enumerate(pairs) if key in self.unreadable] if stores else [],
         }
         puts_bytes = len(pairs) * (self._rows.row_bytes + TRAILER_BYTES) if stores else 0
         try:
@@ -283,11 +283,12 @@ def unpack_pairs(packed: memoryview) -> list[tuple[OffloadKey, int]]:
     """The other end of ``pack_pairs``."""
     data = bytes(packed)
     (count,) = _COUNT.unpack_from(data)
-    numbers = struct.Struct(f"={count}I{count}H")
-    fields = numbers.unpack_from(data, _COUNT.size)
-    ends = accumulate(fields[count:], initial=_COUNT.size + numbers.size)
+    head = struct.Struct(f"={count}I{count}H")
+    numbers = head.unpack_from(data, _COUNT.size)
+    blocks, lengths = numbers[:count], numbers[count:]
+    ends = accumulate(lengths, initial=_COUNT.size + head.size)
     keys = [OffloadKey(data[start:end]) for start, end in pairwise(ends)]
-    return list(zip(keys, fields, strict=False))
+    return list(zip(keys, blocks, strict=True))
 
 
 def _decode(answer: dict[str, Any], keys: list[OffloadKey]) -> Batch:

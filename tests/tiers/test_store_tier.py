@@ -104,6 +104,12 @@ class Bench:
         return result
 
     @staticmethod
+    def first_result(tier: StoreTierManager) -> JobResult:
+        """Of the job that ends first, where others do not."""
+        (result,) = wait_for(lambda: list(tier.get_finished()))
+        return result
+
+    @staticmethod
     def present(tier: StoreTierManager, key: OffloadKey) -> bool:
         def ask() -> list[bool]:
             answer = tier.lookup(key)
@@ -412,14 +418,9 @@ def test_what_was_stored_while_a_load_of_it_was_under_way_is_not_told_as_removed
     hanging.gate.clear()
     tier.submit_load(bench.job(KEYS[:3], [10, 11, 12]))
     wait_for(lambda: hanging.entered)
-    results: list[JobResult] = []
     tier.submit_store(bench.job(KEYS[:1]))
-
-    def ended() -> list[JobResult]:
-        results.extend(tier.get_finished())
-        return results
-
-    assert wait_for(ended)[0].success
+    results = [bench.first_result(tier)]
+    assert results[0].success
     if loads_again:
         tier.submit_load(bench.job(KEYS[:1], [20]))
     hanging.gate.set()
@@ -446,13 +447,8 @@ def test_what_a_store_only_found_there_while_a_load_of_it_was_under_way_is_told_
     tier.submit_load(load := bench.job(KEYS[:2], [10, 11]))
     wait_for(lambda: hanging.entered)
     tier.submit_store(store := bench.job(KEYS[1:2]))
-    results: list[JobResult] = []
-
-    def ended() -> list[JobResult]:
-        results.extend(tier.get_finished())
-        return results
-
-    assert (wait_for(ended)[0].job_id, results[0].success) == (store.job_id, True)
+    first = bench.first_result(tier)
+    assert (first.job_id, first.success) == (store.job_id, True)
     hanging.gate.set()
     assert bench.result(tier, load).successful_keys == (KEYS[0],)
     told = [(key, event.removed) for event in tier.take_events() for key in event.keys]
@@ -472,13 +468,8 @@ def test_what_a_load_has_moved_aside_after_a_store_found_it_is_not_stored(bench:
     tier.submit_store(store := bench.job(KEYS[:3]))  # finds the first two
     wait_for(lambda: hanging.entered)
     tier.submit_load(load := bench.job(KEYS[:2], [10, 11]))
-    results: list[JobResult] = []
-
-    def ended() -> list[JobResult]:
-        results.extend(tier.get_finished())
-        return results
-
-    assert (wait_for(ended)[0].job_id, results[0].successful_keys) == (load.job_id, (KEYS[1],))
+    first = bench.first_result(tier)
+    assert (first.job_id, first.successful_keys) == (load.job_id, (KEYS[1],))
     hanging.gate.set()
     stored = bench.result(tier, store)
     assert (stored.success, stored.successful_keys) == (False, (KEYS[1], KEYS[2]))
