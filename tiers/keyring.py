@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hmac
 import os
+import stat
 from collections.abc import Mapping
 
 from tiers.errors import ConfigError
@@ -106,7 +107,9 @@ def load_keys(
     """
     if keys_file is not None:
         try:
-            with open(keys_file, "rb") as f:
+            with open(keys_file, "rb", opener=_open_without_waiting) as f:
+                if not stat.S_ISREG(os.fstat(f.fileno()).st_mode):
+                    raise ConfigError(f"{keys_file} is no file", field="keys_file")
                 raw = f.read(TEXT_BYTES_MAX + 1)
         except OSError as e:
             raise ConfigError(f"{keys_file} cannot be read: {e.strerror}", field="keys_file") from None
@@ -118,3 +121,8 @@ def load_keys(
     if keys_env not in environ:
         raise ConfigError(f"the environment has no {keys_env}", field="keys_env")
     return parse_keys(environ[keys_env][: TEXT_BYTES_MAX + 1], "keys_env")
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    """A FIFO's writer may never come."""
+    return os.open(path, flags | os.O_NONBLOCK)

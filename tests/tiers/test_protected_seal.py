@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import random
 import subprocess
 import sys
@@ -330,8 +331,12 @@ def test_what_is_no_ring_is_refused_by_its_place_not_its_text(text: str, expecte
 def test_places_that_hold_no_keys(tmp_path: Path) -> None:
     large = tmp_path / "large"
     large.write_bytes(bytes(1 << 17))
+    os.mkfifo(tmp_path / "fifo")
     for options, expected in (
         ({"keys_file": str(tmp_path / "none")}, "cannot be read"),
+        ({"keys_file": str(tmp_path)}, "cannot be read"),
+        ({"keys_file": str(tmp_path / "fifo")}, "is no file"),  # whose writer would be waited for
+        ({"keys_file": "/dev/zero"}, "is no file"),
         ({"keys_file": str(large)}, "larger than"),
         ({"keys_env": "KVTIERS_NO_SUCH"}, "has no KVTIERS_NO_SUCH"),
         ({}, "required"),
