@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -38,7 +42,7 @@ from tiers.layers.bound import BoundedStore
 from tiers.store import KeyInfo, Store
 from tiers.stores.memory import MemoryStore
 from tiers.testing.contract import as_parts, list_keys
-from tiers.testing.faults import Fault, FaultyStore
+from tiers.testing.faults import Fault, FaultyStore, run_in_child
 
 WRITER_S = 900.0
 SIZES = st.sampled_from([7, 300, 700])
@@ -367,6 +371,47 @@ def test_a_living_writer_that_was_taken_for_dead_goes_on_and_is_seen() -> None:
         other.put("c", as_parts(bytes(500)))
     measure(store, clock())
     bounded.put("d", as_parts(bytes(100)))
+
+
+def sleep_as_a_machine(seconds: int) -> None:
+    """This process finds that the machine has slept. Takes root, and that it has no other threads.
+
+    Raises:
+        OSError: there are no time namespaces to be had.
+    """
+    time_namespace = 0x80
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(time_namespace):
+        raise OSError(ctypes.get_errno(), "unshare")
+    Path("/proc/self/timens_offsets").write_text(f"boottime {seconds} 0\n")
+    with Path("/proc/self/ns/time_for_children").open() as f:
+        if libc.setns(f.fileno(), time_namespace):
+            raise OSError(ctypes.get_errno(), "setns")
+
+
+def test_a_writer_whose_machine_slept_is_a_new_one() -> None:
+    """It was taken for dead meanwhile, and what was left of its grant counts for nobody."""
+    store = MemoryStore()
+    measure(store, time.time())
+    bounded = BoundedStore(store, Account(store, 1 << 20, writer_s=WRITER_S))
+    no_namespaces = 77
+
+    def use() -> None:
+        bounded.put("a", as_parts(b"1"))
+        try:
+            sleep_as_a_machine(int(WRITER_S))
+        except OSError:
+            os._exit(no_namespaces)
+        measure(store, time.time() + 2 * WRITER_S)
+        bounded.put("b", as_parts(bytes(1000)))
+        used = used_bytes(store)
+        assert used is not None
+        assert used >= stored_bytes(store)
+
+    status = run_in_child(use)
+    if status == no_namespaces:
+        pytest.skip("takes root and time namespaces")
+    assert status == 0
 
 
 def test_what_the_seeming_dead_reserve_during_a_measurement_stays_counted() -> None:
