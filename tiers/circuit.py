@@ -64,14 +64,19 @@ class Circuit:
         """True: the tier is used."""
         return self.state is CircuitState.CLOSED
 
-    def succeed(self, kind: Kind) -> None:
+    def succeed(self, kind: Kind) -> bool:
         """An operation or the probe was answered.
 
         Any answer forgives failed stores: storage to which nothing can be written is still read.
+
+        Returns:
+            Whether as many of its kind had failed in a row as cut a tier off.
         """
+        ends_outage = self._failures[kind] >= self._failures_max
         self._failures[kind] = self._failures["store"] = 0
         if self.state is CircuitState.HALF_OPEN:
             self._become(CircuitState.CLOSED, "it answers again")
+        return ends_outage
 
     def fail(self, kind: Kind, why: str) -> None:
         """An operation or the probe failed."""

@@ -46,8 +46,12 @@ class TierHealth:
             self._circuit.answer_late()
         return False
 
-    def moved(self, batches: Iterable[Batch], op: Kind) -> None:
-        """A job's batches ended. What arrived speaks for all of it: a batch may be one block, and three say little."""
+    def moved(self, batches: Iterable[Batch], op: Kind) -> list[OffloadKey]:
+        """A job's batches ended. What arrived speaks for all of it: a batch may be one block, and three say little.
+
+        Returns:
+            Blocks that rest and need not: they failed in an outage of loads, which is over.
+        """
         arrived = False
         faults = []
         for batch in batches:
@@ -58,10 +62,10 @@ class TierHealth:
             if batch.fault and (is_news or batch.outcomes["failed"] > len(batch.gone) + len(batch.unreadable)):
                 faults.append(batch.fault)
         if arrived:
-            self._circuit.succeed(op)
-        else:
-            for fault in faults:
-                self._circuit.fail(op, fault)
+            return self.unreadable.count_anew() if self._circuit.succeed(op) and op == "load" else []
+        for fault in faults:
+            self._circuit.fail(op, fault)
+        return []
 
     def rest_s(self, key: OffloadKey) -> float:
         """How long a block is not loaded again that could not be read: about as long as it has failed so far."""
@@ -91,6 +95,11 @@ class FailedKeys:
             if len(self._keys) > KEYS_MAX:
                 self._keys.popitem(last=False)
         return is_news
+
+    def count_anew(self) -> list[OffloadKey]:
+        """All of them: how often they failed says nothing. Where one fails again that is still no news."""
+        self._keys.update(dict.fromkeys(self._keys, 0))
+        return list(self._keys)
 
     def forget(self, keys: Iterable[OffloadKey]) -> None:
         """They did not fail again."""

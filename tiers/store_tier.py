@@ -384,7 +384,7 @@ class StoreTierManager(SecondaryTierManager):
             bytes_moved += batch.bytes_moved
             self._counts.moved(batch, op)
             batches.append(batch)
-        self._health.moved(batches, op)
+        self._lookup.forget(self._health.moved(batches, op))
         # What a load meanwhile found gone was there before that: none of it is stored.
         if not job.is_load and (overtaken := self._gone_beside_stores.end(finished.job_id, found)):
             succeeded = [key for key in succeeded if key not in overtaken]

@@ -36,7 +36,7 @@ from tiers.errors import (
 from tiers.file_mapper import FileMapper, strict_fields
 from tiers.health import REST_S_MAX
 from tiers.keys import OffloadKey, make_offload_key
-from tiers.lookup import LookupOptions
+from tiers.lookup import FAILED_S_MIN, LookupOptions
 from tiers.seal import TRAILER_BYTES
 from tiers.store import Capabilities, Store
 from tiers.store_tier import StoreTierManager, TierOptions
@@ -1267,6 +1267,35 @@ class TestLiveness:
         assert not any(opened[10:])  # once it was news
         store.unreadable = {}
         assert any(request(KEYS[:count]) for _ in range(int(REST_S_MAX) + 1))
+
+    def test_blocks_that_an_outage_hid_are_back_with_the_first_that_is_read(self, bench: Bench) -> None:
+        """Of loads alone, as behind a proxy that refuses GET: all were tried again and again, and rest for a minute."""
+        store = PartlyRefused()
+        now = [1000.0]
+        bench.clock = lambda: now[0]
+        bench.fill(1)
+        assert bench.store(bench.tier(store=store), KEYS[:20]).success
+        tier = bench.tier(store=store, read_only=True, circuit_failures=3, circuit_probe_s=5, task_bytes=ROW_BYTES)
+        hidden = KEYS[:10]
+        store.unreadable = {tier.mapper.relative_name(key): StoreUnavailableError for key in KEYS}
+        for _ in range(120):
+            now[0] += 5
+            bench.wait_until_closed(tier)
+            if bench.present(tier, hidden[0]):
+                bench.load(tier, hidden)
+        now[0] += 5
+        bench.wait_until_closed(tier)
+        store.unreadable = {tier.mapper.relative_name(hidden[0]): StoreUnavailableError}
+        assert not any(bench.present(tier, key) for key in hidden)
+        assert bench.load(tier, KEYS[10:20]).success
+        assert all(bench.present(tier, key) for key in hidden)
+        assert len(bench.load(tier, hidden).successful_keys) == len(hidden) - 1
+        now[0] += FAILED_S_MIN
+        assert bench.present(tier, hidden[0])
+        bench.load(tier, hidden[:1])
+        assert bench.load(tier, KEYS[10:20]).success  # which says nothing new
+        now[0] += FAILED_S_MIN
+        assert not bench.present(tier, hidden[0])
 
     def test_one_block_that_cannot_be_read_cuts_nothing_off_where_others_of_its_prompt_come(self, bench: Bench) -> None:
         store = PartlyRefused()
