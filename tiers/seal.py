@@ -312,19 +312,22 @@ class Seal:
     def _is_expected(self, key: OffloadKey, trailer: bytes, payload_length: int) -> bool:
         """Whether all checks of a trailer would pass, in one: it does not say which would not."""
         block_hash = get_offload_block_hash(key)
-        identity = _IDENTITY.pack(
-            MAGIC,
-            VERSION,
-            TRAILER_BYTES,
-            self._checksum,
-            self._authentication,
-            payload_length,
-            self._fingerprint,
-            get_offload_group_idx(key),
-            self._rank,
-            len(block_hash),
-            block_hash,
-        )
+        try:
+            identity = _IDENTITY.pack(
+                MAGIC,
+                VERSION,
+                TRAILER_BYTES,
+                self._checksum,
+                self._authentication,
+                payload_length,
+                self._fingerprint,
+                get_offload_group_idx(key),
+                self._rank,
+                len(block_hash),
+                block_hash,
+            )
+        except struct.error:  # no trailer can say that, such as a protection which is not known here
+            return False
         return (
             len(trailer) == TRAILER_BYTES
             and len(block_hash) <= BLOCK_HASH_BYTES_MAX

@@ -24,9 +24,9 @@ from tiers.base import JobMetadata
 from tiers.builtin import FileSystemTierManager
 from tiers.config import parse_config, parse_tier
 from tiers.errors import ConfigError
-from tiers.file_mapper import fingerprint_of, identity_file_name
+from tiers.file_mapper import fingerprint_of, identity_file_name, namespace_of
 from tiers.keys import OffloadKey
-from tiers.seal import TRAILER_BYTES, Seal
+from tiers.seal import CHECK_AT, TRAILER_BYTES, Authentication, Seal
 from tiers.stores.local import LocalStore
 
 ROWS, ROW_BYTES = 8, 8192
@@ -312,6 +312,32 @@ def test_verify_finds_blocks_that_were_written_without_a_key(
     (report,) = json.loads(result.output)["tiers"]
     assert result.exit_code == 1
     assert [reason for _, reason in report["bad"]] == ["authentication"] * 4
+
+
+def test_blocks_of_a_protection_that_is_not_known_here_end_no_verify(bench: Bench, tmp_path: Path) -> None:
+    """A newer version's, or what somebody has written there; those that nothing protects are bad all the same."""
+    bench.fill()
+    tier = bench.tier(OLD, **GMAC)
+    bench.run(tier, "store", KEYS[:2])
+    config_json = bench.root / tier.mapper.relative_config_name
+    fields = json.loads(config_json.read_text()) | {"protection": "newer"}
+    namespace = namespace_of(fields)
+    store, seal = LocalStore(bench.root), Seal(fingerprint_of(fields), 0)
+    store.put(f"{namespace}/{config_json.name}", [memoryview(json.dumps(fields).encode())])
+    payload = memoryview(bytes(ROW_BYTES))
+    for key, means in zip(KEYS[2:4], (Authentication.NONE, 9), strict=True):
+        head = bytearray(seal.trailer(key, payload)[:CHECK_AT])
+        head[14] = means
+        trailer = head + xxhash.xxh3_64_intdigest(head).to_bytes(8, "little")
+        name = tier.mapper.relative_name(key).replace(config_json.parent.name, namespace)
+        store.put(name, [payload, memoryview(trailer.ljust(TRAILER_BYTES, b"\0"))])
+    config = tmp_path / "c.yaml"
+    tiers = [{"type": "fs", "root_dir": str(bench.root), "keys_file": str(bench.keys_file), **GMAC}]
+    config.write_text(yaml.safe_dump({"region": {"size": "1MiB"}, "tiers": tiers}))
+    result = CliRunner().invoke(app, ["verify", str(config), "--json"])
+    (report,) = json.loads(result.output)["tiers"]
+    assert [reason for _, reason in report["bad"]] == ["authentication"]
+    assert (report["blocks"], report["foreign"]) == (4, 1)
 
 
 @pytest.mark.parametrize("command", ["verify", "migrate"])
