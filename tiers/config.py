@@ -206,7 +206,7 @@ def parse_tier(data: object, registered: Collection[str] = ()) -> AnyTierConfig:
         try:
             tier.check()
         except ConfigError as e:
-            raise _Mistakes([(e.field, e.message)]) from e
+            raise _Mistakes([(e.field, e.message)]) from None
     return tier
 
 

@@ -459,6 +459,13 @@ def test_no_mistake_repeats_what_may_be_secret(tmp_path: Path, tiers: str) -> No
     assert str(caught.value).startswith((f"{path}: is no YAML: ", "tiers"))
 
 
+def test_no_traceback_of_a_tiers_own_check_repeats_a_key() -> None:
+    """As where vLLM's options name the tier."""
+    with pytest.raises(ConfigError, match="endpoint_url: .* is not accepted") as caught:
+        parse_tier({"type": "s3", "bucket": "kvb", "endpoint_url": HEX_KEY})
+    assert HEX_KEY[:16] not in "".join(traceback.format_exception(caught.value))
+
+
 def test_a_mistake_in_the_yaml_has_its_place(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("region: {size: 64MiB}\ntiers:\n  - {type: fs, root_dir: @x}\n")
