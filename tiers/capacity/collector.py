@@ -223,6 +223,8 @@ class Collector:
             if stuck_bytes and self._stuck_bytes and not report.gave_up and report.removed_bytes["capacity"] < excess:
                 # What cannot be removed is beyond the cut again, and would be all of it if it is the oldest. Not before
                 # it is seen to be so still: after a time without deletions younger blocks would go in its place.
+                if report.removed_bytes["capacity"]:
+                    stuck_bytes = self._stuck_bytes  # so much of it, where others are among them: no guess
                 kept, report.kept_by_error = report.kept_by_error, 0
                 self._shrink(report, now, histogram.cut(excess + stuck_bytes), excess, measured, baseline)
                 report.kept_by_error = max(kept, report.kept_by_error)
