@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from connector.prefix_store import CHUNK_BLOCKS_MAX
@@ -82,10 +82,10 @@ class PrefixSaves:
         last = min(computed_tokens // size, len(request.hashes), len(request.block_ids))
         request.doubted_blocks = last if in_doubt else 0
         if in_doubt:
-            self._untrusted.note(request.hashes[tokens_before // size : last])
+            self._untrusted.note(_blocks(request, tokens_before // size, last))
             return []
         on_gpu = min(last, request.num_computed // size)
-        if last > request.stored_blocks and self._untrusted.has_any(request.hashes[:on_gpu]):
+        if last > request.stored_blocks and self._untrusted.has_any(_blocks(request, 0, on_gpu)):
             request.stored_blocks = len(request.token_ids)
         request.stored_blocks = self.stored.end_of(request.hashes, request.stored_blocks, last)
         # Chunks of one size are asked for side by side, and steps end anywhere. So before the prompt's end, whole ones.
@@ -97,3 +97,8 @@ class PrefixSaves:
             saves.append(transfer_of(req_id, request, request.block_ids, first, end, size, is_store=True))
             request.stored_blocks = end
         return saves
+
+
+def _blocks(request: Request, first: int, end: int) -> Iterator[tuple[int, bytes]]:
+    """Id and hash of each."""
+    return zip(request.block_ids[first:end], request.hashes[first:end], strict=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -17,12 +17,9 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from connector.vllm import translate
 from tiers.errors import ConfigError
-from tiers.keys import OffloadKey
 
 #: Whether vLLM says which steps have such loads: from 0.29 on.
 STEPS_SAY_SO = "has_sync_kv_loads" in {field.name for field in dataclasses.fields(SchedulerOutput)}
-
-UNTRUSTED_MAX = 131_072  # blocks; some 20 MB
 
 _SEVERAL = "MultiConnector"
 _MAKES_KV_UP = "DecodeBenchConnector"
@@ -131,55 +128,59 @@ class SiblingLoads:
 
 
 class Untrusted:
-    """Blocks that steps in doubt have had, where then a load failed. Scheduler thread only.
+    """Blocks of the GPU that steps in doubt have filled, where then a load failed. Scheduler thread only.
 
     vLLM looks for the blocks of a failed load in its running requests. Of one that has ended or was preempted by then
-    they stay in its prefix cache as good, and under ``recompute`` also those that have not been computed again.
+    they stay in its prefix cache as good, and under ``recompute`` also those that have not been computed again. A block
+    here is an id and the hash of what should be there: when vLLM has given the id to others, it is a good one again.
 
     Args:
         steps_max: that are under way at once.
-        keys_max: that are remembered, those of last.
-    """
-
-    def __init__(self, steps_max: int, keys_max: int = UNTRUSTED_MAX) -> None:
-        self._keys_max = keys_max
-        self._in_doubt: deque[set[bytes]] = deque([set()], maxlen=steps_max)
-        self._keys: dict[bytes, None] = {}
-
-    def begin_step(self) -> None:
-        """What is noted from now on is the next step's."""
-        self._in_doubt.append(set())
-
-    def note(self, keys: Collection[bytes]) -> None:
-        """This step, which is in doubt, has them."""
-        self._in_doubt[-1].update(keys)
-
-    def load_failed(self) -> None:
-        """Of a step whose outcome has become known."""
-        for keys in self._in_doubt:
-            self._keys.update(dict.fromkeys(keys))
-            keys.clear()
-        for key in list(itertools.islice(self._keys, max(0, len(self._keys) - self._keys_max))):
-            del self._keys[key]
-
-    def has_any(self, keys: Collection[bytes]) -> bool:
-        """Whether one of these is such a block, so that what was computed behind it is none either."""
-        return bool(self._keys) and any(key in self._keys for key in keys)
-
-
-class DoubtfulRequests:
-    """Requests of which nothing may be stored: no step has had them since one in doubt, or a load failed in theirs.
-
-    vLLM sets a request back whose load failed, or ends it, and offers what an ended one holds once more. A manager is
-    shown neither steps nor their outcome: they are looked up the stack, as vLLM asks in another order from 0.33 on.
-    Scheduler thread only.
     """
 
     def __init__(self, steps_max: int) -> None:
+        self._in_doubt: deque[dict[int, bytes]] = deque([{}], maxlen=steps_max)
+        self._hashes: dict[int, bytes] = {}  # by id, so there are no more than the GPU has
+
+    def begin_step(self) -> None:
+        """What is noted from now on is the next step's."""
+        self._in_doubt.append({})
+
+    def note(self, blocks: Iterable[tuple[int, bytes]]) -> None:
+        """This step, which is in doubt, has them."""
+        self._in_doubt[-1].update(blocks)
+
+    def load_failed(self) -> None:
+        """Of a step whose outcome has become known."""
+        for blocks in self._in_doubt:
+            self._hashes.update(blocks)
+            blocks.clear()
+
+    def has_any(self, blocks: Iterable[tuple[int, bytes]]) -> bool:
+        """Whether one of these is such a block, so that what was computed behind it is none either."""
+        return bool(self._hashes) and any(self._hashes.get(block_id) == expected for block_id, expected in blocks)
+
+
+class DoubtfulRequests:
+    """Requests of which nothing may be stored: they joined in a step in doubt, or a load failed that they may stand on.
+
+    Only those that join can have blocks which another connector loads in that step. vLLM sets a request back whose load
+    failed, or ends it, and offers what an ended one holds once more. A manager is shown neither steps nor their
+    outcome, nor which blocks a request has: they are looked up the stack, as vLLM asks in another order from 0.33 on.
+    Scheduler thread only.
+
+    Args:
+        steps_max: that are under way at once.
+        tokens_per_block: of each group.
+        tokens_per_hash: of vLLM's hashes.
+    """
+
+    def __init__(self, steps_max: int, tokens_per_block: Sequence[int], tokens_per_hash: int) -> None:
         self._loads = SiblingLoads(steps_max)
         self._untrusted = Untrusted(steps_max)
-        self._req_ids: set[str] = set()
-        self._reusing: set[str] = set()  # they have blocks that they did not compute
+        self._tokens_per_block = tokens_per_block
+        self._tokens_per_hash = tokens_per_hash
+        self._joined: deque[set[str]] = deque(maxlen=steps_max)  # in a step in doubt whose outcome may not be known
         self._spoiled: set[str] = set()
         self._step: Any = None
 
@@ -190,43 +191,47 @@ class DoubtfulRequests:
             return
         self._step = step
         self._untrusted.begin_step()
+        requests = next(translate.find_arguments("self", "OffloadingConnectorScheduler"))._req_status
         cached = step.scheduled_cached_reqs
-        computed = [(new.req_id, new.num_computed_tokens) for new in step.scheduled_new_reqs]
-        computed += [
-            each
-            for each in zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-            if each[0] in cached.resumed_req_ids
-        ]
-        self._reusing |= {req_id for req_id, tokens in computed if tokens}
-        if self._loads.in_doubt(step):
-            self._req_ids |= step.num_scheduled_tokens.keys()
-        else:
-            self._req_ids -= step.num_scheduled_tokens.keys()
+        joins = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
+        joins |= {
+            req_id: tokens
+            for req_id, tokens in zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+            if req_id in cached.resumed_req_ids
+        }
+        for req_id, tokens in joins.items():
+            if self._untrusted.has_any(self._blocks(requests[req_id], 0, tokens)):
+                self._spoiled.add(req_id)
+        self._joined.append(set(joins) if self._loads.in_doubt(step) else set())
+        for req_id in set().union(*self._joined) & step.num_scheduled_tokens.keys():
+            known = requests[req_id]
+            self._untrusted.note(self._blocks(known, known.num_locally_computed_tokens))
 
     def hear(self) -> None:
         """To be called when vLLM has the outcome of a step."""
         output = translate.find_argument("kv_connector_output", KVConnectorOutput.__name__)
         if output is not None and output.invalid_block_ids:
             self._untrusted.load_failed()
-            self._spoiled |= self._req_ids  # one that was admitted before the outcome is not set back
+            self._spoiled.update(*self._joined)  # one that was admitted before the outcome is not set back
 
-    def has(self, req_id: str, keys: Collection[OffloadKey]) -> bool:
-        """Whether this is one until a later step. ``keys``: what it offers."""
+    def has(self, req_id: str) -> bool:
+        """Whether this is one until a later step."""
         self.look()
-        if req_id not in self._req_ids:
-            return False
-        self._untrusted.note(keys)
-        return True
+        return any(req_id in joined for joined in self._joined)
 
-    def has_for_good(self, req_id: str, keys: Collection[OffloadKey]) -> bool:
+    def has_for_good(self, req_id: str) -> bool:
         """Whether this is one until it ends."""
         self.look()
-        if req_id in self._reusing and self._untrusted.has_any(keys):
-            self._spoiled.add(req_id)
         return req_id in self._spoiled
 
     def forget(self, req_id: str) -> None:
         """It has ended, and is offered no more."""
-        self._req_ids.discard(req_id)
-        self._reusing.discard(req_id)
         self._spoiled.discard(req_id)
+
+    def _blocks(self, known: Any, first_token: int, end_token: int | None = None) -> Iterator[tuple[int, bytes]]:
+        """Those of a request with tokens of this range, as far as they are whole."""
+        for tokens, group in zip(self._tokens_per_block, known.group_states, strict=True):
+            hashes_per_block = tokens // self._tokens_per_hash
+            hashes = itertools.islice(known.req.block_hashes, hashes_per_block - 1, None, hashes_per_block)
+            end = None if end_token is None else -(-end_token // tokens)
+            yield from itertools.islice(zip(group.block_ids, hashes, strict=False), first_token // tokens, end)

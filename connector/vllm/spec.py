@@ -93,7 +93,10 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
             beside = siblings.loading_within_steps()
             if beside and not siblings.STEPS_SAY_SO:
                 raise siblings.refusal(beside)
-            doubtful = siblings.DoubtfulRequests(translate.steps_max(vllm_config, pp_size)) if beside else None
+            steps_max, groups = translate.steps_max(vllm_config, pp_size), self.config.groups
+            tokens_per_block = [group.tokens_per_block for group in groups]
+            tokens_per_hash = self.config.cache.tokens_per_hash
+            doubtful = siblings.DoubtfulRequests(steps_max, tokens_per_block, tokens_per_hash) if beside else None
             spec = self._join(None)
             self._check_workers(spec)
             self._manager = KVTiersManager(
@@ -233,9 +236,9 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
         if self._stale_steps and any(key in self._stale_stores or key in self._stale_loads for key in keys):
             return None  # vLLM offers them again in its next step; what it is told is there it takes for stored
         if self._doubtful is not None:
-            if self._doubtful.has_for_good(req_context.req_id, keys):
+            if self._doubtful.has_for_good(req_context.req_id):
                 return VllmPrepareStoreOutput(keys_to_store=[], store_spec=VllmCPULoadStoreSpec([]), evicted_keys=[])
-            if self._doubtful.has(req_context.req_id, keys):
+            if self._doubtful.has(req_context.req_id):
                 return None
         found = [key for key in keys if self.tiering.primary.find(key) is not None]
         output = self._blocks.prepare_store(keys, req_context)

@@ -15,7 +15,10 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.outputs import KVConnectorOutput
@@ -173,9 +176,14 @@ class Engine:
         self.scheduler = scheduler_of(beside(LMCACHE), spec_on(root, engine_id))
         self.requests = 0
 
-    def ask(self, req_id: str, like: Request | None = None) -> Request:
-        """A request of which storage has nothing, with the prompt of another or one of its own."""
+    def ask(self, req_id: str, like: Request | None = None, *, on_gpu: int = 0, stored: int = 0) -> Request:
+        """A request with the prompt of another or one of its own. ``on_gpu``: blocks that it has of that one;
+        ``stored``: blocks behind them that storage has, and that it has loaded.
+        """
         self.requests += 1
+        block_ids = [10 * self.requests + block for block in range(BLOCKS + 1)]
+        if like is not None:
+            block_ids[:on_gpu] = like.block_ids[:on_gpu]
         request = Request(
             request_id=req_id,
             kv_transfer_params=None,
@@ -183,7 +191,8 @@ class Engine:
             block_hashes=[bytes([self.requests, block]) * 16 for block in range(BLOCKS)],
             num_tokens=BLOCKS * BLOCK_TOKENS + 1,
             num_prompt_tokens=BLOCKS * BLOCK_TOKENS + 1,
-            num_computed_tokens=0,
+            num_computed_tokens=(on_gpu + stored) * BLOCK_TOKENS,
+            block_ids=block_ids,
             skip_reading_prefix_cache=False,
             shared_prefix_boundary=None,
             status=RequestStatus.RUNNING,
@@ -193,12 +202,23 @@ class Engine:
         self.scheduler.on_new_request(request)
 
         def is_answered() -> bool:
-            found, _ = self.scheduler.get_num_new_matched_tokens(request, 0)
-            self.step()
-            return bool(found == 0)
+            found, _ = self.scheduler.get_num_new_matched_tokens(request, on_gpu * BLOCK_TOKENS)
+            if not found:
+                self.step()
+            return bool(found == stored * BLOCK_TOKENS)
 
         wait_for(is_answered)
+        if stored:
+            blocks = [KVCacheBlock(block_id) for block_id in block_ids]
+            self.scheduler.update_state_after_alloc(request, KVCacheBlocks((blocks,)), stored * BLOCK_TOKENS)
+            self.step()
+            self.complete()
         return request
+
+    def complete(self) -> None:
+        """Workers have loaded and stored what there was to do."""
+        done = OffloadingWorkerMetadata(completed_jobs=dict.fromkeys(self.scheduler._jobs, 1))
+        self.scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=done))
 
     def step(self, *, new: Any = (), again: Any = (), loads: bool = False, ended: Any = ()) -> dict[str, int]:
         """What a step stores: request -> blocks."""
@@ -209,7 +229,7 @@ class Engine:
         step.scheduled_new_reqs = [
             SimpleNamespace(
                 req_id=each.request_id,
-                block_ids=([*range(1, BLOCKS + 2)],),
+                block_ids=(each.block_ids,),
                 num_computed_tokens=each.num_computed_tokens,
             )
             for each in new
@@ -252,6 +272,7 @@ def test_way_spec_stores_nothing_of_a_request_that_ends_with_a_siblings_load(eng
     loads.num_computed_tokens = 2 * BLOCK_TOKENS
     assert engine.step(new=[loads], loads=True) == {}
     loads.status = RequestStatus.FINISHED_ERROR  # as kv_load_failure_policy says, where it has not come
+    engine.load_failed()
     assert engine.step(ended=[loads]) == {}
     last = engine.ask("last")
     assert engine.step(new=[last]) == {"last": BLOCKS}
@@ -273,12 +294,47 @@ def test_way_spec_stores_nothing_that_stands_on_a_failed_load_of_a_request_that_
     loads.status = RequestStatus.FINISHED_ABORTED  # so vLLM keeps its blocks as good
     engine.load_failed()
     assert engine.step(ended=[loads]) == {}
-    finds = engine.ask("finds", like=loads)
-    finds.num_computed_tokens = BLOCKS * BLOCK_TOKENS
+    finds = engine.ask("finds", like=loads, on_gpu=BLOCKS)
     assert engine.step(new=[finds]) == {}
     assert engine.step(again=[finds]) == {}
     computes = engine.ask("computes", like=loads)
     assert engine.step(new=[computes]) == {"computes": BLOCKS}
+    engine.complete()
+    longer = engine.ask("longer", like=computes, on_gpu=BLOCKS)
+    longer.block_hashes = [*computes.block_hashes, bytes(32)]
+    longer.num_tokens = longer.num_prompt_tokens = (BLOCKS + 1) * BLOCK_TOKENS
+    assert engine.step(new=[longer]) == {"longer": 1}
+
+
+def test_way_spec_stores_nothing_that_stands_on_a_failed_load_though_it_loaded_what_is_behind(engine: Engine) -> None:
+    """Of such a request vLLM offers what comes after its own load."""
+    loads = engine.ask("loads")
+    writes = engine.ask("writes", like=loads)
+    writes.num_tokens -= BLOCK_TOKENS
+    assert engine.step(new=[writes]) == {"writes": BLOCKS - 1}
+    engine.complete()
+    loads.num_computed_tokens = BLOCK_TOKENS
+    loads.num_tokens -= (BLOCKS - 2) * BLOCK_TOKENS
+    assert engine.step(new=[loads], loads=True) == {}
+    loads.status = RequestStatus.FINISHED_ABORTED
+    engine.load_failed()
+    finds = engine.ask("finds", like=loads, on_gpu=2, stored=1)
+    assert engine.step(new=[finds], ended=[loads]) == {}
+
+
+def test_way_spec_stores_what_stands_on_blocks_that_the_gpu_had_before_a_failed_load(engine: Engine) -> None:
+    """Most prompts of a server begin alike."""
+    begins = engine.ask("begins")
+    begins.num_tokens = 2 * BLOCK_TOKENS + 1
+    assert engine.step(new=[begins]) == {"begins": 2}
+    engine.complete()
+    loads = engine.ask("loads", like=begins, on_gpu=2)
+    loads.num_computed_tokens = (BLOCKS - 1) * BLOCK_TOKENS
+    assert engine.step(new=[loads], loads=True) == {}
+    loads.status = RequestStatus.FINISHED_ABORTED
+    engine.load_failed()
+    shares = engine.ask("shares", like=begins, on_gpu=2)
+    assert engine.step(new=[shares], ended=[loads]) == {"shares": BLOCKS - 2}
 
 
 def test_way_spec_stores_nothing_more_of_the_requests_of_a_step_whose_load_failed(engine: Engine) -> None:
@@ -290,17 +346,16 @@ def test_way_spec_stores_nothing_more_of_the_requests_of_a_step_whose_load_faile
     assert engine.step(new=[last]) == {"last": BLOCKS}
 
 
-def test_untrusted_blocks_are_bounded() -> None:
-    untrusted = siblings.Untrusted(steps_max=2, keys_max=2)
-    untrusted.note([b"1"])
+def test_a_block_of_a_failed_load_is_good_again_when_it_holds_another() -> None:
+    untrusted = siblings.Untrusted(steps_max=2)
+    untrusted.note([(1, b"1")])
     untrusted.begin_step()
-    untrusted.note([b"2", b"3"])
-    assert not untrusted.has_any([b"1", b"2", b"3"])
+    untrusted.note([(2, b"2")])
+    assert not untrusted.has_any([(1, b"1"), (2, b"2")])
     untrusted.load_failed()
-    untrusted.load_failed()
-    untrusted.begin_step()
-    untrusted.note([b"4"])
-    assert sum(untrusted.has_any([key]) for key in (b"1", b"2", b"3", b"4")) == 2
+    assert untrusted.has_any([(1, b"1")])
+    assert untrusted.has_any([(2, b"2")])
+    assert not untrusted.has_any([(1, b"2"), (2, b"1"), (3, b"1")])
 
 
 def test_way_spec_refuses_such_a_connector_where_vllm_does_not_say_which_steps_have_loads(
