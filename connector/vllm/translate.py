@@ -7,7 +7,8 @@ What changed (source: ``vllm/v1/kv_offload`` of each release):
 - 0.30: ``BLOCK_QUERIES`` and ``BLOCK_HITS`` of its metrics' names became ``CHUNK_…``.
 - 0.31: ``block_ids`` of a job became ``chunk_ids``; ``transfer_bytes`` of a result and ``backpressure_detector`` came.
 - 0.32: ``cache_hit_source`` came.
-- 0.33: ``expedited`` loads, ``on_reset_flushed``, ``config_info`` and the manager's ``lock`` came.
+- 0.33: ``expedited`` loads, ``on_reset_flushed``, ``config_info`` and the manager's ``lock`` came. Blocks of a prompt
+  that comes in parts are not mistaken any more (see ``new_request_context``).
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ if hasattr(TieringOffloadingMetrics, "CHUNK_QUERIES"):
 else:
     CHUNK_QUERIES, CHUNK_HITS = TieringOffloadingMetrics.BLOCK_QUERIES, TieringOffloadingMetrics.BLOCK_HITS
 
+_MISTAKES_BLOCKS_OF_STREAMS = int(vllm.__version__.split(".")[1]) < 33
 _JOB_RESULT_FIELDS = frozenset(field.name for field in dataclasses.fields(VllmJobResult))
 _FRAMES_MAX = 32
 _URL_END = 150
@@ -360,7 +362,14 @@ def job_result(result: JobResult) -> VllmJobResult:
 
 
 def new_request_context() -> RequestOffloadingContext:
-    """How our tiers like requests to be offloaded: chunk by chunk, which is vLLM's default."""
+    """How our tiers like requests to be offloaded: chunk by chunk, which is vLLM's default.
+
+    But nothing of one whose prompt comes in parts while it runs: with each part vLLM tells its connector all blocks of
+    the request, which before 0.33 takes them for more of them, and so stores blocks under the names of later ones.
+    """
+    request = find_argument("request", "Request")
+    if _MISTAKES_BLOCKS_OF_STREAMS and request is not None and getattr(request, "resumable", False):
+        request.kv_transfer_params = {**(request.kv_transfer_params or {}), "max_offload_tokens": 0}
     return RequestOffloadingContext()
 
 
