@@ -295,7 +295,13 @@ def _cuda_kernels(vllm_config: Any | None) -> str:
     capability = None
     with suppress(Exception):  # the driver's; no reason not to start
         capability = current_platform.get_device_capability()
-    return value_digest([*_asked_kernels(vllm_config), capability and [*capability]])
+    # These are about how a backend computes, and by that decide how large its kernels' blocks may be.
+    attention = getattr(vllm_config, "attention_config", None)
+    options = {name: getattr(attention, name, None) for name in ("flash_attn_version", "use_trtllm_attention")}
+    told = {name: value for name, value in options.items() if value is not None}
+    if os.environ.get("VLLM_BATCH_INVARIANT", "0") != "0":
+        told["batch_invariant"] = True
+    return value_digest([*_asked_kernels(vllm_config), capability and [*capability], *([told] if told else [])])
 
 
 def _rocm_kernels(vllm_config: Any | None) -> str:

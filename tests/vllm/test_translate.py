@@ -235,12 +235,14 @@ def test_a_platform_that_is_no_cpu_is_known_by_its_name(monkeypatch: pytest.Monk
 def test_cudas_backends_share_nothing_where_a_kernels_block_may_be_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block of several of a kernel's has its heads in each of them, in the same layout and size."""
 
-    def platform(tokens: int, backend: str | None = None, kinds: Any = None, capability: Any = (9, 0)) -> str | None:
+    def platform(
+        tokens: int, backend: str | None = None, kinds: Any = None, capability: Any = (9, 0), **options: Any
+    ) -> str | None:
         gpu = {"is_cpu": lambda: False, "is_rocm": lambda: False, "device_name": "cuda"}
         cuda = SimpleNamespace(**gpu, get_device_capability=lambda: capability)
         monkeypatch.setattr(translate, "current_platform", cuda)
         config = some_vllm_config()
-        config.attention_config = SimpleNamespace(backend=backend, backend_per_kind=kinds or {})
+        config.attention_config = SimpleNamespace(backend=backend, backend_per_kind=kinds or {}, **options)
         group = OffloadingGroupConfig(tokens_per_block=tokens, layer_names=("a",), group_id=0)
         return built_by(config, groups=(group,)).config.platform
 
@@ -248,6 +250,8 @@ def test_cudas_backends_share_nothing_where_a_kernels_block_may_be_smaller(monke
         {"backend": "FLASHINFER"},
         {"kinds": {"sliding": "FLASHINFER"}},
         {"capability": (10, 0)},
+        {"flash_attn_version": 4},
+        {"use_trtllm_attention": False},
     ]
     assert {platform(16), *(platform(16, **other) for other in others)} == {"cuda"}
     plain = platform(32)
@@ -256,10 +260,13 @@ def test_cudas_backends_share_nothing_where_a_kernels_block_may_be_smaller(monke
     kinds = {"full": "A", "sliding": "B"}
     assert platform(32, kinds=kinds) == platform(32, kinds=dict(reversed(kinds.items())))
     assert translate.kv_platform(some_vllm_config(), [32], by_token=True) == "cuda"
+    assert platform(32, flash_attn_version=None, use_trtllm_attention=None) == plain
     found = [platform(32, **other) for other in others]
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    found.append(platform(32))
     monkeypatch.setattr(vllm, "__version__", "0.99.1")
     found.append(platform(32))
-    assert len({plain, *found}) == 5
+    assert len({plain, *found}) == 8
 
 
 def test_rocms_backends_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
