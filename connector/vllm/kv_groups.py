@@ -10,17 +10,14 @@ from typing import Any
 
 from vllm.platforms import current_platform
 from vllm.v1 import kv_cache_interface
-from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 
 from connector.vllm import translate
 from tiers.errors import ConfigError
 
 # R-SWA, of newer releases, keeps a window of what it has generated.
-_WINDOWS = tuple(
-    getattr(kv_cache_interface, name)
-    for name in ("ChunkedLocalAttentionSpec", "RSWASpec", "SlidingWindowSpec")
-    if hasattr(kv_cache_interface, name)
-)
+_RSWA = tuple(getattr(kv_cache_interface, name) for name in ("RSWASpec",) if hasattr(kv_cache_interface, name))
+_WINDOWS = (ChunkedLocalAttentionSpec, SlidingWindowSpec, *_RSWA)
 
 
 def has_window(config: Any) -> bool:
@@ -106,6 +103,40 @@ def check_layout(config: Any) -> None:
             "set VLLM_KV_CACHE_LAYOUT to LBHNC or LBNHC, or leave it out",
             field="kv_cache_layout",
         )
+
+
+def check_attention(config: Any) -> None:
+    """Refuse models whose KV depends on more than the tokens before it.
+
+    Args:
+        config: vLLM's OffloadingConfig.
+
+    Raises:
+        ConfigError: says what may be done.
+    """
+    kinds = _layer_specs(config) or []
+    if any(map(is_non_causal, kinds)):
+        raise no_prefixes()
+    if any(isinstance(kind, _RSWA) for kind in kinds) and not config.extra_config.get("offload_prompt_only", True):
+        raise ConfigError(
+            "is false, and this model (R-SWA) sees only a window of what it has generated, but all of a prompt: what "
+            "was generated would be loaded for a prompt with the same tokens; leave it out",
+            field="offload_prompt_only",
+        )
+
+
+def is_non_causal(kind: Any) -> bool:
+    """Whether tokens of a prompt see later ones (prefix LM). vLLM turns its own prefix cache off, but no connector."""
+    return bool(getattr(kind, "non_causal", False))
+
+
+def no_prefixes() -> ConfigError:
+    """The refusal of a model that ``is_non_causal``."""
+    return ConfigError(
+        "this model's attention is not causal, so KV of a prompt's beginning depends on its end and none of it can be "
+        "reused: run it without a KV connector",
+        field="kv_connector",
+    )
 
 
 def check_pages(kv_caches: Any, config: Any) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from connector.vllm import kv_groups
 from tiers.errors import ConfigError
 
 
@@ -13,7 +14,7 @@ def kv_cache_spec_of(kv_cache_config: Any) -> Any:
     """The spec of the model's one KV cache group.
 
     Raises:
-        ConfigError: there are several groups, or it is not of full attention.
+        ConfigError: there are several groups, or it is not of full attention, or not causal.
     """
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
@@ -32,4 +33,6 @@ def kv_cache_spec_of(kv_cache_config: Any) -> Any:
                 "MLA; use KVTiersSpec or KVTiersTier",
                 field="kv_connector",
             )
+        if kv_groups.is_non_causal(each):
+            raise kv_groups.no_prefixes()
     return kv_cache_spec

@@ -73,6 +73,7 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
         # vLLM's single-copy region for MLA is not ours: here every worker has a cell.
         config = dataclasses.replace(config, replicated_layout=False)
         kv_groups.check_layout(config)
+        kv_groups.check_attention(config)
         cache = dataclasses.replace(config.cache, blocks_per_chunk=self._chunk_of(config))
         super().__init__(dataclasses.replace(config, cache=cache))
         if getattr(config, "canonical_layout", False):

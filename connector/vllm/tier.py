@@ -84,6 +84,7 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
         if beside := siblings.loading_within_steps():
             raise siblings.refusal(beside)
         kv_groups.check_layout(offloading_spec.config)
+        kv_groups.check_attention(offloading_spec.config)
         if offloading_spec.blocks_per_chunk > 1 and kv_groups.has_window(offloading_spec.config):
             raise kv_groups.no_chunks_of_windows(offloading_spec.blocks_per_chunk)
         self._role = translate.role_of(vllm_config)

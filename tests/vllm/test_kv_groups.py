@@ -122,6 +122,34 @@ def test_layouts_of_which_vllm_hands_over_other_bytes_are_refused(kinds: list[An
             getattr(made, "shutdown", lambda: None)()
 
 
+def refusal(kind: Any, **extra: Any) -> str:
+    """Of both ways."""
+    config = config_of([kind], {"cpu_bytes_to_use": "1MiB", **extra}, 1)
+    tier = {"type": "KVTiersTier", "module_path": "connector.vllm.tier", "tier": {"type": "memory"}}
+    behind = TieringOffloadingSpec(
+        config_of([kind], {"cpu_bytes_to_use": 1 << 20, "secondary_tiers": [tier], **extra}, 1)
+    )
+    said = set()
+    for make in (lambda: KVTiersSpec(config), behind.get_manager):
+        with pytest.raises(ConfigError) as caught:
+            made_by(engines.kv_cache_config(kind), make)
+        said.add(str(caught.value))
+    (one,) = said
+    return one
+
+
+@pytest.mark.skipif(not hasattr(FULL, "non_causal"), reason="this vLLM has no prefix LM")
+def test_a_model_whose_tokens_see_later_ones_is_refused() -> None:
+    """vLLM does without its own prefix cache there."""
+    assert "attention is not causal" in refusal(replace(FULL, non_causal=True))
+
+
+@pytest.mark.skipif(not hasattr(kv_cache_interface, "RSWASpec"), reason="this vLLM has no R-SWA")
+def test_what_an_rswa_model_has_generated_is_not_stored() -> None:
+    rswa = engines.attention(kv_cache_interface.RSWASpec, rswa_window=32)
+    assert refusal(rswa, offload_prompt_only=False).startswith("offload_prompt_only: is false")
+
+
 def test_pages_that_are_less_than_a_block_are_refused() -> None:
     _, whole = engines.kv_caches(4)
     part = CanonicalKVCaches(whole.tensors[:1], [whole.group_data_refs[0][:1]])

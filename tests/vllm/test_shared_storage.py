@@ -1037,6 +1037,12 @@ def test_models_whose_prompts_lose_blocks_are_refused(rigs: Any, spec: Any) -> N
         rigs(kv_cache_spec=spec)
 
 
+@pytest.mark.skipif("non_causal" not in FullAttentionSpec.__dataclass_fields__, reason="this vLLM has no prefix LM")
+def test_a_model_whose_tokens_see_later_ones_is_refused(rigs: Any) -> None:
+    with pytest.raises(ConfigError, match="attention is not causal"):
+        rigs(kv_cache_spec=FullAttentionSpec(**ATTENTION, non_causal=True))
+
+
 @pytest.mark.parametrize(
     "spec",
     [
