@@ -295,12 +295,13 @@ def _cuda_kernels(vllm_config: Any | None) -> str:
     capability = None
     with suppress(Exception):  # the driver's; no reason not to start
         capability = current_platform.get_device_capability()
-    # These are about how a backend computes, and by that decide how large its kernels' blocks may be.
+    # These decide how large a kernel's block may be: by how a backend computes, or as a group's backends cut alike.
     attention = getattr(vllm_config, "attention_config", None)
     options = {name: getattr(attention, name, None) for name in ("flash_attn_version", "use_trtllm_attention")}
-    told = {name: value for name, value in options.items() if value is not None}
+    options["draft"] = getattr(getattr(vllm_config, "speculative_config", None), "attention_backend", None)
+    told = {name: str(value) for name, value in options.items() if value is not None}
     if os.environ.get("VLLM_BATCH_INVARIANT", "0") != "0":
-        told["batch_invariant"] = True
+        told["batch_invariant"] = "True"
     return value_digest([*_asked_kernels(vllm_config), capability and [*capability], *([told] if told else [])])
 
 

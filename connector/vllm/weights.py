@@ -81,7 +81,9 @@ def kv_revision(vllm_config: Any) -> str | None:
     is_pipeline = getattr(parallel, "pipeline_parallel_size", 1) > 1
     attention = getattr(vllm_config, "attention_config", None)
     speculative = getattr(vllm_config, "speculative_config", None)
+    lora = getattr(vllm_config, "lora_config", None)
     settings = {
+        "lora": sorted(getattr(lora, "target_modules", None) or ()),  # adapters count in these alone
         "quant": getattr(model, "quantization_config", None),
         "kv_skip": sorted(getattr(cache, "kv_cache_dtype_skip_layers", None) or ()),
         "mamba": [
@@ -103,7 +105,8 @@ def kv_revision(vllm_config: Any) -> str | None:
         "online_quant": os.environ.get("VLLM_HUMMING_ONLINE_QUANT_CONFIG"),
         "mla_off": _unless(os.environ.get("VLLM_MLA_DISABLE", "0"), "0"),
         "classes": getattr(model, "model_class_overrides", None),
-        **_of_states(model, cache, speculative),
+        "draft_dtype": getattr(speculative, "kv_cache_dtype", None),
+        **_of_states(vllm_config, model, cache, speculative),
     }
     parts += [f"{name}:{value_digest(value)}" for name, value in settings.items() if value]
     draft = getattr(speculative, "draft_model_config", None)
@@ -115,17 +118,20 @@ def kv_revision(vllm_config: Any) -> str | None:
     return "+".join(part for part in parts if part) or None
 
 
-def _of_states(model: Any, cache: Any, speculative: Any) -> dict[str, Any]:
+def _of_states(vllm_config: Any, model: Any, cache: Any, speculative: Any) -> dict[str, Any]:
     """What changes a page's bytes, and not its size, where not all of it is attention's in the cache's own dtype."""
     has_states = getattr(model, "is_hybrid", False) or getattr(model, "is_attention_free", False)
     # Of a cache with a dtype of its own, states and skipped layers keep the model's, which is then nowhere else.
     is_mixed = has_states or getattr(cache, "kv_cache_dtype_skip_layers", None)
     has_own_dtype = getattr(cache, "cache_dtype", "auto") != "auto"
-    settings = {"dtype": str(getattr(model, "dtype", None)) if is_mixed and has_own_dtype else None}
+    settings: dict[str, Any] = {"dtype": str(getattr(model, "dtype", None)) if is_mixed and has_own_dtype else None}
     if has_states:
         # A convolution's state has a row more for each token that may be drafted; padding hides that from the size.
         settings["state_drafts"] = getattr(speculative, "num_speculative_tokens", None)
         settings["conv_layout"] = _unless(os.environ.get("VLLM_SSM_CONV_STATE_LAYOUT"), "SD")
+        if getattr(cache, "use_replayssm", False):  # a state has inputs beside it that are not in it yet
+            backend = getattr(getattr(vllm_config, "mamba_config", None), "backend", None)
+            settings["replay"] = [getattr(cache, "replayssm_buffer_len", None), str(backend)]
     return settings
 
 

@@ -242,6 +242,7 @@ def test_cudas_backends_share_nothing_where_a_kernels_block_may_be_smaller(monke
         cuda = SimpleNamespace(**gpu, get_device_capability=lambda: capability)
         monkeypatch.setattr(translate, "current_platform", cuda)
         config = some_vllm_config()
+        config.speculative_config = SimpleNamespace(attention_backend=options.pop("draft", None))
         config.attention_config = SimpleNamespace(backend=backend, backend_per_kind=kinds or {}, **options)
         group = OffloadingGroupConfig(tokens_per_block=tokens, layer_names=("a",), group_id=0)
         return built_by(config, groups=(group,)).config.platform
@@ -252,6 +253,7 @@ def test_cudas_backends_share_nothing_where_a_kernels_block_may_be_smaller(monke
         {"capability": (10, 0)},
         {"flash_attn_version": 4},
         {"use_trtllm_attention": False},
+        {"draft": "FLASHINFER"},
     ]
     assert {platform(16), *(platform(16, **other) for other in others)} == {"cuda"}
     plain = platform(32)
@@ -266,7 +268,7 @@ def test_cudas_backends_share_nothing_where_a_kernels_block_may_be_smaller(monke
     found.append(platform(32))
     monkeypatch.setattr(vllm, "__version__", "0.99.1")
     found.append(platform(32))
-    assert len({plain, *found}) == 8
+    assert len({plain, *found}) == 9
 
 
 def test_rocms_backends_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,7 +388,7 @@ def test_without_commit_and_files_and_with_a_function_the_final_config_counts(mo
 
 def revision(**changes: Any) -> str | None:
     """Of a model from a hub; ``load``, ``cache``, ``speculative``, … are vLLM's other configs."""
-    names = ("load", "cache", "speculative", "attention", "parallel")
+    names = ("load", "cache", "speculative", "attention", "parallel", "lora", "mamba")
     others = {f"{name}_config": SimpleNamespace(**changes.pop(name, {})) for name in names}
     hub = {"model": "org/model", "revision": None, "hf_config": SimpleNamespace(_commit_hash="c0ffee")}
     model = some_vllm_config(**hub | changes).model_config
@@ -443,6 +445,8 @@ def test_llama4_tunes_its_attention_by_length_or_as_it_is_told() -> None:
         {"multimodal_config": SimpleNamespace(mm_encoder_fp8_scale_path="/absent/scales.json")},
         {"attention": {"use_non_causal": True}},
         {"model_class_overrides": {"LlamaForCausalLM": "mine:Other"}},
+        {"lora": {"target_modules": ["q_proj"]}},
+        {"speculative": {"draft_model_config": None, "kv_cache_dtype": "fp8"}},
         {"speculative": {"draft_model_config": SimpleNamespace(model="org/draft", revision="v1")}},
         {"load": {"load_format": "dummy"}},
         {"load": {"load_format": "tensorizer", "model_loader_extra_config": {"tensorizer_uri": "s3://a/b"}}},
@@ -465,7 +469,11 @@ def test_settings_with_which_the_same_model_gives_other_kv_share_nothing_with_th
         ),
         attention={"use_non_causal": False},
         model_class_overrides={},
-        speculative={"draft_model_config": SimpleNamespace(model="org/model", revision=None)},
+        lora={"target_modules": None},
+        speculative={
+            "draft_model_config": SimpleNamespace(model="org/model", revision=None),
+            "kv_cache_dtype": None,
+        },
         load={"load_format": "auto", "model_loader_extra_config": {}},
     )
     assert default == "c0ffee"
@@ -550,6 +558,17 @@ def test_how_states_of_convolutions_lie_in_their_page_is_part_of_it(monkeypatch:
         assert revision(is_hybrid=hybrid) == "c0ffee"
         monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "DS")
         assert (revision(is_hybrid=hybrid) != "c0ffee") == hybrid
+
+
+def test_whether_states_have_inputs_beside_them_is_part_of_it() -> None:
+    """Of as many bytes, where vLLM pads a state's page to that of attention."""
+
+    def replaying(buffer: int | None, backend: str = "TRITON", *, hybrid: bool = True) -> str | None:
+        cache = {"use_replayssm": buffer is not None, "replayssm_buffer_len": buffer or 16}
+        return revision(is_hybrid=hybrid, cache=cache, mamba={"backend": backend})
+
+    assert replaying(None) == replaying(16, hybrid=False) == "c0ffee"
+    assert len({replaying(None), replaying(16), replaying(8), replaying(16, "FLASHINFER")}) == 4
 
 
 def test_layers_that_a_model_drafts_with_are_part_of_it_where_no_stage_names_them_all() -> None:
