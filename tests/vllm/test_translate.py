@@ -523,6 +523,8 @@ def test_how_tokens_are_dealt_to_ranks_and_layers_to_stages_is_part_of_it(monkey
     [
         ("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random"),
         ("VLLM_HUMMING_ONLINE_QUANT_CONFIG", '{"bits": 4}'),
+        ("VLLM_HUMMING_INPUT_QUANT_CONFIG", '{"bits": 8}'),
+        ("VLLM_MARLIN_INPUT_DTYPE", "int8"),
         ("VLLM_MLA_DISABLE", "1"),
     ],
 )
