@@ -14,6 +14,7 @@ import os
 import re
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,11 @@ SAMPLES_PER_FILE = 64
 SAMPLE_BYTES = 4096
 CONFIG_BYTES_MAX = 4 << 20
 _DIGEST_HEX_DIGITS = 24
+
+#: What KV in FP8 is multiplied by, as vLLM's ``maybe_remap_kv_scale_name`` knows it: a few bytes, which no sample hits.
+_KV_SCALE = re.compile(r"(.*\.)?((kv|[qkv]|prob)(_cache)?[._](scale|zero_point)|[kv]_proj\.output_scale)")
+HEADER_BYTES_MAX = 100 << 20  # of safetensors' own
+_SCALE_BYTES_MAX = 1 << 16
 
 _CONFIG_DIGEST = re.compile(rf"config:[0-9a-f]{{{_DIGEST_HEX_DIGITS}}}(?=\+|$)")  # a commit has 40
 _WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
@@ -338,8 +344,8 @@ def files_digest(path: str, also: str = "") -> str | None:
     """Digest of a local model: its configs, and its weights' names, sizes and samples; None for what is not local.
 
     Weights of one shape have the same header and size whatever they were trained to, so bytes are read from all over
-    each file: 64 times 4 KiB. Times are left out: a folder's copies are the same model. In one process files are read
-    again when something about them has changed.
+    each file: 64 times 4 KiB, and the scales of KV. Times are left out: a folder's copies are the same model. In one
+    process files are read again when something about them has changed.
 
     Args:
         also: name of one more file that counts.
@@ -395,6 +401,20 @@ def _contents(file: Path, *, samples: int) -> Iterator[bytes]:
         last = max(0, size - SAMPLE_BYTES)
         for offset in sorted({last * index // (samples - 1) for index in range(samples)}):
             yield os.pread(opened.fileno(), SAMPLE_BYTES, offset)
+        if file.suffix == ".safetensors":
+            yield from _kv_scales(opened.fileno())
+
+
+def _kv_scales(fd: int) -> Iterator[bytes]:
+    """Names and bytes of a safetensors file's; nothing of what is no such file, which vLLM will refuse."""
+    header_bytes = int.from_bytes(os.pread(fd, 8, 0), "little")
+    with suppress(ValueError, TypeError, KeyError, AttributeError, OverflowError):
+        header = json.loads(os.pread(fd, header_bytes if header_bytes <= HEADER_BYTES_MAX else 0, 8))
+        for name, tensor in sorted(header.items()):
+            if _KV_SCALE.fullmatch(name):
+                first, end = tensor["data_offsets"]
+                yield name.encode()
+                yield os.pread(fd, min(max(0, end - first), _SCALE_BYTES_MAX), 8 + header_bytes + max(0, first))
 
 
 def value_digest(value: Any) -> str:

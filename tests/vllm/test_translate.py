@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import vllm
+from safetensors.torch import save_file
 from vllm.config import ModelConfig as VllmModelConfig
 from vllm.config import PoolerConfig
 from vllm.renderers.base import BaseRenderer
@@ -334,6 +335,29 @@ def test_other_files_in_a_local_folder_are_another_model(model_folder: Path, cha
     assert before is not None
     change(model_folder)
     assert of_folder(model_folder) not in (before, None)
+
+
+def test_other_scales_of_the_kv_are_another_model(model_folder: Path) -> None:
+    """A few bytes, which no sample hits; what is stored in FP8 means something else with them."""
+    layers = [f"model.layers.{layer}.self_attn" for layer in range(100)]
+    weights_of = {f"{name}.qkv_proj.weight": torch.zeros(1 << 16, dtype=torch.bfloat16) for name in layers}
+
+    def with_scale(value: float) -> str | None:
+        scales = {f"{name}.{kind}_scale": torch.tensor(value) for name in layers for kind in "kv"}
+        save_file(weights_of | scales, model_folder / "model.safetensors")
+        return of_folder(model_folder)
+
+    assert with_scale(0.5) != with_scale(0.25)
+    assert with_scale(0.25) == with_scale(0.25)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [b"", b"\xff" * 9, (2).to_bytes(8, "little") + b"[]", (9).to_bytes(8, "little") + b'{"k_scale', b"\x00" * 99],
+)
+def test_a_file_that_is_no_safetensors_is_known_by_its_samples(model_folder: Path, header: bytes) -> None:
+    (model_folder / "model.safetensors").write_bytes(header)
+    assert of_folder(model_folder) is not None
 
 
 def test_copies_of_a_folder_are_one_model(model_folder: Path, tmp_path: Path) -> None:
