@@ -226,7 +226,8 @@ class DoubtfulRequests:
 
     def forget(self, req_id: str) -> None:
         """It has ended, and is offered no more."""
-        self._spoiled.discard(req_id)
+        for req_ids in (self._spoiled, *self._joined):
+            req_ids.discard(req_id)
 
     def _blocks(self, known: Any, first_token: int, end_token: int | None = None) -> Iterator[tuple[int, bytes]]:
         """Those of a request with tokens of this range, as far as they are whole."""

@@ -346,6 +346,23 @@ def test_way_spec_stores_nothing_more_of_the_requests_of_a_step_whose_load_faile
     assert engine.step(new=[last]) == {"last": BLOCKS}
 
 
+def test_a_request_that_was_aborted_spoils_none_that_has_its_id_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(translate, "steps_max", lambda *_: 2)
+    engine = Engine(tmp_path)
+    loads = engine.ask("loads")
+    loads.num_computed_tokens = 2 * BLOCK_TOKENS
+    assert engine.step(new=[loads], loads=True) == {}
+    loads.status = RequestStatus.FINISHED_ABORTED
+    assert engine.step(ended=[loads]) == {}
+    engine.load_failed()
+    again = engine.ask("loads")
+    engine.step()
+    assert engine.step(new=[again]) == {"loads": BLOCKS}
+    engine.close()
+
+
 def test_a_block_of_a_failed_load_is_good_again_when_it_holds_another() -> None:
     untrusted = siblings.Untrusted(steps_max=2)
     untrusted.note([(1, b"1")])
