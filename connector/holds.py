@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 from connector.primary import Block, BlockState, CPUPrimaryTier
 from connector.promotion import Request
@@ -44,15 +44,6 @@ class Holds:
         self._hold(request, blocks)
         request.held_until = now + self._hold_s
 
-    def take(self, req_id: str, request: Request | None, keys: Collection[OffloadKey]) -> None:
-        """The request loads these: they are not held for it any more, nor again."""
-        found = self._found.get(req_id, {})
-        for key in keys:
-            found.pop(key, None)
-            block = None if request is None else request.held.pop(key, None)
-            if block is not None:
-                self._primary.unpin(block)
-
     def let_go(self, request: Request) -> None:
         """Hold nothing for it."""
         for block in reversed(request.held.values()):  # a prefix's first blocks are to be the last to leave
@@ -60,7 +51,7 @@ class Holds:
         request.held = {}
 
     def forget(self, req_id: str) -> None:
-        """It is over, and needs nothing of what it found."""
+        """It is over, or has come: it needs nothing of what it found to be held."""
         self._found.pop(req_id, None)
 
     def end_step(self) -> None:

@@ -48,7 +48,13 @@ class Request:
     loading: int = 0
     held: dict[OffloadKey, Block] = field(default_factory=dict)
     held_until: float = 0.0
-    finished: bool = False
+
+    def drop_hits(self) -> None:
+        """It waits for no room any more; should it again, it begins anew."""
+        self.hits = {}
+        self.hit_tiers = 0
+        self.starved_since = None
+        self.capped_until = math.inf
 
 
 @dataclass(slots=True, eq=False)

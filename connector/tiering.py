@@ -107,7 +107,10 @@ class TieringOffloadingManager(OffloadingManager):
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         spec = self.primary.prepare_load(keys, req_context)
-        self._holds.take(req_context.req_id, self._requests.get(req_context.req_id), keys)
+        self._holds.forget(req_context.req_id)
+        request = self._requests.get(req_context.req_id)
+        if request is not None:
+            self._forget(request)  # it has come, for all it wants
         return spec
 
     def touch(self, keys: Collection[OffloadKey]) -> None:
@@ -359,8 +362,7 @@ class TieringOffloadingManager(OffloadingManager):
         if now - request.starved_since >= self._options.promotion_wait_s:
             self.metrics.inc("kvtiers_promotion_room_expired_total", by=len(request.hits))
             request.refused.update(dict.fromkeys(request.hits, _EVERY_TIER))
-            request.hits = {}
-            request.starved_since = None
+            request.drop_hits()
 
     def _end_load(self, job: Job, succeeded: Collection[OffloadKey]) -> None:
         self._loads[job.tier].end(job)
@@ -369,9 +371,8 @@ class TieringOffloadingManager(OffloadingManager):
             self._end_wait(job, failed)
         self.primary.end_promotion(failed, success=False)
         ready = self.primary.end_promotion([block for block in job.blocks if block.key in succeeded], success=True)
-        request = job.request
-        if request is not None and not request.finished:
-            self._holds.hold_loaded(request, ready, self._clock())
+        if job.request in self._waiting:
+            self._holds.hold_loaded(job.request, ready, self._clock())
         self._cascade.add(ready, job.tier)
 
     def _end_wait(self, job: Job, failed: Iterable[Block]) -> None:
@@ -427,8 +428,7 @@ class TieringOffloadingManager(OffloadingManager):
 
     def _forget(self, request: Request) -> None:
         """Its loads go on, for whoever asks next; it is no longer waited for."""
-        request.finished = True
-        request.hits = {}
+        request.drop_hits()
         self._release(request)
 
     def _release(self, request: Request) -> None:

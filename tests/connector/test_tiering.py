@@ -769,6 +769,54 @@ def test_what_a_request_has_come_for_is_not_kept_for_it_any_more(stores: bool) -
     assert engine.counts.pinned == 0
 
 
+def test_what_a_request_loads_for_which_another_had_it_loaded_is_not_loaded_again() -> None:
+    """A tier's share of the region was full when the request came, so its hits waited while the other's loads ended."""
+    engine = Engine(num_blocks=8, auto=False, load_share=0.25)
+    first, second = ReqContext("first"), ReqContext("second")
+    engine.tier.put(*KEYS[:4])
+    assert [engine.manager.lookup(key, first) for key in KEYS[:4]] == [None] * 4
+    assert engine.lookup(KEYS[:2], second) == [None] * 2
+    engine.tier.finish(next(iter(engine.tier.jobs)))
+    engine.manager.on_schedule_end()
+    assert engine.lookup(KEYS[:2], second) == [True] * 2
+    engine.load(KEYS[:2], second)
+    engine.manager.on_request_finished(first)
+    engine.store(*KEYS[20:26])  # evicts what both have used
+    engine.tier.auto = True
+    for _ in range(3):
+        engine.manager.on_schedule_end()
+    assert [job_keys(job) for job in engine.tier.submitted if job.is_load] == [KEYS[:2], KEYS[2:4]]
+    assert engine.counts.pinned == 0
+
+
+def test_what_comes_for_a_request_that_has_loaded_is_not_kept_for_it() -> None:
+    """It goes without what lies behind a miss: the next one that wants that finds it evictable."""
+    engine = Engine(num_blocks=4, auto=False, load_share=1)
+    engine.store(KEYS[0])
+    engine.tier.finish(next(iter(engine.tier.jobs)))
+    engine.tier.put(*KEYS[2:5])
+    assert engine.lookup([KEYS[0], *KEYS[2:5]]) == [True, None, None, None]
+    assert engine.counts.pinned == 1
+    engine.load(KEYS[:1])
+    assert engine.counts.pinned == 0
+    engine.tier.finish(next(iter(engine.tier.jobs)))
+    engine.manager.on_schedule_end()
+    assert engine.counts == SlotCounts(free=0, ready=4, pinned=0, pending=0, quarantined=0)
+
+
+def test_a_request_that_comes_again_waits_anew() -> None:
+    engine = Engine(num_blocks=4, promotion_wait_s=0.5)
+    engine.store(*KEYS[:4])
+    engine.manager.prepare_load(KEYS[:4], ReqContext("runs"))
+    engine.tier.put(KEYS[4])
+    assert engine.lookup([KEYS[0], KEYS[4]]) == [True, None]
+    engine.load(KEYS[:1])
+    engine.clock.advance(10.0)  # then it is preempted
+    assert engine.lookup([KEYS[0], KEYS[4]]) == [True, None]
+    engine.manager.complete_load(KEYS[:4])
+    assert engine.lookup_until_known([KEYS[0], KEYS[4]]) == [True] * 2
+
+
 def test_a_finished_request_lets_go_of_its_blocks() -> None:
     engine = Engine(auto=False)
     engine.tier.put(*KEYS[:4])
