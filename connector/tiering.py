@@ -332,17 +332,8 @@ class TieringOffloadingManager(OffloadingManager):
 
     def _bar(self, request: Request, index: int) -> None:
         """The request's hits in a tier whose share does not come free are none: another tier may have them."""
-        request.hit_tiers &= ~(1 << index)
-        barred = []
-        for key in [key for key, tier in request.hits.items() if tier == index]:
-            del request.hits[key]
-            if self.primary.find(key) is None:  # else another request has it loaded
-                barred.append(key)
-        if not barred:
+        if not self._expire(request, 1 << index):
             return
-        self.metrics.inc("kvtiers_promotion_room_expired_total", by=len(barred))
-        for key in barred:
-            request.refused[key] = request.refused.get(key, 0) | 1 << index
         self._log_once(
             f"loads {index}",
             f"tier {self._tiers[index].name} has not reported loads of its whole share of the region: nothing more is "
@@ -360,9 +351,20 @@ class TieringOffloadingManager(OffloadingManager):
         if request.starved_since is None:
             request.starved_since = now
         if now - request.starved_since >= self._options.promotion_wait_s:
-            self.metrics.inc("kvtiers_promotion_room_expired_total", by=len(request.hits))
-            request.refused.update(dict.fromkeys(request.hits, _EVERY_TIER))
+            self._expire(request, _EVERY_TIER)
             request.drop_hits()
+
+    def _expire(self, request: Request, tiers: int) -> int:
+        """Its hits in the tiers of a bit mask are none any more. Returns how many it does without."""
+        request.hit_tiers &= ~tiers
+        expired = 0
+        for key in [key for key, tier in request.hits.items() if tiers >> tier & 1]:
+            del request.hits[key]
+            if self.primary.find(key) is None:  # else another request has it loaded
+                request.refused[key] = request.refused.get(key, 0) | tiers
+                expired += 1
+        self.metrics.inc("kvtiers_promotion_room_expired_total", by=expired)
+        return expired
 
     def _end_load(self, job: Job, succeeded: Collection[OffloadKey]) -> None:
         self._loads[job.tier].end(job)

@@ -1104,6 +1104,22 @@ def test_hits_that_wait_for_room_in_the_region_are_not_looked_through(monkeypatc
     assert engine.counted("kvtiers_promotion_room_expired_total") == 14 + 14
 
 
+def test_a_hit_that_another_request_loads_is_none_that_found_no_room() -> None:
+    engine = Engine(num_blocks=4, num_tiers=2, auto=False, load_share=1, promotion_wait_s=0.5)
+    assert engine.manager.prepare_store(KEYS[40:43], REQ) is not None
+    engine.tiers[0].put(*KEYS[:2])
+    engine.tiers[1].put(KEYS[1])
+    waits = ReqContext("waits")
+    assert engine.manager.lookup(KEYS[1], ReqContext("loads")) is None
+    for _ in range(2):
+        assert engine.lookup(KEYS[:2], waits) == [None] * 2
+        engine.clock.advance(0.6)
+    assert engine.counted("kvtiers_promotion_room_expired_total") == 1
+    engine.tiers[0].finish(next(iter(engine.tiers[0].jobs)), failing=KEYS[1:2])
+    engine.manager.on_schedule_end()
+    assert [engine.manager.lookup(key, waits) for key in KEYS[:2]] == [False, None]  # the other tier has it
+
+
 def test_a_wait_for_room_in_the_region_is_none_for_a_tiers_share() -> None:
     engine = Engine(num_blocks=4, auto=False, load_share=0.5, promotion_wait_s=30.0, load_deadline_s=5.0)
     engine.tier.takes_stores = False
