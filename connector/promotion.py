@@ -30,6 +30,7 @@ class Request:
         hits: key -> tier, to be promoted.
         hit_tiers: bit mask of the tiers that have hits; may have others', until the hits are looked through.
         starved_since: since when hits wait for room.
+        starved_for: the first of them that found none, when they were looked through last.
         capped_until: how long hits wait for their tiers' shares of the region; infinite where none does.
         loading: blocks on their way from tiers.
         held: blocks pinned for this request until it loads them, finishes, or ``held_until`` passes.
@@ -44,6 +45,7 @@ class Request:
     hits: dict[OffloadKey, int] = field(default_factory=dict)
     hit_tiers: int = 0
     starved_since: float | None = None
+    starved_for: OffloadKey | None = None
     capped_until: float = math.inf
     loading: int = 0
     held: dict[OffloadKey, Block] = field(default_factory=dict)

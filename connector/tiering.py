@@ -272,6 +272,7 @@ class TieringOffloadingManager(OffloadingManager):
             for job in self._loads[index].begin(its_blocks, index, request, now):
                 self._submit("submit_load", job, request.context)
         if len(blocks) < len(wanted):
+            request.starved_for = wanted[len(blocks)]
             self._starve(request, now)
         else:
             request.starved_since = None
@@ -306,6 +307,14 @@ class TieringOffloadingManager(OffloadingManager):
         wanted = []
         # Hundreds of hits of each of hundreds of requests are too many to look through in each step to no purpose.
         if any(free and request.hit_tiers >> index & 1 for index, free in enumerate(room)):
+            missed = request.starved_for  # it may lie behind any number of those that wait for a share
+            if (
+                not self.primary.room
+                and missed in request.hits
+                and room[request.hits[missed]]
+                and self.primary.find(missed) is None
+            ):
+                return [missed]
             hit_tiers = 0
             are_coming = []
             for key, index in request.hits.items():

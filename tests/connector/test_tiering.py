@@ -1120,6 +1120,29 @@ def test_a_hit_that_another_request_loads_is_none_that_found_no_room() -> None:
     assert [engine.manager.lookup(key, waits) for key in KEYS[:2]] == [False, None]  # the other tier has it
 
 
+def test_hits_behind_those_of_a_full_share_are_not_looked_for_while_the_region_has_no_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """300 requests with 1,000 hits each, in two tiers, held each step of the scheduler up for 0.07 s."""
+    engine = Engine(num_blocks=8, num_tiers=2, auto=False, load_share=0.5)
+    full, free = engine.tiers
+    full.put(*KEYS[:12])
+    free.put(KEYS[20])
+    assert engine.lookup(KEYS[:2]) == [None] * 2
+    assert engine.manager.prepare_store(KEYS[40:46], REQ) is not None
+    waits = ReqContext("waits")
+    assert engine.lookup([*KEYS[2:12], KEYS[20]], waits) == [None] * 11
+    looked_at: list[OffloadKey] = []
+    find = engine.primary.find
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.primary, "find", lambda key: looked_at.append(key) or find(key))  # type: ignore[func-returns-value]
+        engine.manager.on_schedule_end()
+    assert looked_at == [KEYS[20]]
+    engine.manager.complete_store(KEYS[40:46], success=False)
+    engine.manager.on_schedule_end()
+    assert [job_keys(job) for job in free.submitted] == [[KEYS[20]]]
+
+
 def test_a_wait_for_room_in_the_region_is_none_for_a_tiers_share() -> None:
     engine = Engine(num_blocks=4, auto=False, load_share=0.5, promotion_wait_s=30.0, load_deadline_s=5.0)
     engine.tier.takes_stores = False
