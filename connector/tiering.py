@@ -28,6 +28,7 @@ from connector.cascade import Cascade
 from connector.holds import Holds
 from connector.primary import Block, BlockState, CPUPrimaryTier
 from connector.promotion import FailedLoads, Job, Request, TierLoads
+from connector.promotion_room import PromotionRoom
 from connector.tier_guard import GuardedTier, load_deadline_s, shut_down_tiers
 from connector.tier_jobs import TierJobs
 from connector.tiering_options import TieringOptions
@@ -36,10 +37,8 @@ from tiers.keys import OffloadKey
 
 logger = logging.getLogger(__name__)
 
-_EVERY_TIER = -1  # as a bit mask
 _EXPIRED = float("-inf")
 _ASKED_LATELY_S = 5.0  # a request that was not asked of for so long may be forgotten
-_LET_GO_SHARE = 0.1  # part of promotion_wait_s for which the first that starves leaves the others what they hold
 
 
 class TieringOffloadingManager(OffloadingManager):
@@ -65,8 +64,7 @@ class TieringOffloadingManager(OffloadingManager):
         self.primary = primary
         self._tiers = tuple(GuardedTier(tier, primary.metrics) for tier in tiers)
         self.metrics = primary.metrics
-        for counter in ("kvtiers_lookups_refused_total", "kvtiers_promotion_room_expired_total"):
-            self.metrics.inc(counter, by=0)  # rates see no increase in what begins at 1
+        self.metrics.inc("kvtiers_lookups_refused_total", by=0)  # rates see no increase in what begins at 1
         self._options = options or TieringOptions()
         self._clock = clock
         self.shutdown_s = self._options.shutdown_s
@@ -78,6 +76,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._failed = FailedLoads()
         self._waiting: dict[Request, None] = {}  # an ordered set: with hits, loads under way or held blocks
         self._holds = Holds(primary, self._options.promotion_hold_s)
+        self._room = PromotionRoom(primary, self._tiers, self._loads, self._holds, self._options, self._log_once)
         self._looked_up = False  # since what requests found was held last
         self._cascade = Cascade(
             primary, self._tiers, self._options.store_backlog_share, self._submit_store, clock, self._log_once
@@ -158,7 +157,7 @@ class TieringOffloadingManager(OffloadingManager):
             self._give_up_late_loads(now)
             for request in self._waiting:  # before room is made for any
                 self._holds.hold_found(request, now)
-            self._let_last_go(now)
+            self._room.let_last_go(self._waiting, now)
             for request in list(self._waiting):
                 self._serve(request, now)
         self._holds.end_step()
@@ -261,119 +260,10 @@ class TieringOffloadingManager(OffloadingManager):
         return None
 
     def _serve(self, request: Request, now: float) -> None:
-        """Submit loads for the hits there is room for; age those there is none for."""
-        wanted = self._within_shares(request, now)
-        blocks = self.primary.reserve(wanted)
-        by_tier: dict[int, list[Block]] = {}
-        for block in blocks:
-            by_tier.setdefault(request.hits.pop(block.key), []).append(block)
-        for index, its_blocks in by_tier.items():
-            request.loading += len(its_blocks)
-            for job in self._loads[index].begin(its_blocks, index, request, now):
-                self._submit("submit_load", job, request.context)
-        if len(blocks) < len(wanted):
-            request.starved_for = wanted[len(blocks)]
-            self._starve(request, now)
-        else:
-            request.starved_since = None
+        for job in self._room.begin_loads(request, now):
+            self._submit("submit_load", job, request.context)
         if not request.hits and not request.loading and (not request.held or now >= request.held_until):
             self._release(request)
-
-    def _let_last_go(self, now: float) -> None:
-        """Of requests that starve, those that came last let go of what they hold: else all would wait for one another.
-
-        Not at once: there may be room soon, and of what no tier has the hit would be lost.
-        """
-        if any(loads.is_awaited for loads in self._loads):
-            return
-        starving = [request for request in self._waiting if request.starved_since is not None]
-        if not starving:
-            return
-        first = starving[0]
-        assert first.starved_since is not None
-        if now - first.starved_since < _LET_GO_SHARE * self._options.promotion_wait_s:
-            return
-        wanted = min(len(first.hits), sum(loads.room for loads in self._loads))
-        while len(starving) > 1 and self.primary.room < wanted:
-            self._holds.let_go(starving.pop())
-
-    def _within_shares(self, request: Request, now: float) -> list[OffloadKey]:
-        """The hits that their tiers' shares of the region have room for; others wait, but for no tier that is stuck."""
-        room = [loads.room for loads in self._loads]
-        for index, loads in enumerate(self._loads):
-            waits = request.hit_tiers >> index & 1 and not room[index]
-            if waits and (now >= request.capped_until or not loads.is_awaited):
-                self._bar(request, index)
-        wanted = []
-        # Hundreds of hits of each of hundreds of requests are too many to look through in each step to no purpose.
-        if any(free and request.hit_tiers >> index & 1 for index, free in enumerate(room)):
-            missed = request.starved_for  # it may lie behind any number of those that wait for a share
-            if (
-                not self.primary.room
-                and missed in request.hits
-                and room[request.hits[missed]]
-                and self.primary.find(missed) is None
-            ):
-                return [missed]
-            hit_tiers = 0
-            are_coming = []
-            for key, index in request.hits.items():
-                if self.primary.find(key) is not None:
-                    are_coming.append(key)  # another request has it loaded
-                    continue
-                hit_tiers |= 1 << index
-                if room[index]:
-                    room[index] -= 1
-                    wanted.append(key)
-                    if len(wanted) > self.primary.room:  # one too many says that it starves
-                        break
-            else:
-                request.hit_tiers = hit_tiers
-            for key in are_coming:
-                del request.hits[key]
-            if len(wanted) > self.primary.room:
-                return wanted  # whether shares have room for the others will be seen when the region has
-        if len(wanted) == len(request.hits):
-            request.capped_until = math.inf
-        elif request.capped_until == math.inf:
-            request.capped_until = now + self._options.load_deadline_s
-        return wanted
-
-    def _bar(self, request: Request, index: int) -> None:
-        """The request's hits in a tier whose share does not come free are none: another tier may have them."""
-        if not self._expire(request, 1 << index):
-            return
-        self._log_once(
-            f"loads {index}",
-            f"tier {self._tiers[index].name} has not reported loads of its whole share of the region: nothing more is "
-            "loaded from it until it has (see kvtiers_promotion_room_expired_total)",
-        )
-
-    def _starve(self, request: Request, now: float) -> None:
-        needed = len(request.hits) + request.loading + len(request.held)
-        if needed > self.primary.num_blocks:
-            self._log_once(
-                "load",
-                f"region holds {self.primary.num_blocks} blocks, request {request.context.req_id!r} needs {needed}: "
-                "nothing of it can be loaded beyond its first blocks that fit; make region.size larger",
-            )
-        if request.starved_since is None:
-            request.starved_since = now
-        if now - request.starved_since >= self._options.promotion_wait_s:
-            self._expire(request, _EVERY_TIER)
-            request.drop_hits()
-
-    def _expire(self, request: Request, tiers: int) -> int:
-        """Its hits in the tiers of a bit mask are none any more. Returns how many it does without."""
-        request.hit_tiers &= ~tiers
-        expired = 0
-        for key in [key for key, tier in request.hits.items() if tiers >> tier & 1]:
-            del request.hits[key]
-            if self.primary.find(key) is None:  # else another request has it loaded
-                request.refused[key] = request.refused.get(key, 0) | tiers
-                expired += 1
-        self.metrics.inc("kvtiers_promotion_room_expired_total", by=expired)
-        return expired
 
     def _end_load(self, job: Job, succeeded: Collection[OffloadKey]) -> None:
         self._loads[job.tier].end(job)
