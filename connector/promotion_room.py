@@ -136,18 +136,19 @@ class PromotionRoom:
             )
 
     def _starve(self, request: Request, now: float) -> None:
-        needed = len(request.hits) + request.loading + len(request.held)
+        if request.starved_since is None:
+            request.starved_since = now
+        if now - request.starved_since < self._options.promotion_wait_s:
+            return
+        needed = len(request.hits.keys() | request.held.keys()) + request.loading
         if needed > self._primary.num_blocks:
             self._log_once(
                 "load",
                 f"region holds {self._primary.num_blocks} blocks, request {request.context.req_id!r} needs {needed}: "
                 "nothing of it can be loaded beyond its first blocks that fit; make region.size larger",
             )
-        if request.starved_since is None:
-            request.starved_since = now
-        if now - request.starved_since >= self._options.promotion_wait_s:
-            self._expire(request, _EVERY_TIER)
-            request.drop_hits()
+        self._expire(request, _EVERY_TIER)
+        request.drop_hits()
 
     def _expire(self, request: Request, tiers: int) -> int:
         """Its hits in the tiers of a bit mask are none any more. Returns how many it does without."""

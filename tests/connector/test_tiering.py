@@ -842,6 +842,16 @@ def test_a_request_larger_than_the_region_loads_its_first_blocks_and_says_so(cap
     assert "region holds 4 blocks, request 'r' needs 10: nothing of it can be loaded beyond" in messages[0]
 
 
+def test_what_another_request_has_loaded_is_needed_once(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine(num_blocks=4, load_share=1)
+    assert engine.manager.prepare_store(KEYS[40:42], REQ) is not None
+    engine.tier.put(*KEYS[:3])
+    assert [engine.manager.lookup(key, ReqContext("other")) for key in KEYS[1:3]] == [None] * 2
+    assert engine.lookup_until_known(KEYS[:3]) == [False]
+    assert engine.counted("kvtiers_promotion_room_expired_total") == 1
+    assert caplog.records == []  # the region is large enough
+
+
 def test_a_block_stored_by_the_engine_meanwhile_is_not_fetched() -> None:
     engine = Engine()
     engine.tier.put(KEYS[0])
