@@ -37,7 +37,9 @@ class Holds:
         if request.hits or request.loading:
             request.held_until = now + self._hold_s
         if now <= request.held_until:
-            self._hold(request, self._found.pop(request.context.req_id, {}).values())
+            found = self._found.pop(request.context.req_id, {})
+            if not found.keys() <= request.held.keys():  # mostly it has found the same before
+                self._hold(request, found.values())
 
     def hold_loaded(self, request: Request, blocks: Iterable[Block], now: float) -> None:
         """Hold what a tier has loaded for it."""

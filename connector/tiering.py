@@ -74,7 +74,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._loads = [TierLoads(load_blocks_max, min(self._options.load_deadline_s, own_s)) for own_s in deadlines_s]
         self._requests: OrderedDict[str, Request] = OrderedDict()  # the one asked of last is last
         self._failed = FailedLoads()
-        self._waiting: dict[Request, None] = {}  # an ordered set: with hits, loads under way or held blocks
+        self._waiting: dict[Request, None] = {}  # an ordered set; by the next step with hits, loads or held blocks
         self._holds = Holds(primary, self._options.promotion_hold_s)
         self._room = PromotionRoom(primary, self._tiers, self._loads, self._holds, self._options, self._log_once)
         self._looked_up = False  # since what requests found was held last
@@ -216,8 +216,7 @@ class TieringOffloadingManager(OffloadingManager):
         # It may have been refused for want of room as well, which a block that another request loads does not need.
         if block.state is BlockState.LOADING and self._failed.has_failed(request, block.key, block.tier):
             return self._lookup_tiers(block.key, req_context)  # the other tiers
-        request.held_until = now + self._options.promotion_hold_s
-        self._waiting[request] = None
+        self._wait(request, now + self._options.promotion_hold_s)
         return None
 
     def _lookup_tiers(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
@@ -244,6 +243,7 @@ class TieringOffloadingManager(OffloadingManager):
         if owing:
             since = request.asked.setdefault(key, request.waited_s)
             if request.waited_s - since < self._options.lookup_deadline_s:
+                self._wait(request, now + self._options.lookup_deadline_s)
                 return None
             if since > _EXPIRED:
                 request.asked[key] = _EXPIRED  # not waited for again, and counted once
@@ -256,11 +256,16 @@ class TieringOffloadingManager(OffloadingManager):
             return False
         request.hits[key] = hit
         request.hit_tiers |= 1 << hit
-        self._waiting[request] = None
+        self._wait(request, now)
         return None
 
+    def _wait(self, request: Request, held_until: float) -> None:
+        """What it finds is held until then, and for as long as it has hits or loads under way."""
+        request.held_until = max(request.held_until, held_until)
+        self._waiting[request] = None
+
     def _serve(self, request: Request, now: float) -> None:
-        for job in self._room.begin_loads(request, now):
+        for job in self._room.begin_loads(request, now) if request.hits else ():
             self._submit("submit_load", job, request.context)
         if not request.hits and not request.loading and (not request.held or now >= request.held_until):
             self._release(request)

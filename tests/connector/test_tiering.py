@@ -1030,9 +1030,13 @@ def test_what_a_request_found_in_the_region_stays_though_another_is_given_room_f
     assert [job_keys(job) for job in engine.tier.submitted] == [KEYS[4:6]]
 
 
-def test_what_a_request_found_in_the_region_stays_though_a_store_wants_room_in_the_same_step() -> None:
+@pytest.mark.parametrize("answers_later", [False, True])
+def test_what_a_request_found_in_the_region_stays_though_a_store_wants_room_in_the_same_step(
+    answers_later: bool,
+) -> None:
     engine = Engine(num_blocks=4)
     engine.tier.takes_stores = False
+    engine.tier.answers_later = answers_later  # as all do that ask a storage
     engine.manager = TieringOffloadingManager(engine.primary, engine.tiers, TieringOptions(), clock=engine.clock)
     engine.store(*KEYS[:3])
     engine.tier.put(KEYS[3])
