@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from connector.commands.places import EXIT_FAILED, Place, Ticker, complain, human_bytes, refuse
+from connector.commands.places import EXIT_FAILED, Place, Ticker, complain, human_bytes, refuse, say
 from connector.commands.storage import AsJson, Config, open_places
 from tiers.builtin import bound_store
 from tiers.capacity.account import read_measured
@@ -191,11 +190,6 @@ def _tell(ticker: Ticker, report: CopyReport) -> None:
 
 
 def _show(result: dict[str, Any]) -> None:
-    console = Console(soft_wrap=True)
-
-    def say(text: str) -> None:
-        console.print(text, markup=False, highlight=False)
-
     speed = human_bytes(result["copied_bytes"] / max(1e-9, result["seconds"]))
     say(f"{result['from']} to {result['to']}:")
     say(f"  copied: {result['copied']:,} blocks, {human_bytes(result['copied_bytes'])} at {speed}/s")

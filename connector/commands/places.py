@@ -213,6 +213,11 @@ def make_console() -> Console:
     return Console(soft_wrap=not os.isatty(1))
 
 
+def say(text: str) -> None:
+    """On standard output, as it is, and on one line however narrow the terminal is."""
+    Console(soft_wrap=True).print(text, markup=False, highlight=False)
+
+
 def complain(command: str, text: str) -> None:
     """On standard error, on one line however narrow the terminal is."""
     shown = "\n".join(map(printable, text.split("\n")))

@@ -28,6 +28,7 @@ from connector.commands.places import (
     human_age,
     human_bytes,
     refuse,
+    say,
 )
 from tiers.capacity.account import used_bytes
 from tiers.capacity.collector import Collector
@@ -235,60 +236,49 @@ def _du_result(
 
 
 def _show_du(result: dict[str, Any]) -> None:
-    console = Console(soft_wrap=True)
     blocks = result["blocks"]
     bound = ""
     if result["max_bytes"] is not None:
         known = "not measured yet" if result["used_bytes"] is None else f"{human_bytes(result['used_bytes'])} accounted"
         bound = f", {known} of max_bytes {human_bytes(result['max_bytes'])}"
-    text = f"{result['tier']} at {result['where']}: {blocks['blobs']:,} blocks, {human_bytes(blocks['bytes'])}{bound}"
-    console.print(text, markup=False, highlight=False)
+    say(f"{result['tier']} at {result['where']}: {blocks['blobs']:,} blocks, {human_bytes(blocks['bytes'])}{bound}")
     table = Table(Column("namespace", overflow="fold"), "rank", "group", "blocks", "size")
     for group in result["groups"]:
         numbers = (str(group["rank"]), str(group["group"]), f"{group['blobs']:,}", human_bytes(group["bytes"]))
         table.add_row(escape(printable(group["namespace"])), *numbers)
     if result["groups"]:
-        console.print(table)
+        Console(soft_wrap=True).print(table)
     lower = "0"
     for age, share in result["ages"].items():
         label = {"older": f"older than {lower}", UNKNOWN_AGE: "of unknown age"}.get(age, f"up to {age}")
         if share["blobs"]:
-            console.print(f"  {label}: {share['blobs']:,} blocks, {human_bytes(share['bytes'])}", highlight=False)
+            say(f"  {label}: {share['blobs']:,} blocks, {human_bytes(share['bytes'])}")
         lower = age
     other = result["other"]
     if other["blobs"]:
-        console.print(f"  no blocks: {other['blobs']:,} files, {human_bytes(other['bytes'])}", highlight=False)
+        say(f"  no blocks: {other['blobs']:,} files, {human_bytes(other['bytes'])}")
 
 
 def _show_lifecycle(place: Place, expire_after_days: int | None, expire_versions: bool) -> None:
     rule = "by no rule of ours" if expire_after_days is None else f"{expire_after_days} days after they were written"
-    text = f"{place.name} at {place.where}: the bucket itself removes blocks {rule}"
-    if expire_versions:
-        text += "; noncurrent versions of blocks go after a day"
-    Console(soft_wrap=True).print(text, markup=False, highlight=False)
+    versions = "; noncurrent versions of blocks go after a day" if expire_versions else ""
+    say(f"{place.name} at {place.where}: the bucket itself removes blocks {rule}{versions}")
 
 
 def _show_gc(result: dict[str, Any], unit: str) -> None:
-    console = Console(soft_wrap=True)
     place = f"{result['tier']} at {result['where']}"
     if "skipped" in result:
-        console.print(f"{place}: {result['skipped']}", markup=False, highlight=False)
+        say(f"{place}: {result['skipped']}")
         return
     verb = "would be removed" if result["dry_run"] else "removed"
-    console.print(
-        f"{place}: {result['blobs']:,} blobs, {human_bytes(result['bytes'])}, listed in "
-        f"{human_age(result['seconds']) if result['seconds'] >= 1 else 'less than 1s'}",
-        markup=False,
-        highlight=False,
-    )
+    took = human_age(result["seconds"]) if result["seconds"] >= 1 else "less than 1s"
+    say(f"{place}: {result['blobs']:,} blobs, {human_bytes(result['bytes'])}, listed in {took}")
     for reason, count in result["removed_blobs"].items():
         size = human_bytes(result["removed_bytes"][reason])
-        console.print(f"  {verb} by {reason}: {count:,} {unit}, {size}", highlight=False)
+        say(f"  {verb} by {reason}: {count:,} {unit}, {size}")
     if result["gave_up"]:
-        console.print(
-            "  another collector has measured meanwhile, and removes by capacity what is too much", highlight=False
-        )
+        say("  another collector has measured meanwhile, and removes by capacity what is too much")
     if result["kept_by_error"]:
-        console.print(f"  could not be removed: {result['kept_by_error']:,} {unit}", highlight=False)
+        say(f"  could not be removed: {result['kept_by_error']:,} {unit}")
     if result["own_bytes"]:
-        console.print(f"  in quarantine and half written: {human_bytes(result['own_bytes'])}", highlight=False)
+        say(f"  in quarantine and half written: {human_bytes(result['own_bytes'])}")

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from connector.commands.places import Place, Ticker, human_bytes, refuse
+from connector.commands.places import Place, Ticker, human_bytes, refuse, say
 from connector.commands.storage import AsJson, Config, Results, TierName, open_places
 from tiers.errors import printable, public_url
 from tiers.layers.worker_process import StoreRecipe
@@ -166,11 +165,6 @@ def _state_file(path: Path | None, place: str) -> Iterator[tuple[dict[str, UnitR
 
 
 def _show(result: dict[str, Any]) -> None:
-    console = Console(soft_wrap=True)
-
-    def say(text: str) -> None:
-        console.print(text, markup=False, highlight=False)
-
     resumed = f", {result['resumed_units']} of its parts before" if result["resumed_units"] else ""
     speed = f"{human_bytes(result['bytes_per_s'])}/s"
     size = human_bytes(result["bytes"])
