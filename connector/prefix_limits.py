@@ -16,7 +16,7 @@ from tiers.capacity.link import TOUCH_EVERY_S, CollectorLink
 from tiers.capacity.policy import CapacityPolicy
 from tiers.file_mapper import FileMapper
 from tiers.layers.worker_process import StoreRecipe
-from tiers.open_store import tool_recipe
+from tiers.open_store import open_tool_store, tool_recipe
 from tiers.tier_config import BoundedTierConfig, NfsTierConfig
 
 USE_NOTED_S = 3600.0
@@ -56,9 +56,8 @@ class PrefixLimits:
             return None
         with self._lock:
             if self._account is None:
-                store_class, options = tool_recipe(self._place)
                 newcomer_s = NFS_NEWCOMER_S if isinstance(self._place, NfsTierConfig) else 0.0
-                self._account = Account(store_class(**options), self.policy.max_bytes, newcomer_s=newcomer_s)
+                self._account = Account(open_tool_store(self._place), self.policy.max_bytes, newcomer_s=newcomer_s)
             return self._account
 
     def start_collector(self, mapper: FileMapper) -> CollectorLink:

@@ -16,12 +16,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from tiers.config import DeploymentConfig
 from tiers.errors import ConfigError, KVTiersError
 from tiers.inventory import parse_block_name
 from tiers.metrics import MetricDef, MetricKind, Metrics
-from tiers.open_store import tool_recipe
+from tiers.open_store import open_tool_store
 from tiers.store import Store
 from tiers.tier_config import FsTierConfig, MemoryTierConfig, NfsTierConfig, S3TierConfig, TierConfig
 
@@ -103,7 +104,7 @@ class WatchedTier:
         self.asking_since: float | None = None
         self.last: ProbeResult | None = None
         self.usage: Usage | None = None
-        self._make_store = make_store or _open_store
+        self._make_store = make_store or partial(open_tool_store, read_only=True)
         self._store: Store | None = None
         self._clock = clock
         self._now = now
@@ -170,11 +171,6 @@ class WatchedTier:
         if store is not None:
             with contextlib.suppress(Exception):  # a store that failed may fail at this, too
                 store.close()
-
-
-def _open_store(config: TierConfig) -> Store:
-    store_class, options = tool_recipe(config, read_only=True)
-    return store_class(**options)
 
 
 def _free_bytes(config: TierConfig) -> int | None:

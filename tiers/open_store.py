@@ -66,6 +66,12 @@ def tool_recipe(config: TierConfig, *, read_only: bool = False) -> tuple[type[St
     return store_class, options | {name: value for name, value in for_tools.items() if name in options}
 
 
+def open_tool_store(config: TierConfig, *, read_only: bool = False) -> Store:
+    """The store of ``tool_recipe``."""
+    store_class, options = tool_recipe(config, read_only=read_only)
+    return store_class(**options)
+
+
 def open_store(config: TierConfig) -> Store:
     """A tier's store for a tool that may write, without the tier: no threads, and no process of its own."""
     store_class, options = store_recipe(config)

@@ -33,7 +33,7 @@ from tiers.config import DeploymentConfig, load_config
 from tiers.config_values import parse_size
 from tiers.errors import ConfigError, KVTiersError, StoreError
 from tiers.keys import make_offload_key
-from tiers.open_store import store_recipe, tool_recipe
+from tiers.open_store import open_tool_store, store_recipe
 from tiers.publish import PRIVATE_FOLDER, PrivateNames
 from tiers.registry import SecondaryTierFactory
 from tiers.seal import TRAILER_BYTES, Seal
@@ -149,8 +149,7 @@ class _Bench:
         if not isinstance(config, BoundedTierConfig):
             return config
         if config.max_bytes is not None:
-            store_class, options = tool_recipe(config)
-            with closing(store_class(**options)) as store:
+            with closing(open_tool_store(config)) as store:
                 room = config.max_bytes - listed_bytes(store)
             needed = len(self._rows) * (self._rows.shape[1] + TRAILER_BYTES)
             if needed > room:

@@ -20,7 +20,7 @@ from connector.prefix_place import place_of_prefixes
 from tiers.capacity.policy import CapacityPolicy
 from tiers.config import load_config
 from tiers.errors import ConfigError, StoreConfigError, printable
-from tiers.open_store import tool_recipe
+from tiers.open_store import open_tool_store, tool_recipe
 from tiers.posix import store_error
 from tiers.registry import SecondaryTierFactory
 from tiers.store import Store
@@ -64,8 +64,7 @@ class Place:
         """
         if isinstance(self.config, FsTierConfig | NfsTierConfig):
             _check_is_there(self.config.root_dir, "root_dir")
-        store_class, options = tool_recipe(self.config, read_only=not writes)
-        with closing(store_class(**options)) as store:
+        with closing(open_tool_store(self.config, read_only=not writes)) as store:
             yield store
 
     @property

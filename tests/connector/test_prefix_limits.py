@@ -24,7 +24,7 @@ from tiers.config import parse_tier
 from tiers.errors import BlobNotFoundError, ConfigError, StoreFullError, StoreUnavailableError
 from tiers.file_mapper import FileMapper
 from tiers.keys import hash_blocks
-from tiers.open_store import tool_recipe
+from tiers.open_store import open_tool_store
 from tiers.posix import make_folders
 from tiers.store import KeyInfo, Store, SupportsDeleteMany
 from tiers.stores.local import LocalStore
@@ -86,11 +86,6 @@ def store_at(folder: str, **options: Any) -> PrefixStore:
     return PrefixStore(place_at(folder), NAMESPACE, FINGERPRINT, **options)
 
 
-def store_of(place: BoundedTierConfig) -> Store:
-    store_class, options = tool_recipe(place)
-    return store_class(**options)
-
-
 def chunks_at(folder: Path, sleep: Any = lambda _: None) -> ChunkStore:
     return ChunkStore(LocalStore(folder), sleep)
 
@@ -134,7 +129,7 @@ def test_a_chunk_is_one_blob_wherever_it_is(place: BoundedTierConfig) -> None:
     alike, other = hashes_of(1, 2, 3, 4), hashes_of(5, 6)
     for hashes in (alike, alike[:2], alike[:3], other):
         assert store.publish(hashes, layers_of(len(hashes)))
-    inner, chunks = store_of(place), ChunkStore(store_of(place))
+    inner, chunks = open_tool_store(place), ChunkStore(open_tool_store(place))
     files, listed = listed_by(inner), listed_by(chunks)
     assert listed.keys() == {name for name in files if name.endswith(".json")}
     assert len(listed) == 4
@@ -461,7 +456,7 @@ def test_a_bucket_has_a_bound_too(prefix_bucket: str, tmp_path: Path, options: d
     if options:
         pytest.importorskip("s3fs")
     place = place_at(f"{prefix_bucket}/{tmp_path.name}", **options, max_bytes="1MiB")
-    chunks = ChunkStore(store_of(place))
+    chunks = ChunkStore(open_tool_store(place))
     assert collect(chunks, max_bytes=1 << 20)[1] == 0
     store = PrefixStore(place, NAMESPACE, FINGERPRINT, limits=limits_of(place))
     prompts = [hashes_of(i) for i in range(4)]
@@ -494,7 +489,7 @@ def test_the_collectors_process_removes_what_is_old_in_a_bucket(prefix_bucket: s
         told = wait_for(lambda: [*filter(removed_in, collector.take_reports())], within_s=240)
         assert [removed_in(each) for each in told] == [{"ttl": 1}]
         assert not store.match(hashes_of(1))
-        assert not [*store_of(place).keys(NAMESPACE)]
+        assert not [*open_tool_store(place).keys(NAMESPACE)]
     finally:
         collector.close()
 
