@@ -31,8 +31,8 @@ from tiers.store_tier import LOAD_ONLY_THREADS, CollectorEnd, StoreTierManager, 
 from tiers.tier_config import (
     BoundedTierConfig,
     ExternalTierConfig,
-    FsspecTierConfig,
     FsTierConfig,
+    NetworkTierConfig,
     NfsTierConfig,
     S3TierConfig,
     TierConfig,
@@ -311,11 +311,6 @@ def _why_unmappable(view: memoryview) -> str | None:
     return None
 
 
-def _waits(config: TierConfig) -> bool:
-    """Whether blocks mostly wait, for a network: threads are many then, and a batch takes long."""
-    return isinstance(config, (S3TierConfig, FsspecTierConfig))
-
-
 def _begin_s(config: TierConfig) -> float | None:
     """So long a worker may begin blocks, that the last one's call ends before the worker is killed."""
     if not isinstance(config, S3TierConfig):
@@ -325,10 +320,10 @@ def _begin_s(config: TierConfig) -> float | None:
 
 def _tier_options(config: TierConfig, row_bytes: int, *, in_workers: bool) -> TierOptions:
     # Where blocks mostly wait, two workers with all the threads do what as many workers would.
-    few = in_workers and _waits(config)
+    few = in_workers and isinstance(config, NetworkTierConfig)
     worker_threads = max(config.n_read_threads, config.n_write_threads) if few else 1
     worker_threads_max = 1
-    if isinstance(config, (S3TierConfig, FsspecTierConfig)) and few:
+    if isinstance(config, NetworkTierConfig) and few:
         worker_threads_max = max(worker_threads, min(config.n_threads_max, AT_ONCE_BYTES_MAX // row_bytes))
     # A worker has one task at a time: with fewer blocks than threads, some would idle.
     task_bytes = max(config.task_bytes, worker_threads * row_bytes if few else 0)

@@ -295,24 +295,29 @@ class MemoryTierConfig(TierConfig):
             )
 
 
-class S3TierConfig(BoundedTierConfig):
-    """Blocks as objects in a bucket of any S3. Credentials come from boto3's chain, never from here."""
+class NetworkTierConfig(BoundedTierConfig):
+    """What every tier takes whose blocks mostly wait for a network: threads are many then, and a batch takes long."""
 
-    type: Literal["s3"] = "s3"
     n_read_threads: Threads = Field(8, description="Requests of loads under way at once, at first.")
     n_write_threads: Threads = Field(8, description="Requests of stores under way at once, at first.")
     n_threads_max: Threads = Field(
         64, description="Up to so many of each, where the storage is far and more of them bring more."
     )
+    absent_ttl_s: Annotated[float, Field(ge=0, le=86_400)] = Field(5.0, description="How long 'absent' is believed.")
+    gc_every_s: Annotated[float, Field(ge=1, le=30 * 86_400)] = Field(
+        3600.0, description="How often the collector lists everything, for ttl and to measure."
+    )
+
+
+class S3TierConfig(NetworkTierConfig):
+    """Blocks as objects in a bucket of any S3. Credentials come from boto3's chain, never from here."""
+
+    type: Literal["s3"] = "s3"
     isolation: Literal["auto", "thread", "process"] = Field(
         "auto", description="process: as fast beside a busy engine as beside an idle one. auto: where it can be."
     )
     job_deadline_s: Seconds = Field(15.0, description="As for every tier; longer, for its retries.")
     lookup_deadline_s: Seconds = Field(0.5, description="A lookup not answered by then is a miss.")
-    absent_ttl_s: Annotated[float, Field(ge=0, le=86_400)] = Field(5.0, description="How long 'absent' is believed.")
-    gc_every_s: Annotated[float, Field(ge=1, le=30 * 86_400)] = Field(
-        3600.0, description="How often the collector lists everything, for ttl and to measure."
-    )
     bucket: str = Field(description="Bucket; must exist. Directory buckets (…--x-s3): with client: boto3 only.")
     prefix: str = Field("", description="Folder inside the bucket.")
     endpoint_url: str | None = Field(None, description="Of an S3 that is not AWS's, such as https://minio:9000.")
@@ -363,20 +368,11 @@ class S3TierConfig(BoundedTierConfig):
         self.store_options()
 
 
-class FsspecTierConfig(BoundedTierConfig):
+class FsspecTierConfig(NetworkTierConfig):
     """Blocks under any fsspec URL: gs://, abfs://, s3:// by s3fs, hf://, memory://, …"""
 
     type: Literal["fsspec"] = "fsspec"
-    n_read_threads: Threads = Field(8, description="Requests of loads under way at once, at first.")
-    n_write_threads: Threads = Field(8, description="Requests of stores under way at once, at first.")
-    n_threads_max: Threads = Field(
-        64, description="Up to so many of each, where the storage is far and more of them bring more."
-    )
     lookup_deadline_s: Seconds = Field(1.0, description="A lookup not answered by then is a miss.")
-    absent_ttl_s: Annotated[float, Field(ge=0, le=86_400)] = Field(5.0, description="How long 'absent' is believed.")
-    gc_every_s: Annotated[float, Field(ge=1, le=30 * 86_400)] = Field(
-        3600.0, description="How often the collector lists everything, for ttl and to measure."
-    )
     url: ExpandedPath = Field(description="Where, such as gs://bucket/folder. $VARIABLES are expanded.")
     storage_options: dict[str, Any] = Field(default_factory=dict, description="Passed to the fsspec file system.")
 
