@@ -259,11 +259,11 @@ class _Worker:
                 ((key, overwrite, segments),) = arguments
                 parts, _ = self._parts(segments, outside)
                 value = store.put(key, parts, overwrite=overwrite)
+            elif operation == "get_tail":
+                size, tail = store.get_tail(*arguments) or (None, b"")
+                return (size, [None]), tail
             else:
                 value = getattr(self, f"_{operation}")(*arguments)
-            if operation == "get_tail" and value is not None:
-                size, tail = value
-                return (size, [None]), tail
         except Exception as e:  # noqa: BLE001 - a process's edge: whatever it was, the caller must hear of it
             return (None, [encode_error(e)]), b""
         return (value, [None]), b""
@@ -311,10 +311,6 @@ class _Worker:
             return [None if failure is None else encode_error(failure) for failure in self._store.delete_many(keys)]
         return [_outcome(self._store.delete, key) for key in keys]
 
-    def _get_tail(self, key: str, length: int) -> tuple[int, bytes] | None:
-        tail: tuple[int, bytes] | None = self._store.get_tail(key, length)
-        return tail
-
     def _quarantine(self, key: str) -> None:
         self._store.quarantine(key)
 
@@ -345,9 +341,9 @@ def _send_answer(sock: socket.socket, answer: tuple[object, object], raw: bytes 
     return True
 
 
-def _outcome(call: Callable[..., object], *arguments: Any, **options: Any) -> list[str] | None:
+def _outcome(call: Callable[..., object], *arguments: Any) -> list[str] | None:
     try:
-        call(*arguments, **options)
+        call(*arguments)
     except Exception as e:  # noqa: BLE001 - a process's edge: whatever it was, the caller must hear of it
         return encode_error(e)
     return None
