@@ -74,47 +74,26 @@ def touch_blob(root: RootFolder, key: str) -> None:
 
 def sweep_quarantine(root: RootFolder, now: float, age_s_max: float) -> None:
     """Remove bad blobs that have been in quarantine for so long; with 0 s all, whatever ``now`` (Unix seconds) is."""
-    fd = _open_listing(root, QUARANTINE_FOLDER)
-    if fd is None:
-        return
-    failures = Failures()
-    try:
-        with os.scandir(fd) as entries:
-            for entry in entries:
-                try:
-                    # A rename changes ctime and nothing else: it is when the blob was moved here.
-                    if (
-                        age_s_max <= 0
-                        or now - os.stat(entry.name, dir_fd=fd, follow_symlinks=False).st_ctime >= age_s_max
-                    ):
-                        os.unlink(entry.name, dir_fd=fd)
-                except (FileNotFoundError, IsADirectoryError, PermissionError):
-                    pass
-                except OSError as e:
-                    failures.note(e)
-    finally:
-        close_reader(fd)
+
+    def sweep_one(fd: int, name: str) -> None:
+        # A rename changes ctime and nothing else: it is when the blob was moved here.
+        if age_s_max <= 0 or now - os.stat(name, dir_fd=fd, follow_symlinks=False).st_ctime >= age_s_max:
+            os.unlink(name, dir_fd=fd)
+
+    _for_each(root, QUARANTINE_FOLDER, sweep_one, Failures())
 
 
 def own_bytes(root: RootFolder) -> int:
     """Bytes of files in the store's own folders, which no listing shows."""
     total = 0
     failures = Failures()
+
+    def count(fd: int, name: str) -> None:
+        nonlocal total
+        total += os.stat(name, dir_fd=fd, follow_symlinks=False).st_size
+
     for folder in (PRIVATE_FOLDER, QUARANTINE_FOLDER):
-        fd = _open_listing(root, folder)
-        if fd is None:
-            continue
-        try:
-            with os.scandir(fd) as entries:
-                for entry in entries:
-                    try:
-                        total += os.stat(entry.name, dir_fd=fd, follow_symlinks=False).st_size
-                    except (FileNotFoundError, PermissionError):
-                        pass
-                    except OSError as e:
-                        failures.note(e)
-        finally:
-            close_reader(fd)
+        _for_each(root, folder, count, failures)
     return total
 
 
@@ -140,14 +119,29 @@ def _remove_empty(root: RootFolder, folder: str) -> None:
         folder = parent
 
 
-def _open_listing(root: RootFolder, name: str) -> int | None:
+def _for_each(root: RootFolder, folder: str, call: Callable[[int, str], None], failures: Failures) -> None:
+    """Call it with the folder's descriptor and the name of each thing in it. What is gone meanwhile is passed over.
+
+    Another user's is as well, as of a command that was run by root: neither ours to sweep nor a reason to collect
+    nothing.
+    """
     try:
-        return root.open(name, OPEN_LISTING)
+        fd = root.open(folder, OPEN_LISTING)
     except OSError as e:
-        # Another user's, as of a command that was run by root: neither ours to sweep nor a reason to collect nothing.
         if is_absent(e) or isinstance(e, PermissionError):
-            return None
+            return
         raise
+    try:
+        with os.scandir(fd) as entries:
+            for entry in entries:
+                try:
+                    call(fd, entry.name)
+                except (FileNotFoundError, IsADirectoryError, PermissionError):
+                    pass
+                except OSError as e:
+                    failures.note(e)
+    finally:
+        close_reader(fd)
 
 
 def _is_gone(e: OSError) -> bool:
