@@ -18,6 +18,7 @@ from unittest.mock import ANY
 import numpy as np
 import pytest
 
+from tests.clock import Clock
 from tests.identity import FakeSpec, block_key
 from tests.promises import Record
 from tests.waiting import wait_for
@@ -96,6 +97,13 @@ class Bench:
         tier.submit_load(job := self.job(keys, blocks))
         return self.result(tier, job)
 
+    def fail(self, what: str, tier: StoreTierManager, keys: Sequence[OffloadKey]) -> None:
+        """A load, store or lookup that does."""
+        if what == "lookup":
+            assert not any(self.present(tier, key) for key in keys)
+        else:
+            assert not (self.load if what == "load" else self.store)(tier, keys).success
+
     @staticmethod
     def result(tier: StoreTierManager, job: JobMetadata) -> JobResult:
         tier.drain_jobs()
@@ -108,6 +116,11 @@ class Bench:
         """Of the job that ends first, where others do not."""
         (result,) = wait_for(lambda: list(tier.get_finished()))
         return result
+
+    @staticmethod
+    def told(tier: StoreTierManager) -> list[tuple[OffloadKey, bool]]:
+        """What events since say of keys, and whether it is that they were removed."""
+        return [(key, event.removed) for event in tier.take_events() for key in event.keys]
 
     @staticmethod
     def present(tier: StoreTierManager, key: OffloadKey) -> bool:
@@ -158,6 +171,14 @@ def spoil_payload(store: Store, name: str) -> None:
     """No store sees it, as the trailer is good."""
     data = read(store, name)
     write(store, name, bytes([data[0] ^ 1]) + data[1:])
+
+
+def make_newer(store: Store, name: str) -> bytes:
+    """Make a block one of a version to come. Returns it."""
+    blob = bytearray(read(store, name))
+    blob[ROW_BYTES + 8] = 2
+    write(store, name, bytes(blob))
+    return bytes(blob)
 
 
 def test_blocks_come_back_in_another_tier_object(bench: Bench) -> None:
@@ -232,9 +253,7 @@ def test_a_bad_payload_is_a_miss_then_quarantined_then_healed(bench: Bench) -> N
     original = bench.fill(1)
     bench.store(tier, KEYS[:2])
     name = tier.mapper.relative_name(KEYS[0])
-    blob = bytearray(read(tier.store, name))
-    blob[5] ^= 1
-    write(tier.store, name, bytes(blob))
+    spoil_payload(tier.store, name)
     assert bench.present(tier, KEYS[0])  # its size and trailer are right
     result = bench.load(tier, KEYS[:2])
     assert result.successful_keys == (KEYS[1],)
@@ -286,14 +305,12 @@ def test_a_newer_writers_block_that_cannot_be_read_is_left_alone(bench: Bench) -
     bench.fill(1)
     bench.store(tier, KEYS[:1])
     name = tier.mapper.relative_name(KEYS[0])
-    blob = bytearray(read(store, name))
-    blob[ROW_BYTES + 8] = 2  # version
-    write(store, name, bytes(blob))
+    blob = make_newer(store, name)
     store.unreadable = {name: StoreUnavailableError}
     assert not bench.load(tier, KEYS[:1]).success
     assert not bench.store(tier, KEYS[:1]).success
     store.unreadable = {}
-    assert read(store, name) == bytes(blob)
+    assert read(store, name) == blob
 
 
 def test_a_slot_that_changes_while_it_is_written_is_found_out_on_load(
@@ -321,12 +338,10 @@ def test_a_newer_writers_block_is_a_miss_and_is_left_alone(bench: Bench) -> None
     bench.fill(1)
     bench.store(tier, KEYS[:1])
     name = tier.mapper.relative_name(KEYS[0])
-    blob = bytearray(read(tier.store, name))
-    blob[ROW_BYTES + 8] = 2  # version
-    write(tier.store, name, bytes(blob))
+    blob = make_newer(tier.store, name)
     assert not bench.load(tier, KEYS[:1]).success
     assert not bench.store(tier, KEYS[:1]).success
-    assert read(tier.store, name) == bytes(blob)
+    assert read(tier.store, name) == blob
     assert tier.metrics.value("kvtiers_quarantined_blobs_total", "test") == 0
 
 
@@ -400,8 +415,7 @@ def test_events_tell_of_a_load_only_what_is_gone(bench: Bench) -> None:
     assert list(tier.take_events()) == []
     gated.error = None
     assert bench.load(tier, KEYS[:4]).successful_keys == (KEYS[3],)
-    told = [(key, event.removed) for event in tier.take_events() for key in event.keys]
-    assert sorted(told) == sorted((key, True) for key in KEYS[:3])
+    assert sorted(bench.told(tier)) == sorted((key, True) for key in KEYS[:3])
 
 
 @pytest.mark.parametrize("loads_again", [False, True])
@@ -427,11 +441,10 @@ def test_what_was_stored_while_a_load_of_it_was_under_way_is_not_told_as_removed
     tier.drain_jobs()
     results.extend(tier.get_finished())
     assert [result.successful_keys for result in results if not result.success] == [(KEYS[1],)]
-    told = [(key, event.removed) for event in tier.take_events() for key in event.keys]
-    assert told == [(KEYS[0], False), (KEYS[2], True)]
+    assert bench.told(tier) == [(KEYS[0], False), (KEYS[2], True)]
     hanging.inner.delete(tier.mapper.relative_name(KEYS[0]))
     assert not bench.load(tier, KEYS[:1]).success
-    assert [(event.keys, event.removed) for event in tier.take_events()] == [((KEYS[0],), True)]
+    assert bench.told(tier) == [(KEYS[0], True)]
 
 
 def test_what_a_store_only_found_there_while_a_load_of_it_was_under_way_is_told_as_removed(bench: Bench) -> None:
@@ -451,8 +464,7 @@ def test_what_a_store_only_found_there_while_a_load_of_it_was_under_way_is_told_
     assert (first.job_id, first.success) == (store.job_id, True)
     hanging.gate.set()
     assert bench.result(tier, load).successful_keys == (KEYS[0],)
-    told = [(key, event.removed) for event in tier.take_events() for key in event.keys]
-    assert told == [(KEYS[1], False), (KEYS[1], True)]
+    assert bench.told(tier) == [(KEYS[1], False), (KEYS[1], True)]
 
 
 def test_what_a_load_has_moved_aside_after_a_store_found_it_is_not_stored(bench: Bench) -> None:
@@ -473,8 +485,7 @@ def test_what_a_load_has_moved_aside_after_a_store_found_it_is_not_stored(bench:
     hanging.gate.set()
     stored = bench.result(tier, store)
     assert (stored.success, stored.successful_keys) == (False, (KEYS[1], KEYS[2]))
-    told = [(key, event.removed) for event in tier.take_events() for key in event.keys]
-    assert told == [(KEYS[0], True), (KEYS[1], False), (KEYS[2], False)]
+    assert bench.told(tier) == [(KEYS[0], True), (KEYS[1], False), (KEYS[2], False)]
     assert not bench.present(tier, KEYS[0])
     assert bench.store(tier, KEYS[:1]).success
     assert bench.present(tier, KEYS[0])
@@ -544,8 +555,7 @@ def test_shutdown_reports_every_job_once(bench: Bench) -> None:
     gated = GatedStore()
     tier = bench.tier(store=gated, n_read_threads=1, n_write_threads=1, shutdown_s=0.05)
     bench.fill(1)
-    gated.gate.clear()
-    gated.entered = 0
+    gated.hold()
     jobs = [bench.job(KEYS) for _ in range(3)]
     for job in jobs:
         tier.submit_store(job)
@@ -567,8 +577,7 @@ def test_shutdown_ends_batches_that_run(bench: Bench, monkeypatch: pytest.Monkey
     monkeypatch.setattr(store_tier, "DRAIN_SHARE", 0.001)
     slow = GatedStore()
     tier = bench.tier(store=slow, n_read_threads=1, n_write_threads=1, shutdown_s=20.0)
-    slow.gate.clear()
-    slow.entered = 0
+    slow.hold()
     tier.submit_store(bench.job(KEYS))
     wait_for(lambda: slow.entered == 2)  # each of the two threads stores the first block of a batch of three
     with ThreadPoolExecutor(1) as pool:
@@ -640,6 +649,11 @@ class GatedStore(Store):
         self.error: BaseException | None = None
         self.tail_error: StoreError | None = None
         self.closed = False
+
+    def hold(self) -> None:
+        """Hold up who comes from now on, and count them."""
+        self.gate.clear()
+        self.entered = 0
 
     def _pass(self) -> None:
         self.entered += 1
@@ -855,20 +869,22 @@ class TestBatchedLoads:
 class TestLiveness:
     """L3, L4: a job ends, a dead tier is cut off and comes back by itself. On a clock that only the test moves."""
 
-    def test_a_hung_store_is_cut_off_and_comes_back(self, bench: Bench) -> None:
-        now = [1000.0]
-        bench.clock = lambda: now[0]
+    @pytest.fixture
+    def clock(self, bench: Bench) -> Clock:
+        bench.clock = clock = Clock()
+        return clock
+
+    def test_a_hung_store_is_cut_off_and_comes_back(self, bench: Bench, clock: Clock) -> None:
         hung = GatedStore()
         tier = bench.tier(store=hung, n_read_threads=1, n_write_threads=1, circuit_probe_s=5, job_deadline_s=10)
         bench.fill(1)
         assert bench.store(tier, KEYS[:2]).success
-        hung.gate.clear()
-        hung.entered = 0
+        hung.hold()
         stuck, *waiting = (bench.job(KEYS[:6]) for _ in range(3))
         for job in (stuck, *waiting):
             tier.submit_load(job)
         wait_for(lambda: hung.entered == 3)  # each of the three threads is stuck in a read into a slot
-        now[0] += 10.5
+        clock.now += 10.5
         tier.on_schedule_end()
         assert tier.circuit_state == "open"
         assert tier.metrics.value("kvtiers_deadline_expired_total", "test", "job") == 1
@@ -883,7 +899,7 @@ class TestLiveness:
         hung.gate.set()
         tier.drain_jobs()
         assert {result.job_id for result in tier.get_finished()} == {stuck.job_id, waiting[0].job_id}
-        now[0] += 5
+        clock.now += 5
         bench.wait_until_closed(tier)
         assert bench.present(tier, KEYS[0])
         bench.load(tier, KEYS[:2])
@@ -893,8 +909,7 @@ class TestLiveness:
         tier = bench.tier(store=gated)
         bench.fill(1)
         bench.store(tier, KEYS[:4])
-        gated.gate.clear()
-        gated.entered = 0
+        gated.hold()
         tier.submit_store(stores := bench.job(KEYS[4:]))
         wait_for(lambda: gated.entered == TierOptions().n_read_threads + TierOptions().n_write_threads)
         held, gated.gate = gated.gate, threading.Event()
@@ -905,58 +920,49 @@ class TestLiveness:
         held.set()
         assert bench.result(tier, stores).success
 
-    def test_stores_behind_a_hung_one_are_counted(self, bench: Bench) -> None:
-        now = [1000.0]
-        bench.clock = lambda: now[0]
+    def test_stores_behind_a_hung_one_are_counted(self, bench: Bench, clock: Clock) -> None:
         hung = GatedStore()
         tier = bench.tier(store=hung, n_read_threads=1, n_write_threads=1, job_deadline_s=10)
-        hung.gate.clear()
-        hung.entered = 0
+        hung.hold()
         tier.submit_store(bench.job(KEYS[:6]))
         tier.submit_store(waiting := bench.job(KEYS[6:16]))
         wait_for(lambda: hung.entered == 2)
-        now[0] += 10.5
+        clock.now += 10.5
         assert [result.job_id for result in tier.get_finished()] == [waiting.job_id]
         assert tier.metrics.value("kvtiers_blocks_total", "test", "store", "dropped") == 10
         assert tier.metrics.value("kvtiers_stores_dropped_total", "test", "deadline") == 10
         hung.gate.set()
 
-    def test_what_is_known_of_a_hung_store_is_not_believed(self, bench: Bench) -> None:
+    def test_what_is_known_of_a_hung_store_is_not_believed(self, bench: Bench, clock: Clock) -> None:
         """Or every request that comes before the cut-off would wait for a load that cannot end."""
-        now = [1000.0]
-        bench.clock = lambda: now[0]
         hung = GatedStore()
         tier = bench.tier(store=hung, n_read_threads=1, n_write_threads=1, lookup=LookupOptions(deadline_s=0.2))
         bench.fill(1)
         assert bench.store(tier, KEYS[:2]).success
         assert tier.lookup(KEYS[0]) is True
-        hung.gate.clear()
-        hung.entered = 0
+        hung.hold()
         tier.submit_load(bench.job(KEYS[:1]))
         wait_for(lambda: hung.entered == 1)
-        now[0] += 2
+        clock.now += 2
         tier.on_schedule_end()
         assert tier.lookup(KEYS[1]) is True  # a slow load is no hang
-        now[0] += 1
+        clock.now += 1
         tier.on_schedule_end()
         assert tier.lookup(KEYS[1]) is None
         tier.on_schedule_end()
-        now[0] += 0.3
+        clock.now += 0.3
         assert tier.lookup(KEYS[1]) is False  # as for any question that is not answered: L2
         assert tier.circuit_state == "closed"
         hung.gate.set()
 
-    def test_what_waits_behind_a_cut_off_is_dropped_not_tried(self, bench: Bench) -> None:
-        now = [1000.0]
-        bench.clock = lambda: now[0]
+    def test_what_waits_behind_a_cut_off_is_dropped_not_tried(self, bench: Bench, clock: Clock) -> None:
         hung = GatedStore()
         tier = bench.tier(store=hung, n_read_threads=1, n_write_threads=1)
         bench.fill(1)
-        hung.gate.clear()
-        hung.entered = 0
+        hung.hold()
         tier.submit_store(job := bench.job(KEYS))
         wait_for(lambda: hung.entered == 2)
-        now[0] += 11
+        clock.now += 11
         tier.on_schedule_end()
         hung.gate.set()
         result = bench.result(tier, job)
@@ -966,51 +972,43 @@ class TestLiveness:
         assert tier.metrics.value("kvtiers_blocks_total", "test", "store", "dropped") == ROWS - 2
         assert "dropped" in tier.metrics.table["kvtiers_blocks_total"].help
 
-    def test_draining_does_not_wait_for_what_is_stuck(self, bench: Bench) -> None:
-        now = [1000.0]
-        bench.clock = lambda: now[0]
+    def test_draining_does_not_wait_for_what_is_stuck(self, bench: Bench, clock: Clock) -> None:
         hung = GatedStore()
         tier = bench.tier(store=hung, n_read_threads=1, n_write_threads=1, job_deadline_s=10)
-        hung.gate.clear()
-        hung.entered = 0
+        hung.hold()
         tier.submit_load(bench.job(KEYS))
         wait_for(lambda: hung.entered == 3)
-        now[0] += 11
+        clock.now += 11
         tier.drain_jobs()
         assert list(tier.get_finished()) == []
         hung.gate.set()
 
-    def test_jobs_that_wait_behind_stuck_ones_end_at_the_deadline(self, bench: Bench) -> None:
+    def test_jobs_that_wait_behind_stuck_ones_end_at_the_deadline(self, bench: Bench, clock: Clock) -> None:
         """Nothing touches their slots, which would be lost to the region as long as the storage hangs."""
-        now = [1000.0]
-        bench.clock = lambda: now[0]
         hung = GatedStore()
         tier = bench.tier(store=hung, n_read_threads=1, n_write_threads=1, job_deadline_s=10)
-        hung.gate.clear()
-        hung.entered = 0
+        hung.hold()
         stuck = [bench.job(KEYS[n : n + 1]) for n in range(3)]
         waiting = [bench.job(KEYS[n : n + 1]) for n in range(3, 6)]
         for job in (*stuck, *waiting):
             tier.submit_load(job)
         wait_for(lambda: hung.entered == 3)
         assert list(tier.get_finished()) == []
-        now[0] += 11
+        clock.now += 11
         ended = {result.job_id: result.success for result in tier.get_finished()}
         assert ended == dict.fromkeys((job.job_id for job in waiting), False)
         hung.gate.set()
         tier.drain_jobs()
         assert {result.job_id for result in tier.get_finished()} == {job.job_id for job in stuck}
 
-    def test_blocks_that_wait_past_the_deadline_fail(self, bench: Bench) -> None:
-        now = [1000.0]
-        bench.clock = lambda: now[0]
+    def test_blocks_that_wait_past_the_deadline_fail(self, bench: Bench, clock: Clock) -> None:
         tier = bench.tier(job_deadline_s=10)
         bench.fill(1)
         slow = GatedStore()
         slow_tier = bench.tier(store=slow, job_deadline_s=10)
         slow.gate.clear()
         slow_tier.submit_store(job := bench.job(KEYS))
-        now[0] += 10.5  # nobody looked in between, so the circuit is closed
+        clock.now += 10.5  # nobody looked in between, so the circuit is closed
         slow.gate.set()
         result = bench.result(slow_tier, job)
         assert not result.success
@@ -1025,12 +1023,7 @@ class TestLiveness:
         broken.error = StoreUnavailableError("reset")
         for n in range(3):
             assert tier.circuit_state == "closed"
-            if what == "load":
-                bench.load(tier, KEYS[n : n + 1])
-            elif what == "store":
-                bench.store(tier, KEYS[n : n + 1])
-            else:
-                assert not bench.present(tier, KEYS[n])
+            bench.fail(what, tier, KEYS[n : n + 1])
         tier.on_schedule_end()
         assert tier.circuit_state == "open"
 
@@ -1208,13 +1201,11 @@ class TestLiveness:
 
     @pytest.mark.parametrize("task_blocks", [1, 3, 20])
     def test_reads_that_all_fail_cut_it_off_again(
-        self, bench: Bench, task_blocks: int, monkeypatch: pytest.MonkeyPatch
+        self, bench: Bench, clock: Clock, task_blocks: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Lookups are answered, so that the probe lets it back. There are more blocks than are remembered."""
         monkeypatch.setattr(health, "KEYS_MAX", 10)
         store = PartlyRefused()
-        now = [1000.0]
-        bench.clock = lambda: now[0]
         tier = bench.tier(store=store, circuit_failures=3, circuit_probe_s=5, task_bytes=task_blocks * ROW_BYTES)
         bench.fill(1)
         assert bench.store(tier, KEYS[:20]).success
@@ -1223,7 +1214,7 @@ class TestLiveness:
             bench.load(tier, KEYS[:20])
         assert tier.circuit_state == "open"
         for _ in range(3):
-            now[0] += 5
+            clock.now += 5
             bench.wait_until_closed(tier)
             bench.load(tier, KEYS[:20])
             assert tier.circuit_state == "open"
@@ -1231,12 +1222,10 @@ class TestLiveness:
     @pytest.mark.parametrize("task_blocks", [1, 20])
     @pytest.mark.parametrize("count", [1, 3, 20])
     def test_blocks_that_cannot_be_read_are_loaded_ever_more_seldom_and_cut_nothing_off_again(
-        self, bench: Bench, count: int, task_blocks: int
+        self, bench: Bench, clock: Clock, count: int, task_blocks: int
     ) -> None:
         """Of a reader, which heals nothing: single blocks, or all reads fail."""
         store = PartlyRefused()
-        now = [1000.0]
-        bench.clock = lambda: now[0]
         options: dict[str, Any] = {
             "circuit_failures": 3,
             "circuit_probe_s": 5,
@@ -1249,7 +1238,7 @@ class TestLiveness:
         store.unreadable = {tier.mapper.relative_name(key): StoreUnavailableError for key in KEYS[:count]}
 
         def request(keys: Sequence[OffloadKey]) -> bool:
-            now[0] += 1
+            clock.now += 1
             tier.on_schedule_end()
             if tier.circuit_state == "half_open":
                 bench.wait_until_closed(tier)
@@ -1309,10 +1298,9 @@ class TestLiveness:
         assert tier.metrics.value("kvtiers_circuit_opened_total", "test") == 0
 
     def probe_that_gets_no_answer(
-        self, bench: Bench, now: list[float], error: Exception
+        self, bench: Bench, clock: Clock, error: Exception
     ) -> tuple[StoreTierManager, GatedStore]:
         """A tier that was cut off by ``error``, and whose probe is stuck."""
-        bench.clock = lambda: now[0]
         hung = GatedStore()
         tier = bench.tier(store=hung, circuit_failures=1, circuit_probe_s=5, lookup=LookupOptions(deadline_s=1))
         hung.error = error
@@ -1320,51 +1308,42 @@ class TestLiveness:
         tier.on_schedule_end()
         assert tier.circuit_state == "open"
         hung.error = None
-        hung.gate.clear()
-        hung.entered = 0
-        now[0] += 5
+        hung.hold()
+        clock.now += 5
         tier.on_schedule_end()
         wait_for(lambda: hung.entered == 1)
         assert tier.circuit_state == "half_open"
-        now[0] += 1
+        clock.now += 1
         tier.on_schedule_end()
         assert tier.circuit_state == "open"
         return tier, hung
 
-    def test_a_probe_without_an_answer_is_asked_again(self, bench: Bench) -> None:
-        now = [1000.0]
-        tier, hung = self.probe_that_gets_no_answer(bench, now, StoreUnavailableError("reset"))
-        now[0] += 5
+    def test_a_probe_without_an_answer_is_asked_again(self, bench: Bench, clock: Clock) -> None:
+        tier, hung = self.probe_that_gets_no_answer(bench, clock, StoreUnavailableError("reset"))
+        clock.now += 5
         tier.on_schedule_end()
         wait_for(lambda: hung.entered == 2)  # by the other thread: the first may never come back
         hung.gate.set()
         bench.wait_until_closed(tier)
 
-    def test_a_late_answer_to_a_probe_is_followed_by_another_probe_at_once(self, bench: Bench) -> None:
+    def test_a_late_answer_to_a_probe_is_followed_by_another_probe_at_once(self, bench: Bench, clock: Clock) -> None:
         """Where the first answer takes long: a store whose credentials were renewed makes its clients anew."""
-        tier, slow = self.probe_that_gets_no_answer(bench, [1000.0], StorePermissionError("expired"))
+        tier, slow = self.probe_that_gets_no_answer(bench, clock, StorePermissionError("expired"))
         slow.gate.set()
         bench.wait_until_closed(tier)  # the clock stands still
 
     @pytest.mark.parametrize("what", ["load", "store", "lookup"])
     def test_what_an_operator_must_mend_is_said_once_a_minute(
-        self, bench: Bench, what: str, caplog: pytest.LogCaptureFixture
+        self, bench: Bench, clock: Clock, what: str, caplog: pytest.LogCaptureFixture
     ) -> None:
-        now = [1000.0]
-        bench.clock = lambda: now[0]
         refused = GatedStore()
         tier = bench.tier(store=refused, circuit_failures=1000)
         bench.fill(1)
         refused.error = StorePermissionError("secret: the session token has expired")
         for n in range(ROWS):
             if n == ROWS // 2:
-                now[0] += 60
-            if what == "load":
-                bench.load(tier, KEYS[n : n + 1])
-            elif what == "store":
-                bench.store(tier, KEYS[n : n + 1])
-            else:
-                assert not bench.present(tier, KEYS[n])
+                clock.now += 60
+            bench.fail(what, tier, KEYS[n : n + 1])
         said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
         assert said == [f"tier test: {what} failed: secret: the session token has expired"] * 2
 
