@@ -154,6 +154,10 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         tier.shutdown()
 
 
+#: For tests that bring a store of their own: with each of the three they would do the same again.
+ONE_BENCH = pytest.mark.parametrize("bench", ["memory"], indirect=True)
+
+
 def read(store: Store, name: str) -> bytes:
     size = store.size(name)
     assert size is not None
@@ -832,6 +836,7 @@ class BatchedStore(GatedStore):
         return outcomes
 
 
+@ONE_BENCH
 class TestBatchedLoads:
     """A store that offers ``get_many_into`` is read in batches, with the same outcome for each key."""
 
@@ -866,6 +871,7 @@ class TestBatchedLoads:
         assert tier.circuit_state == "open"
 
 
+@ONE_BENCH
 class TestLiveness:
     """L3, L4: a job ends, a dead tier is cut off and comes back by itself. On a clock that only the test moves."""
 
