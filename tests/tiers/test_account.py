@@ -15,6 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
+from tests.clock import Clock
 from tests.waiting import wait_for
 from tiers.capacity.account import (
     GRANT_SHARE,
@@ -46,14 +47,6 @@ from tiers.testing.faults import Fault, FaultyStore, run_in_child
 
 WRITER_S = 900.0
 SIZES = st.sampled_from([7, 300, 700])
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class InterruptedStore(MemoryStore):

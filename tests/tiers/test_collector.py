@@ -70,11 +70,16 @@ def fill(store: LocalStore, ages_s: Sequence[float], size: int = SIZE) -> None:
         os.utime(f"{store.root_dir}/{name(number)}", (at, at))
 
 
-def collect(store: Store, *, dry_run: bool = False, **policy: float) -> CollectReport:
-    options = {name: int(value) if name == "max_bytes" else value for name, value in policy.items()}
-    report = Collector(store, CapacityPolicy(**options)).run(dry_run=dry_run)  # type: ignore[arg-type]
+def run(collector: Collector, *, dry_run: bool = False) -> CollectReport:
+    """Where nobody else is at work."""
+    report = collector.run(dry_run=dry_run)
     assert report is not None
     return report
+
+
+def collect(store: Store, *, dry_run: bool = False, **policy: float) -> CollectReport:
+    options = {name: int(value) if name == "max_bytes" else value for name, value in policy.items()}
+    return run(Collector(store, CapacityPolicy(**options)), dry_run=dry_run)  # type: ignore[arg-type]
 
 
 def test_ttl_removes_what_was_not_used_for_so_long(store: LocalStore) -> None:
@@ -436,8 +441,7 @@ def test_what_a_writer_was_refused_is_wanted_until_it_gets_it(store: LocalStore)
         with pytest.raises(StoreFullError):
             account.take(size * SIZE, "a")
         assert collector.is_due() is (size == 15)
-    report = collector.run()
-    assert report is not None
+    report = run(collector)
     assert 5 <= report.removed_blobs["capacity"] <= 6  # down to low: 85
     account.give_back(account.take(15 * SIZE, "a"), 15 * SIZE)
     assert not collector.is_due()
@@ -466,8 +470,7 @@ def test_room_is_made_for_what_writers_hold_and_no_more(store: LocalStore) -> No
     assert len(blocks(store)) == 90
     Account(store, 100 * SIZE).take(8 * SIZE, "an engine that stores nothing more holds this")
     assert collector.is_due()
-    report = collector.run()
-    assert report is not None
+    report = run(collector)
     assert 13 <= report.removed_blobs["capacity"] <= 14  # 90 + 8 - 85, and the records' own bytes
     assert not collector.is_due()
 
@@ -503,8 +506,7 @@ def test_what_is_stored_during_a_listing_is_not_counted_twice(store: LocalStore)
     policy = CapacityPolicy(max_bytes=100 * SIZE, grace_s=0.0)
     Collector(store, policy).run()
     written_to = StoreWrittenTo(Path(store.root_dir), BoundedStore(store, Account(store, 100 * SIZE)))
-    report = Collector(written_to, policy).run()
-    assert report is not None
+    report = run(Collector(written_to, policy))
     assert report.removed_blobs["capacity"] == 0
     assert len(blocks(store)) == 92
 
@@ -631,8 +633,7 @@ def test_what_is_used_during_a_run_stays(store: LocalStore) -> None:
     fill(store, [1000 - n for n in range(20)])
     uses: deque[str] = deque()
     in_use = StoreInUse(Path(store.root_dir), uses)
-    report = make_collector(in_use, CapacityPolicy(max_bytes=20 * SIZE), uses, lambda _: None).run()
-    assert report is not None
+    report = run(make_collector(in_use, CapacityPolicy(max_bytes=20 * SIZE), uses, lambda _: None))
     assert 0 < report.removed_blobs["capacity"] <= 4
     assert {name(0), name(1)} <= blocks(store)
     assert name(2) not in blocks(store)
@@ -664,8 +665,7 @@ def test_what_is_chosen_goes_before_the_listing_ends(tmp_path: Path, policy: dic
     now = [0.0]
     store = VastStore(tmp_path / "kv", now)
     fill(store, [10_000.0 if number % 20 == 0 else 1000.0 for number in range(100)])
-    report = Collector(store, CapacityPolicy(**policy), monotonic=lambda: now[0]).run()
-    assert report is not None
+    report = run(Collector(store, CapacityPolicy(**policy), monotonic=lambda: now[0]))
     assert sum(report.removed_blobs.values()) >= 5
     assert 0 < store.waited_s < 1.5
 
@@ -692,8 +692,7 @@ def test_uses_that_come_faster_than_they_are_noted_keep_nobody_from_collecting(
     monkeypatch.setattr("tiers.capacity.process.time", SimpleNamespace(monotonic=lambda: now[0]))
     uses = deque([name(0)] * 5000, maxlen=10_000)
     in_use = StoreInConstantUse(Path(store.root_dir), uses, now)
-    report = make_collector(in_use, CapacityPolicy(ttl_s=500), uses, lambda _: None).run()
-    assert report is not None
+    run(make_collector(in_use, CapacityPolicy(ttl_s=500), uses, lambda _: None))
     assert blocks(store) == {name(0)}
     assert uses
 
@@ -728,8 +727,7 @@ def test_who_is_overtaken_leaves_the_rest_to_the_other(store: LocalStore) -> Non
     def overtake(_: list[str]) -> None:
         put_record(store, MEASURED, {"id": "another's", "bytes": 0, "blobs": 0, "base": {}, "at": time.time()})
 
-    report = Collector(store, CapacityPolicy(max_bytes=1600), on_removed=overtake).run()
-    assert report is not None
+    report = run(Collector(store, CapacityPolicy(max_bytes=1600), on_removed=overtake))
     assert report.gave_up
     assert len(blocks(store)) == 700 - DELETE_BATCH_KEYS
 
@@ -785,8 +783,7 @@ def test_after_a_while_without_deletions_the_oldest_go(
     for _ in range(6):
         collector.run()
     stay.intersection_update(name(19 - number) for number in range(still))
-    report = collector.run()
-    assert report is not None
+    report = run(collector)
     assert blocks(store) == stay | {name(n) for n in range(20 - still - report.removed_blobs["capacity"])}
     assert 16 <= len(blocks(store)) < 20
 
@@ -802,8 +799,7 @@ def test_after_a_while_without_deletions_no_more_goes_than_is_to_go(
             collector.run()
     assert len(blocks(store)) == 60
     for wanted in ({7, 8}, {0}):
-        report = collector.run()
-        assert report is not None
+        report = run(collector)
         assert report.removed_blobs["capacity"] in wanted
     number_left = len(blocks(store))
     fill(store, [1.0 + 10.0 * (n + 1) for n in range(60)])
@@ -865,8 +861,7 @@ def test_a_storage_that_is_full_by_its_own_measure_is_collected(tmp_path: Path, 
     assert not collector.is_due()
     now[0] += 61.0
     assert collector.is_due()
-    report = collector.run()
-    assert report is not None
+    report = run(collector)
     assert 6 <= report.removed_blobs["capacity"] <= 7  # down to 85 %
     assert blocks(store) == {name(n) for n in range(40 - report.removed_blobs["capacity"])}
     collector.run()
@@ -971,8 +966,7 @@ def test_a_full_storage_is_not_judged_by_the_hosts_clock(
     Collector(store, policy).run()
     Account(store, 1 << 30).take(1, "it lives")
     store.files_max = len(list_keys(store))
-    report = Collector(store, policy, clock=lambda: time.time() + ahead_s).run()
-    assert report is not None
+    report = run(Collector(store, policy, clock=lambda: time.time() + ahead_s))
     assert report.removed_blobs["ttl"] == 0
     assert 6 <= report.removed_blobs["capacity"] <= 7
     assert blocks(store) == {name(n) for n in range(40 - report.removed_blobs["capacity"])}
@@ -989,8 +983,7 @@ def test_a_full_storage_loses_what_is_too_old_where_its_time_can_be_had(
     Collector(store, CapacityPolicy(max_bytes=1 << 30)).run()
     store.files_max = len(list_keys(store))
     policy = CapacityPolicy(ttl_s=3600.0 * 30)
-    report = Collector(store, policy, clock=lambda: time.time() + 40 * 3600.0).run()
-    assert report is not None
+    report = run(Collector(store, policy, clock=lambda: time.time() + 40 * 3600.0))
     assert report.removed_blobs["ttl"] == (10 if store_class is StoreWithQuota else 0)
     assert blocks(store) == {name(n) for n in range(40 - sum(report.removed_blobs.values()))}
 
@@ -1189,8 +1182,7 @@ def test_a_measurement_that_cannot_be_read_is_replaced() -> None:
         collector.is_due()
     now[0] += policy.every_s
     assert collector.is_due()
-    report = collector.run()
-    assert report is not None
+    report = run(collector)
     assert not report.gave_up
     account.take(SIZE, "a")
     assert not collector.is_due()
@@ -1248,8 +1240,7 @@ def test_s3_is_bounded_and_collected(moto: S3Server, boto_models_once: None, mon
     assert len(blocks(plain)) == stored
     assert 8 <= len(blocks(plain)) <= 10
     assert collector.is_due()
-    report = collector.run()
-    assert report is not None
+    report = run(collector)
     assert report.removed_blobs["capacity"] > 0
     assert len(blocks(plain)) <= 6
     assert not list(plain.keys(LEASE_PREFIX))

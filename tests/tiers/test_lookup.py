@@ -6,20 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
+from tests.clock import Clock
 from tests.identity import block_key
 from tests.waiting import wait_for
 from tiers.keys import OffloadKey
 from tiers.lookup import FAILED_S_MIN, AsyncLookup, LookupOptions, Probe
 
 KEYS = [block_key(n) for n in range(100)]
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Storage:
@@ -62,6 +55,13 @@ def make(clock: Clock) -> Iterator[Make]:
         assert lookup.shutdown(20)
 
 
+def ask(lookup: AsyncLookup, *keys: OffloadKey) -> None:
+    """In one step."""
+    for key in keys:
+        lookup.lookup(key)
+    lookup.flush()
+
+
 def answer(lookup: AsyncLookup, key: OffloadKey) -> bool:
     wait_for(lambda: lookup.lookup(key) is not None)
     found = lookup.lookup(key)
@@ -84,9 +84,7 @@ def test_asked_then_answered(make: Make) -> None:
 def test_a_large_step_is_split(make: Make) -> None:
     storage = Storage(KEYS)
     lookup = make(storage, batch_keys_max=30)
-    for key in KEYS:
-        lookup.lookup(key)
-    lookup.flush()
+    ask(lookup, *KEYS)
     assert all(answer(lookup, key) for key in KEYS)
     assert sorted(map(len, storage.batches)) == [10, 30, 30, 30]
 
@@ -96,8 +94,7 @@ def test_unanswered_is_absent_after_the_deadline(make: Make, clock: Clock) -> No
     storage = Storage(KEYS)
     storage.open.clear()
     lookup = make(storage, deadline_s=0.2, absent_ttl_s=5)
-    lookup.lookup(KEYS[0])
-    lookup.flush()
+    ask(lookup, KEYS[0])
     wait_for(lambda: storage.batches)
     clock.now += 0.19
     assert lookup.lookup(KEYS[0]) is None
@@ -129,8 +126,7 @@ def test_what_waited_too_long_to_be_asked_is_not_asked(make: Make, clock: Clock)
         return KEYS[2] not in lookup._asked
 
     wait_for(forgotten)
-    lookup.lookup(KEYS[3])
-    lookup.flush()
+    ask(lookup, KEYS[3])
     assert answer(lookup, KEYS[3]) is True
     assert storage.batches == [[KEYS[0]], [KEYS[3]]]
     counts = lookup.take_counts()
@@ -172,14 +168,12 @@ def test_an_error_is_a_miss_and_the_thread_lives_on(make: Make, error: BaseExcep
     storage = Storage(KEYS)
     storage.error = error
     lookup = make(storage, threads=1, absent_ttl_s=1)
-    lookup.lookup(KEYS[0])
-    lookup.flush()
+    ask(lookup, KEYS[0])
     assert answer(lookup, KEYS[0]) is False
     assert lookup.take_counts().failed == [KEYS[0]]
     storage.error = None
     clock.now += 2
-    lookup.lookup(KEYS[0])
-    lookup.flush()
+    ask(lookup, KEYS[0])
     assert answer(lookup, KEYS[0]) is True
 
 
@@ -192,10 +186,8 @@ def test_one_stuck_probe_does_not_stop_the_next(make: Make) -> None:
         return [True] * len(keys)
 
     lookup = make(probe, threads=2)
-    lookup.lookup(KEYS[0])
-    lookup.flush()
-    lookup.lookup(KEYS[1])
-    lookup.flush()
+    ask(lookup, KEYS[0])
+    ask(lookup, KEYS[1])
     assert answer(lookup, KEYS[1]) is True
     assert lookup.lookup(KEYS[0]) is None
     assert not lookup.shutdown(0)
@@ -205,9 +197,7 @@ def test_one_stuck_probe_does_not_stop_the_next(make: Make) -> None:
 def test_answers_age(make: Make, clock: Clock) -> None:
     storage = Storage(KEYS[:1])
     lookup = make(storage, present_ttl_s=10, absent_ttl_s=1)
-    for key in KEYS[:2]:
-        lookup.lookup(key)
-    lookup.flush()
+    ask(lookup, *KEYS[:2])
     assert [answer(lookup, key) for key in KEYS[:2]] == [True, False]
     clock.now += 2
     assert lookup.lookup(KEYS[0]) is True
@@ -219,9 +209,7 @@ def test_answers_age(make: Make, clock: Clock) -> None:
 def test_doubt_asks_anew_for_what_was_present(make: Make, clock: Clock) -> None:
     storage = Storage(KEYS[:2])
     lookup = make(storage, present_ttl_s=10, absent_ttl_s=5)
-    for key in KEYS[:3]:
-        lookup.lookup(key)
-    lookup.flush()
+    ask(lookup, *KEYS[:3])
     assert [answer(lookup, key) for key in KEYS[:3]] == [True, True, False]
     clock.now += 1
     lookup.doubt()
@@ -237,8 +225,7 @@ def test_marks_overrule_answers_on_their_way(make: Make) -> None:
     storage = Storage(KEYS)
     storage.open.clear()
     lookup = make(storage, absent_ttl_s=50)
-    lookup.lookup(KEYS[0])
-    lookup.flush()
+    ask(lookup, KEYS[0])
     lookup.mark([KEYS[0]], present=False)
     storage.open.set()
     assert lookup.shutdown(20)
@@ -255,8 +242,7 @@ def test_a_failed_load_is_remembered_for_a_while_whatever_the_ttl(make: Make, cl
     clock.now += FAILED_S_MIN / 2
     assert lookup.lookup(KEYS[0]) is False
     clock.now += FAILED_S_MIN
-    lookup.lookup(KEYS[0])
-    lookup.flush()
+    ask(lookup, KEYS[0])
     assert answer(lookup, KEYS[0]) is True
 
 
@@ -265,15 +251,13 @@ def test_an_answer_on_its_way_is_forgotten_too(make: Make, clock: Clock) -> None
     storage = Storage(KEYS)
     storage.open.clear()
     lookup = make(storage)
-    lookup.lookup(KEYS[0])
-    lookup.flush()
+    ask(lookup, KEYS[0])
     wait_for(lambda: storage.batches == [KEYS[:1]])
     lookup.forget(KEYS[:1])
     storage.present.clear()
     storage.open.set()
     clock.now += 0.01
-    lookup.lookup(KEYS[0])
-    lookup.flush()
+    ask(lookup, KEYS[0])
     assert answer(lookup, KEYS[0]) is False
 
 
@@ -302,9 +286,7 @@ def test_a_full_cache_forgets_as_fast_as_it_learns(make: Make) -> None:
 
 def test_wrong_number_of_answers_is_an_error(make: Make) -> None:
     lookup = make(lambda _: [True])
-    for key in KEYS[:2]:
-        lookup.lookup(key)
-    lookup.flush()
+    ask(lookup, *KEYS[:2])
     assert [answer(lookup, key) for key in KEYS[:2]] == [False, False]
 
 

@@ -30,6 +30,18 @@ class Gate:
         return self.result
 
 
+def wait_entered(*gates: Gate) -> None:
+    """Until they all run."""
+    for gate in gates:
+        assert gate.entered.wait(20)
+
+
+def let_go(*gates: Gate) -> None:
+    """Have them end."""
+    for gate in gates:
+        gate.go.set()
+
+
 @pytest.fixture
 def make() -> Iterator[Callable[..., Pool]]:
     pools: list[Pool] = []
@@ -67,8 +79,7 @@ def test_each_kind_of_thread_takes_its_own_queue_first(make: Callable[..., Pool]
     pool = make(1, 1)
     gates = [Gate(), Gate()]
     pool.submit(0, gates, is_read=True)
-    for gate in gates:
-        assert gate.entered.wait(20)
+    wait_entered(*gates)
     order: list[tuple[str, str]] = []
 
     def note(kind: str) -> object:
@@ -104,16 +115,14 @@ def test_a_read_does_not_wait_for_the_writes_that_run(make: Callable[..., Pool])
     pool = make(2, 1, reads_only=1)
     stores, late = [Gate(), Gate(), Gate()], Gate()
     pool.submit(1, [*stores, late], is_read=False)
-    for gate in stores:
-        assert gate.entered.wait(20)
+    wait_entered(*stores)
     for job_id in (2, 3):  # again and again
         pool.submit(job_id, [lambda: "loaded"] * 3, is_read=True)
         done: list[FinishedJob[object]] = []
         wait_for(lambda done=done: done.extend(pool.get_finished()) or done)  # type: ignore[misc]
         assert [job.job_id for job in done] == [job_id]
     assert not late.entered.is_set()
-    for gate in (*stores, late):
-        gate.go.set()
+    let_go(*stores, late)
     assert set(finish(pool)) == {1}
 
 
@@ -144,8 +153,7 @@ def test_limits_refuse_and_queue_nothing(make: Callable[..., Pool]) -> None:
         pool.submit(3, [lambda: 1], is_read=False)
     with pytest.raises(ValueError, match="job 2 is already"):
         pool.submit(2, [lambda: 1], is_read=True)
-    for gate in gates:
-        gate.go.set()
+    let_go(*gates)
     assert set(finish(pool)) == {1, 2}
     pool.submit(3, [lambda: 1], is_read=False, cost=1000)  # alone, any size: or it could never run
     assert set(finish(pool)) == {3}
@@ -174,16 +182,14 @@ def test_where_all_threads_hang_what_waits_too_long_is_cancelled(make: Callable[
     pool = make(1, 1)
     gates = [Gate(), Gate()]
     pool.submit(1, [*gates, lambda: "never"], is_read=True)
-    for gate in gates:
-        assert gate.entered.wait(20)
+    wait_entered(*gates)
     pool.submit(2, [lambda: "never"], is_read=True)
     pool.submit(3, [lambda: "never"] * 3, is_read=False)
     pool.cancel_late(60.0)
     assert pool.get_finished() == []
     pool.cancel_late(0.0)
     assert {job.job_id for job in pool.get_finished()} == {2, 3}
-    for gate in gates:
-        gate.go.set()
+    let_go(*gates)
     (job,) = finish(pool).values()
     assert isinstance(job.outcomes[2], Cancelled)
     pool.submit(4, [lambda: "after"], is_read=True)
@@ -236,15 +242,13 @@ def test_shutdown_cancels_what_waits_and_reports_everything_once(make: Callable[
     pool = make(1, 1)
     gates = [Gate(), Gate()]
     pool.submit(1, [*gates, lambda: "never"], is_read=True)
-    for gate in gates:
-        assert gate.entered.wait(20)
+    wait_entered(*gates)
     pool.submit(2, [lambda: "never"], is_read=False)
     assert not pool.shutdown(0.0)  # both threads are stuck
     assert {job.job_id for job in pool.get_finished()} == {2}  # job 1 may still touch its slots
     with pytest.raises(QueueFullError, match="shut down"):
         pool.submit(3, [lambda: 1], is_read=True)
-    for gate in gates:
-        gate.go.set()
+    let_go(*gates)
     assert pool.shutdown(20)
     (job,) = pool.get_finished()
     assert job.job_id == 1
