@@ -50,6 +50,8 @@ from tiers.testing.faults import run_in_child
 WAIT_S_MAX = 30.0
 BLOCK_BYTES = 64 << 10
 
+Make = Callable[..., ProcessIsolatedStore]
+
 
 class TestNfsStoreInProcesses(FolderContract):
     """Parts outside of any region: through the socket, or the bounce file."""
@@ -86,7 +88,7 @@ def region() -> Iterator[Region]:
 
 
 @pytest.fixture
-def make(tmp_path: Path, region: Region) -> Iterator[Callable[..., ProcessIsolatedStore]]:
+def make(tmp_path: Path, region: Region) -> Iterator[Make]:
     """Makes stores, and closes them."""
     made: list[ProcessIsolatedStore] = []
 
@@ -106,6 +108,17 @@ def make(tmp_path: Path, region: Region) -> Iterator[Callable[..., ProcessIsolat
         store.close()
 
 
+def environment() -> dict[str, str]:
+    """For a process that is to find what this one does."""
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), *sys.path]))
+    return {**os.environ, "PYTHONPATH": path}
+
+
+def wait_for_idle(store: ProcessIsolatedStore, count: int) -> None:
+    """Until so many workers are idle."""
+    wait_for(lambda: len(store._pool.idle) == count, within_s=WAIT_S_MAX)
+
+
 def is_gone(pid: int) -> bool:
     """Whether a process runs no more; a zombie that a foreign parent has not reaped does not run."""
     try:
@@ -117,9 +130,7 @@ def is_gone(pid: int) -> bool:
 # ---- the region ------------------------------------------------------------------------------------------------------
 
 
-def test_blocks_go_through_the_region(
-    make: Callable[..., ProcessIsolatedStore], region: Region, tmp_path: Path
-) -> None:
+def test_blocks_go_through_the_region(make: Make, region: Region, tmp_path: Path) -> None:
     store = make()
     data, trailer = make_data(BLOCK_BYTES), make_data(4096, seed=1)
     region.block(3)[:] = data
@@ -135,9 +146,7 @@ def test_blocks_go_through_the_region(
     assert store.kills == 0
 
 
-def test_only_parts_inside_the_region_are_not_carried(
-    make: Callable[..., ProcessIsolatedStore], region: Region
-) -> None:
+def test_only_parts_inside_the_region_are_not_carried(make: Make, region: Region) -> None:
     store = make()
     message = Message(store._region)
     beyond = memoryview(bytearray(10))
@@ -222,13 +231,12 @@ assert store.size("print") is None
 store.close()
 print("unchanged" if bytes(mapping) == bytes(len(mapping)) else bytes(mapping[:20]))
 """
-    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), *sys.path]))
     command = ["sh", "-c", 'exec "$@" 2>&-', "sh", sys.executable, "-c", code]
-    done = subprocess.run(command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}, check=False)
+    done = subprocess.run(command, stdout=subprocess.PIPE, env=environment(), check=False)
     assert (done.returncode, done.stdout) == (0, b"unchanged\n")
 
 
-def test_get_many_into_the_region(make: Callable[..., ProcessIsolatedStore], region: Region) -> None:
+def test_get_many_into_the_region(make: Make, region: Region) -> None:
     store = make()
     assert isinstance(store, SupportsGetMany)
     for i in range(4):
@@ -246,7 +254,7 @@ def test_get_many_into_the_region(make: Callable[..., ProcessIsolatedStore], reg
     assert trailers[2] == bytes(4096)
 
 
-def test_more_keys_than_a_message_takes(make: Callable[..., ProcessIsolatedStore]) -> None:
+def test_more_keys_than_a_message_takes(make: Make) -> None:
     store = make(n_workers=1)
     for i in range(3):
         store.put(f"f/{i}", as_parts(bytes(i)))
@@ -260,7 +268,7 @@ def test_more_keys_than_a_message_takes(make: Callable[..., ProcessIsolatedStore
 # ---- recipes and what a store can do ---------------------------------------------------------------------------------
 
 
-def test_extras_are_those_of_the_store(make: Callable[..., ProcessIsolatedStore]) -> None:
+def test_extras_are_those_of_the_store(make: Make) -> None:
     local = make()
     assert isinstance(local, SupportsTail)
     assert isinstance(local, SupportsQuarantine)
@@ -272,7 +280,7 @@ def test_extras_are_those_of_the_store(make: Callable[..., ProcessIsolatedStore]
     assert plain.capabilities == Capabilities(exclusive_create=False, shared=False, latency_bound=True)
 
 
-def test_options_arrive_as_they_were(make: Callable[..., ProcessIsolatedStore], tmp_path: Path) -> None:
+def test_options_arrive_as_they_were(make: Make, tmp_path: Path) -> None:
     options = OptionsDataclass(name="ключ", count=3, inner={"a": [1, 2.5, None, True]})
     store = make(PlainStore, root_dir=tmp_path / "x", options=options)
     assert fetch(store, "options", len(repr(options).encode())).decode() == repr(options)
@@ -283,7 +291,7 @@ def test_an_option_that_cannot_be_handed_over_is_named() -> None:
         ProcessIsolatedStore(StoreRecipe.of(LocalStore, clock={"inner": time.time}))
 
 
-def test_the_constructors_error_comes_out(make: Callable[..., ProcessIsolatedStore], tmp_path: Path) -> None:
+def test_the_constructors_error_comes_out(make: Make, tmp_path: Path) -> None:
     (tmp_path / "root").write_text("no folder")
     before = set(psutil.Process().children())
     with pytest.raises(StoreConfigError, match="root_dir"):
@@ -297,7 +305,7 @@ def test_a_module_that_is_not_there() -> None:
 
 
 @pytest.mark.parametrize("kind", ["StoreFullError", "BlobCorruptError", "StoreThrottledError", "StoreError"])
-def test_errors_keep_their_class_key_and_text(make: Callable[..., ProcessIsolatedStore], kind: str) -> None:
+def test_errors_keep_their_class_key_and_text(make: Make, kind: str) -> None:
     with pytest.raises(StoreError) as caught:
         make(PlainStore).put(f"raise/{kind}", as_parts(b""))
     assert type(caught.value).__name__ == kind
@@ -305,12 +313,12 @@ def test_errors_keep_their_class_key_and_text(make: Callable[..., ProcessIsolate
     assert str(caught.value) == f"as told (key 'raise/{kind}')"
 
 
-def test_what_is_no_store_error_becomes_one(make: Callable[..., ProcessIsolatedStore]) -> None:
+def test_what_is_no_store_error_becomes_one(make: Make) -> None:
     with pytest.raises(StoreError, match="ZeroDivisionError"):
         make(PlainStore).put("raise/ZeroDivisionError", as_parts(b""))
 
 
-def test_odd_answers_cost_no_worker(make: Callable[..., ProcessIsolatedStore]) -> None:
+def test_odd_answers_cost_no_worker(make: Make) -> None:
     store = make(OddStore, n_workers=1)
     assert store.put("f/a", as_parts(b"1234")) is True
     assert store.size("f/a") == 4
@@ -344,9 +352,7 @@ def test_a_subclass_of_other_people_arrives_as_what_it_is_one_of() -> None:
 # ---- hangs -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_hung_call_times_out_and_the_next_one_works(
-    make: Callable[..., ProcessIsolatedStore], region: Region
-) -> None:
+def test_a_hung_call_times_out_and_the_next_one_works(make: Make, region: Region) -> None:
     store = make(PlainStore, n_workers=1)
     (victim,) = store.worker_pids
     with deadline(store, 1.0), pytest.raises(StoreTimeoutError) as caught:
@@ -360,7 +366,7 @@ def test_a_hung_call_times_out_and_the_next_one_works(
     assert replacement != victim
 
 
-def test_every_call_has_the_deadline(make: Callable[..., ProcessIsolatedStore], region: Region) -> None:
+def test_every_call_has_the_deadline(make: Make, region: Region) -> None:
     store = make(n_workers=1)
     calls: list[Callable[[], object]] = [
         lambda: store.put("a", [region.block(0)]),
@@ -370,12 +376,12 @@ def test_every_call_has_the_deadline(make: Callable[..., ProcessIsolatedStore], 
         lambda: getattr(store, "get_tail")("a", 1),  # noqa: B009 - an extra
     ]
     for call in calls:
-        wait_for(lambda: bool(store._pool.idle), within_s=WAIT_S_MAX)
+        wait_for_idle(store, 1)
         for pid in store.worker_pids:
             os.kill(pid, signal.SIGSTOP)
         with deadline(store, 1.0), pytest.raises(StoreTimeoutError):
             call()
-    wait_for(lambda: bool(store._pool.idle), within_s=WAIT_S_MAX)
+    wait_for_idle(store, 1)
     os.kill(store.worker_pids[0], signal.SIGSTOP)
     with deadline(store, 1.0):
         (outcome, other) = store.get_many_into([("a", [region.block(0)]), ("b", [region.block(1)])])
@@ -385,7 +391,7 @@ def test_every_call_has_the_deadline(make: Callable[..., ProcessIsolatedStore], 
     assert list_keys(store) == []
 
 
-def test_a_listing_that_hangs(make: Callable[..., ProcessIsolatedStore]) -> None:
+def test_a_listing_that_hangs(make: Make) -> None:
     store = make(PlainStore)
     listing = store.keys("hang")
     assert next(listing).key == "first"
@@ -394,9 +400,7 @@ def test_a_listing_that_hangs(make: Callable[..., ProcessIsolatedStore]) -> None
     assert store.stuck_calls == 0
 
 
-def test_a_listing_whose_worker_does_not_start(
-    make: Callable[..., ProcessIsolatedStore], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_listing_whose_worker_does_not_start(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     store = make(PlainStore, n_workers=1)
     assert store.size("a") is None
     may_start = threading.Event()
@@ -422,7 +426,7 @@ def test_a_listing_whose_worker_does_not_start(
     assert [is_gone(worker.process.pid) for worker in started] == [True, True]  # the first one's, and the last one's
 
 
-def test_a_stuck_call_is_seen(make: Callable[..., ProcessIsolatedStore], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stuck_call_is_seen(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that is not reaped yet, as in state D: the call stays, and is counted."""
     store = make(PlainStore, n_workers=1)
     (worker,) = store._pool.workers
@@ -444,7 +448,7 @@ def test_a_stuck_call_is_seen(make: Callable[..., ProcessIsolatedStore], monkeyp
     assert store.stuck_calls == 0
 
 
-def test_who_waits_for_a_worker_has_a_deadline_too(make: Callable[..., ProcessIsolatedStore]) -> None:
+def test_who_waits_for_a_worker_has_a_deadline_too(make: Make) -> None:
     store = make(PlainStore, n_workers=1)
     with ThreadPoolExecutor(4) as pool, deadline(store, 1.0):
         calls = [pool.submit(store.size, "hang") for _ in range(4)]
@@ -454,7 +458,7 @@ def test_who_waits_for_a_worker_has_a_deadline_too(make: Callable[..., ProcessIs
     assert store.size("a") is None
 
 
-def test_a_store_that_hangs_at_its_start(make: Callable[..., ProcessIsolatedStore], tmp_path: Path) -> None:
+def test_a_store_that_hangs_at_its_start(make: Make, tmp_path: Path) -> None:
     """Known to be one that may come back, it starts without its storage."""
     gate = tmp_path / "hang-at-start"
     gate.touch()
@@ -467,12 +471,10 @@ def test_a_store_that_hangs_at_its_start(make: Callable[..., ProcessIsolatedStor
     assert store.size("a") is None  # from workers that may have begun while it hung
 
 
-def test_a_worker_that_was_just_started_is_the_last_to_be_used(
-    make: Callable[..., ProcessIsolatedStore], tmp_path: Path
-) -> None:
+def test_a_worker_that_was_just_started_is_the_last_to_be_used(make: Make, tmp_path: Path) -> None:
     """It makes its store at its start, which may take longer than a call may."""
     store = make(PlainStore, root_dir=tmp_path, n_workers=2)
-    wait_for(lambda: len(store._pool.idle) == 2, within_s=WAIT_S_MAX)
+    wait_for_idle(store, 2)
     for _ in range(2):  # the calls are the other one's
         taken = store._pool.take(WAIT_S_MAX)
         store.size("a")
@@ -480,7 +482,7 @@ def test_a_worker_that_was_just_started_is_the_last_to_be_used(
     (tmp_path / "hang-at-start").touch()
     with pytest.raises(StoreUnavailableError):
         store.size("die")
-    wait_for(lambda: len(store._pool.idle) == 2, within_s=WAIT_S_MAX)
+    wait_for_idle(store, 2)
     assert store.size("a") is None
     assert store.kills == 1
     (tmp_path / "hang-at-start").unlink()
@@ -489,11 +491,11 @@ def test_a_worker_that_was_just_started_is_the_last_to_be_used(
 # ---- deaths ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_worker_that_dies_idle_costs_no_call(make: Callable[..., ProcessIsolatedStore]) -> None:
+def test_a_worker_that_dies_idle_costs_no_call(make: Make) -> None:
     store = make(n_workers=2)
     store.put("a", as_parts(b"1"))
     for _ in range(5):
-        wait_for(lambda: len(store._pool.idle) == 2, within_s=WAIT_S_MAX)
+        wait_for_idle(store, 2)
         for pid in store.worker_pids:
             os.kill(pid, signal.SIGKILL)
         wait_for(
@@ -502,7 +504,7 @@ def test_a_worker_that_dies_idle_costs_no_call(make: Callable[..., ProcessIsolat
         assert fetch(store, "a", 1) == b"1"
 
 
-def test_a_worker_that_dies_in_a_call(make: Callable[..., ProcessIsolatedStore]) -> None:
+def test_a_worker_that_dies_in_a_call(make: Make) -> None:
     store = make(PlainStore, n_workers=1)
     with pytest.raises(StoreUnavailableError, match="died"):
         store.size("die")
@@ -510,7 +512,7 @@ def test_a_worker_that_dies_in_a_call(make: Callable[..., ProcessIsolatedStore])
     assert store.kills == 1
 
 
-def test_workers_killed_at_random(make: Callable[..., ProcessIsolatedStore], region: Region) -> None:
+def test_workers_killed_at_random(make: Make, region: Region) -> None:
     store = make(n_workers=3)
     for i in range(8):
         region.block(i)[:] = make_data(BLOCK_BYTES, seed=i)
@@ -548,10 +550,10 @@ def test_workers_killed_at_random(make: Callable[..., ProcessIsolatedStore], reg
             assert fetch(store, f"f0/{i}-0", BLOCK_BYTES) == make_data(BLOCK_BYTES, seed=i)
         except BlobNotFoundError:
             pass
-    wait_for(lambda: len(store._pool.idle) == 3, within_s=WAIT_S_MAX)
+    wait_for_idle(store, 3)
 
 
-def test_a_fork_that_lives_does_not_hold_up_the_end(make: Callable[..., ProcessIsolatedStore]) -> None:
+def test_a_fork_that_lives_does_not_hold_up_the_end(make: Make) -> None:
     store = make(close_s=20.0)
     store.put("f/a", [memoryview(b"data")])
     pids = store.worker_pids
@@ -576,18 +578,14 @@ def test_a_fork_that_lives_does_not_hold_up_the_end(make: Callable[..., ProcessI
         os.close(write_end)
 
 
-def test_where_no_worker_can_be_started_it_is_said(
-    make: Callable[..., ProcessIsolatedStore], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_where_no_worker_can_be_started_it_is_said(make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for program in ("", str(tmp_path / "none"), "/bin/false"):
         monkeypatch.setattr(sys, "executable", program)
         with pytest.raises(WorkersUnavailableError):
             make()
 
 
-def test_workers_do_not_see_what_is_hidden_from_them(
-    make: Callable[..., ProcessIsolatedStore], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_do_not_see_what_is_hidden_from_them(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KEYS", "CANARY")
     monkeypatch.setenv("OTHER", "CANARY")
     store = make(hidden_variables=("KEYS",))
@@ -599,9 +597,7 @@ def test_workers_do_not_see_what_is_hidden_from_them(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals_to_the_whole_service_are_the_engines(
-    make: Callable[..., ProcessIsolatedStore], number: signal.Signals
-) -> None:
+def test_signals_to_the_whole_service_are_the_engines(make: Make, number: signal.Signals) -> None:
     """Ctrl-C, and what systemd stops a service with: the engine has stores to finish."""
     store = make()
     store.put("f/a", [memoryview(b"data")])
@@ -625,10 +621,7 @@ while len(store._pool.idle) != 1 or len(store._pool.workers) != 2:
 print(*store.worker_pids, flush=True)
 time.sleep(600)
 """
-    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), *sys.path]))
-    parent = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}
-    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment())
     assert parent.stdout is not None
     pids = [int(pid) for pid in parent.stdout.readline().split()]
     assert len(pids) == 2
@@ -638,7 +631,7 @@ time.sleep(600)
     wait_for(lambda: all(is_gone(pid) for pid in pids), within_s=WAIT_S_MAX)
 
 
-def test_workers_of_an_engine_with_many_open_files(make: Callable[..., ProcessIsolatedStore]) -> None:
+def test_workers_of_an_engine_with_many_open_files(make: Make) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 1200
     if hard != resource.RLIM_INFINITY and hard < wanted:
@@ -657,16 +650,12 @@ def test_workers_of_an_engine_with_many_open_files(make: Callable[..., ProcessIs
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_path_in_sys_path_is_ignored_as_imports_do(
-    make: Callable[..., ProcessIsolatedStore], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_path_in_sys_path_is_ignored_as_imports_do(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [Path("/nowhere"), *sys.path])
     assert make(n_workers=1).put("a", as_parts(b"1"))
 
 
-def test_whatever_hinders_a_start_the_next_one_is_tried(
-    make: Callable[..., ProcessIsolatedStore], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whatever_hinders_a_start_the_next_one_is_tried(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     store = make(n_workers=1)
     store.put("a", as_parts(b"1"))
 
@@ -682,11 +671,11 @@ def test_whatever_hinders_a_start_the_next_one_is_tried(
 
 
 def test_a_failed_start_refuses_nobody_whom_a_living_worker_will_serve(
-    make: Callable[..., ProcessIsolatedStore], monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = make(n_workers=2)
     store.put("a", as_parts(b"1"))
-    wait_for(lambda: len(store._pool.idle) == 2, within_s=WAIT_S_MAX)
+    wait_for_idle(store, 2)
     busy = store._pool.take(WAIT_S_MAX)
     failed = threading.Event()
 
@@ -704,7 +693,7 @@ def test_a_failed_start_refuses_nobody_whom_a_living_worker_will_serve(
         assert call.result(WAIT_S_MAX) == 1
 
 
-def test_the_thread_that_first_called_may_end(make: Callable[..., ProcessIsolatedStore]) -> None:
+def test_the_thread_that_first_called_may_end(make: Make) -> None:
     """PR_SET_PDEATHSIG is about the thread that started the process, which must not be a caller's."""
     made: list[ProcessIsolatedStore] = []
     thread = threading.Thread(target=lambda: made.append(make(PlainStore, n_workers=1)))
@@ -720,7 +709,7 @@ def test_the_thread_that_first_called_may_end(make: Callable[..., ProcessIsolate
     assert made[0].kills == 1
 
 
-def test_a_fork_is_refused(make: Callable[..., ProcessIsolatedStore]) -> None:
+def test_a_fork_is_refused(make: Make) -> None:
     store = make()
 
     def use() -> None:
@@ -734,13 +723,13 @@ def test_a_fork_is_refused(make: Callable[..., ProcessIsolatedStore]) -> None:
 # ---- close, leaks ----------------------------------------------------------------------------------------------------
 
 
-def test_close_with_everything_hung(make: Callable[..., ProcessIsolatedStore]) -> None:
+def test_close_with_everything_hung(make: Make) -> None:
     store = make(PlainStore, n_workers=3, deadline_s=600.0, close_s=1.0)
-    wait_for(lambda: len(store._pool.idle) == 3, within_s=WAIT_S_MAX)
+    wait_for_idle(store, 3)
     pids = store.worker_pids
     with ThreadPoolExecutor(2) as pool:
         calls = [pool.submit(store.size, "hang") for _ in range(2)]
-        wait_for(lambda: len(store._pool.idle) == 1, within_s=WAIT_S_MAX)
+        wait_for_idle(store, 1)
         os.kill(store._pool.idle[0].process.pid, signal.SIGSTOP)
         store.close()
         for call in calls:
@@ -750,9 +739,7 @@ def test_close_with_everything_hung(make: Callable[..., ProcessIsolatedStore]) -
     assert store.stuck_calls == 0
 
 
-def test_close_does_not_wait_for_a_start_that_hangs(
-    make: Callable[..., ProcessIsolatedStore], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_close_does_not_wait_for_a_start_that_hangs(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     store = make(n_workers=1, close_s=0.5)
     may_start, starting = threading.Event(), threading.Event()
     real_start = WorkerProcess.start
@@ -787,11 +774,10 @@ store.size("a")
 
 
 def run_to_its_end(code: str, root_dir: Path) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), *sys.path]))
     return subprocess.run(
         [sys.executable, "-c", ENDING_ENGINE + code, str(root_dir)],
         capture_output=True,
-        env={**os.environ, "PYTHONPATH": path},
+        env=environment(),
         text=True,
         timeout=WAIT_S_MAX,
         check=False,
@@ -819,7 +805,7 @@ print("end")
     assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr
 
 
-def test_close_lets_running_calls_end(make: Callable[..., ProcessIsolatedStore]) -> None:
+def test_close_lets_running_calls_end(make: Make) -> None:
     store = make(PlainStore, n_workers=1, close_s=2 * WAIT_S_MAX)
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(store.size, "slow")
@@ -828,7 +814,7 @@ def test_close_lets_running_calls_end(make: Callable[..., ProcessIsolatedStore])
         assert call.result(WAIT_S_MAX) == 4
 
 
-def test_nothing_leaks(make: Callable[..., ProcessIsolatedStore], region: Region) -> None:
+def test_nothing_leaks(make: Make, region: Region) -> None:
     make(n_workers=1).close()  # what is imported and cached once
     fds, threads = open_fds(), set(threading.enumerate())
     store = make(PlainStore, n_workers=2)
@@ -855,7 +841,7 @@ def test_the_region_is_let_go(tmp_path: Path) -> None:
     os.close(region.fd)
 
 
-def test_listings_are_limited(make: Callable[..., ProcessIsolatedStore]) -> None:
+def test_listings_are_limited(make: Make) -> None:
     store = make(PlainStore)
     listings = [store.keys() for _ in range(LISTINGS_MAX)]
     assert [next(listing).key for listing in listings] == ["first"] * LISTINGS_MAX
@@ -866,7 +852,7 @@ def test_listings_are_limited(make: Callable[..., ProcessIsolatedStore]) -> None
     assert next(store.keys()).key == "first"
 
 
-def test_a_worker_imports_little(make: Callable[..., ProcessIsolatedStore]) -> None:
+def test_a_worker_imports_little(make: Make) -> None:
     store = make(PlainStore, n_workers=1)
 
     def modules() -> set[str]:
