@@ -2,8 +2,8 @@
 
 ``lookup`` never waits: the first question about a key is queued and answered None; ``flush``, at the end of each
 scheduler step, hands all questions of the step to a probe thread as one batch; a later ``lookup`` finds the answer.
-"Asked" is no state to stay in: a question that is not answered within the deadline, counted from when it was handed
-over, is answered "absent", and one that waits as long for the step's end is handed over before it.
+No key stays "asked": a question that is not answered within the deadline, counted from its hand-over, is answered
+"absent", and one that has waited as long for the step's end is handed over before that.
 
 Who owns what: the scheduler's thread owns both tables and calls everything public. Probe threads see only the batch
 they were handed and put their answers into a SimpleQueue. There is no lock.
@@ -24,7 +24,7 @@ from tiers.keys import OffloadKey
 
 logger = logging.getLogger(__name__)
 
-FAILED_S_MIN = 1.0  # how long a block is absent whose load failed, at least
+FAILED_S_MIN = 1.0  # a block whose load failed is absent for so long at least
 
 #: Answers parallel to the keys: True present, False absent, None could not be asked (counts as absent).
 Probe = Callable[[Sequence[OffloadKey]], Sequence[bool | None]]
@@ -36,14 +36,14 @@ class LookupOptions:
 
     Attributes:
         threads: probe threads; more than one, so that a stuck probe does not stop all admissions.
-        deadline_s: a question that a probe has had for longer is answered "absent".
+        deadline_s: how long a probe may have a question before the answer is "absent".
         present_ttl_s: how long a positive answer is believed. Short enough to notice another host's collector.
-        absent_ttl_s: how long a negative answer is believed. Short, because another replica may store the block. Either
-            is believed for ``deadline_s`` at least: a request needs the answers to all its keys at once. A failed load
-            is for ``FAILED_S_MIN``.
+        absent_ttl_s: how long a negative answer is believed. Short, because another replica may store the block. Any
+            answer is believed for ``deadline_s`` at least, because a request needs those to all its keys at once; a
+            failed load makes its block absent for ``FAILED_S_MIN`` at least.
         keys_max: cached answers of each kind.
-        batch_keys_max: keys in one probe; a larger step is split over the threads. It is answered as a whole, and where
-            a key takes 0.6 ms (three lookups on NFS) 1,024 take longer than they may.
+        batch_keys_max: keys in one probe; a larger step is split over the threads. A probe is answered as a whole, and
+            at 0.6 ms a key (three lookups on NFS) 1,024 keys would miss the deadline.
     """
 
     threads: int = 2
@@ -56,9 +56,13 @@ class LookupOptions:
 
 @dataclass(slots=True)
 class LookupCounts:
-    """Definite answers since the last ``take_counts``; hits and misses count probed answers, not cache reads.
+    """Answers since the last ``take_counts``.
 
-    Late ones are to questions that expired or were overruled meanwhile. Failed ones could not be asked.
+    Attributes:
+        hits, misses: as the storage answered; what was read from the cache is not counted.
+        failed: keys that the storage could not be asked for.
+        expired: questions that were not answered in time.
+        late: answers to questions that had expired or been overruled.
     """
 
     hits: int = 0
@@ -87,10 +91,10 @@ class AsyncLookup:
         self._probe = probe
         self._options = options
         self._clock = clock
-        # key -> (present, believed until). OrderedDict, not dict: a plain one that loses its first entries walks over
-        # their graves each time, 15 to 63 ms a step where the cache is full.
+        # key -> (present, believed until). OrderedDict: to find its first entry, a dict walks over the places of those
+        # that were removed before, 15 to 63 ms a step where the cache is full.
         self._answers: OrderedDict[OffloadKey, tuple[bool, float]] = OrderedDict()
-        self._doubted_until = float("-inf")  # positive answers that would be believed until then came before a doubt
+        self._doubted_until = float("-inf")  # a positive answer believed until before this is older than a doubt
         self._asked: dict[OffloadKey, float] = {}  # key -> handed to a probe at; infinite while it is in _batch
         self._batch: list[OffloadKey] = []
         self._batch_since = 0.0  # when its first question came
@@ -120,13 +124,13 @@ class AsyncLookup:
             self._batch.append(key)
             return None
         if asked_at == math.inf:
-            # Many requests ask for one prefix in a step that takes long, and not every engine tells of its steps' ends.
+            # A step may take long, and not every engine tells when it ends.
             if now - self._batch_since >= self._options.deadline_s:
                 self.flush()
             return None
         if now - asked_at < self._options.deadline_s:
             return None
-        # Forgotten here, so that the late reply is not believed: a load may have failed in between.
+        # Forgotten, so that the late reply is not believed: a load may have failed meanwhile.
         del self._asked[key]
         self._counts.expired += 1
         self._record(key, False, now)
@@ -147,25 +151,25 @@ class AsyncLookup:
             self._questions.put((keys[start : start + size], now))
 
     def mark(self, keys: Iterable[OffloadKey], *, present: bool, rest_s: float = FAILED_S_MIN) -> None:
-        """What a finished store or a failed load taught us; overrules any answer on its way.
+        """Note what a finished store or a failed load has shown; it overrules answers on their way.
 
         Args:
-            rest_s: how long those are absent at least that are not present.
+            rest_s: how long keys that are not present stay so at least.
         """
         now = self._clock()
         for key in keys:
             self._asked.pop(key, None)
-            # Or a block that is there and cannot be read would be loaded again and again.
+            # With a minimum, or a block that is there and cannot be read would be loaded again and again.
             self._record(key, present, now, ttl_s_min=0.0 if present else rest_s)
 
     def forget(self, keys: Iterable[OffloadKey]) -> None:
-        """Believe nothing known of these keys any more: the next question is asked."""
+        """Forget what is known of these keys: the storage is asked again."""
         for key in keys:
-            self._asked.pop(key, None)  # an answer on its way is older than what was removed
+            self._asked.pop(key, None)  # an answer on its way may be older than the removal
             self._answers.pop(key, None)
 
     def doubt(self) -> None:
-        """Believe nothing known to be present any more: whether the storage answers at all is to be seen anew."""
+        """Believe no positive answer from before any more: the storage may not answer at all now."""
         self._doubted_until = self._clock() + max(self._options.deadline_s, self._options.present_ttl_s)
 
     def take_counts(self) -> LookupCounts:
@@ -174,7 +178,7 @@ class AsyncLookup:
         return counts
 
     def shutdown(self, timeout_s: float) -> bool:
-        """End the threads. False: some are stuck in a probe (they are daemons and touch no slots)."""
+        """End the threads. False: some are stuck in a probe; they are daemons, and touch no slots."""
         for _ in self._threads:
             self._questions.put(None)
         deadline = self._clock() + timeout_s
@@ -212,7 +216,7 @@ class AsyncLookup:
                     self._record(key, False, now)
                 continue
             for key, present in zip(keys, found, strict=True):
-                # Only the question that this reply answers: an expired or overruled one was forgotten.
+                # Else this reply is to a question that has expired or was overruled.
                 if self._asked.get(key) != asked_at:
                     counts.late += present is not None
                     continue

@@ -1,15 +1,15 @@
 """DualQueueThreadPool: loads before stores, bounded, every job reported exactly once.
 
-A job is a list of tasks; a task is a batch of blocks, not one block: a task costs a queue hop and a GIL hand-over, and
-one block a task was measured at half the throughput and 70 ms stalls of the main thread (a GIL convoy).
+A job is a list of tasks. A task is a batch of blocks, because each costs a queue hop and a GIL hand-over: one block a
+task was measured at half the throughput, with 70 ms stalls of the main thread (a GIL convoy).
 
-Some threads prefer reads, the others prefer writes; each takes from the other queue when its own is empty, so none of
-them idles while anything waits and stores can never starve loads, nor loads stores. A task of stores may take seconds
-on a slow disk, and all of them may be at one: some more threads take nothing but reads.
+Some threads take reads first, the others writes first, and each turns to the other queue when its own is empty: no
+thread idles while anything waits, and neither kind starves the other. On a slow disk, tasks of stores may keep all of
+these threads for seconds; further threads take reads only.
 
-Who owns what: one owner thread (the scheduler's) calls submit, get_finished, wait_idle and shutdown and owns the job
-table. Workers own only the task they hold. Between them are deques and SimpleQueues, whose operations are atomic in
-CPython; there is no lock that a worker could hold while the scheduler waits for it.
+Who owns what: one thread (the scheduler's) calls submit, get_finished, wait_idle and shutdown, and owns the job table.
+A worker owns the task it holds. Between them are deques and SimpleQueues, whose operations are atomic in CPython: there
+is no lock that a worker could hold while the scheduler waits for it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Cancelled(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FinishedJob(Generic[T]):
-    """A job all of whose tasks ended.
+    """A job whose tasks have all ended.
 
     Attributes:
         outcomes: parallel to the submitted tasks: what the task returned, what it raised, or Cancelled.
@@ -68,7 +68,7 @@ class DualQueueThreadPool(Generic[T]):
     Args:
         n_read_threads: threads that prefer reads, at least 1.
         n_write_threads: threads that prefer writes, at least 1.
-        n_read_only_threads: threads beyond these that take no writes, so that a read waits for none that runs.
+        n_read_only_threads: further threads, which take no writes, so that a read need not wait for one to end.
         name: prefix of the threads' names.
         jobs_max: jobs in flight, not yet returned by get_finished, beyond which writes are refused.
         cost_max: sum of the costs (the caller's unit, such as bytes) of writes in flight.
@@ -95,13 +95,13 @@ class DualQueueThreadPool(Generic[T]):
         self._cost = 0
         self._reads: deque[_Task[T]] = deque()
         self._writes: deque[_Task[T]] = deque()
-        # One token a task, or a thread's marching orders at shutdown. Blocks in C, so idle threads cost nothing.
+        # A token for each task, and for each thread at shutdown. Waiting is a call in C: idle threads cost nothing.
         self._tokens: SimpleQueue[None] = SimpleQueue()
-        self._read_tokens: SimpleQueue[None] = SimpleQueue()  # a second one of a read, for the threads for reads only
+        self._read_tokens: SimpleQueue[None] = SimpleQueue()  # a read's second token, for the read-only threads
         self._ended: SimpleQueue[tuple[_Task[T], T | BaseException, float]] = SimpleQueue()
         self._finished: list[FinishedJob[T]] = []
         self._closing = False
-        # Slot i is written by thread i only: the task it is in.
+        # The task that thread i runs; only that thread writes slot i.
         self._current: list[_Task[T] | None] = [None] * (n_read_threads + n_write_threads + n_read_only_threads)
         seats = iter(range(len(self._current)))
         self._threads = [
@@ -119,7 +119,7 @@ class DualQueueThreadPool(Generic[T]):
     def submit(self, job_id: int, tasks: Sequence[Callable[[], T]], *, is_read: bool, cost: int = 0) -> None:
         """Queue a job. A job without tasks is finished at once.
 
-        Reads are not limited: the slots that they fill limit them. To refuse one would be a miss of what is there.
+        Reads are not limited: the region's slots bound them, and a read that is refused is a miss of what is there.
 
         Raises:
             QueueFullError: a limit is reached by a write, or the pool is closed; nothing was queued.
@@ -163,18 +163,18 @@ class DualQueueThreadPool(Generic[T]):
         return len(self._jobs)
 
     def longest_running_s(self) -> float:
-        """How long the task that has been running longest has been; 0 where none runs."""
+        """For how long the oldest running task has run; 0 where none runs."""
         started = [task.started_at for task in self._current if task is not None]
         return self._clock() - min(started) if started else 0.0
 
     def cancel_late(self, older_than_s: float) -> None:
-        """Cancel what no thread has begun, of jobs that were submitted longer ago: where all hang, none will."""
+        """Cancel tasks of older jobs that no thread has begun: where all threads hang, none ever would."""
         limit = self._clock() - older_than_s
         for queue in (self._reads, self._writes):
             while (task := _take(queue)) is not None:
                 if task.job.submitted_at > limit:
                     queue.appendleft(task)
-                    self._wake_one(queue)  # a thread may have looked meanwhile, and found nothing
+                    self._wake_one(queue)  # a thread may have looked while it was out of the queue
                     break
                 self._account(task, Cancelled(), self._clock())
 
@@ -195,8 +195,8 @@ class DualQueueThreadPool(Generic[T]):
         """Cancel what waits, wait for what runs, end the threads. Idempotent.
 
         Returns:
-            True when no thread runs any more. Otherwise some are stuck in a task; their jobs are not finished, because
-            a stuck task may still touch its slots, and are reported if it ever ends.
+            True when no thread runs any more. Otherwise some are stuck in a task, which may still touch its slots: its
+            job is reported if it ever ends.
         """
         self._closing = True
         for queue in (self._reads, self._writes):
@@ -235,12 +235,12 @@ class DualQueueThreadPool(Generic[T]):
         while True:
             tokens.get()
             task = _take(own) or _take(other)
-            while task is None and (own or other):  # one came between the two looks; another thread has its token
+            while task is None and (own or other):  # a task came between the two looks; its token is another thread's
                 task = _take(own) or _take(other)
             if task is None:
                 if self._closing:
                     return
-                continue  # a token whose task was cancelled, or taken by who had its other token
+                continue  # the token's task was cancelled, or taken with its other token
             task.started_at = self._clock()
             self._current[seat] = task
             outcome: T | BaseException
