@@ -1,19 +1,19 @@
 """Store: what a tier keeps its blobs in. Read this first.
 
-A Store is a flat, thread-safe map from a key to one immutable blob. It knows one storage and nothing else: not
-models, not seals, not jobs. Six methods are the whole of it; everything a store can do beyond that is a small
-Protocol that callers ask for with isinstance and can live without.
+A Store is a flat, thread-safe map from a key to one immutable blob. It knows one storage and nothing else: no models,
+no seals, no jobs. It has six methods; whatever else a store can do is a small Protocol, which callers ask for with
+isinstance and can do without.
 
-Rules for every store. The contract suite, ``tiers.testing.contract``, tests each but that parts are not joined, which
-shows in memory and time alone:
+Rules for every store. The contract suite, ``tiers.testing.contract``, tests all but one: that parts are not joined
+shows in memory and time only.
 
 - Blocking calls. Concurrency belongs to the caller, who brings the threads.
 - A blob becomes visible whole or not at all, to every reader, also when the writer dies.
 - Every operation is idempotent: doing it twice is doing it once.
 - Only ``StoreError`` and its subclasses come out.
 - The bytes of ``parts`` go from and to the caller's memory; they are never joined into one buffer first.
-- Parts are lent for a call: a put writes nothing into them, and none is held after a call, also not by one that failed.
-- Nothing that was once true of a key is remembered: what another handle changed is seen once the storage shows it.
+- Parts are lent for a call: a put does not write into them, and no call keeps one, whether it succeeds or fails.
+- Nothing about a key is remembered: what another handle changed is seen as soon as the storage shows it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from tiers.errors import InvalidKeyError, StoreError
 KEY_LENGTH_MAX = 1024  # S3's limit, in bytes
 KEY_PART_LENGTH_MAX = 255  # NAME_MAX of every common file system, in bytes
 
-# Components of printable characters, joined by single slashes. No control characters, no backslash, and no leading dot:
-# dot names are a store's own; this also bars "." and "..". One pattern, because every call of every store pays for it.
+# Components joined by single slashes, without control characters, backslash or a leading dot. (Dot names are a store's
+# own; this bars "." and "..", too.) One pattern, because every call of every store pays for it.
 _KEY = re.compile(r"(?!\.)[^\x00-\x1f\x7f/\\]+(?:/(?!\.)[^\x00-\x1f\x7f/\\]+)*")
 
 
@@ -38,7 +38,7 @@ _KEY = re.compile(r"(?!\.)[^\x00-\x1f\x7f/\\]+(?:/(?!\.)[^\x00-\x1f\x7f/\\]+)*")
 class KeyInfo:
     """One listed blob: its key, its size in bytes and its last change in Unix seconds, by the storage's clock.
 
-    Changed is what was put or touched; asking and reading change nothing.
+    Only a put and a touch change it; asking and reading do not.
     """
 
     key: str
@@ -51,11 +51,11 @@ class Capabilities:
     """What a store's storage can and cannot do, as data.
 
     Attributes:
-        exclusive_create: of many concurrent ``put(overwrite=False)`` of one key exactly one publishes, also among
-            processes and hosts. Where False the last one wins, which for content-addressed blobs is the same bytes.
+        exclusive_create: of concurrent ``put(overwrite=False)`` of one key exactly one publishes, also between
+            processes and hosts. False: the last one wins, which is harmless where the key says what the bytes are.
         shared: other processes see what is put.
-        latency_bound: an operation's cost is mostly waiting (a network), so callers give each blob its own task
-            and bring more threads than cores. False: mostly copying, so callers batch blobs and bring few threads.
+        latency_bound: an operation mostly waits (for a network): callers give each blob its own task and bring more
+            threads than cores. False: it mostly copies, and callers bring few threads with batches of blobs.
     """
 
     exclusive_create: bool
@@ -73,7 +73,7 @@ class Store(ABC):
     #: What this storage can do. A class attribute or set in the constructor.
     capabilities: Capabilities
 
-    #: Its folders have vLLM's names, and files say which engines' blocks are in one (``format: vllm-raw``).
+    #: Folders are named by vLLM, and files in one say which engines' blocks it holds (``format: vllm-raw``).
     shares_folders: bool = False
 
     @abstractmethod
@@ -81,16 +81,16 @@ class Store(ABC):
         """Publish the joined parts under ``key``.
 
         # Behavior
-        - ``overwrite=False``: publishes only if ``key`` is absent; already there is success and changes nothing. What
-          is there may be anything, also no blob: who must know looks at it.
-        - ``overwrite=True``: replaces what is there in one step; readers see the old blob or the new one, and never
-          none (but where the file system itself moves an open file aside first, as NFS and libfuse do).
+        - ``overwrite=False``: publishes only if ``key`` is absent. If something is there already, be it a blob or not,
+          it stays, and that is success.
+        - ``overwrite=True``: replaces what is there in one step; readers see the old blob or the new one, never none
+          (except where the file system moves an open file aside first, as NFS and libfuse do).
         - On error nothing is visible under ``key`` that was not there before.
         - The parts may change only after the call has returned.
 
         Returns:
-            False: something was there already and stays. True: published. A storage that cannot tell the two apart
-            (after a lost acknowledgement, say) may return either.
+            True: published. False: something was there already. Where a storage cannot tell (after a lost
+            acknowledgement, say), either.
 
         Raises:
             StoreError: nothing was published (or, where an acknowledgement was lost, it was published whole).
@@ -101,8 +101,8 @@ class Store(ABC):
         """Fill the parts with the blob, in order.
 
         # Behavior
-        - The blob's size must be the parts' joined size; any other size is BlobCorruptError and, where the
-          storage can tell beforehand, no byte of the parts is touched.
+        - A blob of another size than the parts' joined size is BlobCorruptError, and where the storage can tell
+          beforehand, no byte of the parts is touched.
         - After an error the parts' content is undefined.
         - Something under the key that is no blob (a folder, a symlink, a device) is BlobCorruptError.
 
@@ -113,11 +113,11 @@ class Store(ABC):
 
     @abstractmethod
     def size(self, key: str) -> int | None:
-        """The blob's size in bytes, or None when there is no blob under ``key``; a folder of other keys is none."""
+        """The blob's size in bytes; None where ``key`` has no blob. A folder of other keys is no blob."""
 
     @abstractmethod
     def delete(self, key: str) -> None:
-        """Remove the blob and no other, whatever its key begins with. An absent key is success."""
+        """Remove this blob, and none whose key only begins so. An absent key is success."""
 
     @abstractmethod
     def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
@@ -141,11 +141,11 @@ class Store(ABC):
 class SupportsSizeMany(Protocol):
     """A store that answers many ``size`` questions for less than one by one.
 
-    Here as in the next two, "many" has no limit: what the storage takes in one request is the store's affair.
+    Here and in the next two, "many" has no limit: the store splits what its storage does not take in one request.
     """
 
     def size_many(self, keys: Sequence[str]) -> list[int | Exception | None]:
-        """Sizes parallel to ``keys``; a key that could not be asked has its StoreError in its place."""
+        """Sizes parallel to ``keys``; for a key that could not be asked for, its StoreError."""
         ...
 
 
@@ -173,27 +173,27 @@ Look = Callable[[int, memoryview], None]
 
 @runtime_checkable
 class SupportsPieces(Protocol):
-    """A store that moves bytes piece by piece and lets its caller look at each while it is in the core's cache.
+    """A store that moves bytes piece by piece and shows its caller each while it is in the core's cache.
 
-    Made for checksums: a large blob is read from memory once then, not twice. The pieces come in order, joined they
-    are the parts, and none spans two of these. A store that must begin again begins at offset 0 again. What ``look``
-    raises comes out, and nothing is published.
+    For checksums: a large blob is then read from memory once, not twice. The pieces come in order, are the parts when
+    joined, and none spans two parts. A store that begins again does so at offset 0. What ``look`` raises comes out, and
+    nothing is published.
     """
 
     def put_pieces(self, key: str, parts: Sequence[memoryview], look: Look, *, overwrite: bool = False) -> bool:
-        """As ``put``. Each piece is looked at before it is read; ``look`` may fill what comes behind it, so that a
-        blob may end with the checksum of its bytes. Where something is there already there may be no look.
+        """As ``put``. Each piece is shown before it is read, and ``look`` may fill what comes after it: so a blob can
+        end with the checksum of its bytes. Where something is there already, nothing need be shown.
         """
         ...
 
     def get_pieces_into(self, key: str, parts: Sequence[memoryview], look: Look) -> None:
-        """As ``get_into``. Each piece is looked at when it was filled."""
+        """As ``get_into``. Each piece is shown once it is filled."""
         ...
 
 
 @runtime_checkable
 class SupportsTail(Protocol):
-    """A store that reads a blob's end without its rest: how a writer checks that a stored block has a good trailer."""
+    """A store that reads a blob's end alone: so a writer checks that a stored block has a good trailer."""
 
     def get_tail(self, key: str, length: int) -> tuple[int, bytes] | None:
         """The blob's size and its last ``min(length, size)`` bytes; None when there is no blob under ``key``.
@@ -206,22 +206,22 @@ class SupportsTail(Protocol):
 
 @runtime_checkable
 class SupportsQuarantine(Protocol):
-    """A store that can move a bad blob aside, out of every key, where an operator can still look at it."""
+    """A store that can move a bad blob aside: no key has it any more, and an operator can still look at it."""
 
     def quarantine(self, key: str) -> None:
         """Move what is stored under ``key`` aside, so that the key is absent. An absent key is success.
 
-        Keys that only begin alike stay.
+        Keys that only begin so stay.
         """
         ...
 
 
 @runtime_checkable
 class SupportsPrepare(Protocol):
-    """A store whose first call does something that later ones need not, such as making a client."""
+    """A store whose first call does something once for all, such as making a client."""
 
     def prepare(self) -> None:
-        """Do that now, without asking the storage. Raises nothing: what fails is for the first call to report."""
+        """Do that now, without asking the storage. Raises nothing: the first call reports what failed."""
         ...
 
 
@@ -236,13 +236,13 @@ class SupportsTouch(Protocol):
 
 @runtime_checkable
 class SupportsSweep(Protocol):
-    """A store that keeps things of its own beside the blobs: what writers left that died, and bad blobs."""
+    """A store that keeps things of its own beside the blobs: what dead writers left, and bad blobs."""
 
     def sweep(self, quarantine_s_max: float) -> int:
-        """Remove what dead writers left and what has been in quarantine for so long; 0: all of it. No blob.
+        """Remove what dead writers left, and what has been in quarantine for so long (0: all of that); no blob.
 
         Returns:
-            Bytes of what is still there.
+            Bytes of the store's own things that are still there.
         """
         ...
 
@@ -280,7 +280,7 @@ def check_key(key: str) -> str:
             "without control characters or backslash",
             key=key,
         )
-    # Cheap exact test for the usual key (ASCII and short), byte lengths only where they can matter.
+    # Byte lengths are counted only where they can matter: the usual key is ASCII and short.
     if len(key) > KEY_PART_LENGTH_MAX or not key.isascii():
         try:
             raw = key.encode()
@@ -296,7 +296,7 @@ def check_key(key: str) -> str:
 def parts_size(parts: Sequence[memoryview]) -> int:
     """Joined size of parts in bytes."""
     size = 0
-    for part in parts:  # twice as fast as a sum of a generator, and asked three times a block
+    for part in parts:  # twice as fast as sum() of a generator; called three times a block
         size += part.nbytes
     return size
 
@@ -310,7 +310,7 @@ def sizes_of(
     """As ``SupportsSizeMany.size_many``.
 
     Args:
-        kept: asked one by one, the errors that do not end the asking.
+        kept: errors of single questions that are answers and do not end the asking.
     """
     if isinstance(store, SupportsSizeMany):
         yield from store.size_many(keys)
