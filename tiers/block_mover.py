@@ -1,7 +1,7 @@
 """BlockMover: what a tier's threads do with a batch of blocks: seal and put, get and verify, ask.
 
-Bytes go straight between the region's slots and the store: nothing here copies, joins or keeps a block, save that a
-block which is stored encrypted is encrypted into its thread's buffer.
+Bytes go straight between the region's slots and the store. Nothing here copies, joins or keeps a block, except that a
+block to be encrypted is encrypted into its thread's buffer.
 """
 
 from __future__ import annotations
@@ -31,32 +31,34 @@ from tiers.store import Store, SupportsGetMany, SupportsPieces, SupportsTail, pu
 
 logger = logging.getLogger(__name__)
 
-#: Larger blocks are checksummed piece by piece while they move. Measured on one core, ext4, of the speed of plain
-#: preadv: 0.65 whole and in pieces at 2 MiB, 0.68 and 0.74 at 4 MiB, 0.63 and 0.75 at 16 MiB.
+#: Blocks from this size on are checksummed piece by piece while they move. Speed on one core and ext4, as a share of
+#: plain preadv's, whole and in pieces: 0.65 and 0.65 at 2 MiB, 0.68 and 0.74 at 4 MiB, 0.63 and 0.75 at 16 MiB.
 PIECEWISE_BYTES_MIN = 4 << 20
 SAY_EVERY_S = 60.0
-_OF_ONE_BLOCK = (StoreUnavailableError, StorePermissionError)  # perhaps
+_OF_ONE_BLOCK = (StoreUnavailableError, StorePermissionError)  # errors that may be one block's alone
 
 
 @dataclass(slots=True)
 class Batch:
-    """What a task did: counted on a worker thread, booked on the scheduler's."""
+    """What a task did; filled by a worker thread, booked by the scheduler's."""
 
     succeeded: list[OffloadKey] = field(default_factory=list)
-    found: list[OffloadKey] = field(default_factory=list)  # of a store: of those that succeeded, what was there before
-    gone: list[OffloadKey] = field(default_factory=list)  # of a load: not there, or not the block it should be
-    unreadable: list[OffloadKey] = field(default_factory=list)  # of a load: an error, perhaps of this block alone
+    found: list[OffloadKey] = field(default_factory=list)  # of a store: those of succeeded that were there before
+    gone: list[OffloadKey] = field(default_factory=list)  # of a load: absent, or not the block it should be
+    unreadable: list[OffloadKey] = field(
+        default_factory=list
+    )  # of a load: failed by an error that may be the block's alone
     bytes_moved: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
     verify_failures: Counter[str] = field(default_factory=Counter)
     healed: int = 0
     quarantined: int = 0
-    perhaps_stored: int = 0  # of what failed: a retryable error may be a lost acknowledgement
+    perhaps_stored: int = 0  # failed blocks that may be there: a retryable error may be a lost acknowledgement
     fault: str = ""  # the last error that says something about the storage's health
 
     def add(self, other: Batch) -> None:
-        """Take over what another one has."""
+        """Add another one's to this."""
         for each in fields(self):
             mine, theirs = getattr(self, each.name), getattr(other, each.name)
             setattr(self, each.name, theirs or mine if each.name == "fault" else mine + theirs)
@@ -69,15 +71,15 @@ class BlockMover:
         name: the tier's, for logs.
         name_prefix: of the blocks' names in the store; see ``tiers.file_mapper.block_name``.
         rows: the region.
-        clock: seconds, monotonic; the deadlines are its.
-        warn: takes what an operator should read.
-        say: takes what only an operator can mend; by default ``warn`` does, at most once a minute.
+        clock: seconds, monotonic; deadlines are by this clock.
+        warn: called with what an operator should read.
+        say: called with what only an operator can mend; by default ``warn``, at most once a minute.
 
     Attributes:
-        cut: set by the scheduler's thread: why every block that has not begun fails, so that a dead tier's backlog goes
-            at once; "" where none does.
-        removes_bad: bad blocks are moved aside or deleted.
-        unreadable: blocks that a store replaces though they look good: their last load failed.
+        cut: set by the scheduler's thread so that a dead tier's backlog ends at once: why all blocks fail that have not
+            begun; "" lets them begin.
+        removes_bad: whether bad blocks are moved aside or deleted.
+        unreadable: blocks that a store replaces though they look good, because their last load failed.
     """
 
     removes_bad = True
@@ -97,7 +99,7 @@ class BlockMover:
         self.name = name
         self.store = store
         self.cut = ""
-        self._say_at = float("-inf")  # the next warning; threads that race for it warn twice
+        self._say_at = float("-inf")  # when to warn next; threads that race may warn twice
         # Asked once: isinstance of a protocol looks every method up, 4 µs a block.
         self._tails = store if isinstance(store, SupportsTail) else None
         self._gets_many = store if isinstance(store, SupportsGetMany) else None
@@ -112,7 +114,7 @@ class BlockMover:
 
     @property
     def row_bytes(self) -> int:
-        """Of a block."""
+        """Bytes of a block."""
         return self._rows.row_bytes
 
     def batch_blocks(self, *, is_load: bool) -> tuple[float, float]:  # noqa: ARG002
@@ -120,7 +122,7 @@ class BlockMover:
         return 0, math.inf
 
     def store_batch(self, pairs: Iterable[tuple[OffloadKey, int]], deadline: float) -> Batch:
-        """Store the blocks that are not there in good order. ``deadline`` is for beginning one."""
+        """Store the blocks that are not there in good order. None is begun after ``deadline``."""
         batch = Batch()
         for key, block in pairs:
             if self._is_late(deadline, batch):
@@ -130,11 +132,11 @@ class BlockMover:
             except StoreError as e:
                 self._note("store", e)
                 batch.errors[type(e).__name__] += 1
-                if e.retryable:  # not: a full or read-only storage, from which blocks can still be loaded
+                if e.retryable:  # a full or read-only storage is no fault: blocks can still be loaded
                     batch.fault = str(e)
                     batch.perhaps_stored += 1
                 outcome = "failed"
-            except SealError as e:  # the slot changed while it was encrypted
+            except SealError as e:  # the slot was changed while it was encrypted
                 batch.verify_failures[e.reason] += 1
                 outcome = "failed"
             batch.outcomes[outcome] += 1
@@ -149,7 +151,7 @@ class BlockMover:
     def _store_one(self, key: OffloadKey, row: memoryview, batch: Batch) -> str:
         """Store one block if it is not there in good order; returns the outcome."""
         name = block_name(self._name_prefix, key)
-        # Put first, look afterwards: most blocks of a store job are new, and a look costs as much as a small put.
+        # Put first and look only then: most blocks are new, and a look costs as much as a small put.
         published = self._put(name, key, row, overwrite=False)
         if published:
             return "moved"
@@ -157,7 +159,7 @@ class BlockMover:
         try:
             self._check_stored(key, name)
             if not overwrite:
-                return "already_stored" if published is False else "moved"  # None: a store of others that does not say
+                return "already_stored" if published is False else "moved"  # None: a store that does not say
         except BlobNotFoundError:
             overwrite = False  # deleted between the two
         except _OF_ONE_BLOCK:
@@ -168,7 +170,7 @@ class BlockMover:
             overwrite = True
         except SealError as e:
             batch.verify_failures[e.reason] += 1
-            if e.foreign:  # perhaps a newer writer's good block: never replaced
+            if e.foreign:  # perhaps a newer version's good block, which is never replaced
                 batch.errors["ForeignBlock"] += 1
                 return "failed"
             overwrite = True
@@ -190,7 +192,7 @@ class BlockMover:
         return self._pieces.put_pieces(name, (row, memoryview(trailer)), look, overwrite=overwrite)
 
     def _check_stored(self, key: OffloadKey, name: str) -> None:
-        """Look at size and trailer of what is there; at the size alone where the store cannot read an end by itself."""
+        """Check size and trailer of what is there; the size alone where the store cannot read a blob's end."""
         if self._tails is not None:
             size, tail = self._tails.get_tail(name, TRAILER_BYTES) or (None, b"")
         else:
@@ -212,7 +214,7 @@ class BlockMover:
         return True
 
     def load_batch(self, pairs: Iterable[tuple[OffloadKey, int]], deadline: float) -> Batch:
-        """Fill slots with verified blocks. ``deadline`` is for beginning one."""
+        """Fill slots with verified blocks. None is begun after ``deadline``."""
         batch = Batch()
         if self._gets_many is not None:
             pairs = self._load_many(self._gets_many, pairs, deadline, batch)
@@ -231,7 +233,7 @@ class BlockMover:
     def _load_many(
         self, store: SupportsGetMany, pairs: Iterable[tuple[OffloadKey, int]], deadline: float, batch: Batch
     ) -> list[tuple[OffloadKey, int]]:
-        """Load a batch with one call; returns what was found bad and must be looked at one by one."""
+        """Load a batch with one call; returns what was bad, to be loaded once more one by one."""
         pairs = [pair for pair in pairs if not self._is_late(deadline, batch)]
         trailers = [bytearray(TRAILER_BYTES) for _ in pairs]
         requests = [
@@ -243,7 +245,7 @@ class BlockMover:
         as_a_whole = False
         try:
             outcomes = store.get_many_into(requests)
-        except StoreError as e:  # of the call: a layer refuses it, say
+        except StoreError as e:  # of the whole call: a layer may refuse it
             outcomes, as_a_whole = [e] * len(requests), True
         for (key, block), trailer, error in zip(pairs, trailers, outcomes, strict=True):
             try:
@@ -261,14 +263,14 @@ class BlockMover:
                 self._book_load(key, True, batch)
                 continue
             self._book_load(key, False, batch)
-        # What was raised here knows this frame, and so the rows: a region could not be unmapped before the next gc.
+        # A raised error refers to this frame and so to the rows: the region could not be unmapped before the next gc.
         outcomes, error = [], None
         return suspect
 
     def _load_one(self, key: OffloadKey, row: memoryview, trailer: bytearray, batch: Batch) -> bool:
         name = block_name(self._name_prefix, key)
         failure: SealError | BlobCorruptError | None = None
-        for _ in range(2):  # twice: a torn page cache and a blob replaced under the reader happen once
+        for _ in range(2):  # a torn page, or a blob that is replaced under its reader, is read well the second time
             try:
                 seen = None
                 if self._pieces is None:
@@ -294,13 +296,13 @@ class BlockMover:
         batch.gone.append(key)
         foreign = isinstance(failure, SealError) and failure.foreign
         removed = not foreign and self._quarantine(name, batch)
-        # What stays is found bad by every request for it.
+        # A block that stays is found bad by every request for it.
         tell = self._warn if removed else self._say
         tell(f"tier {self.name}: {name} is not the block it should be ({failure})")
         return False
 
     def _others_block_at(self, name: str) -> SealError | None:
-        """What to say of a block of another size that is good for another engine."""
+        """The error for a block of another size that is good for another engine; None where it is none."""
         try:
             found = None if self._tails is None else self._tails.get_tail(name, TRAILER_BYTES)
         except StoreError:
@@ -315,7 +317,7 @@ class BlockMover:
             put_aside(self.store, name)
             batch.quarantined += 1
             return True
-        except StoreError as e:  # it stays a miss; the next load tries again
+        except StoreError as e:  # the block stays a miss, and the next load tries again
             self._note("quarantine", e)
             batch.errors[type(e).__name__] += 1
             return False
@@ -378,11 +380,11 @@ class Rows:
         return self._flat[start : start + self.row_bytes]
 
     def release(self) -> None:
-        """Let go of the region, which cannot be unmapped before. Only once no thread can be at a row any more."""
+        """Let go of the region, so that it can be unmapped. Only when no thread can use a row any more."""
         self._flat.release()
 
     def check_ids(self, block_ids: Any) -> list[int]:
-        # By tolist, and not one by one: 512 of numpy's integers are 50 µs on the scheduler's thread.
+        # By tolist: to convert 512 of numpy's integers one by one takes the scheduler's thread 50 µs.
         blocks = list(map(int, block_ids.tolist() if hasattr(block_ids, "tolist") else block_ids))
         if blocks and not (min(blocks) >= 0 and max(blocks) < self.num_rows):
             bad = next(block for block in blocks if not 0 <= block < self.num_rows)

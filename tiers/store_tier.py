@@ -1,7 +1,7 @@
 """StoreTierManager: the one SecondaryTierManager for every Store.
 
-It joins parts that know nothing of each other: FileMapper names a block, Seal proves it, a Store keeps it,
-DualQueueThreadPool brings the threads on which BlockMover moves it, and AsyncLookup says whether it is there.
+It joins parts that know nothing of each other: FileMapper names a block, Seal proves it, a Store keeps it, BlockMover
+moves it on the threads of a DualQueueThreadPool, and AsyncLookup says whether it is there.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from tiers.tracing import JobTrace
 logger = logging.getLogger(__name__)
 
 TASK_BYTES_MIN = 1 << 20  # less is not worth another thread's wake-up
-REMOVED_KEYS_PER_STEP_MAX = 1024  # a scheduler step is not held up by what a collector did
-DOUBT_SHARE = 0.25  # part of job_deadline_s from which a task that still runs may be hung
-DRAIN_SHARE = 0.7  # part of shutdown_s that waiting jobs get to land
-LOAD_ONLY_THREADS = 1  # beyond a tier's others, which may all be at batches of stores; for a load that came meanwhile
+REMOVED_KEYS_PER_STEP_MAX = 1024  # of a collector's removals, so that they do not hold a scheduler step up
+DOUBT_SHARE = 0.25  # of job_deadline_s; a task that has run for longer may hang
+DRAIN_SHARE = 0.7  # of shutdown_s; for what was accepted to land
+LOAD_ONLY_THREADS = 1  # beyond the others, which may all be busy with stores when a load comes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,22 +51,22 @@ class TierOptions:
     Attributes:
         name: label in metrics and logs; None: the tier's type.
         n_read_threads, n_write_threads: threads that prefer loads, and stores.
-        worker_threads, worker_threads_max: threads of a store's worker process, where a block mostly waits: at first,
-            and at most (see ``tiers.concurrency``).
+        worker_threads, worker_threads_max: threads of a worker process, at first and at most, where a block mostly
+            waits (see ``tiers.concurrency``).
         worker_begin_s: how long a worker begins blocks of a batch; None: for a part of its deadline.
-        task_bytes, task_bytes_max: payload bytes of one pool task at most; where a worker has many threads, a task has
-            some blocks for each, up to the other. A store that is latency bound gets one block a task.
-        jobs_max, max_bytes_in_flight: a store beyond them fails at once (D4).
+        task_bytes, task_bytes_max: payload bytes of one pool task at most. A worker of many threads gets some blocks
+            for each, up to ``task_bytes_max``; a store that is latency bound, one block a task.
+        jobs_max, max_bytes_in_flight: a store job beyond them fails at once (D4).
         checksum: of new blocks.
-        make_seal: called as ``Seal``; makes one that authenticates or encrypts, say.
-        job_deadline_s: blocks of a job that have not begun to move by then fail (L3); a task that runs longer cuts
-            the tier off.
-        circuit_failures: failures of loads, stores or lookups in a row that cut the tier off.
+        make_seal: called as ``Seal``; may make one that authenticates or encrypts.
+        job_deadline_s: blocks that have not begun to move so long after their job's submission fail (L3); a task that
+            runs for longer cuts the tier off.
+        circuit_failures: so many failures in a row, of loads, stores or lookups, cut the tier off.
         circuit_probe_s: how often a tier that is cut off is asked whether it works again.
-        shutdown_s: how long shutdown takes at most: waiting jobs get most of it to land, then they are cancelled.
+        shutdown_s: how long shutdown takes at most; most of it is for accepted jobs to land, the rest are cancelled.
         lookup: limits of presence lookups.
-        trace_job: called with each job that ended, on the scheduler's thread.
-        read_only: nothing is written to the store, nor removed from it: stores are refused, bad blocks stay.
+        trace_job: called on the scheduler's thread with each job that ended.
+        read_only: nothing is written to the store or removed from it: store jobs are refused, bad blocks stay.
     """
 
     name: str | None = None
@@ -99,7 +99,7 @@ class _InFlight:
 
 
 class CollectorEnd(Protocol):
-    """What a tier needs of its collector (``tiers.capacity.link``); nothing in it waits but ``close``."""
+    """What a tier needs of its collector (``tiers.capacity.link``). Only ``close`` waits."""
 
     def touch(self, keys: Iterable[OffloadKey]) -> None:
         """The blocks were used."""
@@ -108,10 +108,10 @@ class CollectorEnd(Protocol):
         """Blocks of this tier that it removed."""
 
     def note_stored(self, keys: Iterable[OffloadKey]) -> None:
-        """The blocks are there: removals of them that were not taken yet are not told any more."""
+        """The blocks are there now: forget removals of them that were not taken yet."""
 
     def take_reports(self) -> list[dict[str, Any]]:
-        """``report`` and ``used`` of its ``runs`` since, or ``error``: two messages at most."""
+        """What its ``runs`` since did: ``report`` and ``used``, or ``error``; one message of either kind at most."""
 
     def close(self) -> None:
         """End it."""
@@ -120,13 +120,13 @@ class CollectorEnd(Protocol):
 class StoreTierManager(SecondaryTierManager):
     """A tier that keeps sealed blocks in a Store.
 
-    All methods are for the scheduler's thread. It owns every field; pool and probe threads see ``_mover`` and
-    the slots of the job they work on.
+    The scheduler's thread calls every method and owns every field; pool and probe threads see ``_mover`` and the slots
+    of the job they work on.
 
     Args:
         store: where the blobs are; closed at shutdown.
-        mapper: names the blocks and carries the namespace's identity. By default all that the spec says of it, strictly
-            (``strict_fields``): with less, blocks of other weights or another layout would be taken for this engine's.
+        mapper: names the blocks and carries the namespace's identity. By default it has all that the spec says
+            (``strict_fields``): with less, blocks of other weights or another layout would pass for this engine's.
         collector: removes blocks; closed at shutdown.
 
     Raises:
@@ -150,7 +150,7 @@ class StoreTierManager(SecondaryTierManager):
         if mapper is None:
             mapper = FileMapper.from_offloading_spec("", offloading_spec, extra_fields=strict_fields(offloading_spec))
         options = options or TierOptions()
-        # YAML makes a number of ``name: 1``; what shows metrics takes text only.
+        # YAML makes a number of ``name: 1``, and metrics take text only.
         self.name = tier_type if options.name in (None, "") else str(options.name)
         self.job_deadline_s = options.job_deadline_s
         self.shutdown_s: float = options.shutdown_s
@@ -212,17 +212,17 @@ class StoreTierManager(SecondaryTierManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext | None = None) -> bool | None:  # noqa: ARG002
         if not self._circuit.closed:
             return False
-        if self._asks_another:  # in one batch with what is asked now, whose answer somebody waits for
+        if self._asks_another:  # now, so that it is in one batch with a question whose answer somebody waits for
             self._asks_another = False
             self._lookup.lookup(make_offload_key(os.urandom(32), 0))
         return self._lookup.lookup(key)
 
     def on_schedule_end(self) -> None:
         if self._circuit.take_probe():
-            # A key nobody has: any answer at all is good news, and it goes the way of every lookup.
+            # A key that nobody has, by the way of every lookup: any answer is good news.
             self._probe_key = make_offload_key(os.urandom(32), 0)
         if self._circuit.state is CircuitState.HALF_OPEN:
-            self._lookup.lookup(self._probe_key)  # each step: that is when a question's deadline is looked at
+            self._lookup.lookup(self._probe_key)  # in each step, because asking is what notices a deadline
         self._lookup.flush()
         if self._collector is not None:
             self._hear_collector(self._collector)
@@ -250,7 +250,7 @@ class StoreTierManager(SecondaryTierManager):
     def _check_health(self, counts: LookupCounts) -> None:
         circuit = self._circuit
         stuck_s = self._pool.longest_running_s()
-        # A hung storage's blocks would be "present" from memory, and every request would wait for its load's deadline.
+        # If the storage hangs, requests for what is remembered as present would each wait for a load's deadline.
         was_doubted, self._doubted = self._doubted, stuck_s > DOUBT_SHARE * self._options.job_deadline_s
         if self._doubted and not was_doubted:
             self._lookup.doubt()
@@ -279,7 +279,7 @@ class StoreTierManager(SecondaryTierManager):
     def get_finished(self) -> Iterable[JobResult]:
         if self._pool.longest_running_s() > self._options.job_deadline_s:
             self._pool.cancel_late(self._options.job_deadline_s)
-        # Kept until each is booked: what one of them raises must not lose the others.
+        # Kept until each is booked: if booking one raises, the others are not lost.
         self._to_book.extend(self._pool.get_finished())
         while self._to_book:
             self._book(self._to_book.popleft())
@@ -291,7 +291,7 @@ class StoreTierManager(SecondaryTierManager):
         return self._events.take()
 
     def drain_jobs(self) -> None:
-        """Wait until no job runs or waits, but not for a stuck task: past ``job_deadline_s`` it may never end."""
+        """Wait until no job runs or waits, except for a stuck task, which may never end (past ``job_deadline_s``)."""
         while not self._pool.wait_idle(timeout_s=0.5):
             if self._pool.longest_running_s() > self._options.job_deadline_s:
                 in_flight = self._pool.jobs_in_flight
@@ -304,9 +304,9 @@ class StoreTierManager(SecondaryTierManager):
         self._closed = True
         limit_s = self.shutdown_s
         if self._circuit.closed:
-            # What was accepted is given most of the time to land; the rest of it is for what cannot be stopped.
+            # Most of the time is for what was accepted to land, the rest for what cannot be stopped.
             self._pool.wait_idle(limit_s * DRAIN_SHARE)
-        self._mover.cut = "shutdown"  # a batch that runs ends with the block that it is at
+        self._mover.cut = "shutdown"  # a running batch ends after its current block
         idle = self._pool.shutdown(limit_s * (1 - DRAIN_SHARE))
         idle = self._lookup.shutdown(timeout_s=0.5 if idle else 0.0) and idle
         if self._collector is not None:
@@ -315,16 +315,16 @@ class StoreTierManager(SecondaryTierManager):
             self.store.close()
             self._rows.release()
         elif isinstance(self.store, RunsInWorkers):
-            self.store.abandon()  # nobody would end its processes otherwise
+            self.store.abandon()  # nobody else would end its processes
         else:
-            # A stuck thread may still use the store's descriptors; closing them would let a number be reused under it.
+            # A stuck thread may still use a descriptor of the store, whose number must not become another file's.
             logger.error("tier %s: threads are stuck in I/O; its store is left open", self.name)
 
     def _submit(self, job: JobMetadata, *, is_load: bool) -> None:
         blocks = self._rows.check_ids(job.block_ids)
         if len(blocks) != len(job.keys):
             raise ValueError(f"job {job.job_id} has {len(job.keys)} keys for {len(blocks)} block_ids")
-        # A key given twice is moved once: for a store any copy will do, a load must fill both slots.
+        # A key given twice: storing either copy will do, while a load must fill both slots.
         pairs = list(zip(job.keys, blocks, strict=True))
         if not is_load:
             pairs = list(dict(pairs).items())
@@ -353,7 +353,7 @@ class StoreTierManager(SecondaryTierManager):
         (self._published_beside_loads if is_load else self._gone_beside_stores).begin(job.job_id)
 
     def _blocks_per_task(self, count: int, *, is_load: bool) -> int:
-        """An equal share of a job for every thread, within TASK_BYTES_MIN and what ``TierOptions`` say."""
+        """An equal share of the job for every thread, within TASK_BYTES_MIN and the limits of ``TierOptions``."""
         if self._one_by_one:
             return 1
         row_bytes, options = self._rows.row_bytes, self._options
@@ -380,16 +380,16 @@ class StoreTierManager(SecondaryTierManager):
             found += batch.found
             gone += batch.gone
             unreadable += batch.unreadable
-            used += batch.succeeded if job.is_load else batch.found  # what was computed or kept elsewhere, and is here
+            used += batch.succeeded if job.is_load else batch.found  # a store that finds its block is a use
             bytes_moved += batch.bytes_moved
             self._counts.moved(batch, op)
             batches.append(batch)
         self._lookup.forget(self._health.moved(batches, op))
-        # What a load meanwhile found gone was there before that: none of it is stored.
+        # A block that the store found there, and a load meanwhile found gone, is not stored.
         if not job.is_load and (overtaken := self._gone_beside_stores.end(finished.job_id, found)):
             succeeded = [key for key in succeeded if key not in overtaken]
         ok = len(succeeded) == sum(job.batch_sizes)
-        if not ok and job.is_load:  # a key that was given twice has failed with either of its slots
+        if not ok and job.is_load:  # a key given twice has failed if either slot was not filled
             missing = Counter(job.keys) - Counter(succeeded)
             succeeded = [key for key in succeeded if key not in missing]
         done = set(succeeded)
@@ -407,24 +407,24 @@ class StoreTierManager(SecondaryTierManager):
     def _note_loaded(
         self, job_id: int, missing: Iterable[OffloadKey], unreadable: Iterable[OffloadKey], gone: Iterable[OffloadKey]
     ) -> None:
-        """Of a load's keys, those that did not come, and why."""
-        # Whatever the reason, a key that did not come is absent now: believing "present" would loop (vllm#49176).
+        """Note which of a load's keys did not come, and why."""
+        # Whatever the reason, such a key is absent now: believing "present" would loop (vllm#49176).
         self._lookup.mark(missing, present=False)
         for key in unreadable:
             self._lookup.mark((key,), present=False, rest_s=self._health.rest_s(key))
-        # Not all of them: what a storage that is away for a second has is there, and nobody would publish it again.
-        # Nor what was published since: who hears "removed" last takes it for gone. What a store merely found there
-        # since, it found before that.
+        # "removed" is told of blocks that are gone, not of all that did not come: a storage that is away for a second
+        # still has them, and nobody would tell of them again. Nor of what a store has published since the load began:
+        # listeners go by what they hear last. What a store only found there was there before it was gone.
         published = self._published_beside_loads.end(job_id, gone)
         removed = [key for key in dict.fromkeys(gone) if key not in published]
         self._gone_beside_stores.name(set(removed))
         self._events.add(removed, removed=True)
 
     def _note_stored(self, stored: Collection[OffloadKey], published: AbstractSet[OffloadKey]) -> None:
-        """What is there since a store, and which of it was not before."""
+        """Note which blocks are there since a store, and which of them were not before."""
         self._lookup.mark(stored, present=True)
         if self._collector is not None:
-            self._collector.note_stored(stored)  # or who hears "removed" last would take them for gone
+            self._collector.note_stored(stored)  # else "removed" would be told after "stored"
         self._published_beside_loads.name(published)
         self._events.add(stored, removed=False)
 
@@ -434,7 +434,7 @@ class StoreTierManager(SecondaryTierManager):
             return
         try:
             self._options.trace_job(JobTrace(*fields))
-        except Exception:  # the user's exporters; a job is over all the same
+        except Exception:  # whatever an exporter raises, the job has ended
             if not self._trace_failed:
                 self._trace_failed = True
                 logger.exception("tier %s: a job was not traced; later ones that are not will not be told", self.name)
