@@ -1,9 +1,9 @@
 """IsolatedMover: a BlockMover whose batches are moved whole by the store's worker processes.
 
-In the engine's process a thread that moves blocks needs the GIL back after each system call and each checksum, seven
-times a block. While the scheduler's thread runs Python it gives the GIL up every 5 ms only (sys.getswitchinterval), so
-they slow down to a block every 35 ms: 12 MB/s stores and 20 MB/s loads of 128 KiB blocks were measured, against
-2,000 and 4,900 beside an idle thread. A worker process has a GIL of its own, and here one message moves a whole batch.
+A thread that moves blocks takes the GIL back after each system call and each checksum, seven times a block. While the
+scheduler's thread runs Python it yields the GIL only every 5 ms (sys.getswitchinterval), which makes 35 ms a block:
+128 KiB blocks were stored at 12 MB/s and loaded at 20, against 2,000 and 4,900 beside an idle thread. A worker process
+has a GIL of its own, and here one message moves a whole batch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tiers.store import Store
 logger = logging.getLogger(__name__)
 
 _COUNT = struct.Struct("=I")
-BEGIN_SHARE = 0.5  # part of a worker's deadline in which it begins blocks; the rest is for the last of them to end
+BEGIN_SHARE = 0.5  # of a worker's deadline; blocks are begun in it, and the last of them end in the rest
 
 
 WorkerFunction = Callable[[Any, memoryview, Any, memoryview], object]
@@ -50,7 +50,7 @@ class RunsInWorkers(Protocol):
         """``function(store, region, argument, raw)``, in a worker.
 
         Args:
-            puts_bytes: up to so many it puts; its answer, a dict, says under "put_bytes" how many it may have put.
+            puts_bytes: how many it puts at most; its answer, a dict, has under "put_bytes" how many it may have put.
         """
         ...
 
@@ -62,12 +62,12 @@ class RunsInWorkers(Protocol):
 class IsolatedMover(BlockMover):
     """As BlockMover, for a store that ``RunsInWorkers``.
 
-    A batch that its worker did not end fails whole. ``cut`` keeps batches from being sent; what a worker has goes on.
-    ``removes_bad`` is as the first batch finds it.
+    A batch that its worker does not finish fails as a whole. ``cut`` keeps batches from being sent, and ends none that
+    was. ``removes_bad`` is taken as the first batch finds it.
 
     Attributes:
         begin_s: how long a worker begins blocks of a batch.
-        loading, storing: threads that a worker uses for a batch; None, one: a block does not wait.
+        loading, storing: how many threads a worker uses for a batch; None: one, as blocks do not wait.
     """
 
     store: Any
@@ -111,7 +111,7 @@ class IsolatedMover(BlockMover):
         except StoreError as e:
             batch.outcomes["failed"] += len(pairs)
             batch.errors[type(e).__name__] += len(pairs)
-            if type(e) is StoreError:  # what no store raises: a fault of the worker's
+            if type(e) is StoreError:  # no store raises it: a fault of the worker's
                 logger.error("tier %s: a batch failed in its worker: %s", self.name, e)
             if e.retryable:
                 batch.fault = str(e)
@@ -119,7 +119,7 @@ class IsolatedMover(BlockMover):
         answer.pop("put_bytes")
         seconds, cpu_s = answer.pop("took")
         if concurrency is not None:
-            moved = len(pairs) - answer["outcomes"].get("dropped", 0)  # those that were not begun took no time
+            moved = len(pairs) - answer["outcomes"].get("dropped", 0)  # dropped blocks took no time
             concurrency.learn(threads, moved, seconds, cpu_s, failed=bool(answer["outcomes"].get("failed")))
         for warning in answer.pop("warnings"):
             self._warn(warning)
@@ -130,7 +130,7 @@ class IsolatedMover(BlockMover):
 
     @cached_property
     def _description(self) -> str:
-        """What a worker makes its mover of, once."""
+        """What a worker makes its mover of. It is text, so that the worker can tell whether it has that mover."""
         return json.dumps(
             {
                 "tier": self.name,
@@ -154,11 +154,11 @@ def make_mover(
     worker_threads_max: int = 1,
     begin_s: float | None = None,
 ) -> BlockMover:
-    """The mover for a store: in its workers where it has such.
+    """The mover for a store: one that works in its worker processes, if it has any.
 
     Args:
-        worker_threads: that a worker uses for its first batches.
-        worker_threads_max: and for later ones, where it waits; more than one only where a block mostly does.
+        worker_threads: how many threads a worker uses for its first batches.
+        worker_threads_max: for later ones, at most; more than one only where a block mostly waits.
         begin_s: see ``IsolatedMover``.
     """
     if not (isinstance(store, RunsInWorkers) and store.maps_region):
@@ -171,7 +171,7 @@ def make_mover(
 
 
 def move_batch(store: Store, region: memoryview, request: dict[str, Any], packed: memoryview) -> dict[str, Any]:
-    """The worker's part: what BlockMover says of the batch, as JSON values."""
+    """The worker's part: moves the batch, and returns BlockMover's ``Batch`` as JSON values."""
     mine = _worker_mover(request["mover"], store, region)
     mover = mine.mover
     pairs = unpack_pairs(packed)
@@ -190,7 +190,7 @@ def move_batch(store: Store, region: memoryview, request: dict[str, Any], packed
     put = 0
     if request["operation"] == "store_batch":
         put = (batch.outcomes["moved"] + batch.perhaps_stored) * (mover.row_bytes + TRAILER_BYTES)
-    # Of what was said one is enough: it is said again with the next batch, and most are not passed on.
+    # One of what was said is enough: it is said again with the next batch, and the engine's process passes few on.
     answer |= {"put_bytes": put, "took": took, "warnings": mine.warnings[:], "said": mine.said[:1]}
     mine.warnings.clear()
     mine.said.clear()
@@ -199,14 +199,14 @@ def move_batch(store: Store, region: memoryview, request: dict[str, Any], packed
 
 @dataclass(slots=True)
 class _WorkerMover:
-    """A worker's mover, and what it has warned of and said since the last batch."""
+    """A worker's mover, and its warnings and what it said since the last batch."""
 
     mover: BlockMover
     warnings: list[str] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
 
 
-_movers: dict[str, _WorkerMover] = {}  # the one that is used: to make it takes as long as four blocks of 128 KiB
+_movers: dict[str, _WorkerMover] = {}  # the last one: making it takes as long as moving four blocks of 128 KiB
 
 
 def _worker_mover(description: str, store: Store, region: memoryview) -> _WorkerMover:
@@ -235,8 +235,8 @@ def _worker_mover(description: str, store: Store, region: memoryview) -> _Worker
 def _move_by_threads(
     move: Callable[[Iterable[tuple[OffloadKey, int]]], Batch], pairs: Sequence[tuple[OffloadKey, int]], threads: int
 ) -> Batch:
-    """Move the blocks, each thread the next one. Nothing touches a slot any more when it returns or raises."""
-    shared = iter(pairs)  # of which each block is handed out once: a list's iterator never gives the GIL up
+    """Move the blocks; each thread takes the next one. Nothing touches a slot any more when this returns or raises."""
+    shared = iter(pairs)  # hands each pair out once: a list's iterator does not yield the GIL
     pool = _thread_pool(threads)
     futures = [pool.submit(move, shared) for _ in range(threads)]
     wait(futures)
@@ -246,11 +246,11 @@ def _move_by_threads(
     return batch
 
 
-_pools: dict[int, ThreadPoolExecutor] = {}  # the largest so far: a worker moves one batch after the other
+_pools: dict[int, ThreadPoolExecutor] = {}  # the largest so far, by its threads; one batch at a time uses it
 
 
 def _thread_pool(threads: int) -> ThreadPoolExecutor:
-    """All of its threads run by then: one that cannot be started later would leave its block queued behind our back."""
+    """A pool whose threads all run: a block must not be left queued because its thread cannot be started."""
     largest = max(_pools, default=0)
     if threads <= largest:
         return _pools[largest]
@@ -273,7 +273,7 @@ def _thread_pool(threads: int) -> ThreadPoolExecutor:
 
 
 def pack_pairs(pairs: Sequence[tuple[OffloadKey, int]]) -> bytes:
-    """Keys and blocks as bytes: JSON of 64 of them took a tenth of the time that they took to move."""
+    """Keys and blocks as bytes. As JSON, 64 of them took a tenth of the time that moving them took."""
     blocks, lengths = [block for _, block in pairs], [len(key) for key, _ in pairs]
     head = struct.pack(f"=I{len(pairs)}I{len(pairs)}H", len(pairs), *blocks, *lengths)
     return b"".join((head, *(key for key, _ in pairs)))

@@ -1,25 +1,25 @@
 """ProcessIsolatedStore: a store whose I/O is done by processes that can be killed.
 
-A thread inside a system call on a hung NFS mount can neither be cancelled nor forgotten: it still may write into the
-slot it reads for. A process can be killed, and once it is reaped nothing of it touches anything. So:
+A thread in a system call on a hung NFS mount can be neither cancelled nor forgotten: it may still write into the slot
+that it reads for. A process can be killed, and once it is reaped it touches nothing any more. So:
 
-- Each call is handed to one worker process, which has made the store itself from its recipe. The calling thread
-  waits on the worker's socket, off the GIL, for ``deadline_s`` at most; then SIGKILL, wait until the process is
-  reaped, StoreTimeoutError. The worker is replaced.
-- The call does not return before the reap: whoever hears of the error may use the slot again. A process in an
-  uninterruptible wait (state D: a FUSE server that has taken the request, a broken disk) is reaped when that wait
-  ends and not before; its call stays, and ``stuck_calls`` counts it meanwhile, so that the caller's own deadline can
-  put the slot aside. Inner stores must not use O_DIRECT on a network: the kernel may fill such a buffer after the
-  process is gone.
-- Parts inside the region go as offsets: the worker has mapped the same memory. Small ones elsewhere (a trailer) go
-  with the message, large ones through a memfd per worker, the bounce file, at the price of one more copy.
+- Each call is handed to one worker process, which has made the store from its recipe. The calling thread waits on the
+  worker's socket, off the GIL, for ``deadline_s`` at most. Then it kills the worker (SIGKILL), waits until that is
+  reaped, and raises StoreTimeoutError. The worker is replaced.
+- A call returns only after the reap, because whoever gets its error may use the slot again. A process in
+  uninterruptible wait (state D: a FUSE server that has taken the request, a broken disk) is reaped only when that wait
+  ends. Its call stays until then and is counted in ``stuck_calls``, so that a caller with a deadline of its own can put
+  the slot aside. Inner stores must not use O_DIRECT on a network: the kernel may fill such a buffer after the process
+  is gone.
+- Parts inside the region are sent as offsets: the worker has mapped the same memory. Small ones elsewhere (a trailer)
+  go with the message; large ones through the bounce file, a memfd per worker, at the cost of one more copy.
 
-Workers are fresh interpreters (exec, from one thread that lives as long as the store): forking a process that has
-threads copies locks that nobody will release, and multiprocessing's start methods bring pickle and run the main module
-again. Measured on 2 cores: 0.08 s and 19 MB for a worker with a file store.
+Workers are fresh interpreters: a fork of a process with threads copies locks that nobody will release, and
+multiprocessing's start methods bring pickle and run the main module again. A worker with a file store takes 0.08 s and
+19 MB (measured on 2 cores).
 
-A worker dies with its parent: PR_SET_PDEATHSIG (which the kernel sends when the *thread* that started it ends, hence
-the one thread), and the end of its socket.
+A worker dies with its parent, by the end of its socket and by PR_SET_PDEATHSIG. That signal is sent when the *thread*
+that started the worker ends, so one thread, which lives as long as the store, starts them all.
 """
 
 from __future__ import annotations
@@ -49,34 +49,33 @@ __all__ = ["ProcessIsolatedStore", "StoreRecipe"]
 
 logger = logging.getLogger(__name__)
 
-RUN_MODULES = ("tiers.isolated_mover",)  # imported by idle workers: what a tier has them ``run`` is there
+RUN_MODULES = ("tiers.isolated_mover",)  # what tiers have workers ``run``; imported while they are idle
 BATCH_COUNT_MAX = 256  # blobs of one message, so that frames stay small
 LISTINGS_MAX = 4  # at once; each has a process of its own
 ABANDON_S = 0.5
-REDELIVERIES_MAX = 8  # of one call, to workers found dead before they took it
+REDELIVERIES_MAX = 8  # of one call, where workers were dead before they took it
 
 
 class ProcessIsolatedStore(Store):
     """A store layer. Any thread of the process that made it may call; ``_lock`` guards the count of listings.
 
     It has ``get_tail`` and ``quarantine`` where its store has them, and always ``size_many``, ``delete_many`` and
-    ``get_many_into``, which cost one message however many keys they are about (up to 256). ``run`` has a worker do
-    something of the caller's with its store.
+    ``get_many_into``, which cost one message for up to 256 keys. ``run`` calls a function of the caller's in a worker.
 
     Args:
         recipe: the store.
-        region: the memory most parts lie in, a C-contiguous view of any shape; kept until ``close``. Where other
+        region: the memory in which most parts lie, a C-contiguous view of any shape; kept until ``close``. If other
             processes cannot map it, that is logged once and all parts are copied.
-        n_workers: processes; a further call at the same time waits for one of them.
-        deadline_s: of one call, whether about one blob or a batch, from when a worker has it. A call waits for a free
-            worker as long at most, so that a healthy worker is not killed because of others' hangs.
-        close_s: what ``close`` takes at most, whatever hangs; calls under way have half of it to end.
-        hidden_variables: of the environment, that workers are not to have.
+        n_workers: processes, each for one call at a time.
+        deadline_s: of one call, about one blob or a batch, from when a worker has it. Waiting for a free worker is
+            not part of it, so that none is killed because others hang, but takes as long at most.
+        close_s: how long ``close`` takes at most; calls under way have half of it to end.
+        hidden_variables: environment variables that workers do not get.
         clock: monotonic seconds.
 
     Raises:
-        StoreError: what the store's constructor raises, unless it is retryable and the recipe names a class with
-            ``capabilities``: then the storage may come back, and calls fail until it does.
+        StoreError: as the store's constructor, unless that may pass (it is retryable) and the recipe names a class with
+            ``capabilities``: then calls fail until the storage is back.
         WorkersUnavailableError: no worker process can be started, or none lives.
         StoreConfigError: the recipe cannot be handed over or used.
     """
@@ -116,7 +115,7 @@ class ProcessIsolatedStore(Store):
 
     @property
     def stuck_calls(self) -> int:
-        """Calls past their deadline (or cut off) whose worker is not reaped: their parts may still be touched."""
+        """Calls that were given up and whose worker is not reaped yet: their parts may still be touched."""
         return self._pool.stuck_calls
 
     @property
@@ -126,7 +125,7 @@ class ProcessIsolatedStore(Store):
 
     @property
     def worker_pids(self) -> list[int]:
-        """Of the workers for calls."""
+        """Process ids of the workers for calls."""
         return sorted(worker.process.pid for worker in list(self._pool.workers))
 
     def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
@@ -152,8 +151,8 @@ class ProcessIsolatedStore(Store):
             raise failure
 
     def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
-        """See ``Store.keys``. What is more than a page has a process of its own (0.1 s); its start and each page have
-        the deadline.
+        """See ``Store.keys``. A listing of more than a page has a process of its own (0.1 s); its start and each page
+        have the deadline.
 
         Raises:
             StoreThrottledError: LISTINGS_MAX are under way.
@@ -190,7 +189,7 @@ class ProcessIsolatedStore(Store):
                 self._listings -= 1
 
     def close(self) -> None:
-        """See ``Store.close``. Takes ``close_s`` at most; what cannot be reaped by then is left to die."""
+        """See ``Store.close``. Takes ``close_s`` at most; workers that cannot be reaped by then are left to die."""
         if self._pool.close(self._close_s) and self._region is not None:
             self._region.close()
 
@@ -203,7 +202,7 @@ class ProcessIsolatedStore(Store):
 
     @property
     def maps_region(self) -> bool:
-        """Whether the workers have the region: where not, ``run`` has nothing to work on."""
+        """Whether the workers have the region, without which ``run`` has nothing to work on."""
         return self._region is not None and self._region.fd >= 0
 
     def run(
@@ -216,17 +215,17 @@ class ProcessIsolatedStore(Store):
     ) -> Any:
         """Call ``function(store, region, argument, raw)`` in a worker and return what it returns.
 
-        The function is found by its module and name; argument and result are JSON values. ``deadline_s`` is for the
-        whole of it.
+        The worker finds the function by module and name; argument and result are JSON values. All of it has
+        ``deadline_s``.
 
         Raises:
-            StoreError: what the function raises, or the worker's end.
+            StoreError: the function raised, or the worker died or was killed.
         """
         value, _ = self._ask("run", [function.__module__, function.__qualname__, argument], "", raw)
         return value
 
     def get_many_into(self, requests: Sequence[tuple[str, Sequence[memoryview]]]) -> list[Exception | None]:
-        """See ``SupportsGetMany``. A batch past its deadline fails as a whole."""
+        """See ``SupportsGetMany``. Where a message fails, at its deadline say, all of its keys fail."""
         outcomes: list[Exception | None] = []
         for start in range(0, len(requests), BATCH_COUNT_MAX):
             asked = requests[start : start + BATCH_COUNT_MAX]
@@ -325,7 +324,7 @@ class ProcessIsolatedStore(Store):
         raise WorkersUnavailableError(f"{REDELIVERIES_MAX} workers died before they took the call", key=key)
 
     def _describe(self, recipe: StoreRecipe) -> tuple[Capabilities, Sequence[str]]:
-        """What the store can do: by its own word, else by its class's.
+        """What the store can do, as a worker's says, else as its class does.
 
         Raises:
             WorkersUnavailableError: no worker lives to say so.

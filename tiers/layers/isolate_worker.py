@@ -1,15 +1,14 @@
-"""The worker's side of ``tiers.layers.isolate``: a process with one store, that does one request at a time.
+"""The worker's side of ``tiers.layers.isolate``: a process with one store, which does one request at a time.
 
-A frame, both ways, over a stream socket: two lengths (big-endian u32), a JSON text, raw bytes::
+Either side sends frames over a stream socket: two lengths (big-endian u32), a JSON text, raw bytes. The texts::
 
     request  [operation, arguments, bytes of the bounce file that are in use]
     answer   [value, errors]      errors: parallel to the blobs of a batch; null is success
 
-A blob's parts travel as segments ``[offset, length]``: inside the region where offset >= 0. Those with offset -1 are
-the next ``length`` bytes of what lies outside of it, which is either the frame's raw bytes or, where it is too much
-for a socket, the bounce file.
+A blob's parts are sent as segments ``[offset, length]``. With offset >= 0 they lie in the region; with -1 they are the
+next ``length`` bytes outside of it: of the frame's raw bytes or, if that is too much for a socket, of the bounce file.
 
-This module imports the standard library and ``tiers.errors`` only: a worker that replaces a killed one is waited for.
+Imports the standard library and ``tiers.errors`` only: whoever had a worker killed waits for the start of the next.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ from tiers.errors import StoreError
 
 FRAME_BYTES_MAX = 1 << 28  # a length beyond it is no frame of ours
 LISTING_PAGE_KEYS = 256
-OPTIONAL_METHODS = ("get_tail", "quarantine")  # what the parent offers only where the store does
+OPTIONAL_METHODS = ("get_tail", "quarantine")  # the parent has them only where the store does
 
 _LENGTHS = struct.Struct("!II")
 _PR_SET_PDEATHSIG = 1
 _MADV_POPULATE_WRITE = 23  # not in the mmap module
-_TOUCH_BYTES = 64 << 20  # a millisecond or two, which a request may have to wait
+_TOUCH_BYTES = 64 << 20  # takes a millisecond or two, which a request may have to wait for
 
 
 # ---- frames ----------------------------------------------------------------------------------------------------------
@@ -53,7 +52,7 @@ def send_frame(sock: socket.socket, content: object, raw: bytes = b"") -> None:
 
 
 def _as_plain(value: Any) -> object:
-    """A number of numpy's, which a store may well answer with, as Python's."""
+    """A number of numpy's, which a store may answer with, as one of Python's."""
     try:
         return value.item()
     except (AttributeError, TypeError, ValueError):
@@ -88,10 +87,10 @@ def _receive(sock: socket.socket, size: int, wait: Callable[[], None]) -> memory
 
 
 def encode_error(error: BaseException) -> list[str]:
-    """A store's error as ``[class, message, key]``; what is none becomes StoreError, as only that leaves a store."""
+    """An error as ``[class, message, key]``; one that is no StoreError becomes one, as only those leave a store."""
     if not isinstance(error, StoreError):
         return ["StoreError", f"{type(error).__name__}: {error}", ""]
-    # A store of other people may have a subclass of its own, which the parent need not know.
+    # Other people's stores may have subclasses of their own, which the parent may not know.
     name = next(cls.__name__ for cls in type(error).__mro__ if cls.__module__ == errors.__name__)
     key = error.key if isinstance(error.key, str) else repr(error.key)
     return [name, str(error).removesuffix(f" (key {error.key!r})"), key]
@@ -111,7 +110,7 @@ def make_store(recipe: Mapping[str, Any]) -> Any:
 
 
 def _decode_option(value: Any) -> Any:
-    """A recipe's option as the parent had it: dataclasses are made again, all else is as JSON has it."""
+    """A recipe's option as the parent had it: dataclasses are made anew, all else is as in JSON."""
     if isinstance(value, list):
         return [_decode_option(item) for item in value]
     if not isinstance(value, dict):
@@ -133,7 +132,7 @@ def main() -> None:
     """Serve the socket whose descriptor is the first argument, until its other end is closed."""
     fd, parent_pid = int(sys.argv[1]), int(sys.argv[2])
     die_with_parent(parent_pid)
-    # For the parent to handle, which then has stores to finish: Ctrl-C, and what systemd sends to a whole service.
+    # Ctrl-C, and what systemd sends to a whole service, are the parent's to handle: it has stores to finish.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with socket.socket(fileno=fd) as sock:
@@ -153,18 +152,17 @@ def main() -> None:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """End when the parent's thread that started this process ends.
+    """Have the kernel kill this process when the parent's thread that started it ends.
 
-    In a hung call nobody sees a pipe or socket close, and a process that the parent forked may hold its other end:
-    SIGKILL reaches it all the same.
+    A hung call does not see its pipe or socket close, which a fork of the parent may hold open besides.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it was too late
+    if os.getppid() != parent_pid:  # the parent was gone before
         sys.exit()
 
 
 def own_output() -> TextIO:
-    """Standard output, for this process's own messages alone: what libraries print goes to standard error."""
+    """Standard output, for this process's messages alone; what libraries print goes to standard error from now on."""
     output = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return output
@@ -191,16 +189,16 @@ class _Worker:
             os.close(fd)
 
     def prepare(self) -> Iterator[bool]:
-        """Do while idle what the first batch would wait for, a piece at each step.
+        """Do what the first batch would else wait for, a piece at each step, while there is no request.
 
-        Imports: 0.1 s. A client of S3: 0.3 s. Page tables: a fault for each page on first touch halves the speed of
-        the first pass over the region; they cost 0.2 % of its size.
+        Imports take 0.1 s, a client of S3 0.3 s. Without page tables, which cost 0.2 % of the region's size, a fault a
+        page halves the speed of the first pass over it.
         """
         for module in self._config["imports"]:
             importlib.import_module(module)
             yield True
         if hasattr(self._store, "prepare"):  # tiers.store.SupportsPrepare
-            with suppress(Exception):  # the first request meets it again, and reports it
+            with suppress(Exception):  # the first request meets and reports it
                 self._store.prepare()
             yield True
         for start in range(0, len(self._mapping or ()), _TOUCH_BYTES):
@@ -212,7 +210,7 @@ class _Worker:
             yield True
 
     def open_early(self) -> None:
-        """Make the store before anybody waits for it. Why it cannot be made is for a request to hear."""
+        """Make the store before anybody waits for it. If that fails, a request will hear why."""
         try:
             self._open()
         except Exception:  # noqa: BLE001 - the next request raises it again, and reports it
@@ -315,7 +313,7 @@ class _Worker:
         self._store.quarantine(key)
 
     def _first_page(self, prefix: str) -> list[tuple[str, int, float]] | None:
-        """A whole listing, where it is short; None where it is not."""
+        """The whole listing if it fits a page, else None."""
         page = [(info.key, info.size, info.mtime) for info in islice(self._store.keys(prefix), LISTING_PAGE_KEYS + 1)]
         return page if len(page) <= LISTING_PAGE_KEYS else None
 
@@ -332,7 +330,7 @@ class _Worker:
 
 
 def _send_answer(sock: socket.socket, answer: tuple[object, object], raw: bytes = b"", n_outcomes: int = 1) -> bool:
-    """Send an answer, or in its place why it cannot be sent (False)."""
+    """Send an answer. False: it cannot be sent, and the reason was sent in its place."""
     try:
         send_frame(sock, answer, raw)
     except (TypeError, ValueError) as e:  # nothing was sent: the whole frame is made before

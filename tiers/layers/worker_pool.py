@@ -1,4 +1,4 @@
-"""WorkerPool: the worker processes of ``tiers.layers.isolate``: who has which, their starts, and their ends."""
+"""WorkerPool: the worker processes of ``tiers.layers.isolate``: starts them, lends them, ends them."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ logger = logging.getLogger(__name__)
 
 
 class WorkersUnavailableError(StoreUnavailableError):
-    """No worker process can be started, or none lives long enough to take a call: no fault of the storage's."""
+    """No worker process can be started, or none lives long enough to take a call. No fault of the storage's."""
 
 
 class WorkerPool:
-    """Workers for one call at a time each, and further ones on request. Any thread of the process that made it.
+    """Workers for one call at a time each, and further ones on request. For any thread of the process that made it.
 
-    A worker belongs to ``idle`` or to the one thread that works with it. ``_lock`` guards the tables.
+    A worker is in ``idle`` or belongs to the one thread that has taken it. ``_lock`` guards the tables.
 
     Args:
         config: what a worker is told at its start.
         region: memory that workers map.
         n_workers: workers for calls; those that end are replaced.
         clock: monotonic seconds.
-        hidden_variables: of the environment, that workers are not to have.
+        hidden_variables: environment variables that workers do not get.
 
     Attributes:
-        idle: the last used is the next used: its caches are warm. One that was just started is the last to be: it has
-            to make its store first.
+        idle: taken from the end. The one used last is next, as its caches are warm; one that was just started comes
+            last, as it has to make its store first.
         workers: for calls, idle or not.
-        stuck_calls: workers that were killed and are not reaped: what they worked on may still be touched.
+        stuck_calls: workers that were killed and are not reaped yet: they may still touch what they worked on.
         kills: workers for calls that were killed or found dead, so far.
         closed: whether ``close`` was called.
     """
@@ -68,9 +68,9 @@ class WorkerPool:
         self.kills = 0
         self.closed = False
         try:
-            # One thread for the life of the pool: the kernel kills a worker when the thread that started it ends. A
-            # daemon: the interpreter joins all others before it calls atexit's functions, which may have blocks to
-            # store, and would wait for one whose start hangs.
+            # One thread for the pool's life, because the kernel kills a worker when the thread that started it ends. A
+            # daemon, because the interpreter joins all others before it calls atexit's functions, which may have blocks
+            # to store: it would wait for a start that hangs.
             self._starter = DaemonPool(1, "kvtiers-worker-starter")
         except RuntimeError as e:  # the limit of threads, or the interpreter is shutting down
             raise WorkersUnavailableError(f"no thread could be started: {e}") from e
@@ -85,11 +85,12 @@ class WorkerPool:
             raise StoreClosedError("the store's workers belong to the process that made it, not to its fork")
 
     def take(self, wait_s_max: float) -> WorkerProcess:
-        """A worker for one call; to be returned with ``give_back`` or ``discard``.
+        """Take a worker for one call, to be returned with ``give_back`` or ``discard``.
 
         Raises:
             TimeoutError: none was free in time.
-            StoreClosedError, StoreUnavailableError: none will be, or none can be started.
+            StoreClosedError: the pool is closed, or another process's.
+            StoreUnavailableError: none can be started.
         """
         with self._lock:
             self.check_usable()
@@ -102,7 +103,7 @@ class WorkerPool:
             return place.result(wait_s_max)
         except TimeoutError:
             if not place.cancel():
-                return place.result()  # it came in the last moment
+                return place.result()  # it came at the last moment
             raise
         except BaseException:
             if not place.cancel() and place.exception() is None:
@@ -126,7 +127,7 @@ class WorkerPool:
         """Start a worker beside those for calls; ``end_further`` ends it.
 
         Raises:
-            TimeoutError: it did not start in time; what still comes of it is ended.
+            TimeoutError: it did not start in time; if it starts later, it is ended.
             OSError: it cannot be started.
             RuntimeError: the pool is closed, or its worker would run other code than this process.
         """
@@ -184,7 +185,7 @@ class WorkerPool:
         return [self._waiting.popleft() for _ in range(len(self._waiting))]
 
     def _hand_on(self, worker: WorkerProcess, *, fresh: bool = False) -> bool:
-        """Give a free worker to who waits longest, else keep it. False: the pool is closed."""
+        """Give a free worker to who has waited longest, or keep it. False: the pool is closed."""
         with self._lock:
             while self._waiting:
                 place = self._waiting.popleft()
@@ -222,7 +223,7 @@ class WorkerPool:
         except Exception as e:  # noqa: BLE001 - a thread's edge: who waits must hear of it, and the next one may try
             with self._lock:
                 self._starting -= 1
-                # One that lives will be free again, and the next call that waits has the others started.
+                # A living worker will be free again for those who wait, and the next who waits has others started.
                 waiting = [] if self.workers or self._starting else self._all_waiting()
             _refuse(waiting, WorkersUnavailableError(f"no worker could be started: {type(e).__name__}: {e}"))
             return

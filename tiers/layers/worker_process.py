@@ -22,23 +22,23 @@ from tiers.vectored_io import transfer
 
 logger = logging.getLogger(__name__)
 
-INLINE_BYTES_MAX = 16 << 10  # of one blob, outside the region; a socket moves it for less than the bounce file
-BOUNCE_KEEP_BYTES = 16 << 20  # of a worker's bounce file, between calls
+INLINE_BYTES_MAX = 16 << 10  # of one blob, outside the region; up to it a socket costs less than the bounce file
+BOUNCE_KEEP_BYTES = 16 << 20  # of a worker's bounce file that are kept between calls
 
 
 def python_command(module: str, *arguments: str) -> list[str]:
     """The command of a fresh interpreter that calls ``main`` of a module, found by this process's ``sys.path``.
 
-    It has this one's flags, as multiprocessing's have: what these ignore (-E) or ask for (-X utf8) concerns it, too.
+    It gets this one's flags, such as -E and -X utf8, as multiprocessing's do.
     """
     start = f"import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from {module} import main; main()"
-    path = [entry for entry in sys.path if isinstance(entry, str)]  # imports ignore what is none, such as a Path
+    path = [entry for entry in sys.path if isinstance(entry, str)]  # imports ignore others, such as a Path
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return [sys.executable, *flags, "-P", "-c", start, *arguments, json.dumps(path)]
 
 
 def environment_without(variables: Collection[str]) -> dict[str, str]:
-    """This process's environment for one that is not to see some of it."""
+    """This process's environment without some variables."""
     return {name: value for name, value in os.environ.items() if name not in variables}
 
 
@@ -102,7 +102,7 @@ class WorkerProcess:
                 if region is not None and region.fd >= 0:
                     passed.append(region.fd)
                     place = region.fd, region.offset, region.length
-                # Where this process was started without stderr, its descriptor may be any file by now.
+                # If this process was started without stderr, that descriptor may be any file by now.
                 output = subprocess.DEVNULL if sys.__stderr__ is None else STDERR
                 process = subprocess.Popen(
                     python_command("tiers.layers.isolate_worker", str(theirs.fileno()), str(os.getpid())),
@@ -121,7 +121,7 @@ class WorkerProcess:
         try:
             send_frame(ours, {**config, "bounce_fd": bounce_fd, "region": place})
         except ConnectionError:
-            pass  # it is dead already, which its first call will find
+            pass  # it is dead already, as its first call will find
         return worker
 
     def send(
@@ -135,7 +135,7 @@ class WorkerProcess:
 
     def hang_up(self) -> None:
         """Close our end: an idle worker then exits."""
-        if self._pid == os.getpid():  # a fork of ours may have it open, too; and in one it is not ours to end
+        if self._pid == os.getpid():  # shutdown: a fork of ours may hold it open; in a fork it is not ours to end
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
@@ -162,12 +162,12 @@ class MappedRegion:
     """Where the region is, here and in its file.
 
     Attributes:
-        fd: of its file, which this owns; -1: no other process can map it.
+        fd: of its file, owned by this object; -1: no other process can map it.
         offset, length: bytes, in the file.
     """
 
     def __init__(self, view: memoryview) -> None:
-        self._view = view.cast("B")  # held: an address means this region as long as it is mapped
+        self._view = view.cast("B")  # held, so that the region stays mapped and its address means it
         self.length = self._view.nbytes
         self.fd, self.offset = -1, 0
         address = address_of(self._view)
@@ -196,11 +196,11 @@ class MappedRegion:
 
 
 class Message:
-    """Blobs of one request: what of their parts a worker finds in the region, and what must be carried."""
+    """The blobs of one request: which parts a worker finds in the region, and which must be carried."""
 
     def __init__(self, region: MappedRegion | None) -> None:
         self.items: list[Any] = []
-        self.raw = b""  # of a request that is about no blobs
+        self.raw = b""  # sent along with a request that is about no blobs
         self._region = region
         self._outside: list[list[memoryview]] = []  # parallel to items
         self._outside_bytes = 0
@@ -223,7 +223,7 @@ class Message:
         self.items.append([*head, segments])
 
     def send(self, worker: WorkerProcess, operation: str, deadline: float, *, give: bool) -> None:
-        """Send the request, with what is outside the region where ``give``."""
+        """Send the request, and if ``give`` the bytes outside the region, too."""
         outside = [part for parts in self._outside for part in parts] if give else []
         if self._bounced:
             os.ftruncate(worker.bounce_fd, self._outside_bytes)
@@ -233,7 +233,7 @@ class Message:
             worker.send(operation, self.items, deadline, raw=self.raw or b"".join(outside))
 
     def fill_outside(self, worker: WorkerProcess, content: Any, raw: memoryview) -> None:
-        """Copy what was read to the parts outside the region, of the blobs that were read."""
+        """Copy what was read to the parts outside the region, except of blobs that failed."""
         start = 0
         for parts, failure in zip(self._outside, content[1], strict=False):
             if failure is None and self._bounced:
