@@ -1,7 +1,7 @@
-"""FolderStore: what the stores on a file system are: one file per blob, ``<root_dir>/<key>``.
+"""FolderStore: the base of the stores on a file system, with one file per blob, ``<root_dir>/<key>``.
 
-How a blob is read is in the header of ``tiers.posix``, how it is published in that of ``tiers.publish``. Beside the
-blobs the root has ``.tmp`` (files being written) and ``.quarantine`` (bad blobs, for an operator to look at).
+The header of ``tiers.posix`` says how a blob is read, that of ``tiers.publish`` how one is published. Beside the blobs
+the root has ``.tmp`` (files being written) and ``.quarantine`` (bad blobs, for an operator to look at).
 """
 
 from __future__ import annotations
@@ -41,31 +41,30 @@ from tiers.vectored_io import write_all
 
 logger = logging.getLogger(__name__)
 
-PUBLISH_ATTEMPTS_MAX = 5  # how often a put begins again because a folder was removed under it
-REFUSALS_TOLD_MAX = 16  # folders that may not be read or removed are named in the log, each once
+PUBLISH_ATTEMPTS_MAX = 5  # of a put under which a folder is removed
+REFUSALS_TOLD_MAX = 16  # folders named in the log, each once, because they may not be read or removed
 
 
 class FolderStore(Store):
     """Blobs as files. Any thread may call, and forked children; ``_lock`` is held to replace ``_root``. ``_refused``
     only grows, and two threads at once may log one folder twice.
 
-    Files are made with mode 0600 and folders with 0700. Nothing outside the root is read or written, whatever is
-    put into it: a symbolic link, a FIFO or a device under a key is BlobCorruptError.
+    Files are made with mode 0600 and folders with 0700. Nothing outside the root is read or written, whatever somebody
+    puts into it: a symbolic link, a FIFO or a device under a key is BlobCorruptError.
 
     Args:
-        root_dir: the root; made where it is missing, and made again by a put where it was removed meanwhile. It may
-            lie behind a symbolic link, but be none.
-        publisher: how blobs become visible on this file system.
-        read_only: the root must be there, and neither opening nor ``sweep`` removes anything. (Nobody calls what else
-            writes.)
+        root_dir: the root. It is made if it is missing, and again by a put if it was removed. There may be symbolic
+            links on the way to it, but it must not be one.
+        publisher: makes blobs visible on this file system.
+        read_only: the root must be there; opening and ``sweep`` remove nothing. (The rest that writes is not called.)
         min_free_bytes: a put that would leave less free space than this is StoreFullError. 0: none is kept. See
             ``FreeSpace`` for several processes.
-        quarantine_count_max: bad blobs kept in ``.quarantine``; further ones are deleted.
+        quarantine_count_max: how many bad blobs ``.quarantine`` holds; further ones are deleted.
         now: Unix seconds, by the clock that stamps the files below a root.
         monotonic: seconds, to tell how old an answer about free space is.
 
     Attributes:
-        damaged: how many folders and files listings have passed over because the disk could not read them.
+        damaged: how many folders and files listings passed over because the disk could not read them.
 
     Raises:
         ConfigError: an argument is not accepted.
@@ -101,8 +100,8 @@ class FolderStore(Store):
         try:
             sweep(root, lambda: now(root))
         except (OSError, StoreError) as e:
-            # Litter that cannot be removed (a read-only root) is no reason not to read what is there.
-            # As text: a handler that keeps the record would keep the exception's frames, and with them the root open.
+            # Litter that stays (in a read-only root, say) is no reason not to read what is there.
+            # As text: a handler that keeps the record would keep the exception's frames, and so the root open.
             logger.warning("%s: files of dead writers were not removed: %s", self.root_dir, str(e))
 
     def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
@@ -139,7 +138,7 @@ class FolderStore(Store):
                 raise store_error(e, key) from e
 
     def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
-        """List blobs, but those below more than ``FOLDERS_DEEP_MAX`` folders."""
+        """List blobs, except below more than ``FOLDERS_DEEP_MAX`` folders."""
         self._after_miss(self._use_root(None))  # a listing of a removed root would be empty
         root = self._use_root(None)
         try:
@@ -163,7 +162,7 @@ class FolderStore(Store):
             raise store_error(e, key) from e
 
     def quarantine(self, key: str) -> None:
-        """See ``SupportsQuarantine``. Whatever is there is moved: a link or a folder too, but nothing behind it."""
+        """See ``SupportsQuarantine``. Whatever is there is moved, be it a folder or a link (not what it leads to)."""
         root = self._use_root(key)
         try:
             self._publisher.quarantine(root, key, count_max=self._quarantine_count_max)
@@ -206,7 +205,7 @@ class FolderStore(Store):
             except OSError as e:
                 if e.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
-                now = float("-inf")  # no inode to ask the server's clock with: only what needs no age goes
+                now = float("-inf")  # to ask the server's clock takes an inode; without, only what needs no age goes
             try:
                 sweep(root, lambda: now)
             except PermissionError as e:
@@ -270,7 +269,7 @@ class FolderStore(Store):
             logger.warning("%s: %s %s: %s", self.root_dir, printable(name), what, e.strerror)
 
     def _use_root(self, key: str | None) -> RootFolder:
-        """The root as it is now, which stays usable until the caller drops it."""
+        """The root as it is now; usable until the caller drops it."""
         root = self._root
         if root is None:
             raise StoreClosedError(f"the store at {self.root_dir} is closed", key=key or "")
@@ -279,12 +278,12 @@ class FolderStore(Store):
         return root
 
     def _after_miss(self, root: RootFolder) -> None:
-        """Where all is missing because the root was removed, use the one somebody else has made since."""
+        """If something was missing because the root was removed, use the one that somebody has made since, if any."""
         if root.is_removed():
             try:
                 self._replace_root(root, make=False)
             except StoreError:
-                pass  # nobody has; a put will, or say why not
+                pass  # nobody has; a put will make it, or say why not
 
     def _replace_root(self, removed: RootFolder, *, make: bool) -> RootFolder:
         with self._lock:

@@ -1,11 +1,11 @@
 """FsspecStore: blobs behind any URL that fsspec knows: s3://, gs://, abfs://, hf://, sftp://, file://, memory:// …
 
-fsspec is the widest interface and not the fastest. Its calls take and give one bytes object, so a put to an object
-store joins the parts and a get copies once; only local files are read and written without. Where a protocol has a
-store of its own here (``fs``, ``nfs``, ``s3``), that one is better.
+fsspec is the widest interface, not the fastest. Its calls take and give one bytes object: a put to an object store
+joins the parts, and a get copies once; only local files do without. Where a protocol has a store of its own here
+(``fs``, ``nfs``, ``s3``), that one is better.
 
-Publishing: object stores put a blob in one step. Everywhere else a blob is written under a temporary name in ``.tmp``
-of the root and moved; temporary files that nobody moved for an hour are swept by the next process.
+Object stores publish a blob by one put. Everywhere else it is written under a temporary name in ``.tmp`` of the root
+and moved; the next process removes temporary files that are an hour old.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TEMPORARY_S_MAX: Final = 3600.0
-# Folders this deep are listed one by one, what is below each of them at once where the driver can: the layout has 4,096
-# folders at the depth of 2, so a listing holds a 4,096th of a namespace in memory.
+# Folders up to this depth are listed one by one, and all below such a folder at once, if the driver can. The layout has
+# 4,096 folders at depth 2, so a listing holds a 4,096th of a namespace in memory.
 LISTED_DEPTH: Final = 2
-REFUSALS_TOLD_MAX: Final = 16  # folders that may not be listed are named in the log, each once
+REFUSALS_TOLD_MAX: Final = 16  # folders named in the log, each once, because they may not be listed
 ASKED_AT_ONCE: Final = 128
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A driver's file system and our root in it, in one process."""
+    """A driver's file system and our root in it; of one process."""
 
     pid: int
     fs: Any
@@ -81,11 +81,11 @@ class FsspecStore(Store):
     at once may log one folder twice.
 
     Args:
-        url: of the root folder; what it may say besides is the driver's affair, chains with ``::`` included, but for
-            protocols that are ``REFUSED``, such as those that cache.
-        storage_options: for the driver. May hold secrets: they are shown nowhere.
-        request_timeout_s: of one operation, for drivers that are asynchronous (all of object stores).
-        read_only: opening it removes nothing. (Nobody calls what writes.)
+        url: of the root folder, as the driver takes it, chains with ``::`` included; not with a protocol that is
+            ``REFUSED``, such as those that cache.
+        storage_options: for the driver. They may hold secrets and are shown nowhere.
+        request_timeout_s: for one operation; of asynchronous drivers only, as all of object stores are.
+        read_only: opening it removes nothing. (What writes is not called.)
         clock: Unix seconds.
 
     Raises:
@@ -162,7 +162,7 @@ class FsspecStore(Store):
     def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
         """List blobs. Holds about a 4,096th of them in memory.
 
-        A web server's listing has names alone: each blob's size is asked for, and what has none is passed over.
+        A web server lists names only: it is asked for each blob's size, and what has none is passed over.
         """
         place = self._current("")
         folder = prefix.rpartition("/")[0]
@@ -205,7 +205,7 @@ class FsspecStore(Store):
         return size, bytes(tail)
 
     def size_many(self, keys: Sequence[str]) -> list[int | Exception | None]:
-        """See ``SupportsSizeMany``. All at once where the driver is asynchronous, one by one elsewhere."""
+        """See ``SupportsSizeMany``. Side by side if the driver is asynchronous, else one by one."""
         return self._many(keys, "info", size_of, BlobNotFoundError)
 
     def delete_many(self, keys: Sequence[str]) -> list[Exception | None]:
@@ -219,7 +219,7 @@ class FsspecStore(Store):
         from fsspec.core import url_to_fs
 
         try:
-            # An instance of our own: the listings cache is turned off in it, because it would show what was.
+            # An instance of our own, in which the listings cache is turned off, as it shows what was.
             fs, root = url_to_fs(self._url, skip_instance_cache=True, **self._storage_options)
         except ImportError as e:
             raise StoreConfigError(f"{self!r}: the driver is not installed: pip install {missing_package(e)}") from None
@@ -230,7 +230,7 @@ class FsspecStore(Store):
         except Exception as e:  # noqa: BLE001 - any driver, any exception: some connect already here
             error = translate(e, "")
             raise type(error)(f"{self!r}: {error}") from None
-        cap_chatty_loggers()  # those of the drivers of S3; they exist now
+        cap_chatty_loggers()  # the drivers of S3 have made theirs by now
         fs.dircache.use_listings_cache = False
         return _Place(os.getpid(), fs, str(root).rstrip("/"))
 
@@ -242,7 +242,7 @@ class FsspecStore(Store):
         return self._place
 
     def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
-        """Call the driver; with a deadline where it has a loop. What is late then only touches its own bytes."""
+        """Call the driver; with a deadline if it is asynchronous. A call that is late touches only its own bytes."""
         fs = self._place.fs
         if not fs.async_impl:
             return getattr(fs, method)(*arguments, **options)
@@ -251,7 +251,7 @@ class FsspecStore(Store):
         try:
             return sync(fs.loop, getattr(fs, f"_{method}"), *arguments, timeout=self._timeout_s, **options)
         except Exception as e:
-            # Frames of drivers refer to what they raise: such a ring would hold our callers' parts until a collection.
+            # Drivers' frames refer to what they raise: such a cycle would hold our callers' parts until a collection.
             error: BaseException | None = e
             while error is not None and error.__traceback__ is not None:
                 error.__traceback__ = None
@@ -261,9 +261,9 @@ class FsspecStore(Store):
     def _many(
         self, keys: Sequence[str], method: str, read: Callable[[Any], Any], *absent: type[StoreError]
     ) -> list[Any]:
-        """What ``read`` makes of the driver's answer for each key, parallel to ``keys``; None for errors of ``absent``.
+        """What ``read`` makes of the driver's answers, parallel to ``keys``.
 
-        Other errors are in the place of their key.
+        None for an error of ``absent``; any other error is in its key's place.
         """
         place = self._current("")
         answers: dict[str, Any] = {}
@@ -283,7 +283,7 @@ class FsspecStore(Store):
         return [answers[key] for key in keys]
 
     def _call_many(self, method: str, paths: Sequence[str]) -> list[Any]:
-        """What the driver says of each path, or raises."""
+        """What the driver returns or raises for each path."""
         fs = self._place.fs
         if not fs.async_impl:
             return [_outcome(getattr(fs, method), path) for path in paths]
@@ -321,7 +321,7 @@ class FsspecStore(Store):
                 raise
             return False
         except OSError as e:
-            # Not every server says in its 412 which condition it was, which is how s3fs tells.
+            # s3fs tells a refusal by the condition that a 412 names, and not every server names one.
             if not create:
                 raise
             if self._size(place.path(key)) is not None:
@@ -335,7 +335,7 @@ class FsspecStore(Store):
         return True
 
     def _read_at_once(self, path: str, parts: Sequence[memoryview], size: int) -> None:
-        """One request for a byte more than is wanted, so that a longer blob shows."""
+        """One request, for a byte more than is wanted, so that a longer blob shows."""
         try:
             data = self._call("cat_file", path, start=0, end=size + 1)
         except FileNotFoundError:
@@ -367,7 +367,7 @@ class FsspecStore(Store):
                     raise StoreUnavailableError("the file ended early")
 
     def _walk(self, place: _Place, path: str, depth: int, wanted: str) -> Iterator[Mapping[str, Any]]:
-        """Files below ``path`` that may be below ``wanted``, a string prefix of paths."""
+        """Files below ``path``. Folders that have none whose path starts with ``wanted`` are passed over."""
         if depth == LISTED_DEPTH and self._lists_trees:
             found = self._run("", lambda: self._call("find", path, detail=True, withdirs=False))
             yield from found.values()
@@ -379,7 +379,7 @@ class FsspecStore(Store):
         except StorePermissionError:
             if depth == 0:
                 raise
-            # Where the root is refused by now as well it is credentials that ended: all the rest would be missing.
+            # If the root is refused as well by now, credentials have ended, and all the rest would be missing.
             self._run("", lambda: self._call("ls", place.root, detail=True))
             self._tell_refused(path.removeprefix(place.root).lstrip("/"))
             return
@@ -393,13 +393,13 @@ class FsspecStore(Store):
                 yield from self._walk(place, name, depth + 1, wanted)
 
     def _tell_refused(self, folder: str) -> None:
-        # A root that is a mount point has a lost+found: one such folder must not hide all others.
+        # A root that is a mount point has a lost+found, which must not hide all others.
         if folder not in self._refused and len(self._refused) < REFUSALS_TOLD_MAX:
             self._refused.add(folder)
             logger.warning("%r: %s is passed over, it may not be listed", self, printable(folder))
 
     def _with_sizes(self, mtimes: Mapping[str, float]) -> Iterator[KeyInfo]:
-        """What is listed without sizes: the blobs whose size the driver says when it is asked for each."""
+        """Of what was listed without sizes, the blobs: the driver is asked for each one's size."""
         for (key, mtime), size in zip(mtimes.items(), self.size_many(list(mtimes)), strict=True):
             if isinstance(size, Exception):
                 raise size
@@ -419,7 +419,7 @@ class FsspecStore(Store):
                 logger.warning("%r: temporary files could not be swept: %s", self, type(e).__name__)
 
     def _run(self, key: str, call: Callable[[], T]) -> T:
-        """Make a call of the driver; whatever it raises becomes a StoreError without the driver's own words."""
+        """Make a call of the driver. Whatever it raises becomes a StoreError, without the driver's own words."""
         try:
             return call()
         except StoreError as e:

@@ -1,4 +1,4 @@
-"""What fsspec's drivers are and say, in our words, and how a file comes whole to those whose put is no single step."""
+"""fsspec's drivers: what each can do, what they say in our words, and how to publish where a put is not one step."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def protocols_of(fs: Any) -> frozenset[str]:
 def lists_trees(fs: Any) -> bool:
     """Whether the driver itself lists all that is below a folder.
 
-    fsspec's own way, which the others inherit, takes a folder that cannot be listed for one that is empty. What it is
-    told to do with errors it does for the folder it begins with, and for none below.
+    fsspec's own way, which others inherit, takes a folder that cannot be listed for an empty one. What it is told to do
+    with errors it does only for the folder with which it begins.
     """
     from fsspec.asyn import AsyncFileSystem
     from fsspec.spec import AbstractFileSystem
@@ -75,7 +75,7 @@ def lists_trees(fs: Any) -> bool:
 
 
 def put_and_move(fs: Any, target: str, parts: Sequence[memoryview], temporary_folder: str) -> None:
-    """Write under a name of its own and move it: for drivers whose put shows what is half there, and makes no folders.
+    """Write under a temporary name and move: for drivers whose put shows half a file, and makes no folders.
 
     Raises:
         BlobCorruptError: there is a folder of this name.
@@ -102,7 +102,7 @@ def put_and_move(fs: Any, target: str, parts: Sequence[memoryview], temporary_fo
 
 
 def _with_folder(fs: Any, folder: str, call: Callable[[], None]) -> None:
-    """Make the call, and the folder only if it turns out to be missing."""
+    """Make the call; make the folder and call again only if it is missing."""
     try:
         call()
     except FileNotFoundError:
@@ -117,9 +117,9 @@ def _write(fs: Any, path: str, parts: Sequence[memoryview]) -> None:
 
 
 def size_of(info: Any) -> int | None:
-    """The size of a blob in bytes; None of a folder, and where the driver does not know it.
+    """The size of a blob in bytes; None for a folder, or if the driver does not know it.
 
-    Raises what stands in the place of an info.
+    Raises an exception that is in the place of an info.
     """
     if isinstance(info, BaseException):
         raise info
@@ -151,7 +151,7 @@ def _parse_time(text: str) -> datetime | None:
 
 
 def translate(error: Exception, key: str) -> StoreError:
-    """Our exception for whatever a driver raised: by its class, by its errno, never by its text."""
+    """Our exception for whatever a driver raised, by its class or errno, never by its text."""
     error = _behind_not_found(error)
     name = type(error).__name__
     status = getattr(error, "status", None)  # of a web server's answer
@@ -166,7 +166,7 @@ def translate(error: Exception, key: str) -> StoreError:
     if isinstance(error, FileNotFoundError) or status in _ABSENT_STATUSES:
         return BlobNotFoundError("not stored", key=key)
     if isinstance(error, OSError):
-        # The kind by the errno; without the text, which may hold a URL with a signature in it.
+        # Without its text, which may have a URL with a signature.
         return store_error(OSError(error.errno or 0, name), key)
     if isinstance(error, (ValueError, TypeError, NotImplementedError)):
         return StoreConfigError(f"the driver does not do this ({name})", key=key)
@@ -174,7 +174,7 @@ def translate(error: Exception, key: str) -> StoreError:
 
 
 def _behind_not_found(error: Exception) -> Exception:
-    """What is behind a FileNotFoundError that says nothing about a file.
+    """The cause of a FileNotFoundError that is about no file, else the error.
 
     fsspec's http makes one of whatever the network or a server says: a dead server, 403, 429 and 503 alike.
     """
@@ -186,7 +186,7 @@ def _behind_not_found(error: Exception) -> Exception:
 
 
 def check_drivers(url: str) -> None:
-    """Import what fsspec takes for a URL and all it is chained of. No storage is asked.
+    """Import the drivers that fsspec uses for a URL and all that it is chained of. No storage is asked.
 
     Raises:
         StoreConfigError: fsspec or a driver is not installed, there is none for a protocol, or it is ``REFUSED``.
@@ -215,5 +215,5 @@ def check_drivers(url: str) -> None:
 
 
 def missing_package(error: ImportError) -> str:
-    """What was missing: fsspec raises its own ImportError from the one that names it."""
+    """The package that was missing: fsspec raises an ImportError of its own from the one that names it."""
     return error.name or getattr(error.__cause__, "name", None) or "the one for this protocol"

@@ -21,8 +21,8 @@ class LocalStore(FolderStore):
 
     Args:
         root_dir, read_only, min_free_bytes, quarantine_count_max, monotonic: see ``FolderStore``.
-        durability: "data": a blob that was put survives a power cut (measured: 0.6 -> 8 ms for 2 MiB). "none": it
-            may be lost or torn by one, which the seal finds out; a process that dies tears nothing.
+        durability: "data": a blob that was put survives a power cut; 2 MiB then take 8 ms, not 0.6. "none": a power
+            cut may lose or tear it, which its seal shows. A process that dies tears nothing either way.
         clock: Unix seconds, to tell the age of other hosts' files in ``.tmp``.
 
     Raises:

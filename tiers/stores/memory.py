@@ -1,4 +1,4 @@
-"""MemoryStore: blobs in this process's memory, the least recently used leaving when there are too many.
+"""MemoryStore: blobs in this process's memory; the least recently used leave when there are too many.
 
 For tests, for a second tier inside one machine's memory, and as the smallest example of a store.
 """
@@ -29,11 +29,11 @@ class _Blob:
 class MemoryStore(Store):
     """Blobs in a dict. Any thread may call; ``_lock`` owns every field but the blobs' bytes.
 
-    Payloads are copied outside the lock and by numpy, which lets other threads run meanwhile.
+    Payloads are copied outside the lock and by numpy, so that other threads run meanwhile.
 
     Args:
-        max_bytes: joined size of all blobs; beyond it the least recently put or read ones leave. A put under way
-            holds its own copy on top. None: no limit.
+        max_bytes: of all blobs together; beyond it those leave whose last put or read is longest ago. A put under way
+            has its copy on top. None: no limit.
         clock: Unix seconds.
 
     Raises:
@@ -123,7 +123,7 @@ class MemoryStore(Store):
         return size, blob.data[size - min(length, size) :].tobytes()
 
     def quarantine(self, key: str) -> None:
-        """See ``SupportsQuarantine``. Dropped: memory that is kept for nobody to look at is a leak."""
+        """See ``SupportsQuarantine``. The blob is dropped: nobody could look at it in this process's memory."""
         self.delete(key)
 
     def _find(self, key: str, *, used: bool = True) -> _Blob | None:
@@ -148,7 +148,7 @@ class MemoryStore(Store):
 def _pairs(
     parts: Sequence[memoryview], data: NDArray[np.uint8]
 ) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
-    """Each non-empty part as bytes, and the piece of ``data`` it corresponds to."""
+    """Each non-empty part as bytes, with its piece of ``data``."""
     start = 0
     for part in parts:
         if part.nbytes:

@@ -1,20 +1,20 @@
 """NfsStore: one file per blob, ``<root_dir>/<key>``, on a folder that several hosts have mounted by NFS.
 
-What NFS (v3 and v4) does otherwise than a local file system, and what is done about it:
+How NFS (v3 and v4) differs from a local file system, and what is done about it:
 
-- Names are cached, absent ones too: a name that was looked up before another host made it stays absent here for up
-  to 30 s (``acdirmin``). Mount with ``lookupcache=pos``. And nothing is looked up that need not be: a blob is
-  published and read without asking first; only ``size`` and ``get_tail`` ask.
-- Contents are cached: a file written in place is read stale elsewhere. No file is ever changed once it has a name;
-  ``overwrite`` is a rename over the old one.
-- A write may fail at close only: it is checked, before the file gets its name.
-- A file that another host removed while it was open is ESTALE: opened once more, then it is a miss.
-- No O_TMPFILE, no RENAME_NOREPLACE, no locks, no times of access, no extended attributes: none is used. Publishing is
-  link and unlink, or rename, from a private name that says host, process and boot.
+- Names are cached, absent ones too: a name that is looked up before another host makes it stays absent here for up to
+  30 s (``acdirmin``). Mount with ``lookupcache=pos``. Blobs are published and read without a look first; only ``size``
+  and ``get_tail`` look.
+- Contents are cached: a file that is changed in place is read stale elsewhere. No file is changed once it has a name;
+  ``overwrite`` renames a new one over it.
+- A write may fail only at close: close is checked, before the file gets its name.
+- A file that another host removed while it was open is ESTALE: it is opened once more, then it is a miss.
+- O_TMPFILE, RENAME_NOREPLACE, locks, access times and extended attributes are not there, or not to be relied on: none
+  is used. Publishing is link and unlink, or rename, from a private name that says host, boot and process.
 - Clocks differ: the age of another host's private file is told by the server's clock.
 - Reads and writes go through the page cache: with O_DIRECT the kernel may fill a buffer after its process is gone.
 
-A hung server hangs every call here, and no thread can be called back: use it in ``tiers.layers.isolate``.
+A hung server hangs every call here, and a thread in one cannot be ended: use this store in ``tiers.layers.isolate``.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class NfsStore(FolderStore):
 
 
 def _again_if_stale(call: Callable[[], T]) -> T:
-    """Once more, by which names are looked up anew, and the root opened anew where it is what was removed."""
+    """Call once more if it is: names are looked up anew then, and the root is opened anew if that was removed."""
     try:
         return call()
     except StoreUnavailableError as e:

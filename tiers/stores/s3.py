@@ -1,13 +1,13 @@
 """S3Store: blobs as objects of a bucket on AWS or anything that speaks S3.
 
 A put is one request: an object is visible whole or not at all, and with ``If-None-Match: *`` the first of many writers
-wins (412: somebody else stored it, which is success, also when a lost acknowledgement made us ask twice; 409: somebody
-is at the key, who may be deleting it, so the put is made again). A server that refuses that header (501 of Backblaze
-B2) is asked first what is there, and the last of many writers wins.
+wins. 412 says that somebody else stored it, which is success, also when a lost acknowledgement made us ask twice. 409
+says that somebody is at the key, perhaps deleting it: the put is made again. A server that refuses the header (501, of
+Backblaze B2) is asked what is there before each put, and the last of many writers wins.
 
-Two data planes behind one protocol, chosen by ``S3Options.client``; credentials and everything rare go through boto3.
-Layers of time, inside out: an attempt has the client's own total timeout, half of ``request_timeout_s``; an operation
-retries what is retryable with growing, jittered pauses, and starts no attempt in the second half of its time.
+There are two data planes behind one protocol, chosen by ``S3Options.client``; boto3 has credentials and all that is
+rare. An attempt ends after half of ``request_timeout_s`` by its client's own total timeout. An operation makes further
+attempts at what is retryable, after growing, jittered pauses, and begins none in the second half of its time.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ __all__ = ["S3Options", "S3Store"]
 
 logger = logging.getLogger(__name__)
 
-CHECK_S_MAX: Final = 3.0  # of the 5 s in which `kvtiers check` answers, imports included
+CHECK_S_MAX: Final = 3.0  # `kvtiers check` answers within 5 s, imports included
 
 
 class S3Store(Store):
     """Blobs in an S3 bucket.
 
-    Any thread may call. Clients are made by the first call, so constructing a store does no I/O.
-    ``_checksum_refused`` and ``_batches_refused`` go from False to True once, ``exclusive_create`` of ``capabilities``
-    from True to False.
+    Any thread may call. The first call makes the clients, so that the constructor does no I/O. Three things change
+    once, and never back: ``_checksum_refused`` and ``_batches_refused`` to True, ``exclusive_create`` of
+    ``capabilities`` to False.
 
     Args:
         options: where and how.
@@ -97,7 +97,7 @@ class S3Store(Store):
         if not overwrite and self._size(key, latest_start) is not None:
             return False
         published = self._put(key, plain, latest_start, create=False)
-        # So it was "only if absent" that was refused.
+        # Without If-None-Match it was taken, so that was refused.
         if refused is not None and not isinstance(refused, VagueRefusalError) and self.capabilities.exclusive_create:
             self.capabilities = replace(self.capabilities, exclusive_create=False)
             logger.warning("%r: the server refuses If-None-Match; it is asked what is there before each put", self)
@@ -107,7 +107,7 @@ class S3Store(Store):
         self._get_into(key, parts, None)
 
     def put_pieces(self, key: str, parts: Sequence[memoryview], look: Look, *, overwrite: bool = False) -> bool:
-        """See ``SupportsPieces``. Here the clients read the parts, after all of them were looked at."""
+        """See ``SupportsPieces``. All parts are shown before a client reads them."""
         look_at(look, 0, _as_bytes(parts))
         return self.put(key, parts, overwrite=overwrite)
 
@@ -115,7 +115,7 @@ class S3Store(Store):
         """See ``SupportsPieces``."""
         raised: list[BaseException] = []
 
-        def careful(offset: int, piece: memoryview) -> None:  # what it raises is no failure of the transfer
+        def careful(offset: int, piece: memoryview) -> None:  # so that what ``look`` raises fails no transfer
             if not raised:
                 try:
                     look(offset, piece)
@@ -134,7 +134,7 @@ class S3Store(Store):
         self._attempts.run(key, lambda clients: clients.control.delete(name))
 
     def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
-        """List blobs, 1,000 a request. Objects whose names are no keys (folder markers, say) are left out."""
+        """List blobs, 1,000 a request. Objects whose names are no keys, such as folder markers, are left out."""
         root = self.options.object_key("")
         token = ""
         while True:
@@ -157,7 +157,7 @@ class S3Store(Store):
     def prepare(self) -> None:
         """See ``SupportsPrepare``."""
         with contextlib.suppress(StoreError):
-            self._attempts.raise_if_closed()  # nobody would close what is made
+            self._attempts.raise_if_closed()  # nobody would close the clients
             self._attempts.current().get()
 
     # -- optional protocols ----------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ class S3Store(Store):
             try:
                 return self._attempts.run(key, lambda clients: clients.data.get_tail(name, length), latest_start)
             except BlobCorruptError:
-                pass  # an empty object, which has no range, or a server that ignores ranges
+                pass  # an empty object has no ranges, and some servers ignore them
         size = self._size(key, latest_start)
         if size is None or min(size, length) == 0:
             return None if size is None else (size, b"")
@@ -179,11 +179,12 @@ class S3Store(Store):
         return size, bytes(whole[-length:])
 
     def size_many(self, keys: Sequence[str], *, may_list: bool = True) -> list[int | Exception | None]:
-        """See ``SupportsSizeMany``. Many questions about one folder are first tried with a LIST; HEADs answer the rest.
+        """See ``SupportsSizeMany``. A LIST may answer many keys of one folder; HEADs answer the rest.
 
-        Without ``may_list`` HEADs answer all of them: for keys among many others that nobody asks for.
+        When nothing was answered for ``request_timeout_s``, StoreTimeoutErrors answer what is left.
 
-        When nothing was answered for ``request_timeout_s``, the questions left become StoreTimeoutErrors.
+        Args:
+            may_list: False: HEADs only, for keys that lie among many others.
         """
         self._attempts.raise_if_closed()
         answers: Answers = {}
@@ -191,7 +192,7 @@ class S3Store(Store):
 
         def list_sizes(folder: str, after: str) -> tuple[list[tuple[str, int]], bool]:
             found = self._attempts.run("", lambda clients: clients.data.list_sizes(folder, after))
-            if not found[0]:  # to obstore a page of HTML is an empty listing; a HEAD is not fooled
+            if not found[0]:  # obstore takes a page of HTML for an empty listing; a HEAD fails
                 self.size(next(iter(names.values())))
             return found
 
@@ -222,11 +223,11 @@ class S3Store(Store):
     def check(self) -> None:
         """Ask the bucket one question that needs endpoint, credentials, clock, bucket and region to be right.
 
-        In a thread of its own: a name that does not resolve can hold its caller for half a minute.
+        In a thread of its own, as a name that does not resolve can keep its caller for half a minute.
 
         Raises:
-            StoreError: one line that begins with what is wrong (endpoint, secret, clock, bucket or region) and says
-                what to do about it. Within ``CHECK_S_MAX``.
+            StoreError: within ``CHECK_S_MAX``, in one line that begins with what is wrong (endpoint, secret, clock,
+                bucket or region) and says what to do about it.
         """
         self._attempts.raise_if_closed()
         process = self._attempts.current()
@@ -240,7 +241,7 @@ class S3Store(Store):
             place = Place(options.bucket, options.region or "", options.endpoint_url or "the endpoint")
             error = deadline_error(CHECK_S_MAX, place)
         except StoreError as e:
-            error = type(e)(str(e))  # without the client's exception, as in _run
+            error = type(e)(str(e))  # without the client's exception, as in Attempts.run
         else:
             return
         if isinstance(error, (CredentialsRefusedError, CredentialsLateError)):
@@ -249,11 +250,11 @@ class S3Store(Store):
 
     @property
     def checksum_refused(self) -> bool:
-        """Whether the server refused ``checksum`` with a put, and payloads are signed since."""
+        """Whether the server has refused a put for its ``checksum``; payloads are signed since."""
         return self._checksum_refused
 
     def folders(self) -> list[str]:
-        """What keys begin with, up to their first "/"; costs a request per 1,000 of them.
+        """The first components of all keys; costs a request per 1,000 of them.
 
         Raises:
             StoreError: they cannot be listed.
@@ -262,7 +263,7 @@ class S3Store(Store):
         return self._attempts.run("", lambda clients: clients.control.list_folder(own))[0]
 
     def names_in(self, folder: str) -> list[str]:
-        """Last parts of the keys right in a folder, which costs a request per 1,000 of them and of its folders.
+        """The last components of the keys right in a folder; costs a request per 1,000 of them and of its folders.
 
         Raises:
             StoreError: they cannot be listed.
@@ -271,10 +272,10 @@ class S3Store(Store):
         return self._attempts.run(folder, lambda clients: clients.control.list_folder(own))[1]
 
     def expire_after(self, days: int | None, beginnings: Sequence[str] = ()) -> bool:
-        """Have the bucket itself delete blobs whose keys begin so ``days`` after they were written, None: never.
+        """Have the bucket itself delete blobs whose keys begin so, ``days`` after they were written; None: never.
 
-        It replaces what was asked for before. Other rules of the bucket stay. Returns whether the bucket may have
-        versions: then those are deleted a day after they were replaced or deleted, whatever ``days`` is.
+        This replaces what was asked for before; other rules of the bucket stay. Returns whether the bucket may have
+        versions: those are then deleted a day after they were replaced or deleted, whatever ``days`` is.
 
         Raises:
             ValueError: ``days`` is below 1, S3's unit.
@@ -283,12 +284,10 @@ class S3Store(Store):
         return self._attempts.run("", lambda clients: clients.control.expire_after(days, beginnings))
 
     def keeps_versions(self, beginnings: Sequence[str]) -> bool:
-        """Whether the bucket keeps what is deleted or replaced, which takes a right of its own to ask.
-
-        Not where it has a rule that deletes it, of all keys that begin so.
+        """Whether the bucket keeps what is deleted or replaced, and no rule deletes it for all keys that begin so.
 
         Raises:
-            StoreError: it does not say.
+            StoreError: it does not say; to ask takes a right of its own.
         """
         return self._attempts.run("", lambda clients: clients.control.keeps_versions(beginnings))
 
@@ -301,7 +300,7 @@ class S3Store(Store):
         return name
 
     def _names(self, keys: Sequence[str], outcomes: MutableMapping[str, Any]) -> dict[str, str]:
-        """Objects' names -> keys, each once; a key that is none has its error among the outcomes."""
+        """Objects' names -> keys, each once. A key that is not valid gets its error in ``outcomes`` instead."""
         names: dict[str, str] = {}
         for key in dict.fromkeys(keys):
             try:
@@ -324,7 +323,7 @@ class S3Store(Store):
         except RequestRefusedError as e:
             refused = e.with_traceback(None)
         if checked and self._clock() <= latest_start:
-            with contextlib.suppress(RequestRefusedError):  # so the checksum was not the reason
+            with contextlib.suppress(RequestRefusedError):  # the checksum was not the reason, then
                 published = put(checked=False)
                 if not isinstance(refused, VagueRefusalError) and not self._checksum_refused:
                     self._checksum_refused = True
@@ -367,7 +366,7 @@ class S3Store(Store):
             return self._attempts.run(key, lambda clients: clients.data.size(name), latest_start)
         except (RequestRefusedError, BareRefusalError) as e:
             refused = e.with_traceback(None)
-        # A HEAD's answer has no body: that the session token has expired is a bare 400 there. A GET's says why.
+        # A HEAD's answer has no body: an expired session token is a bare 400. A GET's says why.
         if self._clock() <= latest_start:
             with contextlib.suppress(BlobCorruptError):  # an empty object, or a server without ranges
                 tail = self._attempts.run(key, lambda clients: clients.data.get_tail(name, 1), latest_start)

@@ -1,4 +1,4 @@
-"""Attempts: what an S3 operation does about a request that failed, and about credentials that are refused."""
+"""Attempts: what an S3 operation does when a request fails or credentials are refused."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ BACKOFF_S_MAX: Final = 2.0
 
 
 class Attempts:
-    """One bucket's. Any thread may call.
+    """Of one bucket. Any thread may call.
 
-    Clients are made by the first call. ``_process`` is replaced after a fork and when credentials are refused, at
-    ``_renewed_at`` the last time and not again for ``_renew_s``.
+    The first call makes the clients. ``_process`` is replaced after a fork, and when credentials are refused: last at
+    ``_renewed_at``, and not again for ``_renew_s``.
 
     Args:
         options: where and how.
@@ -55,7 +55,7 @@ class Attempts:
         """Attempt ``action`` until it succeeds, fails for good or its time is up.
 
         Args:
-            latest_start: of an operation that has begun before.
+            latest_start: of the operation that this is a part of; None: it is one of its own.
         """
         if latest_start is None:
             latest_start = self.latest_start()
@@ -68,8 +68,8 @@ class Attempts:
             try:
                 return self._attempt(action, process, latest_start)
             except StoreError as e:
-                # Made anew and raised outside of this handler: it names the caller's key, not the object, and it drops
-                # the client's exception, which quotes the server and whose frames hold the caller's memory.
+                # Made anew, to name the caller's key and not the object; raised outside of this handler, to drop the
+                # client's exception, which quotes the server and whose frames hold the caller's memory.
                 error = type(e)(str(e), key=key)
             if isinstance(error, (CredentialsRefusedError, CredentialsLateError)):
                 self._renew(process)
@@ -88,15 +88,15 @@ class Attempts:
         return process
 
     def replace(self, process: ProcessClients) -> None:
-        """Have clients made anew by the next call, unless these were replaced before."""
+        """Have the next call make clients anew, unless these were replaced already."""
         if self._process is process:
             self._process = ProcessClients(self._options, self._clock)
-            if self._closed:  # meanwhile; it may have seen the one before
+            if self._closed:  # meanwhile, and ``close`` may have closed the old ones
                 self._process.close()
         process.close()
 
     def raise_if_closed(self, key: str = "") -> None:
-        """Nobody would close what a call makes now."""
+        """Raise StoreClosedError where no call may begin: nobody would close what it makes."""
         if self._closed:
             raise StoreClosedError(f"the store of bucket {self._options.bucket} is closed", key=key)
 
@@ -111,7 +111,7 @@ class Attempts:
         try:
             return action(process.get(latest_start))
         except BaseException as e:
-            # Of Rust under obstore, in threads and in tasks: nowhere to import, and one of them is no Exception.
+            # Panics of Rust under obstore, in threads and in tasks. They cannot be imported, and one is no Exception.
             if type(e).__name__ not in ("PanicException", "RustPanic"):
                 raise
             raise StoreConfigError("obstore cannot make this request; set client: boto3") from None
@@ -119,11 +119,11 @@ class Attempts:
             process.slots.release()
 
     def _renew(self, process: ProcessClients) -> None:
-        """Have clients made anew from what the credential chain says now: somebody may have renewed its secrets."""
+        """Have clients made anew from what the credential chain says now, as somebody may have renewed its secrets."""
         now = self._clock()
         since_s = now - self._renewed_at
         if process is self._process and since_s >= self._renew_s:
-            # Refused again: the chain may have nothing better, or it is about the key and not about the credentials.
+            # Where it was refused again, the chain has nothing better, or it is the key and not the credentials.
             helped = since_s >= 2 * RENEW_S_MAX
             self._renew_s = RENEW_EVERY_S if helped else min(2 * self._renew_s, RENEW_S_MAX)
             self._renewed_at = now

@@ -1,15 +1,15 @@
 """Boto3Client: S3's data plane by AWS's own client, for those who may run nothing else, and for forked processes.
 
-The same promises as ObstoreClient at two to six times the CPU. What it takes to get there:
+It keeps ObstoreClient's promises at two to six times the CPU, by these means:
 
-- A put reads the parts through a file object that hands out views of them; botocore never sees the bytes joined. It
-  also ends a put to a server that takes them too slowly, by handing out no more.
-- A get receives from the socket straight into the slot. botocore's own ``readinto`` reads into a new bytes object and
-  copies it, at half the speed, so the body is read from http.client's response underneath.
-- Its timeouts are per socket call: a server that trickles bytes never trips them. A watchdog shuts the socket of a
-  body that is not complete in time. (Trickled *headers* and error documents stay possible: before an object's body
-  nobody shows us the socket.)
-- The checksums but SHA-256 are awscrt's (``botocore[crt]``), as they are in botocore itself.
+- A put reads the parts through a file object that hands out views of them, so botocore never joins them. Where the
+  server takes them too slowly, the file object hands out no more, which ends the put.
+- A get receives from the socket straight into the slot: the body is read from the response of http.client underneath.
+  botocore's own ``readinto`` reads into a new bytes object and copies that, at half the speed.
+- boto3's timeouts are per socket call, so a server that trickles bytes never trips them. A watchdog shuts the socket of
+  a body that is not complete in time. (Headers and error documents may still trickle: before an object's body there is
+  no way to its socket.)
+- Checksums, but for SHA-256, are awscrt's (``botocore[crt]``), as in botocore itself.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class Boto3Client:
                 if announced is not None and announced != size:
                     raise BlobCorruptError(f"{announced} bytes are stored, {size} were asked for")
                 if announced is not None:
-                    # urllib3's private name for http.client's response; without it, slower and as right.
+                    # urllib3's private name for http.client's response; without it, reading is only slower.
                     source = getattr(raw, "_original_response", None) or raw
                     with self._watchdog.guard(partial(_shut, raw), started + self._options.attempt_timeout_s):
                         for part in parts:
@@ -164,15 +164,15 @@ class Boto3Client:
                     raw.release_conn()  # else the with statement closes it
         except _BODY_ERRORS:
             complete = False
-        # Late and yet complete is not to be trusted: shutting a TLS socket ends its decryption first, and the reader
-        # may have taken what was left for plain bytes.
+        # A body that is late is not to be trusted, even if it is complete: shutting a TLS socket ends its decryption
+        # first, and what was left may have been read as plain bytes.
         if self._clock() - started >= self._options.attempt_timeout_s:
             raise deadline_error(self._options.attempt_timeout_s, self._session.place)
         if not complete:
             raise connection_error(self._session.place)
 
     def _raise_unless_object(self, answer: Mapping[str, Any]) -> None:
-        """A page with status 200 from something that is not S3 would pass for an object of another size."""
+        """Refuse a page with status 200 from something that is not S3: it would pass for an object of another size."""
         if "ETag" not in answer:
             if "Body" in answer:
                 answer["Body"].close()
@@ -188,7 +188,7 @@ class _Body:
     """The joined parts as the seekable file that botocore wants. Every read is a view of one part.
 
     Attributes:
-        is_late: a read came after the deadline, and failed. The one that finds the end, when all is sent, does not.
+        is_late: a read after the deadline has failed. (One at the end, when all is sent, does not fail.)
     """
 
     def __init__(self, parts: Sequence[memoryview], clock: Callable[[], float], deadline: float) -> None:
@@ -228,7 +228,7 @@ def _shut(response: Any) -> None:
     try:
         response.shutdown()
     except (OSError, ValueError, RuntimeError):
-        pass  # it was complete at that very moment
+        pass  # it became complete at that very moment
 
 
 def _checksum(options: S3Options) -> tuple[str, Callable[[Sequence[memoryview]], bytes]] | None:

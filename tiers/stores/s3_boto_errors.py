@@ -1,4 +1,4 @@
-"""botocore's exceptions as ours: what S3, STS and SSO said, what the credential chain and the connection made of it."""
+"""botocore's exceptions as ours: what S3, STS and SSO said, and how the credential chain and connections failed."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from tiers.stores.s3_errors import (
     server_error,
 )
 
-#: Everything that a call of boto3 raises when something outside of this process is wrong. OSError, RuntimeError
-#: and ValueError are from its credential chain: a token file or a helper that is not there, what was refreshed and is
-#: expired all the same, what cannot be parsed. TypeError is its own of an error document with a code that is no text.
+#: Everything that a call of boto3 raises when something outside of this process is wrong. From its credential chain
+#: come OSError (a token file or a helper is not there), RuntimeError (what was refreshed has expired all the same) and
+#: ValueError (something cannot be parsed); TypeError comes of an error document whose code is no text.
 BOTO_ERRORS = (
     boto_errors.BotoCoreError,
     boto_errors.ClientError,
@@ -85,18 +85,18 @@ def translate(error: Exception, place: Place, timeout_s: float) -> StoreError:
 
 
 def code_of(error: Mapping[str, Any]) -> str:
-    """The code in an error document, "" if it has none: botocore hands on None, a dict or a list as well."""
+    """The code in an error document; "" if it has none, for which botocore may have None, a dict or a list."""
     code = error.get("Code")
     return code if isinstance(code, str) else ""
 
 
 def is_of_s3(error: boto_errors.ClientError) -> bool:
-    """Whether S3 said so, and not STS or SSO, which the credential chain asks in the midst of any request."""
+    """Whether S3 said so, not STS or SSO, which the credential chain may ask amid any request."""
     return _OF_S3.search(error.operation_name) is not None
 
 
 def _place_of(error: Exception, place: Place) -> Place:
-    """Where a request failed: the credential chain asks STS and others."""
+    """Where the request that failed was sent: the credential chain asks STS and others."""
     asked = urlsplit(getattr(error, "kwargs", {}).get("endpoint_url") or "")
     own = urlsplit(place.endpoint_url).netloc
     host = asked.netloc.rpartition("@")[2]
@@ -106,7 +106,7 @@ def _place_of(error: Exception, place: Place) -> Place:
 
 
 def _chain_error(error: boto_errors.ClientError, status: int, code: str, place: Place) -> StoreError:
-    """Our exception for STS's or SSO's. What it has no name for in S3 is a role that may not be had."""
+    """Our exception for STS's or SSO's. A code that S3 does not have means that the role may not be assumed."""
     if error.operation_name.startswith("AssumeRole"):
         source = "STS"
         refused = "secret: STS does not let these credentials assume role_arn"
@@ -127,13 +127,13 @@ def _chain_error(error: boto_errors.ClientError, status: int, code: str, place: 
     told = server_error(status, code, place=replace(place, endpoint_url=source))
     if isinstance(told, (StorePermissionError, StoreUnavailableError, StoreThrottledError)):
         return told
-    # What means something of an object or a bucket in S3, as NoSuchKey and HTTP 501 do, says nothing of one here.
+    # What says something about an object or a bucket in S3, as NoSuchKey and HTTP 501 do, does not do so here.
     return StoreUnavailableError(f"endpoint: {source} has a fault") if passes else StorePermissionError(refused)
 
 
 _CLOCK_SAYS = ("Signature expired", "Signature not yet current")
 
-# In the names of all operations that we and botocore ask S3 for, and of none that the credential chain asks for.
+# Each operation that we or botocore ask S3 for has one of these in its name, and none that the credential chain does.
 _OF_S3 = re.compile("Object|Bucket|CreateSession")
 
 _UNTRUSTED = "endpoint: the certificate of {} is not trusted; set ca_bundle"

@@ -1,4 +1,4 @@
-"""The clients of an S3 store: made once for a process, by a thread that nobody has to wait for."""
+"""The clients of an S3 store, made once for a process, by a thread that callers need not wait for."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from tiers.stores.watchdog import begin
 
 logger = logging.getLogger(__name__)
 
-# Waited for clients at least, whatever request_timeout_s: boto3 reads its models, half a second on a busy machine.
+# How long clients are waited for at least, whatever request_timeout_s: boto3 has its models to read, which takes half a
+# second on a busy machine.
 CLIENTS_S_MIN: Final = 3.0
-# A make that is this old is left behind and begun anew: credential_process may hang once, and has no time limit. Twice
-# as old for each that still hangs, of which there are no more than so many.
+# credential_process may hang and has no time limit: making that is this old is left behind and begun anew, after twice
+# the time for each that still hangs, of which there are at most so many.
 MAKE_S_MAX: Final = 30.0
 MAKES_HUNG_MAX: Final = 8
-RENEW_S_MAX: Final = 60.0  # between two renewals, where they do not help: each one's models hold the GIL
-RENEW_EVERY_S: Final = 2.0  # at most: it reads the credential chain again, which may start programs or ask servers
+RENEW_S_MAX: Final = 60.0  # up to so long between renewals that do not help: reading the models holds the GIL
+RENEW_EVERY_S: Final = 2.0  # between two at least: the credential chain may start programs or ask servers
 
 
 class DataPlane(Protocol):
@@ -53,7 +54,7 @@ class DataPlane(Protocol):
     def list_sizes(self, folder: str, after: str) -> tuple[list[tuple[str, int]], bool]:
         """About 1,000 names after ``after`` below ``folder``, with their sizes, and whether there are more.
 
-        For lookups, which know what they look for: how names that are no keys are shown is the client's affair.
+        For lookups, which know what they look for: clients may show names that are no keys in any way.
         """
 
     def close(self) -> None:
@@ -62,7 +63,7 @@ class DataPlane(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Clients:
-    """Both planes: boto3's for all that is rare, and one for objects."""
+    """Both planes: boto3's for what is rare, and one for objects."""
 
     session: S3Session
     control: S3Control
@@ -72,8 +73,8 @@ class Clients:
 class ProcessClients:
     """What must not cross a fork: clients, and locks that another thread may have held.
 
-    Any thread may call. ``_lock`` owns ``_made``, which was begun at ``_begun_at``, ``_hung``, which were left behind,
-    and ``_closed``.
+    Any thread may call. ``_lock`` owns the clients being made or made (``_made``, begun at ``_begun_at``), those whose
+    making hung and was left behind (``_hung``), and ``_closed``.
 
     Attributes:
         slots: for requests under way.
@@ -92,14 +93,14 @@ class ProcessClients:
         self._closed = False
 
     def get(self, until: float = 0.0) -> Clients:
-        """The clients, made by a thread of its own: the credential chain may start programs and ask servers.
+        """The clients. A thread of its own makes them, as the credential chain may start programs and ask servers.
 
         Args:
             until: when to give up waiting, by the clock; after ``CLIENTS_S_MIN`` at the earliest.
 
         Raises:
-            StoreError: they cannot be made, or are not made in time. What a retry may not change is remembered for
-                ``RENEW_EVERY_S``; what does not end is begun anew after ``MAKE_S_MAX``.
+            StoreError: they cannot be made, or not in time. An error that is not retryable is remembered for
+                ``RENEW_EVERY_S``; making that does not end is begun anew after ``MAKE_S_MAX``.
         """
         now = self._clock()
         with self._lock:
@@ -109,8 +110,8 @@ class ProcessClients:
                 self._made, self._begun_at = made, now
                 if before is not None:
                     self._hung.append(before)
-                    before.add_done_callback(_close)  # whoever waits for it may still use it
-                if self._closed:  # for a call that has begun before
+                    before.add_done_callback(_close)  # who waits for it may still use it
+                if self._closed:  # by another thread, since this call began
                     made.add_done_callback(_close)
         wait_s = max(CLIENTS_S_MIN, until - now)
         try:
@@ -123,11 +124,11 @@ class ProcessClients:
         if error is None:
             return made.result()
         if isinstance(error, StoreError):
-            error = type(error)(str(error))  # its own for each caller, who may raise it and add to its traceback
+            error = type(error)(str(error))  # one for each caller: raising adds to a traceback
         raise error
 
     def close(self) -> None:
-        """Close the clients, once they are made; in a forked child they are the parent's."""
+        """Close the clients once they are made; not in a forked child, as they are the parent's."""
         if self.pid != os.getpid():
             return
         with self._lock:
@@ -137,7 +138,7 @@ class ProcessClients:
             made.add_done_callback(_close)
 
     def _is_due(self, made: Future[Clients], now: float) -> bool:
-        """Whether to make them again: there was an error, or there is neither an error nor a client for too long."""
+        """Whether to make them again: there was an error, or making them takes too long."""
         age_s = now - self._begun_at
         if made.done():
             error = made.exception()

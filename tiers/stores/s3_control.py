@@ -55,7 +55,7 @@ class S3Control:
         return found, self._next_token(page, token)
 
     def delete(self, key: str) -> None:
-        """Delete an object by its whole name; absent is success. (obstore takes any page with status 200 for it.)"""
+        """Delete an object by its whole name; absent is success. (obstore would take any page with 200 for that.)"""
         client = self._session.client
         answer = self._ask_about(key, client.delete_object)
         if answer is None:
@@ -63,7 +63,7 @@ class S3Control:
         said = answer["ResponseMetadata"]
         if said["HTTPStatusCode"] == HTTPStatus.NO_CONTENT or "x-amz-request-id" in said["HTTPHeaders"]:
             return
-        # A server that gives no ids, or a page.
+        # A server that gives no ids, or something else's page.
         if self._ask_about(key, client.head_object) is not None:
             raise StoreConfigError(NO_S3.format(self._session.endpoint_url))
 
@@ -71,11 +71,11 @@ class S3Control:
         """Delete up to ``DELETE_KEYS_MAX`` objects by their whole names; the errors of those that are still there.
 
         Raises:
-            VagueRefusalError: the answer names no object, so it may be no answer of S3's.
+            VagueRefusalError: the answer names no object, and so may not be S3's.
         """
         objects = [{"Key": key} for key in keys]
         try:
-            # Not "Quiet": the answer would look like a page of HTML.
+            # Not "Quiet", whose answer is as empty as a page of HTML.
             answer = self._ask(
                 self._session.client.delete_objects, Bucket=self._options.bucket, Delete={"Objects": objects}
             )
@@ -87,7 +87,7 @@ class S3Control:
         for error in answer.get("Errors", ()):
             code = code_of(error)
             if code != "NoSuchKey":
-                # Of a server that does not say which key is still there, any may be.
+                # Where the server does not say which key is still there, any may be.
                 names = [error["Key"]] if error.get("Key") in keys else keys
                 failed.update(dict.fromkeys(names, server_error(500, code, place=self._session.place)))
         return failed
@@ -99,13 +99,13 @@ class S3Control:
             StoreError: begins with what is wrong: endpoint, secret, clock, bucket or region.
         """
         answer = self._list(Prefix=self._options.prefix, MaxKeys=1)
-        # boto3 follows a redirect to the right region by itself; obstore does not, and each request would pay for it.
+        # boto3 follows a redirect to the right region, at a cost for each request; obstore does not.
         region = answer["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region", self._session.region)
         if region != self._session.region and self._session.is_aws:
             raise StoreConfigError(f"region: bucket {self._options.bucket} is in {region}; set region: {region}")
 
     def keeps_versions(self, beginnings: Sequence[str]) -> bool:
-        """Whether the bucket keeps what is deleted or replaced, and no rule removes it below names that begin so.
+        """Whether the bucket keeps what is deleted or replaced, and no rule removes it for all names that begin so.
 
         Raises:
             StoreError: it does not say.
@@ -114,14 +114,14 @@ class S3Control:
             return False
         try:
             rules = self._lifecycle().get("Rules", [])
-        except StoreError:  # rules take another right
+        except StoreError:  # to read rules takes another right
             return True
         names = [self._own + beginning for beginning in beginnings or ("",)]
         prefixes = tuple(prefix for rule in rules if (prefix := _expires_versions_of(rule)) is not None)
         return not all(name.startswith(prefixes) for name in names)
 
     def list_folder(self, prefix: str) -> tuple[list[str], list[str]]:
-        """What is right below a prefix, by name: folders, that is what has a "/" behind the name, and objects."""
+        """Names right below a prefix: of folders (what has a "/" behind the name) and of objects."""
         folders: list[str] = []
         objects: list[str] = []
         token = ""
@@ -136,10 +136,10 @@ class S3Control:
                 return folders, objects
 
     def expire_after(self, days: int | None, beginnings: Sequence[str]) -> bool:
-        """Have the bucket delete what lies below the prefix under names that begin so ``days`` after it was written.
+        """Have the bucket delete objects below the prefix whose names begin so, ``days`` after they were written.
 
-        A bucket that has versions deletes those a day after they were replaced or deleted, also where ``days`` is None.
-        All rules of ours for the prefix are replaced; other rules stay. Returns whether versions are deleted.
+        A bucket with versions deletes those a day after they were replaced or deleted, even if ``days`` is None. Our
+        rules for the prefix are replaced; other rules stay. Returns whether versions are deleted.
 
         Raises:
             ValueError: ``days`` is below 1, S3's unit.
@@ -147,7 +147,7 @@ class S3Control:
         """
         bucket = self._options.bucket
         rule_id = f"{LIFECYCLE_ID}:{self._options.prefix}"
-        # Without the digits it is the one rule for all of the prefix that was made once, whoever else is in there.
+        # Without digits it is a rule that an earlier version made, for all that is below the prefix.
         ours = re.compile(re.escape(rule_id) + f"(:[0-9a-f]{{{RULE_DIGITS}}})?")
         new = []
         versions = bool(beginnings) and self._may_have_versions()
@@ -156,7 +156,7 @@ class S3Control:
             new.append(lifecycle_rule(f"{rule_id}:{digits}", self._own + beginning, days, versions=versions))
         found = self._lifecycle()
         before = found.get("Rules", [])
-        # Of the bucket's own, and back to AWS's default if it is left out.
+        # The bucket's own setting, which would become AWS's default if it were left out.
         also = {name: found[name] for name in ("TransitionDefaultMinimumObjectSize",) if name in found}
         rules = [rule for rule in before if not ours.fullmatch(rule.get("ID", ""))] + new
         try:
@@ -172,10 +172,10 @@ class S3Control:
     # -- private ---------------------------------------------------------------------------------------------------
 
     def _ask(self, call: Callable[..., dict[str, Any]], **arguments: Any) -> dict[str, Any]:
-        """Make a request of the control plane in an attempt's time: boto3 itself waits for as long as bytes come."""
+        """Make a request of the control plane in an attempt's time. boto3 alone waits as long as bytes come."""
         timeout_s = self._options.attempt_timeout_s
         deadline = time.monotonic() + timeout_s
-        # Of requests that were given up, too: the threads that a server can hold are as few as those that may ask.
+        # Requests that were given up count until they end, so that a server holds no more threads than may ask.
         if not self._asking.acquire(timeout=timeout_s):
             raise deadline_error(timeout_s, self._session.place)
         try:
@@ -211,7 +211,7 @@ class S3Control:
         except StoreError as e:
             if e.retryable:
                 raise
-            return isinstance(e, StorePermissionError)  # else a server without versions, which may not know the rule
+            return isinstance(e, StorePermissionError)  # else the server has no versions, and may not know such rules
 
     def _lifecycle(self) -> dict[str, Any]:
         try:
@@ -229,7 +229,7 @@ class S3Control:
         except boto_errors.ClientError as e:
             code = code_of(e.response.get("Error", {}))
             status = e.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-            # S3 says what is wrong in a document. Without one botocore repeats the number; a page of HTML has no code.
+            # S3 says in a document what is wrong. If there is none, botocore's code is the status; HTML has no code.
             says_nothing = (not code or code.isdigit()) and status in (400, 401, 403)
             is_no_s3 = says_nothing or (status == HTTPStatus.NOT_FOUND and code != "NoSuchBucket")
             if is_no_s3 and is_of_s3(e):
@@ -243,7 +243,7 @@ class S3Control:
 
     @contextmanager
     def _as_no_s3(self) -> Iterator[None]:
-        """Around what takes a listing apart: an entry without a size or a date, say."""
+        """Around code that takes a listing apart, in which an entry may lack its size or date."""
         try:
             yield
         except (KeyError, TypeError, AttributeError):
@@ -253,7 +253,7 @@ class S3Control:
         """The token of the next page, "" after the last.
 
         Raises:
-            StoreConfigError: there is more and no token, or that of this page, which would be listed for ever.
+            StoreConfigError: there is more, but no token for it, or this page's: that would be listed for ever.
         """
         if not page.get("IsTruncated"):
             return ""
@@ -277,14 +277,14 @@ def lifecycle_rule(rule_id: str, prefix: str, days: int | None, *, versions: boo
     """
     if days is not None and days < 1:
         raise ValueError(f"days is {days}; a bucket expires blobs after whole days, 1 or more")
-    # The marker of a deletion stays when what was deleted has gone; with days it goes as well.
+    # Markers of deletions outlive what was deleted; a rule with days removes them, too.
     expiration = {"ExpiredObjectDeleteMarker": True} if days is None else {"Days": days}
     rule = {"ID": rule_id, "Status": "Enabled", "Filter": {"Prefix": prefix}, "Expiration": expiration}
     return rule | {"NoncurrentVersionExpiration": {"NoncurrentDays": 1}} if versions else rule
 
 
 def _expires_versions_of(rule: dict[str, Any]) -> str | None:
-    """The beginning of the names of which a rule deletes all versions; None: of no names, or not of all such."""
+    """The prefix below which a rule deletes all versions; None: it does not, or not all below one."""
     expires = rule.get("NoncurrentVersionExpiration", {})
     if rule.get("Status") != "Enabled" or "NoncurrentDays" not in expires or "NewerNoncurrentVersions" in expires:
         return None

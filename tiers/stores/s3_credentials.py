@@ -1,7 +1,7 @@
 """ChainCredentials: what boto3's credential chain says, for threads that have little time.
 
-botocore refreshes in the thread of whoever signs a request, under a lock, without a time limit: a helper that hangs
-would hang them all, for the ten minutes before an expiry though what they have is good.
+botocore refreshes in the thread of whoever signs a request, under a lock and without a time limit. A helper that hangs
+would hang all threads, and that in the ten minutes before the expiry, when the old credentials are still good.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from tiers.errors import StoreError
 from tiers.stores.s3_errors import CredentialsLateError
 from tiers.stores.watchdog import begin
 
-# As botocore has it: what is good for less is not used without having asked for better.
+# As in botocore: credentials that are good for less are not used before the chain was asked for better ones.
 GOOD_S_MIN: Final = 600.0
-#: botocore would ask the chain for each request when less than 15 minutes are left, and what issues credentials for
-#: less, or hands out the same until 5 minutes before their end, has no better ones each time.
+#: With less than 15 minutes left, botocore would ask the chain for each request. That is in vain where credentials are
+#: issued for less than that, or the same ones until 5 minutes before their end.
 ASK_EVERY_S: Final = 30.0
 
 
 class ChainCredentials(Credentials):  # type: ignore[misc] # botocore has no types
     """Credentials as botocore's clients want them. Any thread may call; ``_lock`` owns ``_asked`` and ``_asked_at``.
 
-    One thread at a time asks the chain, for all; ``_frozen`` is its last answer.
+    One thread at a time asks the chain, on behalf of all; ``_frozen`` is the last answer.
 
     Args:
         chain: botocore's, which may refresh itself.
@@ -62,7 +62,7 @@ class ChainCredentials(Credentials):  # type: ignore[misc] # botocore has no typ
         """
         with self._lock:
             is_idle = self._asked is None or self._asked.done()
-            frozen = self._frozen  # after that look, so that an answer which has just come is not asked for again
+            frozen = self._frozen  # read after that, so that an answer which has just come is not asked for again
             if frozen is not None and not self._ends_within(None):
                 return frozen
             is_good = frozen is not None and not self._ends_within(0)
@@ -77,7 +77,7 @@ class ChainCredentials(Credentials):  # type: ignore[misc] # botocore has no typ
         if frozen is not None and not self._ends_within(GOOD_S_MIN):
             return frozen
         if wait([asked], max(0.0, wait_s)).done:
-            error = asked.exception()  # not raised: it would hold the memory of all who wait for it
+            error = asked.exception()  # not raised: its traceback would hold the memory of all who wait
             if error is None:
                 return asked.result()
             if frozen is not None and not self._ends_within(0):
@@ -95,6 +95,6 @@ class ChainCredentials(Credentials):  # type: ignore[misc] # botocore has no typ
         return frozen
 
     def _ends_within(self, seconds: float | None) -> bool:
-        """Whether the chain's expire within so many seconds; None: within those in which it would ask for new ones."""
+        """Whether the chain's expire within so many seconds; None: so soon that it would ask for new ones."""
         refresh_needed = getattr(self._chain, "refresh_needed", None)  # static ones have none
         return refresh_needed is not None and bool(refresh_needed(seconds))

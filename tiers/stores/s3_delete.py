@@ -12,9 +12,9 @@ DELETERS_MAX: Final = 8
 
 
 def delete_each(names: Sequence[str], delete: Callable[[str], None]) -> dict[str, StoreError]:
-    """Delete from some threads that live no longer than this call; the errors of those that are still there.
+    """Delete by some threads that end with this call; returns the errors of those that are still there.
 
-    After an error that outlasted its retries the rest is not tried.
+    After a retryable error, which has outlasted its retries, the rest is not tried.
 
     Args:
         names: each once.
@@ -22,7 +22,7 @@ def delete_each(names: Sequence[str], delete: Callable[[str], None]) -> dict[str
     """
     lasting: list[StoreError] = []
     outcomes: dict[str, StoreError | None] = {}
-    waiting = iter(names)  # next() of a list's iterator is one step for all threads
+    waiting = iter(names)  # next() of a list's iterator is atomic
 
     def delete_waiting() -> None:
         for name in waiting:

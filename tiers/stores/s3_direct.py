@@ -1,11 +1,11 @@
-"""DirectReader: objects received from the socket straight into the slot, where they are so large that a copy counts.
+"""DirectReader: receives objects from the socket straight into the slot, for sizes at which a copy counts.
 
 obstore hands out bytes of its own: one more copy, from memory that is new with each object. At 16 MiB that is a third
-of the CPU, half of it under TLS.
+of the CPU time, and half of it under TLS.
 
-The usual answer, an object of the size that is asked for, is recognised while it still lies in the socket, and then
-received headers and all with one system call: parsing headers with http.client costs 0.1 ms, and each return to Python
-is a fight of all threads for the GIL. Whatever else comes, and all that comes through TLS, is http.client's.
+The usual answer, an object of the expected size, is recognised while it is still in the socket, and then received with
+its headers by one system call: http.client takes 0.1 ms to parse headers, and with each return to Python all threads
+contend for the GIL. Any other answer, and all that comes by TLS, is left to http.client.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tiers.vectored_io import look_at, runs, transfer
 
 ERROR_BYTES_MAX: Final = 64 << 10
 PIECE_BYTES: Final = 512 << 10  # of what is looked at
-HEAD_BYTES_MAX: Final = 4 << 10  # of an answer's headers, to be recognised; S3's are a tenth of that
+HEAD_BYTES_MAX: Final = 4 << 10  # an answer with longer headers is not recognised; S3's are a tenth of that
 
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d+)[ \t]*(?=\r\n)")
 _SPECIAL = re.compile(rb"\r\n(?:transfer-encoding|connection:(?![ \t]*keep-alive[ \t]*\r\n))")
@@ -44,12 +44,11 @@ _CODE = re.compile(rb"<Code>([A-Za-z0-9.]{1,64})</Code>")
 
 
 class DirectReader:
-    """One attempt at one GET from the endpoint itself, through no proxy. Any thread may call.
+    """One attempt at one GET from the endpoint itself, not by a proxy. Any thread may call.
 
-    ``_idle`` is a stack, whose operations are atomic, of connections and since when each is idle.
+    ``_idle`` is a stack of connections, each with the time since when it is idle; its operations are atomic.
 
-    All of it ends after ``attempt_timeout_s``, but for a name server that does not answer: the resolver has its own
-    time for that.
+    An attempt ends after ``attempt_timeout_s``, unless a name server does not answer: the resolver has its own limit.
     """
 
     def __init__(self, session: S3Session, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -64,7 +63,7 @@ class DirectReader:
         usual_port = 443 if parts.scheme == "https" else 80
         self._port = parts.port or usual_port
         self._tls = _tls_context(session) if parts.scheme == "https" else None
-        # As the other clients send it. Proxies may hand on what they have made of it, and a signature covers it.
+        # As the other clients send it: a proxy may rewrite it, and the signature covers it.
         host = f"[{self._name}]" if ":" in self._name else self._name
         self._signer = ReadSigner(host if self._port == usual_port else f"{host}:{self._port}", session.region)
         self._idle = deque[tuple[socket.socket, float]]()
@@ -87,7 +86,7 @@ class DirectReader:
             except (OSError, http.client.HTTPException, ValueError):
                 sock.close()
                 if self._clock() >= deadline:
-                    if reused is not None:  # what forgot this one may have forgotten all
+                    if reused is not None:  # something on the way forgot this connection, and perhaps all
                         self._close_idle()
                     raise deadline_error(self._options.attempt_timeout_s, self._session.place) from None
                 if reused is None:
@@ -96,7 +95,7 @@ class DirectReader:
                 sock.close()
                 raise
             else:
-                # Only now: who takes it next must not be ended by our watchdog.
+                # Only now: our watchdog must not end its next user's request.
                 if keeps and not self._closed:
                     self._idle.append((sock, self._clock()))
                 else:
@@ -179,10 +178,10 @@ class DirectReader:
                     sock = undo.enter_context(socket.socket(family, kind, protocol))
                     sock.settimeout(within_s / len(addresses))
                     sock.connect(address)
-                    sock.settimeout(None)  # from here on the watchdog sees to that
+                    sock.settimeout(None)  # from now on the watchdog ends what is late
                     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                    # A request with a session token is two packets; Nagle's algorithm would hold the second back for
-                    # an ACK.
+                    # A request with a session token is two packets, and Nagle's algorithm would make the second wait
+                    # for an ACK.
                     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                     if self._tls is not None:
                         # A name in a certificate has no dot at its end (RFC 6066, 3), a name to resolve may.
@@ -202,7 +201,7 @@ def _tls_context(session: S3Session) -> ssl.SSLContext:
 
 
 def _head_of_object(sock: socket.socket, size: int) -> int:
-    """Bytes of the headers that announce an object of that size, all of them and no other to come; else 0."""
+    """How many bytes of headers announce an object of that size; 0: the answer is another, or not all of them came."""
     start = sock.recv(HEAD_BYTES_MAX, socket.MSG_PEEK)
     head_bytes = start.find(b"\r\n\r\n") + 4
     head = start[:head_bytes].lower()
@@ -233,6 +232,6 @@ def fill(response: http.client.HTTPResponse, part: memoryview) -> None:
 
 
 def _shut(sock: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # it was complete at that very moment
-        # Not SSLSocket's own: it ends decryption first, and the reader would take what is left for its plain bytes.
+    with contextlib.suppress(OSError):  # it became complete at that very moment
+        # Not SSLSocket's own, which ends decryption first: the reader would take what is left for plain bytes.
         socket.socket.shutdown(sock, socket.SHUT_RDWR)

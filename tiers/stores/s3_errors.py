@@ -1,8 +1,8 @@
-"""One table from what an S3 server says to our exceptions.
+"""One table from what an S3 server says to our exceptions, for both clients.
 
-Both clients use it. A message never repeats what the server or the client library wrote: S3 echoes the canonical
-request, session token included, when a signature is wrong, and libraries quote what a credential process printed. So
-every exception is raised ``from None``, with the code, the status and a hint of ours.
+No message repeats what the server or a client library wrote: S3 echoes the canonical request, session token included,
+when a signature is wrong, and libraries quote what a credential process printed. So every exception is raised ``from
+None``, with the code, the status and a hint of ours.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tiers.errors import (
 
 
 class CredentialsRefusedError(StorePermissionError):
-    """The server does not know these credentials: reading the chain again may find those that took their place."""
+    """The server does not know these credentials; the chain may have new ones by now."""
 
 
 class CredentialsExpiredError(CredentialsRefusedError):
@@ -33,19 +33,19 @@ class CredentialsExpiredError(CredentialsRefusedError):
 
 
 class CredentialsLateError(StoreTimeoutError):
-    """There are none, and the chain does not end: one that is made anew may."""
+    """There are no credentials, because the chain does not end; one that is made anew may."""
 
 
 class BareRefusalError(StorePermissionError):
-    """A 403 that does not say why: a HEAD's answer has no body, and so no code."""
+    """A 403 without a reason: a HEAD's answer has no body, and so no code."""
 
 
 class RequestRefusedError(StoreConfigError):
-    """The server does not take requests of this form: the only error a put without a checksum may get around."""
+    """The server does not take requests of this form: the only error that a put without a checksum may avoid."""
 
 
 class VagueRefusalError(RequestRefusedError):
-    """It does not say that it is the form, so it may be a passing fault of what lies between: nothing to remember."""
+    """It may be the request's form, or a passing fault of something in between: nothing is to be remembered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +72,10 @@ _FORM = "the server does not take this request"
 
 NO_S3 = "endpoint: {} answers, but not as S3 does; is it the right address, or a proxy's page?"
 
-# Scheme and host and nothing else of what the server wrote.
+# Of a redirect's target a message repeats scheme and host only.
 _TARGET = re.compile(r"https?://[A-Za-z0-9.:\[\]-]{1,255}(?=[/?#]|\Z)")
 
-# All that a message repeats of an error document, which may hold line breaks, or the request's token.
+# Of an error document, which may hold line breaks or the request's token, a message repeats such a code only.
 _PLAIN_CODE = re.compile(r"[A-Za-z0-9.]{1,64}")
 
 #: S3 error code -> exception and hint. Codes from AWS's list, MinIO's (XMinio...), Ceph's, and those of STS.
@@ -171,7 +171,7 @@ def server_error(status: int, code: str, *, place: Place, location: str = "") ->
 
     Args:
         status: of HTTP.
-        code: of S3's error document; "" where there was none, as is what does not look like one.
+        code: of S3's error document; "" if it had none. What does not look like a code counts as none.
         location: where an answer redirects to, if that is known.
     """
     if not _PLAIN_CODE.fullmatch(code):
@@ -196,7 +196,7 @@ def server_error(status: int, code: str, *, place: Place, location: str = "") ->
 
 
 def without_absence(error: StoreError, place: Place) -> StoreError:
-    """The exception for a request that is about no stored object: S3 would have said that the bucket is not there."""
+    """The exception for a request about no stored object, for which "absent" can be no answer of S3's."""
     if isinstance(error, BlobNotFoundError):
         return StoreConfigError(f"{NO_S3.format(place.endpoint_url)} (HTTP 404)")
     return error

@@ -1,8 +1,8 @@
-"""How many "is it there?" questions to a bucket are answered for less than one request after the other.
+"""Answers many "is it there?" questions to a bucket for less than a request each, one after the other.
 
-Pages of a LIST answer many questions about a folder with few other names, HEADs from several threads the rest. Which
-costs less differs between servers and folders by more than ten: SeaweedFS lists 5 names in the time of 3 HEADs where
-each name is in a folder of its own, moto 5 in the time of one. So both are tried, and what they took decides.
+Pages of a LIST answer many questions about a folder that has few other names; HEADs from several threads answer the
+rest. Which is cheaper differs between servers and folders by more than a factor of ten: where each name is in a folder
+of its own, SeaweedFS lists 5 names in the time of 3 HEADs, moto 5 in the time of one. So both are tried and timed.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from tiers.stores.watchdog import run_in_threads
 
 # AWS charges for a LIST as for 12.5 HEADs.
 LIST_KEYS_MIN: Final = 13
-# How long a folder is left alone after a LIST that did not pay.
+# A folder gets no further LIST for so long after one that did not pay.
 BELIEVED_S: Final = 600.0
 FOLDERS_MAX: Final = 1000
-# A thread that asks is given so many keys, and fewer where they would keep it waiting for longer than ASKER_S: a thread
-# costs 0.1 ms to start.
+# A thread that asks gets so many keys, as it costs 0.1 ms to start; fewer if they would take it longer than ASKER_S.
 KEYS_PER_ASKER: Final = 8
 ASKER_S: Final = 0.004
 ASKERS_MAX: Final = 128
@@ -35,7 +34,7 @@ _ENDLESS: Final = float("inf")
 
 @dataclass(frozen=True, slots=True)
 class _Listing:
-    """What the last page of a folder's LIST took, and which share of the keys that were asked it answered."""
+    """How long the last page of a folder's LIST took, and which share of the questions it answered."""
 
     seconds: float
     share: float
@@ -43,11 +42,11 @@ class _Listing:
 
 
 class Lookups:
-    """Answers questions, and remembers what it took. Any thread; to remember wrong costs time and no more.
+    """Answers questions and remembers how long that took. Any thread; what is remembered wrongly costs only time.
 
     Args:
         askers_max: threads at once.
-        silence_s_max: when nobody was answered for so long, the keys left are StoreTimeoutErrors.
+        silence_s_max: if there was no answer for so long, the keys that are left get StoreTimeoutErrors.
         clock: monotonic seconds.
     """
 
@@ -65,10 +64,10 @@ class Lookups:
         answers: Answers,
         list_sizes: Callable[[str, str], tuple[list[tuple[str, int]], bool]],
     ) -> None:
-        """Answer what pages of the names' common folder answer sooner than HEADs; the first LIST of a folder is to see.
+        """Answer by pages of the names' common folder, as long as they are faster than HEADs. The first LIST finds out.
 
-        An error ends it: the HEADs will tell. A page proves absence only of names that come in one order on S3, by
-        bytes, and on servers with real folders.
+        An error ends it, and HEADs will tell more. A page proves absence only for names that have the same order on S3,
+        by bytes, and on servers with real folders.
 
         Args:
             names: objects' names -> keys.
@@ -101,14 +100,14 @@ class Lookups:
             sizes = dict(page)
             for name in asked[:known]:
                 size = sizes.get(name)
-                if size != 0:  # may be a folder marker: a HEAD knows
+                if size != 0:  # else it may be a folder marker, as a HEAD will tell
                     answers[names[name]] = size
             del asked[:known], by_folder[:known]
             if known < LIST_KEYS_MIN or took_s > known * self._key_s:
                 return
 
     def answer_by_asking(self, keys: Sequence[str], answers: Answers, size: Callable[[str], int | None]) -> None:
-        """Ask for each key, from some threads that live no longer than this call. Threads beat asyncio here 3 : 1.
+        """Ask for each key, by some threads that end with this call. Threads are three times as fast as asyncio here.
 
         Args:
             keys: each once.
@@ -118,7 +117,7 @@ class Lookups:
         if not keys:
             return
         started_at = self._clock()
-        waiting = iter(keys)  # next() of a list's iterator is one step for all threads
+        waiting = iter(keys)  # next() of a list's iterator is atomic
         answered_at = started_at
         fastest_s = _ENDLESS
 
@@ -136,7 +135,7 @@ class Lookups:
                     answers[key] = e
 
         if self._head_s == _ENDLESS:
-            ask(2)  # alone, to see how far the server is
+            ask(2)  # in this thread alone, to see how far away the server is
             self._learn(len(keys), fastest_s)
         is_near = self._head_s * KEYS_PER_ASKER <= ASKER_S
         keys_each = KEYS_PER_ASKER if is_near else max(1, int(ASKER_S / self._head_s))
@@ -147,7 +146,7 @@ class Lookups:
             self._key_s = (self._clock() - started_at) / len(keys)
 
     def _learn(self, num_keys: int, fastest_s: float) -> None:
-        if num_keys > 1:  # one alone may have waited for its connection
+        if num_keys > 1:  # a single one may have waited for its connection
             self._head_s = fastest_s
 
     def _is_worth_a_list(self, folder: str, num_keys: int) -> bool:
@@ -155,7 +154,7 @@ class Lookups:
         if last is None or self._clock() >= last.believed_until:
             return True
         if self._key_s == _ENDLESS:
-            return False  # to see what HEADs take
+            return False  # to find out how long HEADs take
         return last.seconds <= last.share * num_keys * self._key_s
 
     def _remember(self, folder: str, seconds: float, share: float) -> None:
@@ -165,7 +164,7 @@ class Lookups:
 
 
 def _folder_by_folder(name: str) -> str:
-    """What SeaweedFS lists by: "ab/c" before "ab-c", though "-" is below "/" (and below "." of a file's "ab.c")."""
+    """The order in which SeaweedFS lists: "ab/c" before "ab-c", though "-" sorts before "/"."""
     return name.replace("/", "\0")
 
 

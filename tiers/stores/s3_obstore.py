@@ -1,15 +1,14 @@
-"""ObstoreClient: S3's data plane by obstore, Rust's object_store. Off the GIL but for one copy of what is read.
+"""ObstoreClient: S3's data plane by obstore, Rust's object_store. Off the GIL, except for one copy of what is read.
 
-What obstore 0.12 can and cannot do, as measured and read:
+What obstore 0.12 can and cannot do, as measured and as its source says:
 
 - A put takes the parts as they lie in memory; nothing is joined or copied. Its checksums are crc64nvme and sha256.
-- A get hands out bytes of its own, so there is one copy into the slot, in pieces small enough for the GIL (256 KiB take
-  10-20 µs); large objects are left to ``DirectReader``. Checksums that a server sends along are not verified: the
-  seal is.
-- ``timeout`` covers a request from connecting to the last byte of the body, slow trickles included.
-- Errors are a handful of classes and a text. Only where the class does not tell, the text is read, and of it only the
-  status and S3's ``<Code>``.
-- Its runtime does not survive a fork: every call in a child of a process that used it hangs. ``usable`` says so.
+- A get hands out bytes of its own, which are copied into the slot, in pieces that hold the GIL for 10-20 µs (256 KiB).
+  Large objects are left to ``DirectReader``. Checksums that a server sends along are not verified; the seal is.
+- ``timeout`` is for a whole request, from connecting to the last byte of the body, however slowly bytes come.
+- Errors are a few classes and a text. The text is read only where the class does not tell, and then only for the status
+  and S3's ``<Code>``.
+- Its runtime does not survive a fork: in a child of a process that has used it every call hangs (see ``usable``).
 """
 
 from __future__ import annotations
@@ -53,11 +52,11 @@ LIST_PAGE_KEYS: Final = 1000
 
 _IMPORTED_BY_PID: Final = os.getpid()
 
-# The one place where text is read, because GenericError carries nothing else (object_store's error as text).
-# All of it is what object_store 0.14 writes; the tests of faults fail when a later one writes something else.
+# GenericError has nothing but object_store's error as text, so here text is read. It is what object_store 0.14 writes;
+# the tests of faults fail when a later one writes something else.
 _STATUS = re.compile(r"Server returned non-2xx status code: (\d{3})\b")
 _CODE = re.compile(r"<Code>([A-Za-z0-9.]{1,64})</Code>")
-# Is an AlreadyExistsError as well, but of an operation that is under way at the key.
+# An AlreadyExistsError, too, but another operation is under way at the key.
 _CONFLICT = "Server returned non-2xx status code: 409"
 # A 301 without Location, which is how AWS says "other region".
 _BARE_REDIRECT = "Received redirect without LOCATION"
@@ -172,8 +171,8 @@ class ObstoreClient:
             return ()
 
         try:
-            # obstore asks for page after page until it has so many names: of a server with small or empty pages without
-            # end. Only a task can be told to stop, and its loop needs a thread in which no other one runs.
+            # obstore asks for pages until it has so many names: without end, where a server has small or empty ones.
+            # Only a task can be stopped, and its loop takes a thread that runs no other loop.
             page = begin("kvtiers-s3-list", lambda: asyncio.run(first_names())).result()
             return [(found["path"], found["size"]) for found in page], len(page) == LIST_PAGE_KEYS
         except TimeoutError:
@@ -203,7 +202,7 @@ class ObstoreClient:
         }
         if session.proxy is not None:
             client["proxy_url"] = session.proxy
-        elif getproxies():  # which reqwest would read by itself, were there none for it
+        elif getproxies():  # which reqwest would read by itself if it were given none
             client["proxy_url"] = session.endpoint_url
             client["proxy_excludes"] = f"*,{urlsplit(session.endpoint_url).hostname}"  # "*" are names, no addresses
         if session.ca_pem is not None:
@@ -215,9 +214,9 @@ class ObstoreClient:
             # Without it, an AWS_ENDPOINT_URL_S3 in the environment would win over ``endpoint``.
             "aws_endpoint_url_s3": endpoint,
             "virtual_hosted_style_request": session.virtual_host,
-            # One of the two proves a put to the server: the checksum, or the payload's hash in the signature.
+            # A put is proved to the server by its checksum, or else by the payload's hash in the signature.
             "unsigned_payload": checksum is not None,
-            # Nor would others of its own that would change what is sent.
+            # Nor shall other variables that only obstore reads change what is sent.
             "conditional_put": "etag",
             "skip_signature": False,
             "s3_express": False,
@@ -249,14 +248,14 @@ class ObstoreClient:
         return found["size"]
 
     def _raise_unless_absent(self, error: FileNotFoundError, started: float) -> None:
-        """A 404 is an absent key or an absent bucket. A HEAD's has no body and cannot tell: it passes for the key's."""
+        """A 404 means an absent key or bucket. A HEAD's has no body to tell which, and counts as the key's."""
         translated = self._translate(error, started)
         if not isinstance(translated, BlobNotFoundError):
             raise translated from None
 
     def _translate(self, error: Exception, started: float) -> StoreError:
         place = self._session.place
-        known = self._session.credentials_error  # once: another thread's refresh may drop it
+        known = self._session.credentials_error  # read once: another thread's refresh may drop it
         if isinstance(error, UnauthenticatedError) and known is not None:
             return type(known)(str(known))
         if isinstance(error, ValueError):

@@ -15,15 +15,15 @@ Checksum = Literal["crc64nvme", "crc32c", "sha256", "none"]
 Client = Literal["obstore", "boto3"]
 Encryption = Literal["AES256", "aws:kms"]
 
-# The superset of what S3 and its clones take as a name; it keeps anything out that would change the URL's meaning.
+# All names that S3 or a clone takes, and none that would change the URL's meaning.
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,253}[A-Za-z0-9]")
-# As boto3 takes them (botocore.utils.is_valid_endpoint_url), for host names that are no IPv6 addresses.
+# Host names that boto3 takes (botocore.utils.is_valid_endpoint_url), but for IPv6 addresses.
 _HOST = re.compile(
     r"(?=.{1,255}\Z)((?!-)[a-z0-9-]{1,63}(?<!-)\.)*(?!-)[a-z0-9-]{1,63}(?<!-)\.?", re.IGNORECASE | re.ASCII
 )
-# What boto3, obstore and DirectReader all send as it is written.
+# Paths that boto3, obstore and DirectReader all send as they are written.
 _PATH = re.compile(r"(/(?!\.\.?(/|\Z))[A-Za-z0-9._~-]+)*/?")
-# A host whose last label is one is an IPv4 address, or none at all (WHATWG, "ends in a number").
+# A host whose last label is such a number is an IPv4 address or not valid (WHATWG, "ends in a number").
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*", re.IGNORECASE | re.ASCII)
 _HEADER_TOKEN = re.compile(r"[A-Za-z0-9_:/.@+=,-]{1,512}")
 
@@ -39,9 +39,9 @@ PREFIX_LENGTH_MAX = 512  # bytes; leaves 511 of S3's 1,024 for the key
 TIMEOUT_S_MAX = 3600
 RETRIES_MAX = 20
 CONNECTIONS_MAX = 1024
-# No connection is used again that was idle for longer. What lies between may have forgotten it by then without a word
-# (load balancers after 60 s at the earliest, NATs after 240 to 350), and a request on it hangs until its time is up.
-# HTTP clients wait for 60 to 90 s, or for ever as urllib3; to connect anew after half a minute costs nobody anything.
+# A connection that was idle for longer is not used again. Something on the way may have dropped it silently (load
+# balancers after 60 s at the earliest, NATs after 240 to 350), and a request on it would hang until its time is up.
+# HTTP clients keep one for 60 to 90 s, urllib3 for ever; a new one each half a minute costs next to nothing.
 IDLE_S_MAX = 30.0
 
 
@@ -66,17 +66,17 @@ class S3Options:
         allow_insecure: allow http to hosts other than this one.
         sse, sse_kms_key_id: server-side encryption of new blobs.
         storage_class: of new blobs, such as ``STANDARD_IA``.
-        checksum: sent with each put for the server to verify. ``none`` signs the payload's SHA-256 instead, which
-            every server takes, AWS and MinIO verify, and which costs 0.5 ms of CPU a MiB; a server that refuses a
-            checksum gets that by itself. ``crc32c`` only with ``client: boto3``.
-        request_timeout_s: one operation with all its retries. One attempt may take half of it, and no attempt
-            starts after half of it, so the whole never takes longer. The credential chain may take half of it, too,
-            and 3 s at least.
-        connect_timeout_s: of one connection. obstore, and so what reads beside it, gives each of the host's n addresses
-            (AWS: 8) 1/n of it; boto3 gives all of it to each.
+        checksum: sent with each put for the server to verify. ``none`` signs the payload's SHA-256 instead, at 0.5 ms
+            of CPU a MiB; every server takes that, and AWS and MinIO verify it. It is also what a server gets that
+            refuses a checksum. ``crc32c`` only with ``client: boto3``.
+        request_timeout_s: for one operation with all its attempts. An attempt may take half of it and starts in its
+            first half only, so that all takes no longer. The credential chain may take half of it, too, and 3 s at
+            least.
+        connect_timeout_s: for one connection. obstore and ``DirectReader`` give each of the host's n addresses (AWS: 8)
+            1/n of it; boto3 gives each all of it.
         retries: further attempts after a 5xx, a 429 or a broken connection.
         max_connections: requests under way at once; more wait.
-        client: ``obstore`` (Rust) or ``boto3`` for those who may run nothing but AWS's own.
+        client: ``obstore`` (Rust), or ``boto3`` for those who may run nothing but AWS's own.
 
     Raises:
         ConfigError: a value that cannot work; names the field.
@@ -168,14 +168,14 @@ def check_endpoint(url: str, *, allow_insecure: bool, virtual: bool) -> None:
     """Refuse an endpoint that is no plain URL, holds credentials, or would carry blocks in the clear.
 
     Args:
-        virtual: buckets are addressed as bucket.endpoint, which an address cannot be part of.
+        virtual: buckets are addressed as bucket.endpoint, where endpoint cannot be an IP address.
 
     Raises:
         ConfigError: for the field ``endpoint_url`` or ``addressing_style``. The URL is not repeated where it may hold
             a password.
     """
     field = "endpoint_url"
-    if "@" in url:  # also where it is no URL, so that nobody is told the password by the error
+    if "@" in url:  # first of all, so that no error shows a password
         raise ConfigError("holds credentials; put them into the environment or ~/.aws/credentials", field=field)
     try:
         parts = urlsplit(url)

@@ -1,7 +1,7 @@
-"""S3Session: the credentials for an S3 bucket, and boto3's clients. One per process: nothing here survives fork.
+"""S3Session: the credentials for an S3 bucket, and boto3's clients. One per process: nothing here survives a fork.
 
-boto3's credential chain covers what operators use (environment, profiles, SSO, assume-role, web identity, container and
-instance metadata, ``credential_process``) and refreshes it. The data plane asks it for credentials.
+boto3's credential chain has what operators use (environment, profiles, SSO, assume-role, web identity, container and
+instance metadata, ``credential_process``) and refreshes it; the data plane takes its credentials from there.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from tiers.stores.s3_options import IDLE_S_MAX, S3Options, check_endpoint
 from tiers.stores.s3_proxy import proxy_of
 
 DEFAULT_REGION = "us-east-1"
-# boto3 hands out credentials that are good for 10 more minutes. obstore asks again 5 minutes before this ends, so the
-# chain is asked once a minute.
+# boto3 hands out credentials that are good for 10 more minutes at least. obstore asks again 5 minutes before this time
+# is over, and so once a minute.
 CREDENTIALS_TTL = timedelta(minutes=6)
 
 
 class S3Session:
-    """Any thread may call; nothing changes after the constructor but boto3's own caches, which lock themselves.
+    """Any thread may call. After the constructor only boto3's own caches change, which have locks.
 
     Args:
         options: where and how.
@@ -52,7 +52,7 @@ class S3Session:
         cap_chatty_loggers()
         self.options = options
         self._proxies: dict[str, str] | None = None
-        # Until the client is made, what the options say is all there is to name in an error.
+        # For errors; until the client is made, the options are all that is known.
         self.place = Place(options.bucket, options.region or "", options.endpoint_url or "AWS")
         try:
             botocore_session = self._make_botocore_session()
@@ -65,7 +65,7 @@ class S3Session:
             self.client = self.make_client(sign_payload=options.checksum == "none")
         except boto_errors.BotoCoreError as e:
             raise self.translate(e) from None
-        except ValueError:  # boto3 checks an endpoint of the environment or the profile by hand
+        except ValueError:  # boto3's for an endpoint of the environment or the profile that is no URL
             raise StoreConfigError("endpoint: AWS_ENDPOINT_URL or the profile's endpoint_url is no URL") from None
         self.ca_path: str | None = options.ca_bundle or botocore_session.get_config_variable("ca_bundle")
         self.ca_pem = _read_ca_bundle(self.ca_path)
@@ -77,13 +77,13 @@ class S3Session:
         self.place = Place(options.bucket, self.region, self.endpoint_url)
         try:
             check_endpoint(self.endpoint_url, allow_insecure=options.allow_insecure, virtual=self.virtual_host)
-        except ConfigError as e:  # S3Options saw the option; the environment or the profile may name another one
+        except ConfigError as e:  # S3Options has checked the option; environment or profile may name another one
             raise StoreConfigError(f"endpoint: {e}") from None
         self.proxy = proxy_of(self.endpoint_url)
-        if getproxies():  # a client reads them by itself, and it took one to know the endpoint
+        if getproxies():  # the first client, which told the endpoint, has read them by itself
             self._proxies = {urlsplit(self.endpoint_url).scheme: self.proxy} if self.proxy else {}
             self.client = self.make_client(sign_payload=options.checksum == "none")
-        #: Why the data plane got no credentials: it sees the exception of its provider as text only.
+        #: Why the data plane got no credentials; it sees its provider's exception as text only.
         self.credentials_error: StoreError | None = None
 
     @property
@@ -103,7 +103,7 @@ class S3Session:
         try:
             frozen = self._credentials.get_frozen_credentials()
         except StoreError as e:
-            self.credentials_error = type(e)(str(e))  # never raised: a traceback holds its callers' memory
+            self.credentials_error = type(e)(str(e))  # a new one: a traceback would hold its callers' memory
             raise
         self.credentials_error = None
         return {
@@ -154,7 +154,7 @@ class S3Session:
     def _make_botocore_session(self) -> botocore.session.Session:
         options = self.options
         session = botocore.session.Session(profile=options.profile)
-        # STS, SSO and web identity clients that the chain makes: a refresh must end within an attempt, too.
+        # For the clients of STS, SSO and web identity that the chain makes: a refresh must end within an attempt, too.
         session.set_default_client_config(
             Config(
                 connect_timeout=options.connect_timeout_s, read_timeout=options.attempt_timeout_s, retries=_ONE_ATTEMPT
@@ -175,7 +175,7 @@ class S3Session:
     def _find_credentials(self, session: botocore.session.Session) -> Any:
         try:
             return session.get_component("credential_provider").load_credentials()
-        except Exception as e:  # noqa: BLE001 - the chain stumbles over what helpers print and files hold
+        except Exception as e:  # noqa: BLE001 - what helpers print and files hold may make the chain raise anything
             raise self.translate(e) from None
 
 
@@ -204,7 +204,7 @@ class _Fixed:
 
 
 class _IdleLimit:
-    """Before each request: has a client forget its idle connections every so often, all of them.
+    """Called before each request; now and then it has the client forget all idle connections.
 
     urllib3 keeps them for ever and does not say how old they are. Those in use go on.
     """
@@ -221,12 +221,12 @@ class _IdleLimit:
 
 
 def _follow_no_redirect(context: dict[str, Any], **_: Any) -> None:
-    """For the HEAD by which botocore asks where a bucket is that redirects: that it redirects, too, is the answer."""
+    """For botocore's HEAD that asks where a bucket is: if that is redirected, too, it shall not ask again for it."""
     context.get("s3_redirect", {})["redirected"] = True
 
 
 def _expect_no_continue(request: Any, **_: Any) -> None:
-    """Send a body at once: to ask first costs a round trip a put, and 1 s where the server or a proxy never says go."""
+    """Send a body without asking first, which costs a round trip a put, or 1 s if a server or proxy never answers."""
     del request.headers["Expect"]
 
 

@@ -1,7 +1,7 @@
-"""ReadSigner: AWS Signature Version 4 of GETs, for the reads in which botocore's 0.1 ms of Python would show.
+"""ReadSigner: AWS Signature Version 4 of GETs, for reads in which botocore's 0.1 ms of Python would show.
 
-The rules are those of "Create a signed AWS API request" in AWS' IAM User Guide. Three of them make it short: a GET has
-no query and no body here, S3 does not normalise paths, and the signing key is good for a day.
+The rules are those of "Create a signed AWS API request" in AWS' IAM User Guide. It is short because a GET has no query
+and no body here, S3 does not normalise paths, and a signing key is good for a day.
 """
 
 from __future__ import annotations

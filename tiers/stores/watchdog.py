@@ -1,6 +1,7 @@
-"""For clients whose own timeouts are per socket call: Watchdog ends what is not complete in time, ``begin`` leaves it.
+"""Deadlines for clients whose own timeouts are per socket call.
 
-To end a request takes its socket. Where a client hides that, the request is made by a thread that nobody waits for.
+Watchdog ends a request by its socket. Where a client hides that, ``begin`` makes the request in a thread that need not
+be waited for.
 """
 
 from __future__ import annotations
@@ -18,14 +19,13 @@ T = TypeVar("T")
 
 
 class Watchdog:
-    """Calls functions whose time is up; a socket shut by another thread ends its reader. One thread, from the first on.
+    """Calls a function whose time is up, such as one that shuts a socket and so ends its reader.
 
-    After ``close`` the thread lives only as long as something is guarded; what is guarded later gets a new one.
-
-    ``_changed`` owns every field. Who is in time, which is nearly everybody, does not wake the thread.
+    One thread, which the first guard starts. After ``close`` it lives as long as something is guarded; a later guard
+    starts a new one. ``_changed`` owns every field. A block that ends in time, as nearly all do, does not wake it.
 
     Args:
-        interval_s: the thread looks so often at least: how far ahead deadlines usually are.
+        interval_s: it looks so often at least; best as long as deadlines usually are.
         clock: monotonic seconds.
     """
 
@@ -40,15 +40,15 @@ class Watchdog:
 
     @contextmanager
     def guard(self, end: Callable[[], None], deadline: float) -> Iterator[None]:
-        """Have ``end`` called once, if the block is still running at ``deadline``. It must not raise or wait.
+        """Have ``end`` called once if the block still runs at ``deadline``. It must not raise or wait.
 
         Raises:
-            StoreUnavailableError: nobody would, as no thread can be started; the block is not run.
+            StoreUnavailableError: no thread can be started to do so; the block is not run.
         """
         guard = object()
         with self._changed:
             if self._thread is None:
-                # It waits for the lock before it looks. Remembered only once it runs: the next call tries again.
+                # It waits for the lock before it looks. Set only if it has started: else the next call tries again.
                 self._thread = start("kvtiers-s3-watchdog", self._watch)
             elif deadline < self._wakes_at:
                 self._changed.notify()
@@ -95,7 +95,7 @@ def start(name: str, work: Callable[[], None]) -> threading.Thread:
 
 
 def run_in_threads(name: str, count: int, work: Callable[[], None]) -> None:
-    """Run it in so many threads, of which the caller's is one, or in as many as can be started, until all are done."""
+    """Run it in so many threads, the caller's among them, or as many as can be started; returns when all are done."""
     threads = []
     with suppress(StoreUnavailableError):
         for i in range(1, count):
@@ -106,7 +106,7 @@ def run_in_threads(name: str, count: int, work: Callable[[], None]) -> None:
 
 
 def begin(name: str, call: Callable[[], T]) -> Future[T]:
-    """Call it in a thread of its own, which nobody has to wait for.
+    """Call it in a thread of its own, which need not be waited for.
 
     Raises:
         StoreUnavailableError: as ``start``'s.
