@@ -42,7 +42,7 @@ from tiers.store import Store, SupportsSizeMany, SupportsTail
 from tiers.stores.fsspec import FsspecStore
 from tiers.stores.fsspec_driver import check_drivers, lists_trees, mtime_of
 from tiers.stores.local import LocalStore
-from tiers.testing.contract import StoreContract, as_parts, fetch, list_keys, make_data, run_in_threads
+from tiers.testing.contract import StoreContract, as_parts, fetch, list_keys
 from tiers.testing.http_faults import Fault, HttpFaultServer
 from tiers.testing.servers import S3Server
 from tiers.tier_config import FsspecTierConfig
@@ -272,18 +272,6 @@ def test_put_never_moves_a_blob_into_a_folder(local: FsspecStore, tmp_path: Path
     assert [path.name for path in (tmp_path / "kv" / "a").iterdir()] == ["b"]
 
 
-def test_s3_create_has_one_winner(s3: FsspecStore) -> None:
-    versions = [make_data(20_000, seed) for seed in range(8)]
-    seen: list[bytes] = []
-
-    def race(data: bytes) -> None:
-        s3.put("f/a", as_parts(data))
-        seen.append(fetch(s3, "f/a", len(data)))
-
-    run_in_threads(*[lambda data=data: race(data) for data in versions])
-    assert len(set(seen)) == 1
-
-
 def test_s3_server_that_does_not_name_the_condition(s3: FsspecStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """s3fs tells "already there" from other refusals by a field that not every server sends."""
     with HttpFaultServer() as server:
@@ -307,20 +295,7 @@ def test_s3_server_that_refuses_conditions_is_asked_first(caplog: pytest.LogCapt
         assert caplog.text.count("refuses If-None-Match") == 1
 
 
-# -- what others do meanwhile is seen ----------------------------------------------------------------------------------
-
-
-def test_no_stale_listings(s3: FsspecStore) -> None:
-    bucket = s3._place.root
-    s3.put("f/a", as_parts(b"1"))
-    assert list_keys(s3) == ["f/a"]
-    assert s3.size("f/b") is None
-    backend().put_object(bucket, "f/b", b"12")
-    backend().delete_object(bucket, "f/a")
-    assert list_keys(s3) == ["f/b"]
-    assert s3.size_many(["f/a", "f/b"]) == [None, 2]
-    backend().put_object(bucket, "f/b", b"123")
-    assert s3.size("f/b") == 3
+# -- caches ------------------------------------------------------------------------------------------------------------
 
 
 def test_stores_do_not_share_an_instance_with_other_users_of_fsspec() -> None:

@@ -254,17 +254,6 @@ def test_get_many_into_the_region(make: Make, region: Region) -> None:
     assert trailers[2] == bytes(4096)
 
 
-def test_more_keys_than_a_message_takes(make: Make) -> None:
-    store = make(n_workers=1)
-    for i in range(3):
-        store.put(f"f/{i}", as_parts(bytes(i)))
-    assert store.size_many([f"f/{i % 4}" for i in range(600)]) == [0, 1, 2, None] * 150
-    buffers = [bytearray(i % 3) for i in range(600)]
-    assert store.get_many_into([(f"f/{i % 3}", [memoryview(b)]) for i, b in enumerate(buffers)]) == [None] * 600
-    assert store.delete_many([f"f/{i % 4}" for i in range(600)]) == [None] * 600
-    assert list_keys(store) == []
-
-
 # ---- recipes and what a store can do ---------------------------------------------------------------------------------
 
 

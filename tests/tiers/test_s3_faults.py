@@ -23,7 +23,6 @@ from tests.waiting import wait_for
 from tiers.base import JobMetadata
 from tiers.errors import (
     BlobCorruptError,
-    BlobNotFoundError,
     SealError,
     StoreConfigError,
     StoreError,
@@ -1175,8 +1174,3 @@ def test_block_whose_puts_meet_other_operations_is_not_stored(tier: Tier, server
     tier.manager.drain_jobs()
     (result,) = tier.manager.get_finished()
     assert set(result.successful_keys) == set(KEYS) - {KEYS[2]}
-
-
-def test_absent_block_is_a_miss(stored: S3Store) -> None:
-    with pytest.raises(BlobNotFoundError):
-        fetch(stored, "f/b", 1)

@@ -214,14 +214,6 @@ class TestSizeMany:
         assert store.size_many([f"m/{i:05d}" for i in range(200)]) == [None] * 200
 
 
-def test_delete_many_more_than_a_request_takes(store: S3Store) -> None:
-    keys = [f"d/{i}" for i in range(1100)]
-    for key in keys:
-        backend().put_object(store.options.bucket, key, b"")
-    assert store.delete_many(keys) == [None] * 1100
-    assert list_keys(store) == []
-
-
 class TestLifecycle:
     def test_rule_is_set_replaced_and_removed(self, moto: S3Server, options: S3Options) -> None:
         client = moto.client()
