@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -73,7 +73,7 @@ class FakeEvent:
         return 250.0
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def log(monkeypatch: pytest.MonkeyPatch) -> Log:
     log: Log = []
     streams, events = iter(range(ENGINE_STREAM + 1, 99)), iter(range(999))
@@ -137,11 +137,20 @@ def world(rng: np.random.Generator) -> World:
     return make_world(rng, pages=[64, 64], groups=[[(0, 64), (1, 48)]], factor=4)
 
 
+Make = Callable[..., Copies]
+
+
 @pytest.fixture
-def opened() -> Iterator[list[Copies]]:
-    opened: list[Copies] = []
-    yield opened
-    for copies in opened:
+def make() -> Iterator[Make]:
+    """Makes Copies, and shuts them down."""
+    made: list[Copies] = []
+
+    def make(*arguments: Any, **options: Any) -> Copies:
+        made.append(Copies(*arguments, **options))
+        return made[-1]
+
+    yield make
+    for copies in made:
         copies.handler.shutdown()
 
 
@@ -149,12 +158,11 @@ def opened() -> Iterator[list[Copies]]:
     ("direction", "order"), [(Direction.STORE, ACCESS_ORDER_STREAM), (Direction.LOAD, ACCESS_ORDER_ANY)]
 )
 def test_a_job_is_one_batch_between_its_events(
-    rng: np.random.Generator, world: World, log: Log, opened: list[Copies], direction: Direction, order: int
+    rng: np.random.Generator, world: World, log: Log, make: Make, direction: Direction, order: int
 ) -> None:
     cuda = FakeCuda()
     cuda.before_batch = lambda: log.append(("batch", 0))
-    copies = Copies(world, direction, cuda)
-    opened.append(copies)
+    copies = make(world, direction, cuda)
     job = make_job(rng, world, [11], [2])
     assert copies.run(job)
     assert cuda.batches == [(order, 0, ENGINE_STREAM + 1, len(merge_neighbours(copies.plan(job))))]
@@ -162,18 +170,17 @@ def test_a_job_is_one_batch_between_its_events(
     assert log == [("record", mark), ("wait", mark), ("record", start), ("batch", 0), ("record", end)]
 
 
-def test_the_mark_is_on_the_engines_stream(world: World, log: Log, opened: list[Copies]) -> None:
-    opened.append(Copies(world, Direction.STORE, FakeCuda()))
-    mark: Any = opened[0].copier.mark()
+def test_the_mark_is_on_the_engines_stream(world: World, make: Make) -> None:
+    copies = make(world, Direction.STORE, FakeCuda())
+    mark: Any = copies.copier.mark()
     assert mark.stream == ENGINE_STREAM
 
 
 def test_a_job_that_no_way_takes_fails_after_what_was_submitted(
-    rng: np.random.Generator, world: World, log: Log, opened: list[Copies], caplog: pytest.LogCaptureFixture
+    rng: np.random.Generator, world: World, log: Log, make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     cuda = FakeCuda()
-    copies = Copies(world, Direction.STORE, cuda)
-    opened.append(copies)
+    copies = make(world, Direction.STORE, cuda)
     cuda.fail_at = 2
 
     def dead(*_: object, **_options: object) -> None:
@@ -189,11 +196,10 @@ def test_a_job_that_no_way_takes_fails_after_what_was_submitted(
 
 
 def test_a_job_whose_end_cannot_be_marked_fails_after_its_copies_have_ended(
-    rng: np.random.Generator, world: World, log: Log, opened: list[Copies], caplog: pytest.LogCaptureFixture
+    rng: np.random.Generator, world: World, log: Log, make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     cuda = FakeCuda()
-    copies = Copies(world, Direction.STORE, cuda)
-    opened.append(copies)
+    copies = make(world, Direction.STORE, cuda)
     new_event: Any = torch.cuda.Event
 
     def no_end(*, enable_timing: bool = False) -> Any:
@@ -216,16 +222,14 @@ def test_a_job_whose_end_cannot_be_marked_fails_after_its_copies_have_ended(
 def test_a_refused_batch_is_copied_one_by_one_and_not_tried_again(
     rng: np.random.Generator,
     world: World,
-    log: Log,
-    opened: list[Copies],
+    make: Make,
     caplog: pytest.LogCaptureFixture,
     direction: Direction,
     fail_at: int,
 ) -> None:
     cuda = FakeCuda()
     cuda.fail_at = fail_at
-    copies = Copies(world, direction, cuda)
-    opened.append(copies)
+    copies = make(world, direction, cuda)
     assert copies.run(make_job(rng, world, [9]))
     assert copies.run(make_job(rng, world, [5]))
     assert len(cuda.batches) == 1
@@ -243,19 +247,19 @@ class CompilationError(Exception):
     "error", [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB."), CompilationError("at 1:0:")]
 )
 def test_a_kernel_that_cannot_be_launched_leaves_its_job_to_the_batch_and_that_to_copy_(
-    rng: np.random.Generator, world: World, log: Log, opened: list[Copies], direction: Direction, error: Exception
+    rng: np.random.Generator, world: World, make: Make, direction: Direction, error: Exception
 ) -> None:
     cuda, kernel = FakeCuda(), Kernel()
     kernel.error = error
     memory = pinned(world, cuda)
-    opened.append(Copies(world, direction, cuda, memory=memory, kernel=(kernel, 8), method="kernel"))
-    assert opened[0].run(make_job(rng, world, [9]))
-    assert opened[0].run(make_job(rng, world, [9]))
+    copies = make(world, direction, cuda, memory=memory, kernel=(kernel, 8), method="kernel")
+    assert copies.run(make_job(rng, world, [9]))
+    assert copies.run(make_job(rng, world, [9]))
     assert (len(kernel.jobs), len(cuda.batches)) == (1, 2)
-    assert opened[0].copier.methods_used == {"batch"}
+    assert copies.copier.methods_used == {"batch"}
     cuda.fail_at = 1
-    assert opened[0].run(make_job(rng, world, [9]))
-    assert opened[0].run(make_job(rng, world, [9]))
+    assert copies.run(make_job(rng, world, [9]))
+    assert copies.run(make_job(rng, world, [9]))
     assert (len(kernel.jobs), len(cuda.batches)) == (1, 3)
 
 
@@ -264,14 +268,12 @@ def test_a_kernel_that_cannot_be_launched_leaves_its_job_to_the_batch_and_that_t
 def test_without_the_batch_call_every_copy_is_a_copy_(
     rng: np.random.Generator,
     world: World,
-    log: Log,
-    opened: list[Copies],
+    make: Make,
     caplog: pytest.LogCaptureFixture,
     direction: Direction,
     cuda: FakeCuda | None,
 ) -> None:
-    copies = Copies(world, direction, cuda)
-    opened.append(copies)
+    copies = make(world, direction, cuda)
     with caplog.at_level(logging.INFO):
         assert copies.run(make_job(rng, world, [11], [2]))
         assert copies.run(make_job(rng, world, [3]))
@@ -300,12 +302,11 @@ def pinned(world: World, cuda: FakeCuda) -> PinnedMemory:
 
 @pytest.mark.parametrize("direction", Direction)
 def test_small_copies_go_by_the_kernel_and_large_ones_by_the_batch(
-    rng: np.random.Generator, world: World, log: Log, opened: list[Copies], direction: Direction
+    rng: np.random.Generator, world: World, make: Make, direction: Direction
 ) -> None:
     cuda, kernel = FakeCuda(), Kernel()
     memory = pinned(world, cuda)
-    copies = Copies(world, direction, cuda, memory=memory, kernel=(kernel, 8), kernel_bytes_max=56)
-    opened.append(copies)
+    copies = make(world, direction, cuda, memory=memory, kernel=(kernel, 8), kernel_bytes_max=56)
     apart = Job([1, 5, 9], [3], (3,), (0,))
     assert copies.run(apart)
     assert (kernel.jobs, cuda.batches) == ([6], [])
@@ -316,61 +317,56 @@ def test_small_copies_go_by_the_kernel_and_large_ones_by_the_batch(
 
 @pytest.mark.parametrize("options", [{"kernel_bytes_max": 999}, {"method": "kernel"}], ids=["small", "asked for"])
 def test_addresses_the_kernel_cannot_take_go_by_the_batch(
-    rng: np.random.Generator, log: Log, opened: list[Copies], options: dict[str, Any]
+    rng: np.random.Generator, make: Make, options: dict[str, Any]
 ) -> None:
     odd = make_world(rng, pages=[60], groups=[[(0, 60)]])
     cuda, kernel = FakeCuda(), Kernel()
-    opened.append(Copies(odd, Direction.STORE, cuda, memory=pinned(odd, cuda), kernel=(kernel, 8), **options))
-    assert opened[0].run(make_job(rng, odd, [5]))
+    copies = make(odd, Direction.STORE, cuda, memory=pinned(odd, cuda), kernel=(kernel, 8), **options)
+    assert copies.run(make_job(rng, odd, [5]))
     assert (kernel.jobs, len(cuda.batches)) == ([], 1)
 
 
-def test_jobs_of_few_copies_are_not_worth_the_kernel(
-    rng: np.random.Generator, world: World, log: Log, opened: list[Copies]
-) -> None:
+def test_jobs_of_few_copies_are_not_worth_the_kernel(rng: np.random.Generator, world: World, make: Make) -> None:
     cuda, kernel = FakeCuda(), Kernel()
     limits = {"kernel_bytes_max": 64, "kernel_copies_min": 6}
-    opened.append(Copies(world, Direction.LOAD, cuda, memory=pinned(world, cuda), kernel=(kernel, 8), **limits))
-    assert opened[0].run(Job([1, 5], [3], (2,), (0,)))
+    copies = make(world, Direction.LOAD, cuda, memory=pinned(world, cuda), kernel=(kernel, 8), **limits)
+    assert copies.run(Job([1, 5], [3], (2,), (0,)))
     assert (kernel.jobs, len(cuda.batches)) == ([], 1)
-    assert opened[0].run(Job([1, 5, 9], [3], (3,), (0,)))
+    assert copies.run(Job([1, 5, 9], [3], (3,), (0,)))
     assert (kernel.jobs, len(cuda.batches)) == ([6], 1)
 
 
 def test_pinned_memory_at_another_device_address_is_copied_by_torch(
-    rng: np.random.Generator, world: World, log: Log, opened: list[Copies]
+    rng: np.random.Generator, world: World, make: Make
 ) -> None:
     cuda, kernel = FakeCuda(), Kernel()
     cuda.mapped_by = 1 << 40
     memory = pinned(world, cuda)
-    opened.append(Copies(world, Direction.LOAD, cuda, memory=memory, kernel=(kernel, 8), kernel_bytes_max=999))
-    assert opened[0].run(make_job(rng, world, [9]))
+    copies = make(world, Direction.LOAD, cuda, memory=memory, kernel=(kernel, 8), kernel_bytes_max=999)
+    assert copies.run(make_job(rng, world, [9]))
     assert (kernel.jobs, cuda.batches) == ([], [])
     for method in ("kernel", "batch"):
         with pytest.raises(ValueError, match=f"method '{method}' needs .* has at the host's addresses"):
             Copies(world, Direction.LOAD, cuda, memory=memory, kernel=(kernel, 8), method=method)
 
 
-def test_memory_that_could_not_be_pinned_goes_by_the_batch(
-    rng: np.random.Generator, world: World, log: Log, opened: list[Copies]
-) -> None:
+def test_memory_that_could_not_be_pinned_goes_by_the_batch(rng: np.random.Generator, world: World, make: Make) -> None:
     cuda = FakeCuda()
     cuda.register_code = 2
-    opened.append(Copies(world, Direction.STORE, cuda, memory=pinned(world, cuda)))
-    assert opened[0].run(make_job(rng, world, [9]))
+    copies = make(world, Direction.STORE, cuda, memory=pinned(world, cuda))
+    assert copies.run(make_job(rng, world, [9]))
     assert len(cuda.batches) == 1
 
 
-def test_copies_do_not_cross_registered_pieces(rng: np.random.Generator, log: Log, opened: list[Copies]) -> None:
+def test_copies_do_not_cross_registered_pieces(rng: np.random.Generator, make: Make) -> None:
     """Slots and blocks that follow each other would be one copy; each row is its own piece here."""
     rows = make_world(rng, pages=[4096], groups=[[(0, 4096)]])
     cuda = FakeCuda()
     start = rows.region.data_ptr()
     job = Job([4, 5, 6], [1, 2, 3], (3,), (0,))
-    opened.append(Copies(rows, Direction.STORE, cuda))
     memory = PinnedMemory(CudaDriver(cuda), [(start + row * 4096, 4096) for row in range(len(rows.region))])
-    opened.append(Copies(rows, Direction.STORE, cuda, memory=memory))
-    assert all(copies.run(job) for copies in opened)
+    assert make(rows, Direction.STORE, cuda).run(job)
+    assert make(rows, Direction.STORE, cuda, memory=memory).run(job)
     assert [batch[-1] for batch in cuda.batches] == [1, 3]
 
 
@@ -381,24 +377,20 @@ def test_copies_do_not_cross_registered_pieces(rng: np.random.Generator, log: Lo
         ("batch", None, "method 'batch' needs a driver of CUDA 12.8"),
     ],
 )
-def test_a_method_that_cannot_work_is_refused(
-    world: World, log: Log, method: str, cuda: FakeCuda | None, message: str
-) -> None:
+def test_a_method_that_cannot_work_is_refused(world: World, method: str, cuda: FakeCuda | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Copies(world, Direction.LOAD, cuda, method=method)
 
 
 @pytest.mark.parametrize("method", ["batch", "kernel", "copy"])
-def test_a_method_that_was_asked_for_is_used(
-    rng: np.random.Generator, world: World, log: Log, opened: list[Copies], method: str
-) -> None:
+def test_a_method_that_was_asked_for_is_used(rng: np.random.Generator, world: World, make: Make, method: str) -> None:
     cuda, kernel = FakeCuda(), Kernel()
     memory = pinned(world, cuda)
-    opened.append(Copies(world, Direction.LOAD, cuda, memory=memory, kernel=(kernel, 8), method=method))
+    copies = make(world, Direction.LOAD, cuda, memory=memory, kernel=(kernel, 8), method=method)
     job = make_job(rng, world, [11])
-    assert opened[0].run(job)
+    assert copies.run(job)
     assert (len(kernel.jobs), len(cuda.batches)) == {"batch": (0, 1), "kernel": (1, 0), "copy": (0, 0)}[method]
-    assert opened[0].copier.methods_used == {method}
+    assert copies.copier.methods_used == {method}
 
 
 @pytest.fixture
@@ -506,7 +498,7 @@ def test_one_failed_test_of_the_gpus_leaves_no_memory_registered(
 
 
 def test_a_region_that_was_to_be_pinned_and_cannot_be_without_a_driver_is_said(
-    world: World, log: Log, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(CudaDriver, "load", lambda: None)
     made(world, pin=False)
@@ -525,7 +517,7 @@ def test_shutdown_waits_for_the_stream_and_unpins(world: World, log: Log) -> Non
 
 @pytest.mark.parametrize("of_gpu", [True, False])
 def test_after_shutdown_nothing_keeps_the_region_mapped(
-    rng: np.random.Generator, log: Log, caplog: pytest.LogCaptureFixture, of_gpu: bool
+    rng: np.random.Generator, caplog: pytest.LogCaptureFixture, of_gpu: bool
 ) -> None:
     region = SharedOffloadRegion.anonymous(4, 64)
     tensor = CanonicalKVCacheTensor(torch.zeros(4, 64, dtype=torch.int8), 64)
