@@ -7,14 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from connector.cli import app
 from connector.commands.bench import _FileCeiling
 from tests.connector.test_storage_commands import NAMES, root
+from tests.connector.test_storage_commands import run as run_command
 from tiers.capacity.records import OWN_PREFIX
 from tiers.publish import PRIVATE_FOLDER
 from tiers.stores.local import LocalStore
@@ -38,9 +38,7 @@ def config(tmp_path: Path) -> str:
     return str(path)
 
 
-def run(*args: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["bench", *args])
-    return result.exit_code, result.output
+run = partial(run_command, "bench")
 
 
 def test_every_hop_is_measured_and_nothing_is_left(config: str, tmp_path: Path) -> None:

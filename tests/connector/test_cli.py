@@ -10,24 +10,18 @@ from threading import Barrier, Event
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from connector.cli import app
 from connector.commands import check
 from connector.commands.check import find_problems
 from connector.commands.places import EXIT_BAD_INPUT, EXIT_FAILED
 from connector.spec import TieringOffloadingSpec
+from tests.connector.test_storage_commands import run
 from tests.identity import CONFIG
 from tiers.config import parse_config
 from tiers.errors import ConfigError, StoreError
 from tiers.tier_config import FsTierConfig, NfsTierConfig, S3TierConfig
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-
-
-def run(*args: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, list(args))
-    return result.exit_code, result.output
 
 
 def test_check_says_what_would_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

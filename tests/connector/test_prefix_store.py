@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tiers.errors import BlobNotFoundError, ConfigError, SealError, StoreClosedError, StoreError, StoreUnavailableError
-from tiers.keys import hash_blocks
 
 if TYPE_CHECKING:
     import torch
@@ -28,14 +27,7 @@ from connector.prefix_files.side_by_side import BUFFERS_BYTES_MAX, FILES_MIN, Si
 from connector.prefix_limits import USE_NOTED_S
 from connector.prefix_place import place_at
 from connector.prefix_store import CHUNK_BLOCKS_MAX, Chunk, PrefixStore, blocks_in_all
-
-BLOCK = 4
-LAYERS = ("model.layers.0.attn", "model.layers.1.attn")
-FINGERPRINT = bytes(range(32))
-
-
-def hashes_of(*tokens: int) -> list[bytes]:
-    return list(hash_blocks([each for token in tokens for each in [token] * BLOCK], BLOCK))
+from tests.connector.test_prefix_limits import BLOCK, FINGERPRINT, LAYERS, hashes_of
 
 
 def layers_of(blocks: int, value: float = 0.0) -> dict[str, torch.Tensor]:

@@ -9,20 +9,13 @@ import pytest
 
 from connector.doctor_storage import examine_folder, examine_store
 from tests.connector.test_storage_commands import ok, run
-from tests.connector.test_verify_command import NAMES, flip, put_blocks
+from tests.connector.test_verify_command import NAMES, flip, root
 from tests.tiers.test_read_only import tree
 from tiers.config import parse_tier
 from tiers.open_store import open_store
-from tiers.stores.local import LocalStore
 from tiers.tier_config import FsTierConfig
 
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    store = LocalStore(tmp_path / "kv")
-    put_blocks(store)
-    store.close()
-    return tmp_path / "kv"
+__all__ = ["root"]  # a fixture
 
 
 @pytest.fixture

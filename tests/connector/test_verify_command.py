@@ -11,13 +11,14 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from connector.cli import app
+from tests.connector.test_storage_commands import ok
+from tests.connector.test_storage_commands import run as run_command
 from tests.identity import FakeSpec, block_key
 from tiers import folder_listing
 from tiers.block_reader import BlockReader
@@ -63,9 +64,7 @@ def config(root: Path) -> str:
     return str(path)
 
 
-def run(*args: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["verify", *args])
-    return result.exit_code, result.output
+run = partial(run_command, "verify")
 
 
 def run_json(*args: str) -> dict[str, Any]:
@@ -473,9 +472,7 @@ def test_a_name_with_an_impossible_rank_is_no_blocks(root: Path, config: str, co
     target = root.parent / "target.yaml"
     target.write_text(f"region: {{size: 1MiB}}\ntiers:\n- {{type: fs, root_dir: {root.parent}/other, min_free: 0}}\n")
     arguments = [config, str(target)] if command == "migrate" else [config]
-    result = CliRunner().invoke(app, [command, *arguments])
-    assert result.exit_code == 0, result.output
-    assert f"{COUNT} blocks" in result.output
+    assert f"{COUNT} blocks" in ok(command, *arguments)
 
 
 def test_its_processes_have_no_keys(root: Path, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
