@@ -100,6 +100,15 @@ def put(options: S3Options, server: HttpFaultServer) -> Request:
     return server.requests("PUT")[-1]
 
 
+def make_program(folder: Path, text: str) -> Path:
+    """The ``credential_process`` of profile p."""
+    program = folder / "get-credentials"
+    program.write_text(text)
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    (folder / "config").write_text(f"[profile p]\ncredential_process = {program}\n")
+    return program
+
+
 # -- where -------------------------------------------------------------------------------------------------------------
 
 
@@ -221,10 +230,7 @@ def test_credential_process(
     options: S3Options, server: HttpFaultServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer = {"Version": 1, "AccessKeyId": "AKIAPROCESS", "SecretAccessKey": "s"}
-    script = tmp_path / "get-credentials"
-    script.write_text(f"#!{sys.executable}\nprint('''{json.dumps(answer)}''')\n")
-    script.chmod(script.stat().st_mode | stat.S_IXUSR)
-    (tmp_path / "config").write_text(f"[profile p]\ncredential_process = {script}\n")
+    script = make_program(tmp_path, f"#!{sys.executable}\nprint('''{json.dumps(answer)}''')\n")
     assert "Credential=AKIAPROCESS/" in put(replace(options, profile="p"), server).headers["authorization"]
     script.write_text(f"#!{sys.executable}\nimport sys\nsys.exit('{SECRET}')\n")
     with pytest.raises(StorePermissionError, match=r"^secret: .*credential chain failed") as caught:
@@ -247,11 +253,9 @@ PROCESS_RUINS: dict[str, tuple[str | None, str]] = {
 def test_ruined_credential_process_is_a_store_error(options: S3Options, tmp_path: Path, ruin: str) -> None:
     """Of whatever call, and of check; botocore raises OSError, ValueError, AttributeError and RuntimeError there."""
     printed, says = PROCESS_RUINS[ruin]
-    script = tmp_path / "get-credentials"
-    if printed is not None:
-        script.write_text(f"#!{sys.executable}\nprint({printed!r})\n")
-        script.chmod(script.stat().st_mode | stat.S_IXUSR)
-    (tmp_path / "config").write_text(f"[profile p]\ncredential_process = {script}\n")
+    program = make_program(tmp_path, f"#!{sys.executable}\nprint({printed!r})\n")
+    if printed is None:
+        program.unlink()
     store = S3Store(replace(options, profile="p"))
     calls = (
         lambda: store.put("a", as_parts(DATA)),
@@ -273,10 +277,8 @@ def test_ruined_credential_process_is_a_store_error(options: S3Options, tmp_path
 
 
 def test_failed_credential_chain_is_asked_once_for_all_and_seldom_again(options: S3Options, tmp_path: Path) -> None:
-    script, asked = tmp_path / "get-credentials", tmp_path / "asked"
-    script.write_text(f"#!/bin/sh\necho >> {asked}\nexit 1\n")
-    script.chmod(script.stat().st_mode | stat.S_IXUSR)
-    (tmp_path / "config").write_text(f"[profile p]\ncredential_process = {script}\n")
+    asked = tmp_path / "asked"
+    make_program(tmp_path, f"#!/bin/sh\necho >> {asked}\nexit 1\n")
     now = [0.0]
     store = S3Store(replace(options, profile="p"), clock=lambda: now[0])
     for times in (1, 2):
@@ -321,13 +323,11 @@ def test_credential_chain_that_hangs_once_is_asked_again(
     monkeypatch.setattr("tiers.stores.s3_clients.CLIENTS_S_MIN", 0.1)
     monkeypatch.setattr("tiers.stores.s3_clients.MAKES_HUNG_MAX", 2)
     answer = '{"Version": 1, "AccessKeyId": "AKIAPROCESS", "SecretAccessKey": "s"}'
-    script, asked = tmp_path / "get-credentials", tmp_path / "asked"
+    asked = tmp_path / "asked"
     os.mkfifo(tmp_path / "answer")
     to_helpers = os.open(tmp_path / "answer", os.O_RDWR)  # so that nobody waits for the other end
     hangs = f"#!/bin/sh\necho >> {asked}\nread answer < {tmp_path / 'answer'}\necho '{answer}'\n"
-    script.write_text(hangs)
-    script.chmod(script.stat().st_mode | stat.S_IXUSR)
-    (tmp_path / "config").write_text(f"[profile p]\ncredential_process = {script}\n")
+    script = make_program(tmp_path, hangs)
     now = [0.0]
     store = S3Store(replace(options, profile="p", request_timeout_s=0.2), clock=lambda: now[0])
     for now[0], times in ((0.0, 1), (29.0, 1), (30.0, 2), (89.0, 2), (90.0, 3), (9000.0, 3)):
@@ -347,21 +347,17 @@ def test_credential_chain_that_hangs_once_is_asked_again(
     os.close(to_helpers)
 
 
-def make_credential_process(folder: Path) -> Path:
+def answers_for_a_while(folder: Path) -> Path:
     """The program of profile p; what it prints expires so soon that each request asks it again."""
     soon = (datetime.now(UTC) + timedelta(minutes=5)).strftime("%Y-%m-%dT%H:%M:%SZ")
     answer = {"Version": 1, "AccessKeyId": "a", "SecretAccessKey": "s", "SessionToken": "t", "Expiration": soon}
-    script = folder / "get-credentials"
-    script.write_text(f"#!{sys.executable}\nprint('{json.dumps(answer)}')\n")
-    script.chmod(script.stat().st_mode | stat.S_IXUSR)
-    (folder / "config").write_text(f"[profile p]\ncredential_process = {script}\n")
-    return script
+    return make_program(folder, f"#!{sys.executable}\nprint('{json.dumps(answer)}')\n")
 
 
 @pytest.mark.parametrize("options", READERS, indirect=True)
 def test_failed_refresh_of_credentials_keeps_no_memory_of_its_callers(options: S3Options, tmp_path: Path) -> None:
     """The region's slots, whose memory an engine must be able to release."""
-    script = make_credential_process(tmp_path)
+    script = answers_for_a_while(tmp_path)
     store = S3Store(replace(options, profile="p"))
     store.prepare()
     script.write_text("#!/bin/sh\nexit 1\n")
@@ -385,7 +381,7 @@ def test_refresh_of_credentials_that_hangs_holds_nobody(
     """What there is goes on while it is good; when it has expired, a chain made anew is asked."""
     monkeypatch.setattr("tiers.stores.s3_session.CREDENTIALS_TTL", timedelta(0))  # obstore asks each time, too
     server.put_object("bucket", "f/a", DATA)
-    script = make_credential_process(tmp_path)
+    script = answers_for_a_while(tmp_path)
     answers = script.read_text()
     store = S3Store(replace(options, profile="p", request_timeout_s=2.0))
     store.size("f/a")
@@ -694,11 +690,16 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_certificate(tmp_path_factory.mktemp("tls"))
 
 
+def serve_by_tls(folder: Path) -> HttpFaultServer:
+    """With what ``make_certificate`` made there."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(folder / "server.pem")
+    return HttpFaultServer(ssl_context=context)
+
+
 @pytest.fixture
 def https(certificate: Path) -> Iterator[HttpFaultServer]:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate / "server.pem")
-    with HttpFaultServer(ssl_context=context) as server:
+    with serve_by_tls(certificate) as server:
         yield server
 
 
@@ -752,9 +753,7 @@ def test_certificate_for_another_name_or_of_another_time(
     options: S3Options, tmp_path: Path, host: str, days: float, says: str
 ) -> None:
     make_certificate(tmp_path, "storage.example", days)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(tmp_path / "server.pem")
-    with HttpFaultServer(ssl_context=context) as server:
+    with serve_by_tls(tmp_path) as server:
         url = f"https://{host}:{server.port}"
         store = S3Store(replace(options, endpoint_url=url, ca_bundle=str(tmp_path / "ca.pem")))
         with pytest.raises(StoreConfigError, match=f"^endpoint: the certificate of {url} {says}"):
@@ -773,11 +772,9 @@ def test_name_with_a_dot_at_its_end_is_the_certificates(
     options: S3Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_certificate(tmp_path, "storage.example")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(tmp_path / "server.pem")
     resolve = socket.getaddrinfo
     monkeypatch.setattr("socket.getaddrinfo", lambda _, *rest, **more: resolve("127.0.0.1", *rest, **more))
-    with HttpFaultServer(ssl_context=context) as server:
+    with serve_by_tls(tmp_path) as server:
         server.put_object("bucket", "f/a", DATA)
         url = f"https://storage.example.:{server.port}"
         reader = DirectReader(S3Session(replace(options, endpoint_url=url, ca_bundle=str(tmp_path / "ca.pem"))))
@@ -1215,7 +1212,7 @@ def test_what_a_credential_process_prints_is_not_logged(
     options: S3Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """At a refresh: botocore warns with the exception, whose text is the process' own."""
-    script = make_credential_process(tmp_path)
+    script = answers_for_a_while(tmp_path)
     session = S3Session(replace(options, profile="p"))
     script.write_text(f"#!{sys.executable}\nimport sys\nsys.exit('{SECRET}')\n")
     with pytest.raises(StorePermissionError, match=r"^secret: .*credential chain failed"):
