@@ -94,13 +94,6 @@ def test_a_time_of_day_is_no_number(tmp_path: Path, text: str) -> None:
     assert read_yaml(path) == {"name": text, "port": 80}
 
 
-def test_the_mistake_names_path_value_and_cure() -> None:
-    tiers = [{"type": "fs", "root_dir": "/kv"}, {"type": "memory", "max_bytes": "10 Gigs"}]
-    with pytest.raises(ConfigError) as caught:
-        parse_config({"region": REGION, "tiers": tiers})
-    assert str(caught.value) == "tiers[1].max_bytes: '10 Gigs' is not a size; write 10GiB"
-
-
 @pytest.mark.parametrize(
     ("text", "better"),
     [("64 mib", "64MiB"), ("5gb", "5GB"), ("7 Gigs", "7GiB"), ("1.5 gib", "1.5GiB"), ("10 Megs", "10MiB")],
