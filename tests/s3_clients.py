@@ -1,10 +1,11 @@
-"""The ways S3Store moves bytes, as test parameters."""
+"""The ways S3Store moves bytes, as test parameters, and the credentials it finds."""
 
 from __future__ import annotations
 
 import pytest
 
 from tiers.stores.s3_options import Client
+from tiers.testing.servers import S3Server
 
 CLIENTS: tuple[Client, ...] = ("obstore", "boto3")
 #: How an object is read; "direct" is obstore's client with the way of large objects for all.
@@ -17,3 +18,9 @@ def choose(reader: str, monkeypatch: pytest.MonkeyPatch) -> Client:
         return "boto3" if reader == "boto3" else "obstore"
     monkeypatch.setattr("tiers.stores.s3_obstore.DIRECT_BYTES_MIN", 1)
     return "obstore"
+
+
+def use_credentials(monkeypatch: pytest.MonkeyPatch, server: S3Server | None = None) -> None:
+    """Have clients find a server's credentials, by default some that it does not look at, and no others."""
+    for name, value in (server or S3Server("", "first", "secret")).environment.items():
+        monkeypatch.setenv(name, value)

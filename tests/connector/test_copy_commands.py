@@ -18,6 +18,7 @@ from connector.commands.copy import _read_names
 from tests.connector.test_storage_commands import ok, run
 from tests.connector.test_verify_command import COUNT, NAMES, SIZE, flip, put_blocks
 from tests.identity import FakeSpec, block_key
+from tests.s3_clients import use_credentials
 from tests.tiers.test_account import measure
 from tests.tiers.test_local_faults import Damaged
 from tests.web_server import serve_folder
@@ -317,8 +318,7 @@ def test_mistakes(near: Path, far: Path, tmp_path: Path) -> None:
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A tier's options."""
     with moto_server() as server:
-        for variable, value in server.environment.items():
-            monkeypatch.setenv(variable, value)
+        use_credentials(monkeypatch, server)
         client = boto3.client("s3", endpoint_url=server.endpoint_url, region_name=server.region)
         client.create_bucket(Bucket="copies")
         yield f"type: s3, bucket: copies, prefix: p, endpoint_url: '{server.endpoint_url}'"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.s3_clients import use_credentials
 from tests.waiting import wait_for
 from tiers.errors import (
     SealError,
@@ -41,8 +42,7 @@ def layers_of(blocks: int) -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[HttpFaultServer]:
-    for name, value in S3Server("", "first", "secret").environment.items():
-        monkeypatch.setenv(name, value)
+    use_credentials(monkeypatch)
     with HttpFaultServer() as server:
         yield server
 

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from connector.cli import app
 from connector.commands.places import human_age, human_bytes
 from tests.identity import FakeSpec, block_key
+from tests.s3_clients import use_credentials
 from tiers.capacity.lease import Lease
 from tiers.errors import StorePermissionError
 from tiers.file_mapper import FileMapper
@@ -254,8 +255,7 @@ def test_on_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     with moto_server() as server:
         assert isinstance(server, S3Server)
-        for variable, value in server.environment.items():
-            monkeypatch.setenv(variable, value)
+        use_credentials(monkeypatch, server)
         client = boto3.client("s3", endpoint_url=server.endpoint_url, region_name=server.region)
         client.create_bucket(Bucket="bucket")
         for name in NAMES:

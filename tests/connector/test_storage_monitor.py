@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from connector.storage_monitor import OTHER, STORAGE_METRICS, StorageMonitor, WatchedTier, serve_metrics, watched_tiers
+from tests.s3_clients import use_credentials
 from tests.waiting import wait_for
 from tiers.config import parse_config
 from tiers.errors import ConfigError, StoreUnavailableError
@@ -219,8 +220,7 @@ def test_watching_leaves_nothing_in_a_root(tmp_path: Path) -> None:
 @pytest.mark.parametrize("client", ["obstore", "boto3"])
 def test_a_bucket_that_is_gone_is_down(client: Literal["obstore", "boto3"], monkeypatch: pytest.MonkeyPatch) -> None:
     with moto_server() as server:
-        for name, value in server.environment.items():
-            monkeypatch.setenv(name, value)
+        use_credentials(monkeypatch, server)
         config = S3TierConfig(bucket="kvbucket", endpoint_url=server.endpoint_url, region="us-east-1", client=client)
         server.client().create_bucket(Bucket="kvbucket")
         tier = WatchedTier("s3", config)

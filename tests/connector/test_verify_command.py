@@ -20,6 +20,7 @@ import pytest
 from tests.connector.test_storage_commands import ok
 from tests.connector.test_storage_commands import run as run_command
 from tests.identity import FakeSpec, block_key
+from tests.s3_clients import use_credentials
 from tiers import folder_listing
 from tiers.block_reader import BlockReader
 from tiers.errors import SealReason, StorePermissionError, StoreUnavailableError
@@ -319,8 +320,7 @@ def test_the_same_bucket_at_another_server_is_not_done(tmp_path: Path, monkeypat
 
     state = tmp_path / "state"
     with moto_server() as server:
-        for name, value in server.environment.items():
-            monkeypatch.setenv(name, value)
+        use_credentials(monkeypatch, server)
         server.client().create_bucket(Bucket="kvcache")
         with closing(S3Store(S3Options(bucket="kvcache", endpoint_url=server.endpoint_url))) as store:
             put_blocks(store)

@@ -14,6 +14,7 @@ import pytest
 
 from connector.shared_region import SharedOffloadRegion
 from tests.identity import FakeSpec, block_key
+from tests.s3_clients import use_credentials
 from tests.tiers.misbehaving_store import HeldStore
 from tiers import builtin
 from tiers.base import JobMetadata
@@ -105,8 +106,7 @@ def server() -> Iterator[S3Server]:
 
 @pytest.fixture
 def s3(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    for name, value in server.environment.items():
-        monkeypatch.setenv(name, value)
+    use_credentials(monkeypatch, server)
     client = boto3.client("s3", endpoint_url=server.endpoint_url, region_name=server.region)
     client.create_bucket(Bucket="kv-tests")
     return {"bucket": "kv-tests", "endpoint_url": server.endpoint_url, "job_deadline_s": 60}

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from connector.prefix_place import place_of_prefixes
 from tests.identity import FakeSpec, block_key
+from tests.s3_clients import use_credentials
 from tiers.capacity.account import MEASURED, USAGE_PREFIX, Account, read_measured
 from tiers.capacity.collector import Collector, is_block, listed_bytes
 from tiers.capacity.histogram import AGE_S_MIN, AgeHistogram, bucket_of
@@ -1221,8 +1222,7 @@ def test_s3_is_bounded_and_collected(moto: S3Server, boto_models_once: None, mon
     from tiers.stores.s3 import S3Store
     from tiers.stores.s3_options import S3Options
 
-    for variable, value in moto.environment.items():
-        monkeypatch.setenv(variable, value)
+    use_credentials(monkeypatch, moto)
     bucket = "collector-tests"
     boto3.client("s3", endpoint_url=moto.endpoint_url, region_name=moto.region).create_bucket(Bucket=bucket)
     plain = S3Store(S3Options(bucket=bucket, endpoint_url=moto.endpoint_url))

@@ -18,6 +18,7 @@ import pytest
 
 from connector.shared_region import SharedOffloadRegion
 from tests.identity import FakeSpec, block_key
+from tests.s3_clients import use_credentials
 from tests.waiting import wait_for
 from tiers import concurrency
 from tiers.base import JobMetadata, JobResult
@@ -30,7 +31,7 @@ from tiers.seal import TRAILER_BYTES
 from tiers.store_tier import StoreTierManager
 from tiers.stores.memory import MemoryStore
 from tiers.testing.http_faults import HttpFaultServer
-from tiers.testing.servers import S3Server, moto_server
+from tiers.testing.servers import moto_server
 from tiers.tier_config import FsTierConfig, default_threads
 
 ROW_BYTES, ROWS = 8192, 16
@@ -299,8 +300,7 @@ def test_a_tier_on_s3_moves_batches_by_many_threads_of_few_workers(monkeypatch: 
     rows[:] = np.random.default_rng(6).integers(-128, 128, rows.shape, np.int8)
     before = rows.copy()
     with moto_server() as server:
-        for name, value in server.environment.items():
-            monkeypatch.setenv(name, value)
+        use_credentials(monkeypatch, server)
         client = server.client()
         client.create_bucket(Bucket="bucket")
         options = {"bucket": "bucket", "endpoint_url": server.endpoint_url, "lookup_deadline_s": 20.0}
@@ -347,8 +347,7 @@ def test_far_storage_is_asked_for_more_at_once(monkeypatch: pytest.MonkeyPatch) 
     view = SharedOffloadRegion.anonymous(count, ROW_BYTES).create_kv_memoryview()
     keys = [block_key(n) for n in range(count)]
     with HttpFaultServer() as server:
-        for name, value in S3Server("", "first", "secret").environment.items():
-            monkeypatch.setenv(name, value)
+        use_credentials(monkeypatch)
         server.answer_after_s = 0.05
         options = {"n_read_threads": 1, "n_write_threads": 1, "n_threads_max": 16, "job_deadline_s": 120.0}
         tier = S3TierManager(FakeSpec(), view, "s3", bucket="bucket", endpoint_url=server.endpoint_url, **options)

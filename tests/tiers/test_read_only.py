@@ -17,6 +17,7 @@ import pytest
 
 from connector.shared_region import SharedOffloadRegion
 from tests.identity import FakeSpec, block_key
+from tests.s3_clients import use_credentials
 from tests.tiers.test_store_tier import Bench as StoreBench
 from tiers.base import JobMetadata, JobResult
 from tiers.errors import ConfigError, NamespaceMismatchError, StoreConfigError
@@ -186,8 +187,7 @@ def test_on_a_read_only_mount(tmp_path: Path, isolation: str, caplog: pytest.Log
 
 
 def test_in_a_bucket(moto: S3Server, boto_models_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in moto.environment.items():
-        monkeypatch.setenv(name, value)
+    use_credentials(monkeypatch, moto)
     behind = moto.client()
     behind.create_bucket(Bucket="kv-read-only")
     bench = Bench(type="s3", bucket="kv-read-only", endpoint_url=moto.endpoint_url, isolation="thread")
@@ -241,16 +241,14 @@ def test_from_a_web_server(bench: Bench, tmp_path: Path) -> None:
 def test_with_credentials_that_may_only_read(
     seaweed: SeaweedServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, client: str
 ) -> None:
-    for name, value in seaweed.s3.environment.items():
-        monkeypatch.setenv(name, value)
+    use_credentials(monkeypatch, seaweed.s3)
     bucket = f"kv-reader-{client}"
     seaweed.s3.client().create_bucket(Bucket=bucket)
     bench = Bench(type="s3", bucket=bucket, endpoint_url=seaweed.s3.endpoint_url, client=client)
     try:
         stored = bench.fill(1)
         assert bench.run(bench.tier(), KEYS, is_load=False).success
-        for name, value in seaweed.reader.environment.items():
-            monkeypatch.setenv(name, value)
+        use_credentials(monkeypatch, seaweed.reader)
         refused = bench.run(bench.tier(), OTHERS, is_load=False)  # they really may not write
         assert refused.successful_keys == ()
         assert (

@@ -19,7 +19,7 @@ from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import ReadOnlyCredentials
 
-from tests.s3_clients import choose
+from tests.s3_clients import choose, use_credentials
 from tiers.errors import (
     BlobCorruptError,
     BlobNotFoundError,
@@ -37,7 +37,6 @@ from tiers.stores.s3_session import S3Session
 from tiers.stores.s3_signature import ReadSigner
 from tiers.testing.contract import fetch, make_data
 from tiers.testing.http_faults import Fault, HttpFaultServer
-from tiers.testing.servers import S3Server
 
 DATA, NEW = make_data(100_000), make_data(100_001, seed=2)
 
@@ -51,8 +50,7 @@ def server() -> Iterator[HttpFaultServer]:
 
 @pytest.fixture
 def store(server: HttpFaultServer, boto_models_once: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Store]:
-    for name, value in S3Server("", "first", "secret").environment.items():
-        monkeypatch.setenv(name, value)
+    use_credentials(monkeypatch)
     client = choose("direct", monkeypatch)
     store = S3Store(S3Options(bucket="bucket", endpoint_url=server.endpoint_url, client=client, retries=0))
     yield store

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from tests.identity import FakeSpec, block_key
-from tests.s3_clients import CLIENTS, READERS, choose
+from tests.s3_clients import CLIENTS, READERS, choose, use_credentials
 from tests.waiting import wait_for
 from tiers.base import JobMetadata
 from tiers.errors import (
@@ -46,7 +46,6 @@ from tiers.stores.s3_session import S3Session
 from tiers.testing import http_faults, tiny_s3
 from tiers.testing.contract import GuardedParts, as_parts, fetch, make_data
 from tiers.testing.http_faults import Fault, HttpFaultServer
-from tiers.testing.servers import S3Server
 from tiers.testing.tiny_s3 import Answer, Request
 
 DATA = make_data(300_000)  # more than one piece of a streamed body
@@ -75,8 +74,7 @@ def server() -> Iterator[HttpFaultServer]:
 
 @pytest.fixture(autouse=True)
 def _credentials(boto_models_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in S3Server("", "first", "secret").environment.items():
-        monkeypatch.setenv(name, value)
+    use_credentials(monkeypatch)
 
 
 @pytest.fixture(params=CLIENTS)

@@ -6,14 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.s3_clients import CLIENTS
+from tests.s3_clients import CLIENTS, use_credentials
 from tiers.stores.s3 import S3Store
 from tiers.stores.s3_obstore import DIRECT_BYTES_MIN
 from tiers.stores.s3_options import Client, S3Options
 from tiers.stores.s3_proxy import proxy_of
 from tiers.testing.contract import as_parts, fetch, make_data
 from tiers.testing.http_faults import HttpFaultServer
-from tiers.testing.servers import S3Server
 
 PROXY = "http://proxy.example:3128"
 
@@ -101,8 +100,7 @@ def test_all_requests_go_one_way(
     excluded: bool,
     client: Client,
 ) -> None:
-    for name, value in S3Server("", "first", "secret").environment.items():
-        monkeypatch.setenv(name, value)
+    use_credentials(monkeypatch)
     endpoint_url = f"http://{host}:{server.port}"
     with HttpFaultServer() as proxy:  # which is asked for any host, and knows the same buckets
         monkeypatch.setenv("http_proxy", proxy.endpoint_url)

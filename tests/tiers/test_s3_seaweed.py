@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.s3_clients import READERS, choose
+from tests.s3_clients import READERS, choose, use_credentials
 from tests.waiting import wait_for
 from tiers.errors import StoreError, StorePermissionError, StoreTimeoutError, StoreUnavailableError
 from tiers.store import Store
@@ -30,8 +30,7 @@ _numbers = count()
 
 @pytest.fixture(autouse=True)
 def _credentials(seaweed: SeaweedServer, boto_models_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in seaweed.s3.environment.items():
-        monkeypatch.setenv(name, value)
+    use_credentials(monkeypatch, seaweed.s3)
 
 
 @pytest.fixture(scope="module")

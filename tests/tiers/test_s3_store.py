@@ -16,7 +16,7 @@ import pytest
 from moto.core.models import DEFAULT_ACCOUNT_ID
 from moto.s3.models import s3_backends
 
-from tests.s3_clients import CLIENTS, choose
+from tests.s3_clients import CLIENTS, choose, use_credentials
 from tiers.errors import InvalidKeyError, StoreConfigError
 from tiers.store import Store, SupportsDeleteMany, SupportsSizeMany, SupportsTail
 from tiers.stores.s3 import S3Store
@@ -30,8 +30,7 @@ _bucket_numbers = count()
 
 @pytest.fixture(autouse=True)
 def _credentials(moto: S3Server, boto_models_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in moto.environment.items():
-        monkeypatch.setenv(name, value)
+    use_credentials(monkeypatch, moto)
 
 
 def backend() -> Any:

@@ -19,7 +19,7 @@ from connector.base import KVCacheGroup, OffloadingConfig
 from connector.shared_region import SharedOffloadRegion
 from tests.identity import CONFIG, FakeSpec, block_key
 from tests.promises import Record
-from tests.s3_clients import READERS, choose
+from tests.s3_clients import READERS, choose, use_credentials
 from tiers import block_mover, vectored_io
 from tiers.base import JobMetadata
 from tiers.isolated_mover import IsolatedMover
@@ -29,7 +29,6 @@ from tiers.registry import SecondaryTierFactory
 from tiers.seal import TRAILER_BYTES, TRAILER_FIELDS_BYTES
 from tiers.store_tier import StoreTierManager
 from tiers.testing.http_faults import HttpFaultServer
-from tiers.testing.servers import S3Server
 
 ROWS, ROW_BYTES, PAGE_BYTES = 32, 8192, 4096
 BLOB_BYTES = ROW_BYTES + TRAILER_BYTES
@@ -186,8 +185,7 @@ def rig(
         yield made
         made.close()
         return
-    for name, value in S3Server("", "key", "secret").environment.items():
-        monkeypatch.setenv(name, value)
+    use_credentials(monkeypatch)
     with HttpFaultServer() as server:
         client = choose(way.rpartition(" ")[2], monkeypatch) if ", by " in way else "obstore"
         config |= {"bucket": "bucket", "endpoint_url": server.endpoint_url, "client": client, "request_timeout": 60.0}
