@@ -46,6 +46,8 @@ class PromotionRoom:
 
     def begin_loads(self, request: Request, now: float) -> list[Job]:
         """Jobs to be submitted, for those of the request's hits that there is room for. The others age."""
+        if not request.hits:
+            return []
         wanted = self._within_shares(request, now)
         blocks = self._primary.reserve(wanted)
         by_tier: dict[int, list[Block]] = {}

@@ -265,7 +265,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._waiting[request] = None
 
     def _serve(self, request: Request, now: float) -> None:
-        for job in self._room.begin_loads(request, now) if request.hits else ():
+        for job in self._room.begin_loads(request, now):
             self._submit("submit_load", job, request.context)
         if not request.hits and not request.loading and (not request.held or now >= request.held_until):
             self._release(request)

@@ -45,9 +45,7 @@ class Batch:
     succeeded: list[OffloadKey] = field(default_factory=list)
     found: list[OffloadKey] = field(default_factory=list)  # of a store: those of succeeded that were there before
     gone: list[OffloadKey] = field(default_factory=list)  # of a load: absent, or not the block it should be
-    unreadable: list[OffloadKey] = field(
-        default_factory=list
-    )  # of a load: failed by an error that may be the block's alone
+    unreadable: list[OffloadKey] = field(default_factory=list)  # of a load: an error that may be the block's alone
     bytes_moved: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)

@@ -16,8 +16,8 @@ from connector.vllm import translate
 from tiers.errors import ConfigError
 
 # R-SWA, of newer releases, keeps a window of what it has generated.
-_RSWA = tuple(getattr(kv_cache_interface, name) for name in ("RSWASpec",) if hasattr(kv_cache_interface, name))
-_WINDOWS = (ChunkedLocalAttentionSpec, SlidingWindowSpec, *_RSWA)
+_RSWA = getattr(kv_cache_interface, "RSWASpec", ())
+_WINDOWS = (ChunkedLocalAttentionSpec, SlidingWindowSpec, _RSWA)
 
 
 def has_window(config: Any) -> bool:

@@ -48,7 +48,7 @@ _OWN_FILES = frozenset(
 _LOCATION = re.compile(r"(.*_)?(uri|url|dir|path|pattern|endpoint)")
 
 #: Variables that have activations quantized where the weights' format does not say so.
-_INPUT_QUANT = ("HUMMING_INPUT_QUANT_CONFIG", "MARLIN_INPUT_DTYPE")
+_INPUT_QUANT = ("VLLM_HUMMING_INPUT_QUANT_CONFIG", "VLLM_MARLIN_INPUT_DTYPE")
 
 _LLAMA4_TUNED_ABOVE_TOKENS = 32_768
 
@@ -112,7 +112,7 @@ def kv_revision(vllm_config: Any) -> str | None:
         "stages": os.environ.get("VLLM_PP_LAYER_PARTITION") if is_pipeline else None,
         "routing": os.environ.get("VLLM_MOE_ROUTING_SIMULATION_STRATEGY"),  # of benchmarks: what is computed is garbage
         "online_quant": os.environ.get("VLLM_HUMMING_ONLINE_QUANT_CONFIG"),
-        "input_quant": [os.environ.get(f"VLLM_{name}") for name in _INPUT_QUANT if os.environ.get(f"VLLM_{name}")],
+        "input_quant": {name: os.environ[name] for name in _INPUT_QUANT if os.environ.get(name)},
         "mla_off": _unless(os.environ.get("VLLM_MLA_DISABLE", "0"), "0"),
         "classes": getattr(model, "model_class_overrides", None),
         "draft_dtype": getattr(speculative, "kv_cache_dtype", None),

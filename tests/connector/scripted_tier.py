@@ -158,19 +158,6 @@ class ScriptedTier(SecondaryTierManager):
             raise RuntimeError(f"{method} was told to raise")
 
 
-class FakeClock:
-    """Seconds that pass when a test says so."""
-
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-    def advance(self, seconds: float) -> None:
-        self.now_s += seconds
-
-
 def job_keys(job: Any) -> list[OffloadKey]:
     """A job's keys."""
     return list(job.metadata.keys)

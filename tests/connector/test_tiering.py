@@ -18,7 +18,8 @@ from connector.primary import CPUPrimaryTier, SlotCounts
 from connector.tier_guard import load_deadline_s
 from connector.tiering import TieringOffloadingManager
 from connector.tiering_options import LOAD_DEADLINE_S, LOAD_GRACE_S, TieringOptions
-from tests.connector.scripted_tier import FakeClock, ScriptedTier, job_keys, make_view, pattern, row
+from tests.clock import Clock
+from tests.connector.scripted_tier import ScriptedTier, job_keys, make_view, pattern, row
 from tests.identity import block_key
 from tests.promises import Record
 from tiers.base import JobResult, OffloadingEvent, ReqContext
@@ -33,7 +34,7 @@ class Engine:
     """A manager with scripted tiers, and the few things an engine does with it."""
 
     def __init__(self, num_blocks: int = 16, num_tiers: int = 1, *, auto: bool = True, **options: Any) -> None:
-        self.clock = FakeClock()
+        self.clock = Clock()
         self.view = make_view(num_blocks)
         self.tiers = [ScriptedTier(self.view, f"tier{index}", auto=auto) for index in range(num_tiers)]
         self.primary = CPUPrimaryTier(num_blocks)
@@ -1729,7 +1730,7 @@ def test_a_tier_whose_limit_is_short_enough_is_told_nothing() -> None:
         def shutdown_s(self) -> float:  # type: ignore[override]
             return 0.5
 
-    manager = TieringOffloadingManager(CPUPrimaryTier(8), [Fixed(make_view(8), "fixed")], clock=FakeClock())
+    manager = TieringOffloadingManager(CPUPrimaryTier(8), [Fixed(make_view(8), "fixed")], clock=Clock())
     manager.shutdown()
     assert not manager.metrics.value("kvtiers_contained_errors_total", "fixed", "shutdown_s")
 

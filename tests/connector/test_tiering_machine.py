@@ -27,7 +27,8 @@ from connector.primary import BlockState, CPUPrimaryTier, SlotCounts
 from connector.tiering import TieringOffloadingManager
 from connector.tiering_options import LOAD_DEADLINE_S as OWN_DEADLINE_S
 from connector.tiering_options import TieringOptions
-from tests.connector.scripted_tier import FakeClock, ScriptedTier, make_view, pattern, row
+from tests.clock import Clock
+from tests.connector.scripted_tier import ScriptedTier, make_view, pattern, row
 from tests.identity import block_key
 from tests.promises import Record
 from tiers.base import JobResult, ReqContext
@@ -66,7 +67,7 @@ class TieringMachine(RuleBasedStateMachine):
     )
     def start(self, num_blocks: int, num_tiers: int, policy: str, load_share: float, stored: bool) -> None:
         self.num_blocks = num_blocks
-        self.clock = FakeClock()
+        self.clock = Clock()
         self.view = make_view(num_blocks)
         self.tiers = [ScriptedTier(self.view, f"tier{index}", auto=False) for index in range(num_tiers)]
         for tier in self.tiers:

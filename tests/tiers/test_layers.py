@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.clock import Clock
 from tests.waiting import wait_for
 from tiers.errors import (
     BlobNotFoundError,
@@ -116,22 +117,19 @@ def test_layer_has_the_protocols_of_its_store_and_no_other(name: str) -> None:
 # -- retry -------------------------------------------------------------------------------------------------------------
 
 
-class Clock:
-    """Time that only sleeping moves."""
+class SleepersClock(Clock):
+    """Sleeping moves it."""
 
     def __init__(self) -> None:
-        self.now = 0.0
+        super().__init__()
         self.pauses: list[float] = []
-
-    def __call__(self) -> float:
-        return self.now
 
     def sleep(self, seconds: float) -> None:
         self.pauses.append(seconds)
-        self.now += seconds
+        self.advance(seconds)
 
 
-def retrying(inner: Store, clock: Clock, **options: Any) -> RetryStore:
+def retrying(inner: Store, clock: SleepersClock, **options: Any) -> RetryStore:
     return RetryStore(inner, RetryOptions(**options), clock=clock, sleep=clock.sleep, rng=lambda: 1.0)
 
 
@@ -147,7 +145,7 @@ OPERATIONS: dict[str, Callable[[Store], object]] = {
 
 @pytest.mark.parametrize("method", OPERATIONS)
 def test_retry_makes_a_failed_call_again(method: str) -> None:
-    clock = Clock()
+    clock = SleepersClock()
     inner = FaultyStore(MemoryStore(), [Fault(method, count=2, error=lambda: StoreUnavailableError("no"))])
     if method != "put":
         OPERATIONS["put"](inner)
@@ -158,7 +156,7 @@ def test_retry_makes_a_failed_call_again(method: str) -> None:
 
 def test_retry_of_a_lost_acknowledgement() -> None:
     inner = FaultyStore(MemoryStore(), [Fault("put", error=lambda: StoreUnavailableError("late"), error_after=True)])
-    store = retrying(inner, Clock())
+    store = retrying(inner, SleepersClock())
     store.put("a", as_parts(b"1"))
     assert inner.calls["put"] == 2
     assert fetch(store, "a", 1) == b"1"
@@ -168,7 +166,7 @@ def test_retry_of_a_lost_acknowledgement() -> None:
 def test_retry_leaves_lasting_errors_alone(error: type[Exception]) -> None:
     inner = FaultyStore(MemoryStore(), [Fault("put", error=lambda: error("no"))])
     with pytest.raises(error):
-        retrying(inner, clock := Clock()).put("a", as_parts(b"1"))
+        retrying(inner, clock := SleepersClock()).put("a", as_parts(b"1"))
     assert inner.calls["put"] == 1
     assert clock.pauses == []
 
@@ -185,7 +183,7 @@ def test_retry_leaves_lasting_errors_alone(error: type[Exception]) -> None:
 def test_retry_ends_after_its_attempts_or_its_time(options: dict[str, Any], pauses: list[float]) -> None:
     inner = FaultyStore(MemoryStore(), [Fault("put", count=None, error=lambda: StoreUnavailableError("no"))])
     with pytest.raises(StoreUnavailableError):
-        retrying(inner, clock := Clock(), **options).put("a", as_parts(b"1"))
+        retrying(inner, clock := SleepersClock(), **options).put("a", as_parts(b"1"))
     assert clock.pauses == pauses
     assert inner.calls["put"] == len(pauses) + 1
 
@@ -206,7 +204,7 @@ def test_retry_asks_again_only_for_the_keys_that_failed() -> None:
     inner = Flaky()
     inner.asked = []
     inner.put("c", as_parts(b"123"))
-    store = retrying(inner, Clock())
+    store = retrying(inner, SleepersClock())
     assert isinstance(store, SupportsSizeMany)
     first, *rest = store.size_many(["a", "b", "c"])
     assert isinstance(first, StorePermissionError)
@@ -226,7 +224,7 @@ def test_retry_that_fails_as_a_whole_leaves_the_other_keys_their_outcomes(error:
             return [1, StoreUnavailableError("the last one")]
 
     inner = Refusing()
-    first, second = retrying(inner, Clock()).size_many(["a", "b"])  # type: ignore[attr-defined]
+    first, second = retrying(inner, SleepersClock()).size_many(["a", "b"])  # type: ignore[attr-defined]
     assert first == 1
     assert isinstance(second, error)
     assert inner.calls == calls

@@ -22,7 +22,7 @@ from connector.tiering_options import LOAD_GRACE_S
 from connector.vllm import hosts, translate
 from connector.vllm.prefix_order import PrefixOrder
 from connector.vllm.tier import tier_options
-from tests.connector.scripted_tier import FakeClock
+from tests.clock import Clock
 from tests.vllm.engines import keys, offloading_config, request, spied_stores
 from tests.waiting import wait_for
 from tiers.base import JobResult, OffloadingEvent
@@ -340,7 +340,7 @@ def test_what_a_tier_raises_stays_out_of_the_engine(
     engines: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engines("broken", on_folder(tmp_path))
-    clock = FakeClock()
+    clock = Clock()
     monkeypatch.setattr(engine.tier, "_clock", clock)
     for name in ("lookup", "submit_store", "submit_load"):
         setattr(engine.tier.tier, name, out_of_order)
@@ -360,7 +360,7 @@ def test_a_job_that_raised_when_it_was_begun_is_reported_once_it_has_ended(
 ) -> None:
     engine = engines("late", on_folder(tmp_path))
     tier = engine.tier
-    clock = FakeClock()
+    clock = Clock()
     monkeypatch.setattr(tier, "_clock", clock)
     monkeypatch.setattr(tier.tier, method, out_of_order)
     monkeypatch.setattr(tier.tier, "get_finished", lambda: ())

@@ -560,6 +560,15 @@ def test_variables_that_change_what_is_computed_are_part_of_it(
     assert revision() not in ("c0ffee", None)
 
 
+def test_one_variables_value_is_not_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
+    revisions = set()
+    for variable in ("VLLM_HUMMING_INPUT_QUANT_CONFIG", "VLLM_MARLIN_INPUT_DTYPE"):
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, "int8")
+            revisions.add(revision())
+    assert len(revisions) == 2
+
+
 def test_what_keeps_the_models_dtype_tells_it_where_the_cache_has_another() -> None:
     """Of a namespace's other fields one has the cache's dtype, and none the model's."""
     kept: list[dict[str, Any]] = [{"is_hybrid": True}, {"is_attention_free": True}, {"skipped": ["0"]}]
