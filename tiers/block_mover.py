@@ -26,6 +26,7 @@ from tiers.errors import (
 )
 from tiers.file_mapper import block_name
 from tiers.keys import OffloadKey
+from tiers.pool import Unfinished
 from tiers.seal import PAYLOAD_MULTIPLE_BYTES, TRAILER_BYTES, Seal
 from tiers.store import Store, SupportsGetMany, SupportsPieces, SupportsTail, put_aside, sizes_of
 
@@ -60,6 +61,21 @@ class Batch:
         for each in fields(self):
             mine, theirs = getattr(self, each.name), getattr(other, each.name)
             setattr(self, each.name, theirs or mine if each.name == "fault" else mine + theirs)
+
+
+@dataclass(slots=True)
+class MoveTask:
+    """A batch of blocks to move.
+
+    Attributes:
+        deadline: by the mover's clock; no block is begun after it.
+        batch: what was done of it.
+    """
+
+    is_load: bool
+    pairs: Sequence[tuple[OffloadKey, int]]
+    deadline: float
+    batch: Batch = field(default_factory=Batch)
 
 
 class BlockMover:
@@ -118,6 +134,14 @@ class BlockMover:
     def batch_blocks(self, *, is_load: bool) -> tuple[float, float]:  # noqa: ARG002
         """How many blocks a batch should have, at least and at most."""
         return 0, math.inf
+
+    def joins(self, tasks: Sequence[MoveTask], task: MoveTask) -> bool:  # noqa: ARG002
+        """Whether ``move`` should be given a task together with others."""
+        return False
+
+    def move(self, tasks: Sequence[MoveTask]) -> Sequence[Batch | Unfinished[MoveTask]]:
+        """Move the blocks of tasks, which are all loads or all stores."""
+        return [(self.load_batch if task.is_load else self.store_batch)(task.pairs, task.deadline) for task in tasks]
 
     def store_batch(self, pairs: Iterable[tuple[OffloadKey, int]], deadline: float) -> Batch:
         """Store the blocks that are not there in good order. None is begun after ``deadline``."""

@@ -17,15 +17,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, fields
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import accumulate, pairwise
 from threading import Barrier
 from typing import Any, Protocol, runtime_checkable
 
-from tiers.block_mover import Batch, BlockMover, Rows
+from tiers.batches import Pair
+from tiers.block_mover import Batch, BlockMover, MoveTask, Rows
 from tiers.concurrency import Concurrency
 from tiers.errors import StoreError
 from tiers.keys import OffloadKey
+from tiers.pool import Unfinished
 from tiers.seal import TRAILER_BYTES, Seal
 from tiers.seal_kinds import seal_from_json
 from tiers.store import Store
@@ -33,6 +35,10 @@ from tiers.store import Store
 logger = logging.getLogger(__name__)
 
 _COUNT = struct.Struct("=I")
+_FIELDS = tuple(each.name for each in fields(Batch))
+_KEY_FIELDS = frozenset({"succeeded", "found", "gone", "unreadable"})
+_COUNTERS = frozenset({"outcomes", "errors", "verify_failures"})
+JOINED_S = 0.02  # of work in a message of several tasks: a job should not wait longer for the others' answers
 BEGIN_SHARE = 0.5  # of a worker's deadline; blocks are begun in it, and the last of them end in the rest
 
 
@@ -62,71 +68,107 @@ class RunsInWorkers(Protocol):
 class IsolatedMover(BlockMover):
     """As BlockMover, for a store that ``RunsInWorkers``.
 
-    A batch that its worker does not finish fails as a whole. ``cut`` keeps batches from being sent, and ends none that
-    was. ``removes_bad`` is taken as the first batch finds it.
+    One message has the batches of one or more tasks. If its worker does not finish, all of them fail. ``cut`` keeps
+    messages from being sent, and ends none that was. ``removes_bad`` is taken as the first message finds it.
 
     Attributes:
-        begin_s: how long a worker begins blocks of a batch.
-        loading, storing: how many threads a worker uses for a batch; None: one, as blocks do not wait.
+        begin_s: how long a worker begins blocks of a message. The rest goes back into the queue.
+        message_blocks_max: tasks join up to so many blocks.
+        loading, storing: how many threads a worker uses for a message; None: one, as blocks do not wait.
     """
 
     store: Any
     begin_s: float
+    message_blocks_max: int = 1
     loading: Concurrency | None = None
     storing: Concurrency | None = None
-
-    def store_batch(self, pairs: Iterable[tuple[OffloadKey, int]], deadline: float) -> Batch:
-        return self._send("store_batch", pairs, deadline, self.storing)
-
-    def load_batch(self, pairs: Iterable[tuple[OffloadKey, int]], deadline: float) -> Batch:
-        return self._send("load_batch", pairs, deadline, self.loading)
+    _load_block_s = _store_block_s = math.inf  # what a block of the last message took; any thread
 
     def batch_blocks(self, *, is_load: bool) -> tuple[float, float]:
         concurrency = self.loading if is_load else self.storing
         return (0, math.inf) if concurrency is None else (2 * concurrency.threads, concurrency.batch_blocks_max)
 
-    def _send(
-        self,
-        operation: str,
-        pairs: Iterable[tuple[OffloadKey, int]],
-        deadline: float,
-        concurrency: Concurrency | None,
-    ) -> Batch:
-        batch = Batch()
-        pairs = [pair for pair in pairs if not self._is_late(deadline, batch)]
-        if not pairs:
-            return batch
+    def joins(self, tasks: Sequence[MoveTask], task: MoveTask) -> bool:
+        """Whether a message with another task should still take less than ``JOINED_S``."""
+        at_least, at_most = self.batch_blocks(is_load=task.is_load)
+        block_s = self._load_block_s if task.is_load else self._store_block_s
+        limit = min(self.message_blocks_max, at_most, max(at_least, JOINED_S / block_s))
+        return len(task.pairs) + sum(len(other.pairs) for other in tasks) <= limit
+
+    def move(self, tasks: Sequence[MoveTask]) -> Sequence[Batch | Unfinished[MoveTask]]:
+        parts = [[pair for pair in task.pairs if not self._is_late(task.deadline, task.batch)] for task in tasks]
+        if any(parts):
+            self._send(tasks, parts)
+        return [
+            Unfinished(MoveTask(task.is_load, rest, task.deadline, task.batch)) if rest else task.batch
+            for task, rest in zip(tasks, parts, strict=True)
+        ]
+
+    def _send(self, tasks: Sequence[MoveTask], parts: list[list[Pair]]) -> None:
+        """Have a worker move parts of tasks. Adds to the tasks' batches; what is not moved yet stays in ``parts``."""
+        is_load = tasks[0].is_load
+        concurrency = self.loading if is_load else self.storing
         threads = 1 if concurrency is None else concurrency.threads
-        stores = operation == "store_batch"
+        pairs = [pair for part in parts for pair in part]
+        now = self._clock()
         request = {
             "mover": self._description,
-            "operation": operation,
+            "is_load": is_load,
             "threads": threads,
-            "begin_within_s": min(deadline - self._clock(), self.begin_s),
-            "unreadable": [place for place, (key, _) in enumerate(pairs) if key in self.unreadable] if stores else [],
+            "batches": [
+                (len(part), min(task.deadline - now, self.begin_s)) for task, part in zip(tasks, parts, strict=True)
+            ],
+            "unreadable": [] if is_load else [place for place, (key, _) in enumerate(pairs) if key in self.unreadable],
         }
-        puts_bytes = len(pairs) * (self._rows.row_bytes + TRAILER_BYTES) if stores else 0
+        puts_bytes = 0 if is_load else len(pairs) * (self._rows.row_bytes + TRAILER_BYTES)
         try:
-            answer = self.store.run(move_batch, request, pack_pairs(pairs), puts_bytes=puts_bytes)
+            answer = self.store.run(move_batches, request, pack_pairs(pairs), puts_bytes=puts_bytes)
         except StoreError as e:
-            batch.outcomes["failed"] += len(pairs)
-            batch.errors[type(e).__name__] += len(pairs)
             if type(e) is StoreError:  # no store raises it: a fault of the worker's
                 logger.error("tier %s: a batch failed in its worker: %s", self.name, e)
-            if e.retryable:
-                batch.fault = str(e)
-            return batch
-        answer.pop("put_bytes")
-        seconds, cpu_s = answer.pop("took")
-        if concurrency is not None:
-            moved = len(pairs) - answer["outcomes"].get("dropped", 0)  # dropped blocks took no time
-            concurrency.learn(threads, moved, seconds, cpu_s, failed=bool(answer["outcomes"].get("failed")))
-        for warning in answer.pop("warnings"):
+            for task, part in zip(tasks, parts, strict=True):
+                task.batch.outcomes["failed"] += len(part)
+                task.batch.errors[type(e).__name__] += len(part)
+                if e.retryable:
+                    task.batch.fault = str(e)
+                part.clear()
+            return
+        for warning in answer["warnings"]:
             self._warn(warning)
-        for text in answer.pop("said"):
+        for text in answer["said"]:
             self._say(text)
-        batch.add(_decode(answer, [key for key, _ in pairs]))
-        return batch
+        begun = len(pairs)
+        for task, part, of_batch in zip(tasks, parts, answer["batches"], strict=True):
+            rest = [part[place] for place in of_batch.pop("rest", ())]
+            begun -= len(rest)
+            task.batch.add(_decode(of_batch, [key for key, _ in part]))
+            part[:] = rest
+        self._learn(concurrency, threads, begun, answer["took"], is_load=is_load, tasks=tasks)
+        if not begun:  # the storage is silent
+            for task, part in zip(tasks, parts, strict=True):
+                task.batch.outcomes["dropped"] += len(part)
+                task.batch.errors["deadline"] += len(part)
+                part.clear()
+
+    def _learn(
+        self,
+        concurrency: Concurrency | None,
+        threads: int,
+        begun: int,
+        took: tuple[float, float],
+        *,
+        is_load: bool,
+        tasks: Sequence[MoveTask],
+    ) -> None:
+        """Note how long a message took."""
+        seconds, cpu_s = took
+        if is_load:
+            self._load_block_s = max(seconds, 1e-9) / begun if begun else math.inf
+        else:
+            self._store_block_s = max(seconds, 1e-9) / begun if begun else math.inf
+        if concurrency is not None:
+            failed = any(task.batch.outcomes["failed"] for task in tasks)
+            concurrency.learn(threads, begun, seconds, cpu_s, failed=failed)
 
     @cached_property
     def _description(self) -> str:
@@ -153,48 +195,78 @@ def make_mover(
     worker_threads: int = 1,
     worker_threads_max: int = 1,
     begin_s: float | None = None,
+    message_blocks_max: int = 1,
 ) -> BlockMover:
     """The mover for a store: one that works in its worker processes, if it has any.
 
     Args:
         worker_threads: how many threads a worker uses for its first batches.
         worker_threads_max: for later ones, at most; more than one only where a block mostly waits.
-        begin_s: see ``IsolatedMover``.
+        begin_s, message_blocks_max: see ``IsolatedMover``.
     """
     if not (isinstance(store, RunsInWorkers) and store.maps_region):
         return BlockMover(name, store, name_prefix, seal, rows, clock)
     mover = IsolatedMover(name, store, name_prefix, seal, rows, clock)
     if max(worker_threads, worker_threads_max) > 1:
         mover.loading, mover.storing = (Concurrency(worker_threads, worker_threads_max) for _ in range(2))
+    mover.message_blocks_max = message_blocks_max
     mover.begin_s = BEGIN_SHARE * store.deadline_s if begin_s is None else begin_s
     return mover
 
 
-def move_batch(store: Store, region: memoryview, request: dict[str, Any], packed: memoryview) -> dict[str, Any]:
-    """The worker's part: moves the batch, and returns BlockMover's ``Batch`` as JSON values."""
+def move_batches(store: Store, region: memoryview, request: dict[str, Any], packed: memoryview) -> dict[str, Any]:
+    """The worker's part: moves the batches of a message, and returns BlockMover's ``Batch`` of each as JSON values."""
     mine = _worker_mover(request["mover"], store, region)
     mover = mine.mover
     pairs = unpack_pairs(packed)
     mover.unreadable = {pairs[place][0] for place in request["unreadable"]}
-    move = partial(getattr(mover, request["operation"]), deadline=time.monotonic() + request["begin_within_s"])
+    move = mover.load_batch if request["is_load"] else mover.store_batch
     started, cpu_started = time.monotonic(), time.process_time()
-    batch = move(pairs) if request["threads"] == 1 else _move_by_threads(move, pairs, request["threads"])
+    windows, at = [], 0
+    for count, begin_within_s in request["batches"]:
+        windows.append(_Window(pairs[at : at + count], started + begin_within_s))
+        at += count
+    batches = _move_by_threads(move, windows, request["threads"])
     took = (time.monotonic() - started, time.process_time() - cpu_started)
-    answer = {field.name: getattr(batch, field.name) for field in fields(batch)}  # asdict cannot copy a Counter
-    answer["succeeded"] = None  # all
-    answer["found"] = answer["gone"] = answer["unreadable"] = []
-    if batch.found or len(batch.succeeded) != len(pairs):
-        places = {key: place for place, (key, _) in enumerate(pairs)}
-        for name in ("succeeded", "found", "gone", "unreadable"):
-            answer[name] = [places[key] for key in getattr(batch, name)]
     put = 0
-    if request["operation"] == "store_batch":
-        put = (batch.outcomes["moved"] + batch.perhaps_stored) * (mover.row_bytes + TRAILER_BYTES)
+    if not request["is_load"]:
+        blocks = sum(batch.outcomes["moved"] + batch.perhaps_stored for batch in batches)
+        put = blocks * (mover.row_bytes + TRAILER_BYTES)
     # One of what was said is enough: it is said again with the next batch, and the engine's process passes few on.
-    answer |= {"put_bytes": put, "took": took, "warnings": mine.warnings[:], "said": mine.said[:1]}
+    answer = {
+        "batches": [_encode(batch, window) for batch, window in zip(batches, windows, strict=True)],
+        "put_bytes": put,
+        "took": took,
+        "warnings": mine.warnings[:],
+        "said": mine.said[:1],
+    }
     mine.warnings.clear()
     mine.said.clear()
     return answer
+
+
+class _Window:
+    """Hands each pair out once, to any thread, until ``end``; ``rest`` has those that are left then.
+
+    It is no generator, which two threads cannot ask at once. A list's iterator does not yield the GIL.
+    """
+
+    def __init__(self, pairs: list[Pair], end: float) -> None:
+        self.pairs = pairs
+        self.rest: list[Pair] = []
+        self._left = iter(pairs)
+        self._end = end
+
+    def __iter__(self) -> _Window:
+        return self
+
+    def __next__(self) -> Pair:
+        pair = next(self._left)
+        if time.monotonic() < self._end:
+            return pair
+        self.rest.append(pair)
+        self.rest.extend(self._left)
+        raise StopIteration
 
 
 @dataclass(slots=True)
@@ -233,17 +305,23 @@ def _worker_mover(description: str, store: Store, region: memoryview) -> _Worker
 
 
 def _move_by_threads(
-    move: Callable[[Iterable[tuple[OffloadKey, int]]], Batch], pairs: Sequence[tuple[OffloadKey, int]], threads: int
-) -> Batch:
+    move: Callable[[Iterable[Pair], float], Batch], windows: Sequence[_Window], threads: int
+) -> list[Batch]:
     """Move the blocks; each thread takes the next one. Nothing touches a slot any more when this returns or raises."""
-    shared = iter(pairs)  # hands each pair out once: a list's iterator does not yield the GIL
+
+    def move_all() -> list[Batch]:
+        return [move(window, math.inf) for window in windows]
+
+    if threads == 1:
+        return move_all()
     pool = _thread_pool(threads)
-    futures = [pool.submit(move, shared) for _ in range(threads)]
+    futures = [pool.submit(move_all) for _ in range(threads)]
     wait(futures)
-    batch = Batch()
+    batches = [Batch() for _ in windows]
     for future in futures:
-        batch.add(future.result())
-    return batch
+        for batch, part in zip(batches, future.result(), strict=True):
+            batch.add(part)
+    return batches
 
 
 _pools: dict[int, ThreadPoolExecutor] = {}  # the largest so far, by its threads; one batch at a time uses it
@@ -291,11 +369,31 @@ def unpack_pairs(packed: memoryview) -> list[tuple[OffloadKey, int]]:
     return list(zip(keys, blocks, strict=True))
 
 
+def _encode(batch: Batch, window: _Window) -> dict[str, Any]:
+    """What is not as in an empty Batch, keys as places in the window; without "succeeded" all blocks did."""
+    answer = {name: value for name in _FIELDS if (value := getattr(batch, name))}
+    if len(batch.succeeded) == len(window.pairs):
+        del answer["succeeded"]
+    else:
+        answer.setdefault("succeeded", [])
+    if answer.keys() & _KEY_FIELDS:
+        places = {key: place for place, (key, _) in enumerate(window.pairs)}
+        for name in answer.keys() & _KEY_FIELDS:
+            answer[name] = [places[key] for key in answer[name]]
+    if window.rest:
+        places_of_pairs = {pair: place for place, pair in enumerate(window.pairs)}
+        answer["rest"] = [places_of_pairs[pair] for pair in window.rest]
+    return answer
+
+
 def _decode(answer: dict[str, Any], keys: list[OffloadKey]) -> Batch:
-    places = answer["succeeded"]
-    answer["succeeded"] = keys if places is None else [keys[place] for place in places]
-    for name in ("found", "gone", "unreadable"):
-        answer[name] = [keys[place] for place in answer[name]]
-    for name in ("outcomes", "errors", "verify_failures"):
-        answer[name] = Counter(answer[name])
-    return Batch(**answer)
+    batch = Batch()
+    for name, value in answer.items():
+        if name in _KEY_FIELDS:
+            value = [keys[place] for place in value]
+        elif name in _COUNTERS:
+            value = Counter(value)
+        setattr(batch, name, value)
+    if "succeeded" not in answer:
+        batch.succeeded = keys
+    return batch

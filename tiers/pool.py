@@ -1,7 +1,8 @@
 """DualQueueThreadPool: loads before stores, bounded, every job reported exactly once.
 
 A job is a list of tasks. A task is a batch of blocks, because each costs a queue hop and a GIL hand-over: one block a
-task was measured at half the throughput, with 70 ms stalls of the main thread (a GIL convoy).
+task was measured at half the throughput, with 70 ms stalls of the main thread (a GIL convoy). Where many small jobs
+wait, a thread may take several tasks at once, up to its share of the queue, if the caller says that they go together.
 
 Some threads take reads first, the others writes first, and each turns to the other queue when its own is empty: no
 thread idles while anything waits, and neither kind starves the other. On a slow disk, tasks of stores may keep all of
@@ -24,11 +25,23 @@ from typing import Generic, TypeVar
 
 from tiers.errors import QueueFullError
 
-T = TypeVar("T")
+P = TypeVar("P")  # what the caller submits as a task
+T = TypeVar("T")  # what a task returns
 
 
 class Cancelled(Exception):
     """Outcome of a task that was never started because the pool shut down."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished(Generic[P]):
+    """Outcome of a task that has more to do. The pool queues the rest before everything else that waits.
+
+    Attributes:
+        rest: replaces the task.
+    """
+
+    rest: P
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +61,7 @@ class FinishedJob(Generic[T]):
 @dataclass(slots=True)
 class _Job(Generic[T]):
     job_id: int
+    is_read: bool
     cost: int
     submitted_at: float
     outcomes: list[T | BaseException | None]
@@ -55,17 +69,18 @@ class _Job(Generic[T]):
 
 
 @dataclass(slots=True)
-class _Task(Generic[T]):
+class _Task(Generic[P, T]):
     job: _Job[T]
     index: int
-    run: Callable[[], T]
-    started_at: float = 0.0
+    work: P
 
 
-class DualQueueThreadPool(Generic[T]):
+class DualQueueThreadPool(Generic[P, T]):
     """Runs jobs on read-preferring and write-preferring threads, and on some for reads only.
 
     Args:
+        run: does some tasks of one kind; returns what each came to. What it raises fails all of them.
+        joins: whether a task should be given to ``run`` together with others.
         n_read_threads: threads that prefer reads, at least 1.
         n_write_threads: threads that prefer writes, at least 1.
         n_read_only_threads: further threads, which take no writes, so that a read need not wait for one to end.
@@ -80,6 +95,8 @@ class DualQueueThreadPool(Generic[T]):
         n_read_threads: int,
         n_write_threads: int,
         *,
+        run: Callable[[Sequence[P]], Sequence[T | Unfinished[P]]],
+        joins: Callable[[Sequence[P], P], bool] = lambda tasks, task: False,  # noqa: ARG005 - each task alone
         name: str,
         jobs_max: int,
         cost_max: int,
@@ -88,35 +105,37 @@ class DualQueueThreadPool(Generic[T]):
     ) -> None:
         if min(n_read_threads, n_write_threads, jobs_max, cost_max) < 1:
             raise ValueError("n_read_threads, n_write_threads, jobs_max and cost_max are 1 or more")
+        self._run = run
+        self._joins = joins
         self._jobs_max = jobs_max
         self._cost_max = cost_max
         self._clock = clock
         self._jobs: dict[int, _Job[T]] = {}
         self._cost = 0
-        self._reads: deque[_Task[T]] = deque()
-        self._writes: deque[_Task[T]] = deque()
+        self._reads: deque[_Task[P, T]] = deque()
+        self._writes: deque[_Task[P, T]] = deque()
         # A token for each task, and for each thread at shutdown. Waiting is a call in C: idle threads cost nothing.
         self._tokens: SimpleQueue[None] = SimpleQueue()
         self._read_tokens: SimpleQueue[None] = SimpleQueue()  # a read's second token, for the read-only threads
-        self._ended: SimpleQueue[tuple[_Task[T], T | BaseException, float]] = SimpleQueue()
+        self._ended: SimpleQueue[tuple[_Task[P, T], T | BaseException, float]] = SimpleQueue()
         self._finished: list[FinishedJob[T]] = []
         self._closing = False
-        # The task that thread i runs; only that thread writes slot i.
-        self._current: list[_Task[T] | None] = [None] * (n_read_threads + n_write_threads + n_read_only_threads)
-        seats = iter(range(len(self._current)))
+        # When thread i began what it runs; only that thread writes slot i.
+        self._began: list[float | None] = [None] * (n_read_threads + n_write_threads + n_read_only_threads)
+        seats = iter(range(len(self._began)))
         self._threads = [
             threading.Thread(target=self._work, args=(next(seats), *queues), name=f"{name}-{kind}{i}", daemon=True)
             for kind, count, queues in (
                 ("read", n_read_threads, (self._tokens, self._reads, self._writes)),
                 ("write", n_write_threads, (self._tokens, self._writes, self._reads)),
-                ("readonly", n_read_only_threads, (self._read_tokens, self._reads, deque[_Task[T]]())),
+                ("readonly", n_read_only_threads, (self._read_tokens, self._reads, deque[_Task[P, T]]())),
             )
             for i in range(count)
         ]
         for thread in self._threads:
             thread.start()
 
-    def submit(self, job_id: int, tasks: Sequence[Callable[[], T]], *, is_read: bool, cost: int = 0) -> None:
+    def submit(self, job_id: int, tasks: Sequence[P], *, is_read: bool, cost: int = 0) -> None:
         """Queue a job. A job without tasks is finished at once.
 
         Reads are not limited: the region's slots bound them, and a read that is refused is a miss of what is there.
@@ -135,15 +154,15 @@ class DualQueueThreadPool(Generic[T]):
             raise QueueFullError(f"{self._jobs_max} jobs in flight")
         elif self._cost + cost > self._cost_max and self._cost:
             raise QueueFullError(f"{self._cost} of {self._cost_max} bytes in flight, the job has {cost}")
-        job = _Job[T](job_id, cost, self._clock(), [None] * len(tasks), len(tasks))
+        job = _Job[T](job_id, is_read, cost, self._clock(), [None] * len(tasks), len(tasks))
         self._jobs[job_id] = job
         self._cost += cost
         if not tasks:
             self._finish(job, job.submitted_at)
             return
         queue = self._reads if is_read else self._writes
-        for index, run in enumerate(tasks):
-            queue.append(_Task(job, index, run))
+        for index, work in enumerate(tasks):
+            queue.append(_Task(job, index, work))
             self._wake_one(queue)
 
     def get_finished(self) -> list[FinishedJob[T]]:
@@ -164,8 +183,8 @@ class DualQueueThreadPool(Generic[T]):
 
     def longest_running_s(self) -> float:
         """For how long the oldest running task has run; 0 where none runs."""
-        started = [task.started_at for task in self._current if task is not None]
-        return self._clock() - min(started) if started else 0.0
+        began = [at for at in self._began if at is not None]
+        return self._clock() - min(began) if began else 0.0
 
     def cancel_late(self, older_than_s: float) -> None:
         """Cancel tasks of older jobs that no thread has begun: where all threads hang, none ever would."""
@@ -212,12 +231,12 @@ class DualQueueThreadPool(Generic[T]):
             self._account(*self._ended.get_nowait())
         return not self._threads
 
-    def _wake_one(self, queue: deque[_Task[T]]) -> None:
+    def _wake_one(self, queue: deque[_Task[P, T]]) -> None:
         self._tokens.put(None)
         if queue is self._reads:
             self._read_tokens.put(None)
 
-    def _account(self, task: _Task[T], outcome: T | BaseException, ended_at: float) -> None:
+    def _account(self, task: _Task[P, T], outcome: T | BaseException, ended_at: float) -> None:
         job = task.job
         job.outcomes[task.index] = outcome
         job.remaining -= 1
@@ -231,30 +250,77 @@ class DualQueueThreadPool(Generic[T]):
         assert len(outcomes) == len(job.outcomes), "a task must return a value"
         self._finished.append(FinishedJob(job.job_id, outcomes, ended_at - job.submitted_at))
 
-    def _work(self, seat: int, tokens: SimpleQueue[None], own: deque[_Task[T]], other: deque[_Task[T]]) -> None:
+    def _work(self, seat: int, tokens: SimpleQueue[None], own: deque[_Task[P, T]], other: deque[_Task[P, T]]) -> None:
         while True:
             tokens.get()
-            task = _take(own) or _take(other)
-            while task is None and (own or other):  # a task came between the two looks; its token is another thread's
-                task = _take(own) or _take(other)
-            if task is None:
+            tasks = self._take_some(own, tokens) or self._take_some(other, tokens)
+            while not tasks and (own or other):  # a task came between the two looks; its token is another thread's
+                tasks = self._take_some(own, tokens) or self._take_some(other, tokens)
+            if not tasks:
                 if self._closing:
+                    self._wake_one(self._reads)  # this thread may have dropped a token that was for another one's end
                     return
                 continue  # the token's task was cancelled, or taken with its other token
-            task.started_at = self._clock()
-            self._current[seat] = task
-            outcome: T | BaseException
+            self._began[seat] = self._clock()
+            outcomes: Sequence[T | Unfinished[P] | BaseException]
             try:
-                outcome = task.run()
-            except BaseException as e:  # noqa: BLE001 - a thread's edge: whatever it was, the job must be reported
+                outcomes = self._run([task.work for task in tasks])
+            except BaseException as e:  # noqa: BLE001 - a thread's edge: whatever it was, the jobs must be reported
                 # Without its traceback, whose frames would keep the region's memoryviews alive.
-                outcome = e.with_traceback(None)
-            self._current[seat] = None
-            self._ended.put((task, outcome, self._clock()))
-            del task, outcome
+                outcomes = [e.with_traceback(None)] * len(tasks)
+            self._began[seat] = None
+            ended_at = self._clock()
+            for task, outcome in zip(tasks, outcomes, strict=True):
+                if isinstance(outcome, Unfinished) and not self._closing:
+                    task.work = outcome.rest
+                    queue = self._reads if task.job.is_read else self._writes
+                    queue.appendleft(task)
+                    self._wake_one(queue)
+                else:
+                    ended = Cancelled() if isinstance(outcome, Unfinished) else outcome
+                    self._ended.put((task, ended, ended_at))
+            del tasks, task, outcomes, outcome
+
+    def _take_some(self, queue: deque[_Task[P, T]], tokens: SimpleQueue[None]) -> list[_Task[P, T]]:
+        """The next task and those that join it, up to a thread's share of what waits.
+
+        Args:
+            tokens: where the calling thread found one, which stands for the first task.
+        """
+        task = _take(queue)
+        if task is None:
+            return []
+        tasks, work = [task], [task.work]
+        for _ in range(len(queue) // len(self._began)):
+            try:
+                if not self._joins(work, queue[0].work):
+                    break
+            except IndexError:
+                break
+            if (task := _take(queue)) is None:
+                break
+            if not self._joins(work, task.work):  # another thread took the one that was asked about
+                queue.appendleft(task)
+                self._wake_one(queue)  # a thread may have looked while it was out of the queue
+                break
+            tasks.append(task)
+            work.append(task.work)
+        # A thread that is woken for a task that was taken with its other token, or with another task, holds the GIL
+        # for nothing.
+        for other in (self._tokens, self._read_tokens) if queue is self._reads else (self._tokens,):
+            for _ in tasks[1:] if other is tokens else tasks:
+                _drop(other)
+        return tasks
 
 
-def _take(queue: deque[_Task[T]]) -> _Task[T] | None:
+def _drop(tokens: SimpleQueue[None]) -> None:
+    try:
+        tokens.get_nowait()
+    except Empty:
+        pass
+
+
+def _take(queue: deque[_Task[P, T]]) -> _Task[P, T] | None:
     try:
         return queue.popleft()
     except IndexError:

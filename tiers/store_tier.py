@@ -13,12 +13,11 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol
 
 from tiers.base import JobMetadata, JobResult, OffloadingEvent, ReqContext, SecondaryTierManager
 from tiers.batches import deal, side_by_side
-from tiers.block_mover import Batch, Rows
+from tiers.block_mover import Batch, MoveTask, Rows
 from tiers.circuit import Circuit, CircuitState, Kind
 from tiers.errors import QueueFullError
 from tiers.events import NamedMeanwhile, UnreadEvents
@@ -173,13 +172,16 @@ class StoreTierManager(SecondaryTierManager):
             worker_threads=options.worker_threads,
             worker_threads_max=options.worker_threads_max,
             begin_s=options.worker_begin_s,
+            message_blocks_max=max(1, min(options.task_bytes, options.task_bytes_max) // self._rows.row_bytes),
         )
         self._mover.removes_bad = not options.read_only
         self._one_by_one = store.capabilities.latency_bound and not isinstance(store, SupportsGetMany)
         self._num_threads = options.n_read_threads + options.n_write_threads
-        self._pool = DualQueueThreadPool[Batch](
+        self._pool = DualQueueThreadPool[MoveTask, Batch](
             options.n_read_threads,
             options.n_write_threads,
+            run=self._mover.move,
+            joins=self._mover.joins,
             name=f"kvtiers-{self.name}",
             jobs_max=options.jobs_max,
             cost_max=options.max_bytes_in_flight,
@@ -328,11 +330,10 @@ class StoreTierManager(SecondaryTierManager):
         pairs = list(zip(job.keys, blocks, strict=True))
         if not is_load:
             pairs = list(dict(pairs).items())
-        run = self._mover.load_batch if is_load else self._mover.store_batch
         size = self._blocks_per_task(len(pairs), is_load=is_load)
         deadline = self._clock() + self._options.job_deadline_s
         batches = list(deal(side_by_side(pairs), size, self._num_threads))
-        tasks = [partial(run, batch, deadline) for batch in batches]
+        tasks = [MoveTask(is_load, batch, deadline) for batch in batches]
         keys = tuple(job.keys)
         submitted_ns = time.time_ns()
         refused = "circuit_open" if not self._circuit.closed else ""

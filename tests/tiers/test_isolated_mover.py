@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from tests.s3_clients import use_credentials
 from tests.waiting import wait_for
 from tiers import concurrency
 from tiers.base import JobMetadata, JobResult
+from tiers.block_mover import Batch, MoveTask
 from tiers.builtin import FileSystemTierManager, S3TierManager
 from tiers.errors import StoreUnavailableError
 from tiers.isolated_mover import IsolatedMover, WorkerFunction, pack_pairs, unpack_pairs
@@ -122,7 +124,9 @@ def test_a_block_that_is_there_is_not_written_again(bench: Bench) -> None:
     assert bench.run(KEYS[:2], [0, 1], is_load=False).success
     assert bench.path(KEYS[0]).stat().st_mtime_ns == stamp
     assert bench.value("kvtiers_blocks_total", "store", "already_stored") == 2
-    batch = bench.tier._mover.store_batch([(KEYS[2], 2), (KEYS[1], 1)], time.monotonic() + 10)
+    task = MoveTask(is_load=False, pairs=[(KEYS[2], 2), (KEYS[1], 1)], deadline=time.monotonic() + 10)
+    (batch,) = bench.tier._mover.move([task])
+    assert isinstance(batch, Batch)
     assert (batch.succeeded, batch.found) == ([KEYS[2], KEYS[1]], [KEYS[1]])
 
 
@@ -285,6 +289,52 @@ def test_a_block_that_cannot_be_read_cuts_nothing_off_and_is_healed() -> None:
     assert set(run(tier.submit_load, *KEYS).successful_keys) == {*KEYS} - {KEYS[3]}
     assert run(tier.submit_store, *KEYS).transfer_bytes == ROW_BYTES
     assert run(tier.submit_load, *KEYS).success
+    tier.shutdown()
+
+
+@pytest.mark.parametrize("is_load", [True, False], ids=["load", "store"])
+def test_blocks_that_a_worker_could_not_begin_in_time_are_sent_again(
+    is_load: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view = SharedOffloadRegion.anonymous(ROWS, ROW_BYTES).create_kv_memoryview()
+    store = UnreadableBlob(view.cast("B"))
+    now_s, messages = 0.0, list[int]()
+
+    def take_time(call: Callable[..., Any]) -> Callable[..., Any]:
+        def slow(*arguments: Any, **options: Any) -> Any:
+            nonlocal now_s
+            now_s += 0.6
+            return call(*arguments, **options)
+
+        return slow
+
+    def count(call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(function: WorkerFunction, argument: Any, *rest: Any, **options: Any) -> Any:
+            messages.append(sum(blocks for blocks, _ in argument["batches"]))
+            return call(function, argument, *rest, **options)
+
+        return counted
+
+    tier = StoreTierManager(FakeSpec(), view, "test", store=store)
+    mover = tier._mover
+    assert isinstance(mover, IsolatedMover)
+    mover.begin_s = 1.0
+    job = JobMetadata(1, KEYS, np.arange(len(KEYS), dtype=np.int32))
+    if is_load:
+        tier.submit_store(job)
+        tier.drain_jobs()
+        assert [result.success for result in tier.get_finished()] == [True]
+    monkeypatch.setattr(store, "run", count(store.run))
+    monkeypatch.setattr(store, "get_into", take_time(store.get_into))
+    monkeypatch.setattr(store, "put", take_time(store.put))
+    clock = SimpleNamespace(monotonic=lambda: now_s, process_time=lambda: now_s)
+    monkeypatch.setattr("tiers.isolated_mover.time", clock)
+    (tier.submit_load if is_load else tier.submit_store)(job)
+    tier.drain_jobs()
+    (result,) = tier.get_finished()
+    assert result.success
+    assert sorted(result.successful_keys) == sorted(KEYS)
+    assert messages == [8, 6, 4, 2]
     tier.shutdown()
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -11,9 +11,14 @@ from tests.promises import Record
 from tests.waiting import wait_for
 from tiers import pool as pool_module
 from tiers.errors import QueueFullError
-from tiers.pool import Cancelled, DualQueueThreadPool, FinishedJob
+from tiers.pool import Cancelled, DualQueueThreadPool, FinishedJob, Unfinished
 
-Pool = DualQueueThreadPool[object]
+Task = Callable[[], object]
+Pool = DualQueueThreadPool[Task, object]
+
+
+def call_each(tasks: Sequence[Task]) -> list[object]:
+    return [task() for task in tasks]
 
 
 class Gate:
@@ -50,7 +55,7 @@ def make() -> Iterator[Callable[..., Pool]]:
         reads: int = 1, writes: int = 1, jobs_max: int = 1000, cost_max: int = 1 << 40, reads_only: int = 0
     ) -> Pool:
         limits: dict[str, Any] = {"jobs_max": jobs_max, "cost_max": cost_max, "n_read_only_threads": reads_only}
-        pools.append(Pool(reads, writes, name="test", **limits))
+        pools.append(Pool(reads, writes, run=call_each, name="test", **limits))
         return pools[-1]
 
     yield build
@@ -232,6 +237,74 @@ def test_a_task_that_comes_between_two_looks_is_not_left_behind(
     assert set(finish(pool)) == {1, 2, 3}
 
 
+def test_tasks_that_join_are_run_together_and_each_has_its_outcome() -> None:
+    gates = [Gate(), Gate()]
+    groups: list[list[int | Gate]] = []
+
+    def run(tasks: Sequence[int | Gate]) -> list[object]:
+        groups.append(list(tasks))
+        return [task() if isinstance(task, Gate) else task * 10 for task in tasks]
+
+    def joins(tasks: Sequence[int | Gate], task: int | Gate) -> bool:
+        return isinstance(task, int) and len(tasks) < 3
+
+    pool = DualQueueThreadPool[int | Gate, object](
+        1, 1, run=run, joins=joins, name="test", jobs_max=1000, cost_max=1000, n_read_only_threads=1
+    )
+    pool.submit(100, [*gates, third := Gate()], is_read=True)
+    wait_entered(*gates, third)
+    for job_id in range(10):
+        pool.submit(job_id, [2 * job_id, 2 * job_id + 1], is_read=True)
+    gates[0].go.set()  # one thread does all that waits
+    done: dict[int, FinishedJob[object]] = {}
+    wait_for(lambda: done.update({job.job_id: job for job in pool.get_finished()}) or len(done) == 10)
+    assert all(done[job_id].outcomes == (20 * job_id, 20 * job_id + 10) for job_id in range(10))
+    sizes = [len(group) for group in groups[3:]]
+    assert max(sizes) == 3
+    assert sum(sizes) == 20
+    # Each further thread still hears of what comes next.
+    late = [Gate(), Gate(), Gate()]
+    let_go(gates[1], third)
+    pool.submit(200, list(late), is_read=True)
+    wait_entered(*late)
+    let_go(*late)
+    assert pool.shutdown(20)
+
+
+def test_what_is_unfinished_comes_before_what_waits() -> None:
+    order: list[int] = []
+
+    def run(tasks: Sequence[list[int]]) -> list[object]:
+        (left,) = tasks
+        order.append(left[0])
+        return [Unfinished(left[1:]) if left[1:] else "done"]
+
+    pool = DualQueueThreadPool[list[int], object](1, 1, run=run, name="test", jobs_max=10, cost_max=10)
+    pool.submit(1, [[1, 2, 3]], is_read=False)
+    done = finish(pool)  # type: ignore[arg-type]
+    assert done[1].outcomes == ("done",)
+    assert order == [1, 2, 3]
+    assert pool.shutdown(20)
+
+
+def test_shutdown_reports_what_is_unfinished() -> None:
+    entered, go = threading.Event(), threading.Event()
+
+    def run(tasks: Sequence[int]) -> list[object]:
+        entered.set()
+        assert go.wait(20)
+        return [Unfinished(task) for task in tasks]
+
+    pool = DualQueueThreadPool[int, object](1, 1, run=run, name="test", jobs_max=10, cost_max=10)
+    pool.submit(1, [7], is_read=True)
+    assert entered.wait(20)
+    assert not pool.shutdown(0.0)
+    go.set()
+    assert pool.shutdown(20)
+    (job,) = pool.get_finished()
+    assert isinstance(job.outcomes[0], Cancelled)
+
+
 def test_empty_job_is_finished_at_once(make: Callable[..., Pool]) -> None:
     pool = make()
     pool.submit(1, [], is_read=True)
@@ -290,4 +363,4 @@ def test_every_job_is_reported_exactly_once_under_load(make: Callable[..., Pool]
 @pytest.mark.parametrize("bad", [(0, 1, 1, 1), (1, 0, 1, 1), (1, 1, 0, 1), (1, 1, 1, 0)])
 def test_limits_below_one_are_refused(bad: tuple[int, int, int, int]) -> None:
     with pytest.raises(ValueError, match="1 or more"):
-        Pool(bad[0], bad[1], name="x", jobs_max=bad[2], cost_max=bad[3])
+        Pool(bad[0], bad[1], run=call_each, name="x", jobs_max=bad[2], cost_max=bad[3])
