@@ -50,8 +50,10 @@ bench: bench-far bench-fs bench-gpu bench-liveness bench-lookups bench-s3 bench-
 bench-far: setup
 	$(BIN)/python -m tests.benchmarks.bench_far
 
+# And small jobs next to vLLM's own tier, where `make e2e-env` has made an environment that has vLLM.
 bench-fs: setup
 	$(BIN)/python -m tests.benchmarks.bench_fs
+	$(if $(wildcard $(E2E_ENV)/.complete),$(E2E_ENV),$(VENV))/bin/python -m tests.benchmarks.bench_jobs
 
 bench-gc: setup
 	$(BIN)/python -m tests.benchmarks.bench_gc

@@ -116,11 +116,13 @@ class DualQueueThreadPool(Generic[P, T]):
         self._writes: deque[_Task[P, T]] = deque()
         # A token for each task, and for each thread at shutdown. Waiting is a call in C: idle threads cost nothing.
         self._tokens: SimpleQueue[None] = SimpleQueue()
-        self._read_tokens: SimpleQueue[None] = SimpleQueue()  # a read's second token, for the read-only threads
+        # For the read-only threads: they are woken only for reads that wait while all other threads are busy.
+        self._read_tokens: SimpleQueue[None] = SimpleQueue()
         self._ended: SimpleQueue[tuple[_Task[P, T], T | BaseException, float]] = SimpleQueue()
         self._finished: list[FinishedJob[T]] = []
         self._closing = False
-        # When thread i began what it runs; only that thread writes slot i.
+        # When thread i began what it runs; only that thread writes slot i. Read-only threads come last.
+        self._general_count = n_read_threads + n_write_threads
         self._began: list[float | None] = [None] * (n_read_threads + n_write_threads + n_read_only_threads)
         seats = iter(range(len(self._began)))
         self._threads = [
@@ -222,7 +224,8 @@ class DualQueueThreadPool(Generic[P, T]):
             while (task := _take(queue)) is not None:
                 self._account(task, Cancelled(), self._clock())
         for _ in self._threads:
-            self._wake_one(self._reads)
+            self._tokens.put(None)
+            self._read_tokens.put(None)
         deadline = self._clock() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, deadline - self._clock()))
@@ -233,7 +236,14 @@ class DualQueueThreadPool(Generic[P, T]):
 
     def _wake_one(self, queue: deque[_Task[P, T]]) -> None:
         self._tokens.put(None)
-        if queue is self._reads:
+        self._offer_read(queue)
+
+    def _offer_read(self, queue: deque[_Task[P, T]]) -> None:
+        """Wake a read-only thread where a read waits and all other threads are busy.
+
+        Called after a read was queued and after a thread became busy, so that the later of the two sees the other.
+        """
+        if queue is self._reads and queue and None not in self._began[: self._general_count]:
             self._read_tokens.put(None)
 
     def _account(self, task: _Task[P, T], outcome: T | BaseException, ended_at: float) -> None:
@@ -258,10 +268,11 @@ class DualQueueThreadPool(Generic[P, T]):
                 tasks = self._take_some(own, tokens) or self._take_some(other, tokens)
             if not tasks:
                 if self._closing:
-                    self._wake_one(self._reads)  # this thread may have dropped a token that was for another one's end
+                    self._tokens.put(None)  # this thread may have dropped a token that was for another one's end
                     return
-                continue  # the token's task was cancelled, or taken with its other token
+                continue  # the token's task was cancelled, or taken by a thread that had another token
             self._began[seat] = self._clock()
+            self._offer_read(self._reads)
             outcomes: Sequence[T | Unfinished[P] | BaseException]
             try:
                 outcomes = self._run([task.work for task in tasks])
@@ -279,6 +290,8 @@ class DualQueueThreadPool(Generic[P, T]):
                 else:
                     ended = Cancelled() if isinstance(outcome, Unfinished) else outcome
                     self._ended.put((task, ended, ended_at))
+            if tokens is self._read_tokens:
+                self._offer_read(self._reads)
             del tasks, task, outcomes, outcome
 
     def _take_some(self, queue: deque[_Task[P, T]], tokens: SimpleQueue[None]) -> list[_Task[P, T]]:
@@ -305,11 +318,9 @@ class DualQueueThreadPool(Generic[P, T]):
                 break
             tasks.append(task)
             work.append(task.work)
-        # A thread that is woken for a task that was taken with its other token, or with another task, holds the GIL
-        # for nothing.
-        for other in (self._tokens, self._read_tokens) if queue is self._reads else (self._tokens,):
-            for _ in tasks[1:] if other is tokens else tasks:
-                _drop(other)
+        # A thread that is woken for a task that is gone holds the GIL for nothing.
+        for _ in tasks[1:] if tokens is self._tokens else tasks:
+            _drop(self._tokens)
         return tasks
 
 

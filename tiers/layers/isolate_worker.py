@@ -47,7 +47,7 @@ _TOUCH_BYTES = 64 << 20  # takes a millisecond or two, which a request may have 
 
 def send_frame(sock: socket.socket, content: object, raw: bytes = b"") -> None:
     """Send one frame."""
-    text = json.dumps(content, separators=(",", ":"), default=_as_plain).encode()
+    text = _encode(content).encode()
     sock.sendall(b"".join((_LENGTHS.pack(len(text), len(raw)), text, raw)))
 
 
@@ -57,6 +57,9 @@ def _as_plain(value: Any) -> object:
         return value.item()
     except (AttributeError, TypeError, ValueError):
         raise TypeError(f"{type(value).__name__} is not JSON serializable") from None
+
+
+_encode = json.JSONEncoder(separators=(",", ":"), default=_as_plain).encode  # json.dumps would make one each time
 
 
 def receive_frame(sock: socket.socket, wait: Callable[[], None] = lambda: None) -> tuple[Any, memoryview]:
@@ -71,7 +74,7 @@ def receive_frame(sock: socket.socket, wait: Callable[[], None] = lambda: None) 
     if max(text_bytes, raw_bytes) > FRAME_BYTES_MAX:
         raise EOFError(f"a frame of {text_bytes} + {raw_bytes} bytes is none of ours")
     data = _receive(sock, text_bytes + raw_bytes, wait)
-    return json.loads(bytes(data[:text_bytes])), data[text_bytes:]
+    return json.loads(str(data[:text_bytes], "utf-8")), data[text_bytes:]
 
 
 def _receive(sock: socket.socket, size: int, wait: Callable[[], None]) -> memoryview:
