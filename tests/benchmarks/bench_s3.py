@@ -6,6 +6,7 @@ Servers on loopback: nginx as a DAV stub, which shows what the client itself cos
 SeaweedFS, a real S3. The ceiling ``http`` is plain http.client: the same blocks with their trailers, unsigned and
 unsealed, sent from and received into the region by as many threads. ``socket`` goes further down, to requests written
 by hand: what is left of an HTTP client without HTTP. They exist for the stub only, for a real server wants signatures.
+``bare obstore`` is the client of our tier alone: nothing is sealed, checksummed or verified.
 
 Ratios are what counts: within a round every client moves the same blocks one after the other, in changing order, and
 the median of the rounds' ratios is reported, so that a machine whose speed drifts does not decide. Before each PUT as
@@ -35,7 +36,15 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.benchmarks.bench_fs import KIB, MIB, free_pages, stall_while
-from tests.benchmarks.s3_contenders import CEILING, THREADS, Contender, NixlContender, Region, make_contender
+from tests.benchmarks.s3_contenders import (
+    CEILING,
+    THREADS,
+    BareObstoreContender,
+    Contender,
+    NixlContender,
+    Region,
+    make_contender,
+)
 from tests.certificate import make_certificate
 from tiers.testing.servers import STUB_BUCKET, S3Server, find_nginx, find_weed, nginx_stub, seaweed_server
 
@@ -44,7 +53,7 @@ PLACES = ("nginx", "nginx-tls", "seaweed")
 SERVERS_FOLDER = Path("/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir())  # where they keep objects
 HEADS = 4_000
 CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
-CLIENTS = ("obstore", "obstore, threads", "boto3", "s3fs")
+CLIENTS = (BareObstoreContender.name, "obstore", "obstore, threads", "boto3", "s3fs")
 HTTP_GOAL, BOTO3_GOAL, CPU_GOAL_MS, STALL_GOAL_MS = 0.8, 3.0, 0.35, 2.0
 HEADS_GOAL, HEADS_BOTO3_GOAL = 8_000, 7.0
 
@@ -169,7 +178,7 @@ def nixl() -> tuple[str, ...]:
     return (NixlContender.name,) if importlib.util.find_spec("nixl") else ()
 
 
-def run(where: str, total_bytes: int, rounds: int) -> Iterator[tuple[list[Row], list[Heads]]]:
+def run(where: str, total_bytes: int, rounds: int, job_blocks: int | None) -> Iterator[tuple[list[Row], list[Heads]]]:
     """What was measured with one block size after the other."""
     # NIXL's client, and s3fs over https, frame their bodies in a way that only a real S3 takes apart again.
     names = {
@@ -179,7 +188,7 @@ def run(where: str, total_bytes: int, rounds: int) -> Iterator[tuple[list[Row], 
     }
     for size in SIZES:
         with server(where) as reached:  # a new one each time: SeaweedFS keeps what was deleted, and it lies in memory
-            region = Region(size, total_bytes)
+            region = Region(size, total_bytes, job_blocks)
             contenders = [make_contender(name, reached, region) for name in names[where]]
             rows = measure(where, region, contenders, rounds)
             heads = [heads_per_second(where, contender) for contender in contenders] if size == SIZES[0] else []
@@ -294,6 +303,7 @@ def main() -> None:
     """Parse arguments, measure, print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="less data and fewer rounds")
+    parser.add_argument("--job-blocks", type=int, help="blocks in each of a tier's jobs; default: all in one job")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--png", type=Path, help="draw the rows into this file (needs matplotlib)")
     parser.add_argument("--where", nargs="*", choices=PLACES, help="default: whichever is installed")
@@ -308,7 +318,7 @@ def main() -> None:
     rows: list[Row] = []
     heads: list[Heads] = []
     for where in places:
-        for more_rows, more_heads in run(where, total, rounds):
+        for more_rows, more_heads in run(where, total, rounds, args.job_blocks):
             rows += more_rows
             heads += more_heads
             if args.json:  # each time: a client that takes the process with it must not take the rows

@@ -38,10 +38,15 @@ HEADS_AT_ONCE = 128  # a prompt's blocks; a real server may answer them with a L
 
 
 class Region:
-    """Blocks and their keys. Every round stores other keys, because a tier does not store twice."""
+    """Blocks and their keys. Every round stores other keys, because a tier does not store twice.
 
-    def __init__(self, block_bytes: int, total_bytes: int) -> None:
+    Args:
+        job_blocks: a tier gets the blocks in jobs of so many, all submitted at once; None: in one job.
+    """
+
+    def __init__(self, block_bytes: int, total_bytes: int, job_blocks: int | None = None) -> None:
         self.count = max(2 * THREADS, total_bytes // block_bytes)
+        self.job_blocks = job_blocks or self.count
         self.block_bytes = block_bytes
         self.view = SharedOffloadRegion.anonymous(self.count, block_bytes).create_kv_memoryview()
         self.rows = np.asarray(self.view)
@@ -146,13 +151,14 @@ class TierContender(Contender):
         return self._mapper.relative_name(block_key(round_ * self._region.count + index))
 
     def _run(self, submit: Callable[[JobMetadata], None], round_: int) -> None:
-        count = self._region.count
-        self._job_id += 1
-        keys = [block_key(round_ * count + i) for i in range(count)]
-        submit(JobMetadata(self._job_id, keys, np.arange(count, dtype=np.int32)))
+        count, job_blocks = self._region.count, self._region.job_blocks
+        for start in range(0, count, job_blocks):
+            blocks = range(start, min(start + job_blocks, count))
+            self._job_id += 1
+            keys = [block_key(round_ * count + block) for block in blocks]
+            submit(JobMetadata(self._job_id, keys, np.array(blocks, dtype=np.int32)))
         self._tier.drain_jobs()
-        (result,) = self._tier.get_finished()
-        assert result.success, f"{self.name} failed"
+        assert all(result.success for result in self._tier.get_finished()), f"{self.name} failed"
 
 
 def _cpu_s(pid: int) -> float:
@@ -370,6 +376,65 @@ class SocketContender(PlainContender):
             left -= len(connection.recv(left))
 
 
+class BareObstoreContender(Contender):
+    """obstore alone, on as many threads: nothing is sealed, checksummed or verified."""
+
+    name = "bare obstore"
+
+    def __init__(self, reached: S3Server, region: Region) -> None:
+        self._obstore = importlib.import_module("obstore")
+        stores = importlib.import_module("obstore.store")
+        config = {
+            "region": "us-east-1",
+            "endpoint": reached.endpoint_url,
+            "access_key_id": reached.access_key,
+            "secret_access_key": reached.secret_key,
+            "virtual_hosted_style_request": False,
+            "unsigned_payload": True,
+        }
+        client: dict[str, Any] = {"allow_http": True, "pool_max_idle_per_host": str(THREADS)}
+        if bundle := os.environ.get("AWS_CA_BUNDLE"):
+            client["root_certificate"] = Path(bundle).read_bytes()
+        self._client = stores.S3Store(STUB_BUCKET, config=config, client_options=client)
+        self._region = region
+        self._pool = ThreadPoolExecutor(THREADS)
+
+    def put(self, round_: int) -> None:
+        self._each(lambda i: self._put(i, round_))
+
+    def _put(self, index: int, round_: int) -> None:
+        name = self._name(round_, index)
+        self._obstore.put(self._client, name, [self._row(index)], use_multipart=False)
+
+    def get(self, round_: int) -> None:
+        def get(index: int) -> None:
+            row, filled = self._row(index), 0
+            for chunk in self._obstore.get(self._client, self._name(round_, index)).stream(min_chunk_size=256 << 10):
+                row[filled : filled + len(chunk)] = chunk
+                filled += len(chunk)
+
+        self._each(get)
+
+    def heads(self, count: int) -> None:
+        names = [self._name(0, index % self._region.count) for index in range(count)]
+        list(self._pool.map(lambda name: self._obstore.head(self._client, name), names))
+
+    def remove(self, round_: int) -> None:
+        self._each(lambda i: self._obstore.delete(self._client, self._name(round_, i)))
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+    def _each(self, one: Callable[[int], None]) -> None:
+        list(self._pool.map(one, range(self._region.count)))
+
+    def _row(self, index: int) -> memoryview:
+        return memoryview(self._region.rows[index]).cast("B")
+
+    def _name(self, round_: int, index: int) -> str:
+        return f"bare/{round_}/{index}"
+
+
 def make_contender(name: str, reached: S3Server, region: Region) -> Contender:
     """A contender by its name; "obstore, threads" is obstore in this process."""
     for plain in (HttpContender, SocketContender):
@@ -377,6 +442,8 @@ def make_contender(name: str, reached: S3Server, region: Region) -> Contender:
             return plain(reached.endpoint_url, region)
     if name == NixlContender.name:
         return NixlContender(reached, region)
+    if name == BareObstoreContender.name:
+        return BareObstoreContender(reached, region)
     if name == "s3fs":
         access = {"key": reached.access_key, "secret": reached.secret_key, "endpoint_url": reached.endpoint_url}
         where = {"url": f"s3://{STUB_BUCKET}/{name}", "storage_options": access}
