@@ -6,11 +6,13 @@ import hashlib
 import importlib
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from connector.demo import weights_cache
 from tiers.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -134,11 +136,14 @@ def find_model(model: str | None) -> ModelSource:
     return ModelSource(model, None, False)
 
 
-def load_model(source: ModelSource) -> LoadedModel:
-    """Load weights and tokenizer, onto CUDA where there is one.
+def load_model(source: ModelSource, report: Callable[[str], None] = lambda stage: None) -> LoadedModel:  # noqa: ARG005
+    """Load weights and tokenizer, onto CUDA where there is one. A GGUF file is converted once (``weights_cache``).
 
     Always as float32: a prompt computed in one piece and the same prompt computed behind a loaded prefix round
     differently, and with 16-bit numbers that is enough to change a token now and then.
+
+    Args:
+        report: called with the name of a stage that takes long.
 
     Raises:
         ConfigError: it cannot be loaded.
@@ -148,13 +153,20 @@ def load_model(source: ModelSource) -> LoadedModel:
     transformers: Any = importlib.import_module("transformers")
     safetensors: Any = importlib.import_module("safetensors")
     revision = _revision(source)
-    gguf = {"gguf_file": source.gguf_file} if source.gguf_file else {}
+    gguf = Path(source.path) / source.gguf_file if source.gguf_file else None
+    converted = weights_cache.find_entry(gguf, revision) if gguf and revision else None
+    if gguf and converted is None:
+        report("converting the model, once")
+    place = str(converted or source.path)
+    options = {"gguf_file": source.gguf_file} if gguf and converted is None else {}
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source.path, **gguf)
-        module = transformers.AutoModelForCausalLM.from_pretrained(source.path, dtype=torch.float32, **gguf)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(place, **options)
+        module = transformers.AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32, **options)
     except (OSError, ValueError, ImportError, safetensors.SafetensorError) as e:
         reason = str(e).strip().partition("\n")[0]
         raise ConfigError(f"{source.path!r} cannot be loaded: {reason}", field="--model") from e
+    if gguf and revision and converted is None:
+        weights_cache.add_entry(gguf, revision, partial(weights_cache.save_model, module, tokenizer))
     module.eval().requires_grad_(False)
     if torch.cuda.is_available():
         module.to("cuda")

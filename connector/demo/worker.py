@@ -115,7 +115,7 @@ def serve(task: WorkerTask, events: Events) -> ProcessFigures:
         KVTiersError: bad input, or a region or storage that cannot be used.
     """
     events.progress("loading the model")
-    model = load_model(task.model)
+    model = load_model(task.model, events.progress)
     prompt = model.tokenize(task.document, task.question)
     edited = model.tokenize(add_line(task.document), task.question)
     chunk_tokens = task.block_size * int(task.deployment.get("blocks_per_chunk", 1))
