@@ -1,6 +1,6 @@
 """A cache of converted models: dequantizing a GGUF file takes half a minute, loading the result takes a second.
 
-The cache is ``$XDG_CACHE_HOME/kvtiers/models``, by default ``~/.cache/kvtiers/models``. An entry is a folder in the
+The cache is ``$XDG_CACHE_HOME/kvtiers-models``, by default ``~/.cache/kvtiers-models``. An entry is a folder in the
 form of ``save_pretrained`` and ``manifest.json``, which lists the size and the digest of every file. Its name has the
 size and the digest of the GGUF file and the versions of the libraries that converted it.
 
@@ -35,7 +35,7 @@ def cache_folder() -> Path:
     """The folder with all entries; it may not exist."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG specification says that a relative path is to be ignored.
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "kvtiers" / "models"
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "kvtiers-models"
 
 
 def find_entry(gguf: Path, digest: str) -> Path | None:

@@ -140,7 +140,7 @@ def test_a_relative_cache_home_is_ignored(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setenv("HOME", str(tmp_path))
     for value in ("relative", ""):
         monkeypatch.setenv("XDG_CACHE_HOME", value)
-        assert cache_folder() == tmp_path / ".cache" / "kvtiers" / "models"
+        assert cache_folder() == tmp_path / ".cache" / "kvtiers-models"
 
 
 def test_processes_that_build_the_same_entry_leave_one(gguf: Path, cache: Path) -> None:

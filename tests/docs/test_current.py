@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from typer.main import get_command
 
 from connector.cli import app
-from tests.docs import make_benchmarks, make_reference
+from tests.docs import make_benchmarks, make_reference, plot_demo
 from tests.docs.make_reference import DOCS
 from tiers.metrics import METRICS
 
@@ -34,6 +35,11 @@ def test_metrics_of_vllms_endpoint_have_the_names_they_have_there() -> None:
 def test_the_benchmarks() -> None:
     shown = (DOCS / "benchmarks.md").read_text()
     assert shown == make_benchmarks.page(), "run python -m tests.docs.make_benchmarks"
+
+
+def test_the_plot_of_the_demo() -> None:
+    report = json.loads((DOCS / "demo.json").read_text())
+    assert (DOCS / "demo.svg").read_text() == plot_demo.draw(report), "run make plot"
 
 
 def test_the_commands_that_take_a_tier() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 import traceback
 from pathlib import Path
@@ -29,6 +30,17 @@ def test_every_shipped_config_loads(path: Path) -> None:
     config = load_config(path)
     assert config.tiers
     assert config.region.size >= 1 << 20
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_every_tier_of_a_shipped_config_is_bounded_or_says_why_not(path: Path) -> None:
+    unbounded = []
+    for tier in load_config(path).tiers:
+        options = dict(tier)
+        # Memory ends with its process: a bound in bytes is enough.
+        if not options.get("max_bytes") or not (options.get("ttl") or options["type"] == "memory"):
+            unbounded.append(tier)
+    assert len(re.findall(r"^ *# No bound: .+", path.read_text(), re.MULTILINE)) == len(unbounded)
 
 
 @pytest.mark.parametrize(
