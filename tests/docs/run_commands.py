@@ -38,7 +38,7 @@ HEAD = """\
 # Every command, run
 
 On a folder, on a bucket (SeaweedFS) and on a memory tier, 160 blocks of 64 KiB in each of the first two. Written by
-`python -m tests.docs.run_commands`, on a machine with 2 cores; the [README](../README.md#two-commands) describes `demo`."""
+`python -m tests.docs.run_commands`, with 2 cores. The [README](../README.md#two-commands) describes `demo`."""
 
 
 def tiers_of(server: SeaweedServer) -> dict[str, dict[str, Any]]:
