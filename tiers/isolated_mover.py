@@ -96,13 +96,18 @@ class IsolatedMover(BlockMover):
         return len(task.pairs) + sum(len(other.pairs) for other in tasks) <= limit
 
     def move(self, tasks: Sequence[MoveTask]) -> Sequence[Batch | Unfinished[MoveTask]]:
-        parts = [[pair for pair in task.pairs if not self._is_late(task.deadline, task.batch)] for task in tasks]
+        parts = [self._in_time(task, task.pairs) for task in tasks]
         if any(parts):
             self._send(tasks, parts)
+        rests = [self._in_time(task, part) for task, part in zip(tasks, parts, strict=True)]
         return [
             Unfinished(MoveTask(task.is_load, rest, task.deadline, task.batch)) if rest else task.batch
-            for task, rest in zip(tasks, parts, strict=True)
+            for task, rest in zip(tasks, rests, strict=True)
         ]
+
+    def _in_time(self, task: MoveTask, pairs: Sequence[Pair]) -> list[Pair]:
+        """The pairs that may still begin; the others are dropped."""
+        return [pair for pair in pairs if not self._is_late(task.deadline, task.batch)]
 
     def _send(self, tasks: Sequence[MoveTask], parts: list[list[Pair]]) -> None:
         """Have a worker move parts of tasks. Adds to the tasks' batches; what is not moved yet stays in ``parts``."""
