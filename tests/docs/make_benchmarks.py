@@ -1,7 +1,7 @@
 """Writes docs/benchmarks.md and its plots from the last results: ``python -m tests.docs.make_benchmarks``.
 
 The results are in tests/benchmarks/results: ``fs.json`` and ``s3.json`` by the benchmarks' ``--json``, ``e2e.json`` by
-``make e2e``. The plots need matplotlib.
+``make e2e``, and ``by_hand.md``, which is text. The plots need matplotlib.
 """
 
 from __future__ import annotations
@@ -132,6 +132,7 @@ def page() -> str:
             "![S3](benchmarks-s3.png)",
             "",
             vllm.replace("# End to end inside vLLM", "## vLLM (`make e2e`)", 1),
+            (RESULTS / "by_hand.md").read_text(),
         ]
     )
 
