@@ -61,6 +61,11 @@ def _replace_by_link(folder: Path) -> None:
     (folder / "config.json").symlink_to(folder.parent / "elsewhere")
 
 
+def _replace_by_file(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.write_text("x")
+
+
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "flipped byte": lambda folder: (folder / "model.safetensors").write_bytes(b"weighta"),
     "truncated": lambda folder: os.truncate(folder / "model.safetensors", 3),
@@ -75,7 +80,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "deep manifest": lambda folder: (folder / MANIFEST).write_text("[" * 100_000),
     "manifest is no text": lambda folder: (folder / MANIFEST).write_bytes(b"\xff\xfe\xfd"),
     "file not in the manifest": _drop_manifest_key,
-    "a file in the folder's place": lambda folder: (shutil.rmtree(folder), folder.write_text("x")),
+    "a file in the folder's place": _replace_by_file,
 }
 
 
@@ -114,7 +119,7 @@ def test_the_cache_holds_one_model_and_sweeps_what_killed_processes_left(cache: 
 def test_a_disk_with_little_room_is_left_alone(cache: WeightsCache, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
     free = weights_cache.FREE_BYTES_MIN + 6
-    monkeypatch.setattr(weights_cache.shutil, "disk_usage", lambda _: usage(free, 0, free))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(free, 0, free))
     with pytest.raises(OSError, match="No space left on device"):
         cache.store(SOURCE, 7, save)
 
