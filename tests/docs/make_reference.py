@@ -39,6 +39,8 @@ region:
 tiers:
   - type: fs
     root_dir: /mnt/nvme/kv
+    max_bytes: 200GiB
+    ttl: 7d
 ```
 """
 
