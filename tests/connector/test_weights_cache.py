@@ -243,3 +243,20 @@ def test_without_a_usable_cache_the_demo_runs_and_says_why(
         load_model(source)
     assert loaded == ["gguf", "gguf"]
     assert "the cache of converted weights cannot be used" in caplog.text
+
+
+def test_a_save_that_fails_in_safetensors_is_a_warning(
+    gguf: tuple[ModelSource, list[str]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its errors are no OSError: with a full disk, say."""
+    safetensors = pytest.importorskip("safetensors")
+
+    def fail(*_: object) -> None:
+        raise safetensors.SafetensorError("No space left on device")
+
+    source, loaded = gguf
+    monkeypatch.setattr(WeightsCache, "store", fail)
+    with caplog.at_level(logging.WARNING, "connector"):
+        load_model(source)
+    assert loaded == ["gguf"]
+    assert "the converted weights are not kept" in caplog.text
