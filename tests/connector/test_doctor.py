@@ -136,7 +136,7 @@ def test_a_key_file_that_others_may_change_is_a_problem(tmp_path: Path, monkeypa
     for mode in (0o620, 0o604):
         keys.chmod(mode)
         (found,) = doctor._keys("fs", tier)
-        assert (found.level, f"mode {mode:o}" in found.message) == ("problem", True)
+        assert (found.level, f"mode {mode:04o}" in found.message) == ("problem", True)
     keys.chmod(0o600)
     uid = give_to_another(keys, monkeypatch)
     (found,) = doctor._keys("fs", tier)
