@@ -263,10 +263,10 @@ class FolderStore(Store):
         is_damaged = not isinstance(e, PermissionError)
         self.damaged += is_damaged
         why = "it cannot be read" if is_damaged else f"uid {os.geteuid()} may not look into it"
-        self._tell_once(name, f"is passed over, {why}", e.strerror)
+        self._tell_once(name, f"is passed over, {why}", e.strerror or str(e))
 
     def _tell_kept(self, folder: str, e: OSError) -> None:
-        self._tell_once(folder, "stays, also when it is empty", e.strerror)
+        self._tell_once(folder, "stays, also when it is empty", e.strerror or str(e))
 
     def _tell_once(self, name: str, what: str, why: str) -> None:
         if name not in self._refused and len(self._refused) < REFUSALS_TOLD_MAX:

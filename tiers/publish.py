@@ -110,10 +110,8 @@ class Publisher:
                 if self._move_aside(root, dir_fd, name, count_max):
                     return ""
                 why = ""
-            except OSError as e:
-                why = e.strerror
-            except StoreConfigError as e:
-                why = str(e)
+            except (OSError, StoreConfigError) as e:
+                why = str(e)  # as text: the exception's frames hold the root
             # Also after ENOENT, which may be the quarantine folder's: this says whether the blob is there.
             try:
                 os.unlink(name, dir_fd=dir_fd)
