@@ -14,7 +14,6 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import json
-import logging
 import os
 import secrets
 import shutil
@@ -24,7 +23,9 @@ from typing import Any
 
 import xxhash
 
-logger = logging.getLogger(__name__)
+from tiers.plain_logs import get_logger
+
+logger = get_logger(__name__)
 
 MANIFEST = "manifest.json"
 LIBRARIES = ("transformers", "gguf", "torch", "safetensors")
