@@ -12,7 +12,6 @@ import os
 import resource
 import shutil
 import socket
-import stat
 import sys
 import threading
 import traceback
@@ -33,7 +32,7 @@ from connector.doctor_storage import (
 from connector.region_file import free_bytes
 from tiers.builtin import make_seal
 from tiers.config import DeploymentConfig
-from tiers.errors import KVTiersError, StoreError
+from tiers.errors import KVTiersError, StoreError, printable
 from tiers.inventory import block_beginnings
 from tiers.open_store import open_store
 from tiers.tier_config import (
@@ -70,9 +69,10 @@ def show(findings: list[Finding], console: Console) -> None:
     """One line a finding, and one for its fix."""
     for finding in findings:
         console.print(f"{_MARKS[finding.level]} ", end="")
-        console.print(f"{finding.where}, {finding.check}: {finding.message}", markup=False, highlight=False)
+        text = f"{finding.where}, {finding.check}: {finding.message}"
+        console.print(printable(text), markup=False, highlight=False)
         if finding.fix:
-            console.print(f"        fix: {finding.fix}", markup=False, highlight=False)
+            console.print(f"        fix: {printable(finding.fix)}", markup=False, highlight=False)
     problems = sum(finding.level == "problem" for finding in findings)
     console.print(f"{problems} problem{'' if problems == 1 else 's'} in {len(findings)} findings")
 
@@ -293,19 +293,6 @@ def _keys(where: str, tier: TierConfig) -> Iterator[Finding]:
     try:
         make_seal(tier)
     except KVTiersError as e:
-        yield Finding("problem", where, "keys", str(e), "openssl rand -hex 32 makes a key")
+        yield Finding("problem", where, "keys", str(e), getattr(e, "fix", "openssl rand -hex 32 makes a key"))
         return
-    status = None if tier.keys_file is None else os.stat(tier.keys_file)
-    if status is not None and status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        yield Finding(
-            "problem", where, "keys",
-            f"{tier.keys_file} can be read or changed by others (mode {stat.S_IMODE(status.st_mode):o})",
-            f"chmod 600 {tier.keys_file}",
-        )  # fmt: skip
-    elif status is not None and status.st_uid not in (0, os.geteuid()) and os.geteuid() != 0:
-        yield Finding(
-            "problem", where, "keys", f"{tier.keys_file} belongs to uid {status.st_uid}, who can read and change it",
-            f"chown it to uid {os.geteuid()}",
-        )  # fmt: skip
-    else:
-        yield Finding("ok", where, "keys", f"readable; protection is {tier.protection}")
+    yield Finding("ok", where, "keys", f"readable; protection is {tier.protection}")

@@ -11,7 +11,6 @@ A way that is refused is not tried again: that job and those after it go by the 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -21,8 +20,9 @@ import torch
 from connector.cuda_driver import ACCESS_ORDER_ANY, ACCESS_ORDER_STREAM, CudaDriver
 from connector.pinning import PinnedMemory
 from connector.transfer_plan import CopyPlan, Direction, Int64s, merge_neighbours
+from tiers.plain_logs import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 Method = Literal["batch", "kernel", "copy"]
 # vLLM's figures, tuned on an H100 with PCIe 5 (its swap_blocks_triton.py, vllm#42212); none is ours. To submit a copy

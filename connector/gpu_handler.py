@@ -39,8 +39,9 @@ from connector.gpu_copy import (
 from connector.host_copy import HostCopier
 from connector.pinning import PinnedMemory, pieces_of
 from connector.transfer_plan import CopyPlan, Direction, TensorGeometry, Transfer, TransferLayout
+from tiers.plain_logs import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class Completion(Protocol):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import mmap
 import time
 from collections.abc import Callable, Sequence
@@ -12,8 +11,9 @@ import numpy as np
 
 from connector.cuda_driver import CudaDriverError
 from connector.transfer_plan import Int64s
+from tiers.plain_logs import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _OUT_OF_MEMORY_ADVICE = (
     " Raise the locked-memory limit (ulimit -l; in a container --ulimit memlock=-1) or make the region smaller."

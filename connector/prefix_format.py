@@ -64,7 +64,7 @@ def unseal(data: bytes, path: str) -> dict[str, Any]:
     except (ValueError, TypeError, KeyError, AttributeError) as e:
         raise SealError(SealReason.MAGIC, f"{path} is no manifest") from e
     if its_format != FORMAT:
-        raise SealError(SealReason.VERSION, f"{path} has format {its_format!r}")
+        raise SealError(SealReason.VERSION, f"{path} has format {its_format!r}", foreign=True)
     if not sound:
         raise SealError(SealReason.MAGIC, f"{path} is no manifest")
     checked: dict[str, Any] = body

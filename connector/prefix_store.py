@@ -19,7 +19,6 @@ the next store heals it.
 from __future__ import annotations
 
 import contextlib
-import logging
 import re
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -49,13 +48,15 @@ from tiers.errors import (
     StoreError,
     StoreFullError,
 )
+from tiers.plain_logs import get_logger
 from tiers.tier_config import BoundedTierConfig
 
 if TYPE_CHECKING:
     import torch
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
+STUCK_MAX = 4096
 CANDIDATES_MAX = 16  # chunks that begin alike and are read to find where they part from a prompt
 AHEAD_FIRST, AHEAD_MAX = 4, 32  # chunks of one size that are asked for at once, where one of that size came before
 CHUNK_BLOCKS_MAX = 128
@@ -119,6 +120,7 @@ class PrefixStore:
         self._identity = f"{fingerprint.hex()}:{rank}"
         self._read_only = place.read_only
         self._limits = limits
+        self._stuck: dict[str, None] = {}  # manifests of bad chunks that could not be removed; any thread
         self.use_noted_s = use_noted_s(place.capacity_policy())
         self.counts = PrefixCounts()
 
@@ -168,7 +170,7 @@ class PrefixStore:
             raise ValueError(f"a chunk of {len(hashes)} blocks; accepted are 1..{CHUNK_BLOCKS_MAX}")
         path = self._path(hashes)
         try:
-            if self._files.exists(path):
+            if path not in self._stuck and self._files.exists(path):
                 return False
         except StoreError:
             self.counts.errors += 1
@@ -210,7 +212,8 @@ class PrefixStore:
                     self._files.write_all(files)
                     files = {}
             self._files.write_all(files)
-            if self._files.exists(path):  # another one was faster; only its layers would be named by no manifest
+            # Another one was faster; only its layers would be named by no manifest.
+            if path not in self._stuck and self._files.exists(path):
                 self._files.delete_folder(f"{folder}/{attempt}")
                 return False
             body = {
@@ -221,6 +224,7 @@ class PrefixStore:
                 "layers": entries,
             }
             self._files.write(path, seal(body))
+            self._stuck.pop(path, None)
         except BaseException:
             with contextlib.suppress(StoreError):
                 self._files.delete_folder(f"{folder}/{attempt}")
@@ -383,9 +387,13 @@ class PrefixStore:
         """Remove a bad chunk: its manifest first, so that nobody goes by it any more, then its layers' files."""
         if self._read_only:
             return
-        with contextlib.suppress(StoreError):
+        try:
             if self._is_bad(path, body):
                 self._files.delete(path)
+        except StoreError as e:
+            logger.warning("prefix chunk %s could not be removed, and is overwritten by the next one: %s", path, str(e))
+            if len(self._stuck) < STUCK_MAX:
+                self._stuck[path] = None
         if body is not None:
             with contextlib.suppress(StoreError):
                 self._files.delete_folder(f"{path.rsplit('/', 1)[0]}/{body['attempt']}")

@@ -16,7 +16,6 @@ It moves no bytes. Scheduler thread only. Everything is O(1) a key, save to sort
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Collection, Container, Iterable, Sequence
 from enum import Enum, auto
 from typing import NamedTuple
@@ -28,8 +27,9 @@ from tiers.errors import ConfigError
 from tiers.events import UnreadEvents
 from tiers.keys import OffloadKey
 from tiers.metrics import Metrics
+from tiers.plain_logs import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class SlotCounts(NamedTuple):

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import logging
 import os
 import re
 import stat
@@ -35,8 +34,9 @@ from collections.abc import Callable, Iterator
 
 from connector.region_header import RegionGeometry, RegionHeader, mark_sized, write_header, write_seat
 from tiers.errors import ConfigError, RegionError
+from tiers.plain_logs import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 FILE_PREFIX = "vllm_offload_"
 FILE_SUFFIX = ".mmap"

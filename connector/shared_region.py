@@ -5,7 +5,6 @@ How the processes of an engine come to one file is in ``connector.region_file``.
 
 from __future__ import annotations
 
-import logging
 import mmap
 import os
 import time
@@ -24,6 +23,7 @@ from connector.region_file import (
 )
 from connector.region_header import RegionGeometry, RegionHeader
 from tiers.errors import ConfigError, RegionError
+from tiers.plain_logs import get_logger
 from tiers.posix import occupy_standard_streams
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RegionGeometry", "SharedOffloadRegion", "reap_stale_regions"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not in the mmap module
 

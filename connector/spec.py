@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -27,13 +26,14 @@ from tiers.base import SecondaryTierManager
 from tiers.config import DeploymentConfig
 from tiers.errors import ConfigError
 from tiers.metrics import Metrics
+from tiers.plain_logs import get_logger
 from tiers.registry import SecondaryTierFactory
 from tiers.tier_config import TierConfig
 
 if TYPE_CHECKING:
     from tiers.exporter import MetricsServer
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class TieringOffloadingSpec(OffloadingSpec):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 import socket
 import threading
@@ -23,10 +22,11 @@ from tiers.errors import ConfigError, KVTiersError
 from tiers.inventory import parse_block_name
 from tiers.metrics import MetricDef, MetricKind, Metrics
 from tiers.open_store import open_tool_store
+from tiers.plain_logs import get_logger
 from tiers.store import Store
 from tiers.tier_config import FsTierConfig, MemoryTierConfig, NfsTierConfig, S3TierConfig, TierConfig
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 NAMESPACES_MAX = 1000  # label values; what is beyond them counts as "other"
 OTHER = "other"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
@@ -16,8 +15,9 @@ from tiers.base import JobResult, OffloadingEvent, ReqContext, SecondaryTierMana
 from tiers.errors import ConfigError
 from tiers.keys import OffloadKey
 from tiers.metrics import Metrics
+from tiers.plain_logs import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _T = TypeVar("_T")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 
@@ -13,8 +12,9 @@ from connector.promotion import Job
 from connector.tier_guard import RAISED, GuardedTier
 from tiers.base import JobMetadata, JobResult, ReqContext
 from tiers.keys import OffloadKey
+from tiers.plain_logs import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 Ended = tuple[Job, frozenset[OffloadKey]]
 """A job, and its keys that succeeded."""

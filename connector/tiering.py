@@ -17,7 +17,6 @@ Scheduler thread only, save that shutdown calls the tiers' shutdown on threads o
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections import OrderedDict
@@ -34,8 +33,9 @@ from connector.tier_jobs import TierJobs
 from connector.tiering_options import TieringOptions
 from tiers.base import OffloadingEvent, ReqContext, SecondaryTierManager
 from tiers.keys import OffloadKey
+from tiers.plain_logs import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _EXPIRED = float("-inf")
 _ASKED_LATELY_S = 5.0  # a request that was not asked of for so long may be forgotten

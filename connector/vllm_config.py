@@ -5,7 +5,6 @@ Imports no vllm.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -15,10 +14,11 @@ from connector.prefix_place import place_of_prefixes
 from tiers.config import DeploymentConfig, RegionConfig, load_config, parse_config
 from tiers.errors import ConfigError, public_url
 from tiers.file_mapper import FORMAT_VLLM_RAW
+from tiers.plain_logs import get_logger
 from tiers.registry import SecondaryTierFactory
 from tiers.tier_config import FsspecTierConfig, S3TierConfig, TierConfig
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _INLINE = ("cpu_bytes_to_use", "eviction_policy", "tiers")
 #: What is read elsewhere: in the file, or by other connectors.

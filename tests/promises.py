@@ -24,6 +24,7 @@ PASS_LINES = {
     "W3": "200 SIGKILLs: 0 bad blocks, 0 left over",
     "W4": "every system call fails, once and for ever: only its keys are missing",
     "W5": "many writers and readers of the same keys: 0 wrong, 0 exceptions",
+    "W7": "every bit of the trailer flipped, and bits of the payload, for each kind of tier: the next store heals all",
 }
 
 Record = Callable[..., None]

@@ -6,7 +6,6 @@ block to be encrypted is encrypted into its thread's buffer.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -26,11 +25,12 @@ from tiers.errors import (
 )
 from tiers.file_mapper import block_name
 from tiers.keys import OffloadKey
+from tiers.plain_logs import get_logger
 from tiers.pool import Unfinished
 from tiers.seal import PAYLOAD_MULTIPLE_BYTES, TRAILER_BYTES, Seal
 from tiers.store import Store, SupportsGetMany, SupportsPieces, SupportsTail, put_aside, sizes_of
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 #: Blocks from this size on are checksummed piece by piece while they move. Speed on one core and ext4, as a share of
 #: plain preadv's, whole and in pieces: 0.65 and 0.65 at 2 MiB, 0.68 and 0.74 at 4 MiB, 0.63 and 0.75 at 16 MiB.
@@ -47,6 +47,7 @@ class Batch:
     found: list[OffloadKey] = field(default_factory=list)  # of a store: those of succeeded that were there before
     gone: list[OffloadKey] = field(default_factory=list)  # of a load: absent, or not the block it should be
     unreadable: list[OffloadKey] = field(default_factory=list)  # of a load: an error that may be the block's alone
+    stuck: list[OffloadKey] = field(default_factory=list)  # of a load: those of gone that are bad and still there
     bytes_moved: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
@@ -93,11 +94,11 @@ class BlockMover:
         cut: set by the scheduler's thread so that a dead tier's backlog ends at once: why all blocks fail that have not
             begun; "" lets them begin.
         removes_bad: whether bad blocks are moved aside or deleted.
-        unreadable: blocks that a store replaces though they look good, because their last load failed.
+        to_replace: blocks that a store replaces though they look good, because their last load failed.
     """
 
     removes_bad = True
-    unreadable: Container[OffloadKey] = ()
+    to_replace: Container[OffloadKey] = ()
 
     def __init__(
         self,
@@ -177,7 +178,8 @@ class BlockMover:
         published = self._put(name, key, row, overwrite=False)
         if published:
             return "moved"
-        overwrite = key in self.unreadable
+        overwrite = key in self.to_replace
+        is_bad = False
         try:
             self._check_stored(key, name)
             if not overwrite:
@@ -189,14 +191,21 @@ class BlockMover:
                 raise
         except BlobCorruptError:
             batch.verify_failures[SealReason.SIZE] += 1
-            overwrite = True
+            overwrite = is_bad = True
         except SealError as e:
             batch.verify_failures[e.reason] += 1
             if e.foreign:  # perhaps a newer version's good block, which is never replaced
                 batch.errors["ForeignBlock"] += 1
                 return "failed"
-            overwrite = True
-        self._put(name, key, row, overwrite=overwrite)
+            overwrite = is_bad = True
+        try:
+            self._put(name, key, row, overwrite=overwrite)
+        except StoreError as e:
+            if not is_bad or e.retryable:
+                raise
+            # There may be no room beside the bad block, or a folder has its name.
+            put_aside(self.store, name)
+            self._put(name, key, row, overwrite=False)
         batch.healed += overwrite
         return "moved"
 
@@ -318,6 +327,8 @@ class BlockMover:
         batch.gone.append(key)
         foreign = isinstance(failure, SealError) and failure.foreign
         removed = not foreign and self._quarantine(name, batch)
+        if not (removed or foreign):
+            batch.stuck.append(key)
         # A block that stays is found bad by every request for it.
         tell = self._warn if removed else self._say
         tell(f"tier {self.name}: {name} is not the block it should be ({failure})")
@@ -339,7 +350,7 @@ class BlockMover:
             put_aside(self.store, name)
             batch.quarantined += 1
             return True
-        except StoreError as e:  # the block stays a miss, and the next load tries again
+        except StoreError as e:  # the block stays a miss, and the next store overwrites it
             self._note("quarantine", e)
             batch.errors[type(e).__name__] += 1
             return False

@@ -103,8 +103,10 @@ class BlockReader:
                 return None, False
             except (SealError, BlobCorruptError) as e:
                 failure = e
-        if isinstance(failure, SealError) and failure.foreign:
-            return failure.reason, True
+        if isinstance(failure, SealError):
+            is_vllms = failure.reason is SealReason.UNVERIFIED and self._store.shares_folders
+            if failure.foreign or is_vllms:
+                return failure.reason, True
         if not identities:
             return NO_IDENTITY, False
         return failure.reason if isinstance(failure, SealError) else SealReason.SIZE, False

@@ -5,7 +5,6 @@ A tier that needs a client library imports its store in its constructor, so that
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from tiers.lookup import LookupOptions
 from tiers.mounts import missing_mount
 from tiers.namespace import open_namespace
 from tiers.open_store import store_recipe, tool_recipe
+from tiers.plain_logs import get_logger
 from tiers.seal import TRAILER_BYTES, Checksum, Seal
 from tiers.seal_kinds import seal_factory
 from tiers.store import Store, SupportsTouch
@@ -40,7 +40,7 @@ from tiers.tier_config import (
 )
 from tiers.tracing import make_job_tracer
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 BEGIN_SHARE_MIN = 0.2  # of job_deadline_s, however long one call may take
 TASKS_OF_BOUND = 64  # at least so many batches fill a bounded tier

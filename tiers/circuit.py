@@ -12,14 +12,15 @@ load waits for its deadline. Nor does the probe, a lookup, forgive them: the nex
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable
 from enum import StrEnum
 from typing import Literal
 
-logger = logging.getLogger(__name__)
+from tiers.plain_logs import get_logger
+
+logger = get_logger(__name__)
 
 
 Kind = Literal["lookup", "load", "store"]

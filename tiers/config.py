@@ -24,7 +24,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, Field, SerializeAsAny, ValidationError
 
 from tiers.config_values import Size
-from tiers.errors import ConfigError, quoted, without_keys
+from tiers.errors import ConfigError, printable, quoted, without_keys
 from tiers.tier_config import TIER_MODELS, AnyTierConfig, ExternalTierConfig, Model, TierConfig
 from tiers.tier_place import shared_places
 from tiers.yaml_file import read_yaml
@@ -236,7 +236,7 @@ class _Mistakes(ConfigError):
     """ConfigError with one line a mistake."""
 
     def __init__(self, found: list[tuple[str, str]]) -> None:
-        found = [(without_keys(field), without_keys(message)) for field, message in found]
+        found = [(printable(without_keys(field)), printable(without_keys(message))) for field, message in found]
         self.found = found
         if len(found) == 1:
             super().__init__(found[0][1], field=found[0][0])

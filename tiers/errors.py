@@ -35,21 +35,28 @@ _KEY = re.compile(r"(?<![0-9A-Za-z])(0x)?[0-9A-Fa-f]{64}(?![0-9A-Za-z])")
 
 
 class KVTiersError(Exception):
-    """Base of everything this package raises on purpose."""
+    """Base of everything this package raises on purpose.
+
+    A message may repeat what others called something, or what a server said: all of it passes ``printable``.
+    """
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(printable(message))
 
 
 class ConfigError(KVTiersError, ValueError):
     """Bad input. The message names the field, shows the value and says what would be accepted.
 
     Args:
-        message: what is wrong and what would be accepted.
+        message: what is wrong and what would be accepted. It may have several lines.
         field: dotted path of the field, such as ``tiers[1].max_bytes``; empty where no single field is at fault.
     """
 
     def __init__(self, message: str, *, field: str = "") -> None:
-        self.field = field
-        self.message = message
-        super().__init__(f"{field}: {message}" if field else message)
+        self.field = printable(field)
+        self.message = printable_lines(message)
+        super().__init__()
+        self.args = (f"{self.field}: {self.message}" if field else self.message,)
 
 
 def quoted(text: str) -> str:
@@ -63,11 +70,20 @@ def without_keys(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """What others call their files and fields, for a log or a terminal: on one line, and none of it is a command.
+    """A text that is not ours, for a log or a terminal: on one line, and without characters that a terminal obeys.
 
-    Those are what follows ESC or a C1 control; there are letters besides that turn the rest of a line about.
+    These are control characters (ESC begins a command) and those that reverse or hide the rest of a line. Everything
+    on its way to a terminal or a log passes this function: by ``KVTiersError``, ``tiers.plain_logs`` and
+    ``connector.commands.places``.
     """
+    if text.isprintable():
+        return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def printable_lines(text: str) -> str:
+    """As ``printable``, for a text of several lines that are ours."""
+    return "\n".join(map(printable, text.split("\n")))
 
 
 def public_url(url: str) -> str:
@@ -111,14 +127,14 @@ class SealError(KVTiersError):
 
     Attributes:
         reason: which check failed.
-        foreign: True when the blob may be perfectly good for another reader (unknown version, checksum or
-            authentication scheme; or no seal, because vLLM's own tier wrote it; or another engine's in a folder
-            that both share). Such a blob is a miss and is never moved, replaced or deleted.
+        foreign: True when the blob may be perfectly good for another reader: a newer version, an unknown checksum or
+            authentication scheme, or, in a folder that engines share, another engine's block or one that vLLM's own
+            tier wrote without a seal. Such a blob is a miss and is never moved, replaced or deleted.
     """
 
     def __init__(self, reason: SealReason, message: str, *, foreign: bool = False) -> None:
         self.reason = reason
-        self.foreign = foreign or reason in (SealReason.VERSION, SealReason.UNSUPPORTED, SealReason.UNVERIFIED)
+        self.foreign = foreign or reason is SealReason.UNSUPPORTED
         super().__init__(f"{reason}: {message}")
 
 

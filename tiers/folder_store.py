@@ -7,7 +7,6 @@ the root has ``.tmp`` (files being written) and ``.quarantine`` (bad blobs, for 
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +25,7 @@ from tiers.errors import (
 )
 from tiers.folder_cleanup import free_bytes, own_bytes, remove_blobs, sweep_quarantine, touch_blob
 from tiers.folder_listing import walk
+from tiers.plain_logs import get_logger
 from tiers.posix import (
     RootFolder,
     blob_size,
@@ -35,11 +35,11 @@ from tiers.posix import (
     remove_blob,
     store_error,
 )
-from tiers.publish import PRIVATE_FOLDER, FreeSpace, Publisher, sweep
+from tiers.publish import PRIVATE_FOLDER, QUARANTINE_FOLDER, FreeSpace, Publisher, sweep
 from tiers.store import KeyInfo, Look, Store, check_key, parts_size
 from tiers.vectored_io import write_all
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 PUBLISH_ATTEMPTS_MAX = 5  # of a put under which a folder is removed
 REFUSALS_TOLD_MAX = 16  # folders named in the log, each once, because they may not be read or removed
@@ -162,10 +162,15 @@ class FolderStore(Store):
             raise store_error(e, key) from e
 
     def quarantine(self, key: str) -> None:
-        """See ``SupportsQuarantine``. Whatever is there is moved, be it a folder or a link (not what it leads to)."""
+        """See ``SupportsQuarantine``. Whatever is there is moved, be it a folder or a link (not what it leads to).
+
+        Where it cannot be moved it is deleted, but for a folder that is not empty.
+        """
         root = self._use_root(key)
         try:
-            self._publisher.quarantine(root, key, count_max=self._quarantine_count_max)
+            why = self._publisher.quarantine(root, key, count_max=self._quarantine_count_max)
+            if why:
+                self._tell_once(QUARANTINE_FOLDER, "cannot be used, so bad blobs are deleted", why)
         except OSError as e:
             self._after_miss(root)
             if not is_absent(e):
@@ -258,15 +263,15 @@ class FolderStore(Store):
         is_damaged = not isinstance(e, PermissionError)
         self.damaged += is_damaged
         why = "it cannot be read" if is_damaged else f"uid {os.geteuid()} may not look into it"
-        self._tell_once(name, f"is passed over, {why}", e)
+        self._tell_once(name, f"is passed over, {why}", e.strerror or str(e))
 
     def _tell_kept(self, folder: str, e: OSError) -> None:
-        self._tell_once(folder, "stays, also when it is empty", e)
+        self._tell_once(folder, "stays, also when it is empty", e.strerror or str(e))
 
-    def _tell_once(self, name: str, what: str, e: OSError) -> None:
+    def _tell_once(self, name: str, what: str, why: str) -> None:
         if name not in self._refused and len(self._refused) < REFUSALS_TOLD_MAX:
             self._refused.add(name)
-            logger.warning("%s: %s %s: %s", self.root_dir, printable(name), what, e.strerror)
+            logger.warning("%s: %s %s: %s", self.root_dir, printable(name), what, why)
 
     def _use_root(self, key: str | None) -> RootFolder:
         """The root as it is now; usable until the caller drops it."""

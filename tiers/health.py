@@ -7,7 +7,7 @@ says nothing new of the storage. So an error of a block's own counts once, but w
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from tiers.block_mover import Batch
 from tiers.circuit import Circuit, Kind
@@ -15,21 +15,25 @@ from tiers.keys import OffloadKey
 from tiers.lookup import FAILED_S_MIN, LookupCounts
 
 KEYS_MAX = 64  # remembered of each kind: more are no single blocks
+STUCK_KEYS_MAX = 65_536  # some 10 MB
 TIMES_MAX = 32  # that are counted
 REST_S_MAX = 60.0  # as long as other hosts' removals may go unnoticed
 
 
 class TierHealth:
-    """Scheduler thread only, save that any may ask what is in ``unreadable``.
+    """Scheduler thread only, save that any may ask what is in ``to_replace``.
 
     Attributes:
-        unreadable: blocks whose last load ended in an error of their own. The next store heals them.
+        to_replace: blocks whose last load ended in an error of their own, or found a bad block that could not be
+            removed. The next store overwrites them.
     """
 
     def __init__(self, circuit: Circuit) -> None:
         self._circuit = circuit
-        self._out_of_reach = FailedKeys()
-        self.unreadable = FailedKeys()
+        self._out_of_reach = FailedKeys(KEYS_MAX)
+        self._unreadable = FailedKeys(KEYS_MAX)
+        self._stuck = FailedKeys(STUCK_KEYS_MAX)
+        self.to_replace = _AnyOf(self._unreadable, self._stuck)
 
     def looked_up(self, counts: LookupCounts) -> bool:
         """Lookups were answered, or not. True: only another key can tell whether it is the storage; ask for one."""
@@ -56,26 +60,30 @@ class TierHealth:
         faults = []
         for batch in batches:
             if op == "load":  # not where it was stored again: whether it can be read now is yet to be seen
-                self.unreadable.forget(batch.succeeded)
-            is_news = self.unreadable.add(batch.unreadable)
+                self._unreadable.forget(batch.succeeded)
+            self._stuck.forget(batch.succeeded)
+            self._stuck.add(batch.stuck)
+            is_news = self._unreadable.add(batch.unreadable)
             arrived |= bool(batch.succeeded)
             if batch.fault and (is_news or batch.outcomes["failed"] > len(batch.gone) + len(batch.unreadable)):
                 faults.append(batch.fault)
         if arrived:
-            return self.unreadable.count_anew() if self._circuit.succeed(op) and op == "load" else []
+            return self._unreadable.count_anew() if self._circuit.succeed(op) and op == "load" else []
         for fault in faults:
             self._circuit.fail(op, fault)
         return []
 
     def rest_s(self, key: OffloadKey) -> float:
-        """How long a block is not loaded again that could not be read: about as long as it has failed so far."""
-        return min(REST_S_MAX, FAILED_S_MIN * 2.0 ** max(0, self.unreadable.times(key) - 1))
+        """How long a block that could not be read or removed is not loaded again: about as long as it has failed."""
+        times = max(self._unreadable.times(key), self._stuck.times(key))
+        return min(REST_S_MAX, FAILED_S_MIN * 2.0 ** max(0, times - 1))
 
 
 class FailedKeys:
-    """The last keys that failed."""
+    """The last keys that failed, up to ``keys_max``."""
 
-    def __init__(self) -> None:
+    def __init__(self, keys_max: int) -> None:
+        self._keys_max = keys_max
         self._keys: OrderedDict[OffloadKey, int] = OrderedDict()  # how often
 
     def times(self, key: OffloadKey) -> int:
@@ -92,7 +100,7 @@ class FailedKeys:
             is_news |= key not in self._keys
             self._keys[key] = min(TIMES_MAX, self.times(key) + 1)
             self._keys.move_to_end(key)
-            if len(self._keys) > KEYS_MAX:
+            if len(self._keys) > self._keys_max:
                 self._keys.popitem(last=False)
         return is_news
 
@@ -106,3 +114,13 @@ class FailedKeys:
         if self._keys:
             for key in keys:
                 self._keys.pop(key, None)
+
+
+class _AnyOf:
+    """The keys that are in any of several."""
+
+    def __init__(self, *parts: Container[object]) -> None:
+        self._parts = parts
+
+    def __contains__(self, key: object) -> bool:
+        return any(key in part for part in self._parts)

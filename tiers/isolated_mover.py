@@ -9,7 +9,6 @@ has a GIL of its own, and here one message moves a whole batch.
 from __future__ import annotations
 
 import json
-import logging
 import math
 import struct
 import time
@@ -27,16 +26,17 @@ from tiers.block_mover import Batch, BlockMover, MoveTask, Rows
 from tiers.concurrency import Concurrency
 from tiers.errors import StoreError
 from tiers.keys import OffloadKey
+from tiers.plain_logs import get_logger
 from tiers.pool import Unfinished
 from tiers.seal import TRAILER_BYTES, Seal
 from tiers.seal_kinds import seal_from_json
 from tiers.store import Store
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _COUNT = struct.Struct("=I")
 _FIELDS = tuple(each.name for each in fields(Batch))
-_KEY_FIELDS = frozenset({"succeeded", "found", "gone", "unreadable"})
+_KEY_FIELDS = frozenset({"succeeded", "found", "gone", "unreadable", "stuck"})
 _COUNTERS = frozenset({"outcomes", "errors", "verify_failures"})
 JOINED_S = 0.02  # of work in a message of several tasks: a job should not wait longer for the others' answers
 BEGIN_SHARE = 0.5  # of a worker's deadline; blocks are begun in it, and the last of them end in the rest
@@ -123,7 +123,7 @@ class IsolatedMover(BlockMover):
             "batches": [
                 (len(part), min(task.deadline - now, self.begin_s)) for task, part in zip(tasks, parts, strict=True)
             ],
-            "unreadable": [] if is_load else [place for place, (key, _) in enumerate(pairs) if key in self.unreadable],
+            "to_replace": [] if is_load else [place for place, (key, _) in enumerate(pairs) if key in self.to_replace],
         }
         puts_bytes = 0 if is_load else len(pairs) * (self._rows.row_bytes + TRAILER_BYTES)
         try:
@@ -224,7 +224,7 @@ def move_batches(store: Store, region: memoryview, request: dict[str, Any], pack
     mine = _worker_mover(request["mover"], store, region)
     mover = mine.mover
     pairs = unpack_pairs(packed)
-    mover.unreadable = {pairs[place][0] for place in request["unreadable"]}
+    mover.to_replace = {pairs[place][0] for place in request["to_replace"]}
     move = mover.load_batch if request["is_load"] else mover.store_batch
     started, cpu_started = time.monotonic(), time.process_time()
     windows, at = [], 0

@@ -22,6 +22,18 @@ KEYS_MAX = 64
 TEXT_BYTES_MAX = 1 << 16
 
 
+class ExposedKeysError(ConfigError):
+    """Others may read or change a file of keys.
+
+    Attributes:
+        fix: the command that mends it.
+    """
+
+    def __init__(self, message: str, *, fix: str) -> None:
+        super().__init__(f"{message}: {fix}", field="keys_file")
+        self.fix = fix
+
+
 class KeyRing:
     """Immutable. Shows its keys nowhere.
 
@@ -104,12 +116,12 @@ def load_keys(
 
     Raises:
         ConfigError: names the option.
+        ExposedKeysError: others may read or change the file.
     """
     if keys_file is not None:
         try:
             with open(keys_file, "rb", opener=_open_without_waiting) as f:
-                if not stat.S_ISREG(os.fstat(f.fileno()).st_mode):
-                    raise ConfigError(f"{keys_file} is no file", field="keys_file")
+                _check_is_secret(os.fstat(f.fileno()), keys_file)
                 raw = f.read(TEXT_BYTES_MAX + 1)
         except OSError as e:
             raise ConfigError(f"{keys_file} cannot be read: {e.strerror}", field="keys_file") from None
@@ -121,6 +133,37 @@ def load_keys(
     if keys_env not in environ:
         raise ConfigError(f"the environment has no {keys_env}", field="keys_env")
     return parse_keys(environ[keys_env][: TEXT_BYTES_MAX + 1], "keys_env")
+
+
+def _check_is_secret(status: os.stat_result, path: str) -> None:
+    """Refuse a file that others may read or change, as ssh does.
+
+    Args:
+        status: of the opened file, so that nothing can be put in its place, and a link's own mode does not matter.
+
+    Raises:
+        ExposedKeysError: says how to mend it.
+        ConfigError: it is no file.
+    """
+    if not stat.S_ISREG(status.st_mode):
+        raise ConfigError(f"{path} is no file", field="keys_file")
+    uid, mode = os.geteuid(), stat.S_IMODE(status.st_mode)
+    if status.st_uid not in (0, uid):
+        raise ExposedKeysError(
+            f"{path} belongs to uid {status.st_uid}, who can read and change it; accepted is a file of this process's "
+            "own user or of root",
+            fix=f"chown {uid} {path}",
+        )
+    # A process that is not root's reads a file of root's by its group, as of a Kubernetes secret with fsGroup.
+    others = stat.S_IRWXG | stat.S_IRWXO
+    if status.st_uid != uid:
+        others &= ~stat.S_IRGRP
+    if mode & others:
+        raise ExposedKeysError(
+            f"{path} can be read or changed by others (mode {mode:04o}); accepted is mode 0600 or 0400, for a file of "
+            "root's 0440 too (a Kubernetes secret takes defaultMode: 0400)",
+            fix=f"chmod 600 {path}",
+        )
 
 
 def _open_without_waiting(path: str, flags: int) -> int:

@@ -11,7 +11,6 @@ they were handed and put their answers into a SimpleQueue. There is no lock.
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
@@ -21,8 +20,9 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
 from tiers.keys import OffloadKey
+from tiers.plain_logs import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 FAILED_S_MIN = 1.0  # a block whose load failed is absent for so long at least
 

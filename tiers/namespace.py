@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from typing import Any
 
 from tiers.errors import (
@@ -17,9 +16,10 @@ from tiers.errors import (
 )
 from tiers.file_mapper import FileMapper
 from tiers.json_text import parse_json
+from tiers.plain_logs import get_logger
 from tiers.store import Store
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 CONFIG_BYTES_MAX = 1 << 20
 READ_ATTEMPTS_MAX = 3

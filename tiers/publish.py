@@ -93,26 +93,45 @@ class Publisher:
         finally:
             close_reader(dir_fd)
 
-    def quarantine(self, root: RootFolder, key: str, *, count_max: int) -> None:
-        """Move what is under ``key`` into the quarantine folder, or delete it where that holds ``count_max``.
+    def quarantine(self, root: RootFolder, key: str, *, count_max: int) -> str:
+        """Move what is under ``key`` into the quarantine folder, or delete it where that fails or holds ``count_max``.
+
+        Returns:
+            Why it could not be moved; "" where it was, or the folder is full.
 
         Raises:
             FileNotFoundError: nothing is there.
+            OSError: it can be neither moved nor deleted.
         """
         folder, _, name = key.rpartition("/")
         dir_fd = root.open(folder or ".", OPEN_FOLDER)
         try:
-            aside_fd = _make_own_folder(root, QUARANTINE_FOLDER)
             try:
-                if _count_entries(aside_fd) >= count_max:
-                    os.unlink(name, dir_fd=dir_fd)
-                else:
-                    aside = f"{self._names.make()}-{name}".encode()[:255].decode(errors="ignore")  # NAME_MAX
-                    os.rename(name, aside, src_dir_fd=dir_fd, dst_dir_fd=aside_fd)
-            finally:
-                close_reader(aside_fd)
+                if self._move_aside(root, dir_fd, name, count_max):
+                    return ""
+                why = ""
+            except (OSError, StoreConfigError) as e:
+                why = str(e)  # as text: the exception's frames hold the root
+            # Also after ENOENT, which may be the quarantine folder's: this says whether the blob is there.
+            try:
+                os.unlink(name, dir_fd=dir_fd)
+            except IsADirectoryError:
+                os.rmdir(name, dir_fd=dir_fd)
+            return why
         finally:
             close_reader(dir_fd)
+
+    def _move_aside(self, root: RootFolder, dir_fd: int, name: str, count_max: int) -> bool:
+        """False: the quarantine folder is full."""
+        aside_fd = _make_own_folder(root, QUARANTINE_FOLDER)
+        try:
+            if _count_entries(aside_fd) >= count_max:
+                return False
+            aside = f"{self._names.make()}-{name}".encode()[:255].decode(errors="ignore")  # NAME_MAX
+            os.rename(name, aside, src_dir_fd=dir_fd, dst_dir_fd=aside_fd)
+            return True
+        finally:
+            close_reader(aside_fd)
 
     def _open_unnamed(self, dir_fd: int) -> int:
         """-1 where this file system has no unnamed files."""

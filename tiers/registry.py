@@ -15,7 +15,7 @@ from typing import Any
 
 from tiers.base import SecondaryTierManager
 from tiers.config import ENTRY_POINT_GROUP
-from tiers.errors import ConfigError
+from tiers.errors import ConfigError, printable
 from tiers.layers import loaded_code  # noqa: F401 - to look at the package while it is loaded, not when a worker starts
 
 #: Tier type -> (module, class).
@@ -100,7 +100,7 @@ class SecondaryTierFactory:
                 field="type",
             ) from None
         except Exception as e:  # whatever somebody else's module raises
-            text = f"tier {tier_type!r} cannot be imported: {type(e).__name__}: {e}"
+            text = f"tier {tier_type!r} cannot be imported: {type(e).__name__}: {printable(str(e))}"
             raise ConfigError(text, field="module_path") from e
         if place is not None and loaded is None:
             raise ConfigError(f"module {place[0]!r} has no class {place[1]!r}", field="type")

@@ -16,6 +16,9 @@ lengths a multiple of 4,096 keep O_DIRECT possible. Little-endian::
 
 (130..136 is padding. Authentication: 0 none, 1 AES-256-GMAC, 2 AES-256-GCM; see ``tiers.protected_seal``.)
 
+Every version keeps the magic, the version and the checksum at 208 where they are. A reader checks that checksum before
+it believes any other field: only a sound trailer can be a newer version's, and only such a block is left alone.
+
 Most wrong bytes reported in this field are not bit rot but identity: same path, same size, other meaning. So a block
 carries who it is, and a reader compares that before it looks at the payload.
 """
@@ -281,20 +284,23 @@ class Seal:
         (magic, version, trailer_length, checksum, authentication, length, fingerprint, group, rank, hash_length,
          block_hash, expected, _, _, _, _, _) = _HEAD.unpack_from(trailer)  # fmt: skip
         if trailer == NO_TRAILER:
-            raise SealError(SealReason.UNVERIFIED, "stored without a seal, as vLLM's own tier does")
+            text = "stored without a seal, as vLLM's own tier does"
+            raise SealError(SealReason.UNVERIFIED, text, foreign=self._shares_folder)
         if magic != MAGIC:
             raise SealError(SealReason.MAGIC, f"starts with {magic!r}")
+        # Before any field is believed: a flipped bit must not pass for a newer version, which nobody would ever heal.
+        if _CHECK.unpack_from(trailer, CHECK_AT)[0] != xxhash.xxh3_64_intdigest(trailer[:CHECK_AT]):
+            raise SealError(SealReason.TRAILER_CHECKSUM, "trailer does not match its checksum")
         if version != VERSION:
-            raise SealError(SealReason.VERSION, f"version {version}, this reader knows {VERSION}")
+            text = f"version {version}, this reader knows {VERSION}"
+            raise SealError(SealReason.VERSION, text, foreign=version > VERSION)
+        if trailer[TRAILER_FIELDS_BYTES:] != _ZEROS:
+            raise SealError(SealReason.TRAILER_CHECKSUM, "bytes after the trailer's fields are not zero")
         if trailer_length != TRAILER_BYTES or length != payload_length:
             raise SealError(
                 SealReason.LENGTHS,
                 f"says {length}+{trailer_length} bytes, is {payload_length}+{TRAILER_BYTES}",
             )
-        if _CHECK.unpack_from(trailer, _HEAD.size)[0] != xxhash.xxh3_64_intdigest(trailer[: _HEAD.size]):
-            raise SealError(SealReason.TRAILER_CHECKSUM, "trailer does not match its checksum")
-        if trailer[_HEAD.size + _CHECK.size :] != _ZEROS:
-            raise SealError(SealReason.TRAILER_CHECKSUM, "bytes after the trailer's fields are not zero")
         if fingerprint != self._fingerprint:
             text = f"of namespace {fingerprint.hex()[:12]}…"
             raise SealError(SealReason.FINGERPRINT, text, foreign=self._shares_folder)

@@ -24,7 +24,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from tiers.errors import InvalidKeyError, StoreError
+from tiers.errors import InvalidKeyError, StoreClosedError, StoreError, StoreTimeoutError
+from tiers.plain_logs import get_logger
+
+logger = get_logger(__name__)
 
 KEY_LENGTH_MAX = 1024  # S3's limit, in bytes
 KEY_PART_LENGTH_MAX = 255  # NAME_MAX of every common file system, in bytes
@@ -337,8 +340,17 @@ def delete_all(store: Store, keys: Sequence[str]) -> list[Exception | None]:
 
 
 def put_aside(store: Store, key: str) -> None:
-    """Quarantine a bad blob; delete it where the store cannot."""
+    """Quarantine a bad blob; delete it where the store cannot, or where that fails.
+
+    Raises:
+        StoreError: the blob may still be there.
+    """
     if isinstance(store, SupportsQuarantine):
-        store.quarantine(key)
-    else:
-        store.delete(key)
+        try:
+            store.quarantine(key)
+            return
+        except (StoreClosedError, StoreTimeoutError):  # a deletion would end the same way
+            raise
+        except StoreError as e:
+            logger.debug("%s could not be moved aside and is deleted: %s", key, str(e))
+    store.delete(key)

@@ -6,7 +6,6 @@ moves it on the threads of a DualQueueThreadPool, and AsyncLookup says whether i
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections import Counter, deque
@@ -28,13 +27,14 @@ from tiers.keys import OffloadKey, make_offload_key
 from tiers.lookup import AsyncLookup, LookupCounts, LookupOptions
 from tiers.metrics import Metrics
 from tiers.namespace import open_namespace
+from tiers.plain_logs import get_logger
 from tiers.pool import DualQueueThreadPool, FinishedJob
 from tiers.seal import Checksum, Seal
 from tiers.store import Store, SupportsGetMany
 from tiers.tier_counts import TierCounts
 from tiers.tracing import JobTrace
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 TASK_BYTES_MIN = 1 << 20  # less is not worth another thread's wake-up
 REMOVED_KEYS_PER_STEP_MAX = 1024  # of a collector's removals, so that they do not hold a scheduler step up
@@ -193,7 +193,7 @@ class StoreTierManager(SecondaryTierManager):
             self.name, failures_max=options.circuit_failures, probe_every_s=options.circuit_probe_s, clock=clock
         )
         self._health = TierHealth(self._circuit)
-        self._mover.unreadable = self._health.unreadable
+        self._mover.to_replace = self._health.to_replace
         self._clock = clock
         self._in_flight: dict[int, _InFlight] = {}
         self._published_beside_loads = NamedMeanwhile()
@@ -370,7 +370,7 @@ class StoreTierManager(SecondaryTierManager):
         used: list[OffloadKey] = []
         found: list[OffloadKey] = []
         gone: list[OffloadKey] = []
-        unreadable: list[OffloadKey] = []
+        resting: list[OffloadKey] = []
         batches: list[Batch] = []
         bytes_moved = 0
         for batch, size in zip(finished.outcomes, job.batch_sizes, strict=True):
@@ -380,7 +380,7 @@ class StoreTierManager(SecondaryTierManager):
             succeeded += batch.succeeded
             found += batch.found
             gone += batch.gone
-            unreadable += batch.unreadable
+            resting += batch.unreadable + batch.stuck
             used += batch.succeeded if job.is_load else batch.found  # a store that finds its block is a use
             bytes_moved += batch.bytes_moved
             self._counts.moved(batch, op)
@@ -395,7 +395,7 @@ class StoreTierManager(SecondaryTierManager):
             succeeded = [key for key in succeeded if key not in missing]
         done = set(succeeded)
         if job.is_load:
-            self._note_loaded(finished.job_id, [key for key in job.keys if key not in done], unreadable, gone)
+            self._note_loaded(finished.job_id, [key for key in job.keys if key not in done], resting, gone)
         elif done:
             self._note_stored(succeeded, done.difference(found))
         if used:
@@ -406,12 +406,12 @@ class StoreTierManager(SecondaryTierManager):
         self._trace(op, outcome, job.submitted_ns, finished.duration_s, len(job.keys), bytes_moved)
 
     def _note_loaded(
-        self, job_id: int, missing: Iterable[OffloadKey], unreadable: Iterable[OffloadKey], gone: Iterable[OffloadKey]
+        self, job_id: int, missing: Iterable[OffloadKey], resting: Iterable[OffloadKey], gone: Iterable[OffloadKey]
     ) -> None:
         """Note which of a load's keys did not come, and why."""
         # Whatever the reason, such a key is absent now: believing "present" would loop (vllm#49176).
         self._lookup.mark(missing, present=False)
-        for key in unreadable:
+        for key in resting:
             self._lookup.mark((key,), present=False, rest_s=self._health.rest_s(key))
         # "removed" is told of blocks that are gone, not of all that did not come: a storage that is away for a second
         # still has them, and nobody would tell of them again. Nor of what a store has published since the load began:

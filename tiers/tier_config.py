@@ -134,7 +134,8 @@ class TierConfig(Model):
         description="aes-gcm: blocks are stored encrypted and authenticated (AES-256-GCM); one more copy a store.",
     )
     keys_file: Annotated[ExpandedPath, BeforeValidator(_no_key), AfterValidator(_no_key)] | None = Field(
-        None, description="File of keys for auth and encrypt: 64 hex digits each, the first is for new blocks."
+        None,
+        description="File of keys for auth and encrypt: 64 hex digits each, the first is for new blocks. Mode 0600.",
     )
     keys_env: Annotated[str, BeforeValidator(_no_key), Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,127}$")] | None = Field(
         None, description="Environment variable with the keys, instead of keys_file."
@@ -263,7 +264,7 @@ class FsTierConfig(BoundedTierConfig):
 
 
 class NfsTierConfig(BoundedTierConfig):
-    """Blocks as files on an NFS mount that several hosts share; others (CephFS, Lustre) were not tried."""
+    """Blocks as files on an NFS mount that several hosts share, all with one uid. CephFS and Lustre were not tried."""
 
     type: Literal["nfs"] = "nfs"
     root_dir: AbsolutePath = Field(

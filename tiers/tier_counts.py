@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from tiers.block_mover import Batch
@@ -10,9 +9,10 @@ from tiers.circuit import Kind
 from tiers.errors import SealReason
 from tiers.lookup import LookupCounts
 from tiers.metrics import Metrics
+from tiers.plain_logs import get_logger
 from tiers.pool import Cancelled
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _SHOWN_FROM_THE_START: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
     ("kvtiers_blocks_total", tuple(("store", outcome) for outcome in ("moved", "already_stored", "failed", "dropped"))),

@@ -13,15 +13,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 
-from connector.commands.places import EXIT_BAD_INPUT, EXIT_FAILED, human_age, human_bytes, make_console
+from connector.commands.places import EXIT_BAD_INPUT, EXIT_FAILED, cell, human_age, human_bytes, make_console
 from connector.region_file import free_bytes
 from tiers.builtin import make_seal
 from tiers.config import DeploymentConfig, json_schema, load_config
 from tiers.daemon_pool import DaemonPool
-from tiers.errors import KVTiersError, StoreError
+from tiers.errors import KVTiersError, StoreError, printable
 from tiers.mounts import file_system_type, missing_mount, mount_findings
 from tiers.open_store import store_recipe
 from tiers.registry import SecondaryTierFactory
@@ -60,11 +59,11 @@ def check(
         deployment = load_config(config, SecondaryTierFactory.tier_types())
     except KVTiersError as e:
         if as_json:
-            print(json.dumps({"ok": False, "errors": str(e).splitlines()}))
+            print(json.dumps({"ok": False, "errors": str(e).split("\n")}))
         else:
-            make_console().print(f"[red]{escape(str(config))} is not accepted:[/red]")
-            for line in str(e).splitlines():
-                make_console().print(f"  {line}", markup=False, highlight=False)
+            make_console().print(f"[red]{cell(str(config))} is not accepted:[/red]")
+            for line in str(e).split("\n"):
+                make_console().print(f"  {printable(line)}", markup=False, highlight=False)
         raise typer.Exit(EXIT_BAD_INPUT) from e
     findings = find_problems(deployment)
     notes = _find_notes(deployment)
@@ -188,7 +187,7 @@ def _unreadable(root: Path) -> list[str]:
 def _describe(path: Path, deployment: DeploymentConfig, findings: list[str], notes: list[str]) -> None:
     console = make_console()
     region = deployment.region
-    console.print(f"[bold]{escape(str(path))}[/bold] is good. With it:\n")
+    console.print(f"[bold]{cell(str(path))}[/bold] is good. With it:\n")
     console.print(
         f"KV blocks pass through a CPU region of [bold]{human_bytes(region.size)}[/bold]; "
         f"when it is full, blocks leave by {region.eviction_policy.upper()}. "
@@ -202,7 +201,7 @@ def _describe(path: Path, deployment: DeploymentConfig, findings: list[str], not
         console.print(f"Every stored block goes to {written}; loads come from the first that has it:")
         table = Table("", "tier", "where", "how")
         for index, tier in enumerate(deployment.tiers):
-            table.add_row(*map(escape, (f"tiers[{index}]", tier.type, *_where_and_how(tier))))
+            table.add_row(*map(cell, (f"tiers[{index}]", tier.type, *_where_and_how(tier))))
         console.print(table)
         for index, tier in enumerate(deployment.tiers):
             if isinstance(tier, BoundedTierConfig):
@@ -210,7 +209,7 @@ def _describe(path: Path, deployment: DeploymentConfig, findings: list[str], not
     for label, texts in (("[cyan]note[/cyan]", notes), ("[yellow]problem[/yellow]", findings)):
         for text in texts:
             console.print(f"{label} ", end="")
-            console.print(text, markup=False, highlight=False)
+            console.print(printable(text), markup=False, highlight=False)
 
 
 def _any_read_only(deployment: DeploymentConfig) -> bool:

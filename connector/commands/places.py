@@ -12,6 +12,7 @@ from typing import Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from connector.prefix_chunks import ChunkStore
@@ -19,7 +20,7 @@ from connector.prefix_limits import PrefixLimits
 from connector.prefix_place import place_of_prefixes
 from tiers.capacity.policy import CapacityPolicy
 from tiers.config import load_config
-from tiers.errors import ConfigError, StoreConfigError, printable
+from tiers.errors import ConfigError, StoreConfigError, printable, printable_lines
 from tiers.open_store import open_tool_store, tool_recipe
 from tiers.posix import store_error
 from tiers.registry import SecondaryTierFactory
@@ -180,7 +181,7 @@ class Ticker:
             transient=True,
             disable=not console.is_terminal,
         )
-        self._task = self._progress.add_task(what, total=total, done="")
+        self._task = self._progress.add_task(cell(what), total=total, done="")
         self._started_at = self._told_at = time.monotonic()
         self._shown = False
 
@@ -204,7 +205,7 @@ class Ticker:
         if not self._shown:
             self._progress.start()
             self._shown = True
-        self._progress.update(self._task, completed=done, done=text)
+        self._progress.update(self._task, completed=done, done=cell(text))
 
 
 def make_console() -> Console:
@@ -213,14 +214,20 @@ def make_console() -> Console:
 
 
 def say(text: str) -> None:
-    """On standard output, as it is, and on one line however narrow the terminal is."""
-    Console(soft_wrap=True).print(text, markup=False, highlight=False)
+    """On standard output, on one line however narrow the terminal is."""
+    Console(soft_wrap=True).print(printable(text), markup=False, highlight=False)
+
+
+def cell(text: str) -> str:
+    """A text for rich, which prints it as it is: it may be in brackets, as rich's markup is."""
+    return escape(printable(text))
 
 
 def complain(command: str, text: str) -> None:
     """On standard error, on one line however narrow the terminal is."""
-    shown = "\n".join(map(printable, text.split("\n")))
-    Console(stderr=True, soft_wrap=True).print(f"kvtiers {command}: {shown}", markup=False, highlight=False)
+    Console(stderr=True, soft_wrap=True).print(
+        f"kvtiers {command}: {printable_lines(text)}", markup=False, highlight=False
+    )
 
 
 def refuse(command: str, text: str) -> typer.Exit:

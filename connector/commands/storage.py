@@ -15,13 +15,13 @@ from typing import Annotated, Any, Protocol, runtime_checkable
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Column, Table
 
 from connector.commands.places import (
     EXIT_FAILED,
     Place,
     Ticker,
+    cell,
     complain,
     find_places,
     find_prefixes,
@@ -245,7 +245,7 @@ def _show_du(result: dict[str, Any]) -> None:
     table = Table(Column("namespace", overflow="fold"), "rank", "group", "blocks", "size")
     for group in result["groups"]:
         numbers = (str(group["rank"]), str(group["group"]), f"{group['blobs']:,}", human_bytes(group["bytes"]))
-        table.add_row(escape(printable(group["namespace"])), *numbers)
+        table.add_row(cell(group["namespace"]), *numbers)
     if result["groups"]:
         Console(soft_wrap=True).print(table)
     lower = "0"

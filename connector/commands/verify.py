@@ -17,7 +17,7 @@ import typer
 
 from connector.commands.places import Place, Ticker, human_bytes, refuse, say
 from connector.commands.storage import AsJson, Config, Results, TierName, open_places
-from tiers.errors import printable, public_url
+from tiers.errors import public_url
 from tiers.layers.worker_process import StoreRecipe
 from tiers.open_store import tool_recipe
 from tiers.store import SupportsQuarantine
@@ -172,7 +172,7 @@ def _show(result: dict[str, Any]) -> None:
     for reason, count in Counter(reason for _, reason in result["bad"]).items():
         say(f"  bad ({reason}): {count:,} blocks")
     for key, reason in result["bad"][:BAD_SHOWN_MAX]:
-        say(f"    {printable(key)} ({reason})")
+        say(f"    {key} ({reason})")
     if result["bad_count"] > BAD_SHOWN_MAX:
         say(f"    … and {result['bad_count'] - BAD_SHOWN_MAX:,} more; --json names them")
     if result["quarantined"]:

@@ -14,6 +14,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from tiers.errors import printable_lines
+
 REGION = "region"
 KV_TENSORS = "KV tensors"
 MEMORY_ONLY = "a tier of type memory is gone with its process: name a tier on storage (fs, nfs, s3, fsspec)"
@@ -235,7 +237,7 @@ class DemoReport:
         console.print(self._hops())
         console.print(Group(*self._answers()))
         if self.problem:
-            console.print(f"[bold red]✘ {escape(self.problem)}[/]")
+            console.print(f"[bold red]✘ {escape(printable_lines(self.problem))}[/]")
             return
         if self._is_partial:
             found = f"{self.warm.answer.blocks_hit} of the prompt's {self.warm.answer.blocks_total} blocks"
@@ -302,7 +304,10 @@ class DemoReport:
         for name, answer in named:
             if answer:
                 names_of.setdefault(answer.text or "(no text)", []).append(name)
-        return [Panel(Text(text), title=" = ".join(names), title_align="left") for text, names in names_of.items()]
+        return [
+            Panel(Text(printable_lines(text)), title=" = ".join(names), title_align="left")
+            for text, names in names_of.items()
+        ]
 
 
 def _rate(num_bytes: int, seconds: float) -> float:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
 
-logger = logging.getLogger(__name__)
+from tiers.plain_logs import get_logger
+
+logger = get_logger(__name__)
 
 #: All of our ending; the engine has more to end than us.
 BUDGET_S = 4.0

@@ -5,7 +5,6 @@ Loads and publications run on threads; vLLM's thread begins them, asks for their
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -22,8 +21,9 @@ from connector.vllm.prefix_loads import Load
 from connector.vllm.prefix_requests import Transfer
 from tiers.daemon_pool import DaemonPool
 from tiers.errors import KVTiersError, StoreTimeoutError
+from tiers.plain_logs import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 IDLE_WAIT_S = 0.001
 SAVE_BYTES_MAX = 4 << 30

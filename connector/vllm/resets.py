@@ -7,13 +7,13 @@ what storage holds may be another model's KV, and what is computed may not be st
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
 from tiers.errors import ConfigError
+from tiers.plain_logs import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _OPTION = "storage_after_reset"
 _ACCEPTED = ("off", "keep")

@@ -17,7 +17,6 @@ does not answer within ``load_deadline_s``.
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from dataclasses import replace
@@ -45,8 +44,9 @@ from tiers.capacity.link import CollectorLink
 from tiers.daemon_pool import DaemonPool
 from tiers.errors import ConfigError, StoreError
 from tiers.file_mapper import FileMapper, strict_fields
+from tiers.plain_logs import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 translate.check_version()
 

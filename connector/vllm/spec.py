@@ -12,7 +12,6 @@ Works on CUDA and on vLLM's CPU platform.
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -44,8 +43,9 @@ from connector.vllm.resets import StorageSwitch
 from connector.vllm_config import deployment_from
 from tiers.errors import ConfigError, RegionError
 from tiers.keys import OffloadKey
+from tiers.plain_logs import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 translate.check_version()
 

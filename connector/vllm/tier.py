@@ -11,7 +11,6 @@ several: vLLM asks and fills its tiers one by one, so each gets an entry of its 
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -32,10 +31,11 @@ from tiers.config import load_config
 from tiers.errors import ConfigError, KVTiersError
 from tiers.file_mapper import FORMAT_VLLM_RAW
 from tiers.keys import OffloadKey
+from tiers.plain_logs import get_logger
 from tiers.registry import SecondaryTierFactory
 from tiers.tier_config import TIER_MODELS
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 translate.check_version()
 

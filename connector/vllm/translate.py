@@ -14,7 +14,6 @@ What changed (source: ``vllm/v1/kv_offload`` of each release):
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 import platform
 import sys
@@ -43,8 +42,9 @@ from tiers.base import JobMetadata, JobResult, OffloadingEvent
 from tiers.errors import ConfigError
 from tiers.file_mapper import MODEL_NAME_BYTES_MAX, VllmLayout
 from tiers.metrics import Metrics
+from tiers.plain_logs import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 SUPPORTED_VERSIONS = ("0.28", "0.29", "0.30", "0.31", "0.32", "0.33")
 

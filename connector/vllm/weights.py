@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import re
 import time
@@ -20,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from tiers.errors import ConfigError
+from tiers.plain_logs import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 SAMPLES_PER_FILE = 64
 SAMPLE_BYTES = 4096

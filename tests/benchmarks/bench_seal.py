@@ -45,6 +45,7 @@ class Bench:
         self.keys = [block_key(n) for n in range(self.count)]
         self.where = where
         self.keys_file = where / "keys"
+        self.keys_file.touch(mode=0o600)
         self.keys_file.write_text(KEY.hex())
 
     def tier_round(self, kind: str) -> dict[str, float]:

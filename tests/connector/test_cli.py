@@ -43,6 +43,39 @@ def test_check_says_what_would_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert json.loads(out)["config"]["region"]["size"] == 1 << 20
 
 
+EVIL = "k\\e[2J\\u202e\\x9b1m[red]\\nOK, all is good"  # of YAML
+
+
+@pytest.mark.parametrize(
+    "tier",
+    [
+        f'{{type: fs, root_dir: /x, "{EVIL}": 1}}',
+        f'{{type: "{EVIL}"}}',
+        f'{{type: fs, root_dir: "relative/{EVIL}", max_bytes: "{EVIL}"}}',
+        f'{{type: fs, root_dir: /x, name: "{EVIL}", max_bytes: -1}}',
+    ],
+)
+def test_check_shows_no_text_of_the_file_as_a_command(tmp_path: Path, tier: str) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text(f'region: {{size: 1MiB}}\n"{EVIL}": 1\ntiers:\n- {tier}\n')
+    code, out = run("check", str(config))
+    assert code == EXIT_BAD_INPUT
+    shown = "k\\x1b[2J\\u202e\\x9b1m[red]\\nOK, all is good"
+    assert f"  {shown}: is no key" in out
+    assert all(line.isprintable() for line in out.split("\n"))
+    assert not any(line.startswith("OK") for line in out.split("\n"))
+    assert shown in json.loads(run("check", str(config), "--json")[1])["errors"][0]
+
+
+def test_check_shows_what_a_good_file_names_as_it_is(tmp_path: Path) -> None:
+    config = tmp_path / "[red]c.yaml"
+    place = f'"{tmp_path}/{EVIL}"'
+    config.write_text(f"region: {{size: 1MiB}}\ntiers:\n- {{type: fs, root_dir: {place}, min_free: 1}}\n")
+    code, out = run("check", str(config))
+    assert (code, "[red]c.yaml is good" in out.replace("\n", "")) == (0, True)
+    assert all(line.isprintable() for line in out.split("\n"))
+
+
 def test_check_says_what_bounds_a_tier(tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
     fs = f"{{type: fs, root_dir: {tmp_path}/kv, min_free: 1, max_bytes: 10GiB, ttl: 7d}}"

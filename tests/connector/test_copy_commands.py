@@ -16,7 +16,7 @@ import typer
 
 from connector.commands.copy import _read_names
 from tests.connector.test_storage_commands import ok, run
-from tests.connector.test_verify_command import COUNT, NAMES, SIZE, flip, put_blocks
+from tests.connector.test_verify_command import COUNT, NAMES, SIZE, flip, make_newer, put_blocks
 from tests.identity import FakeSpec, block_key
 from tests.s3_clients import use_credentials
 from tests.tiers.test_account import measure
@@ -193,7 +193,7 @@ def test_a_damaged_block_in_a_full_target_is_replaced(near: Path, far: Path) -> 
 def test_a_newer_versions_block_is_not_replaced(near: Path, far: Path) -> None:
     config = write_config(near, far)
     ok("warm", config)
-    flip(near / NAMES[0], SIZE + 8)
+    make_newer(near / NAMES[0])
     before = stored(near)
     code, out = run("warm", config)
     assert code == 1

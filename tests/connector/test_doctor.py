@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import resource
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from rich.console import Console
 from typer.testing import CliRunner
 
 from connector import doctor, doctor_storage
@@ -136,7 +138,7 @@ def test_a_key_file_that_others_may_change_is_a_problem(tmp_path: Path, monkeypa
     for mode in (0o620, 0o604):
         keys.chmod(mode)
         (found,) = doctor._keys("fs", tier)
-        assert (found.level, f"mode {mode:o}" in found.message) == ("problem", True)
+        assert (found.level, f"mode {mode:04o}" in found.message) == ("problem", True)
     keys.chmod(0o600)
     uid = give_to_another(keys, monkeypatch)
     (found,) = doctor._keys("fs", tier)
@@ -461,6 +463,19 @@ def test_more_namespaces_than_are_looked_at_are_not_said_to_be_all(
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps({"model_name": "m", "name": name}))
     assert one(examine(deployment(fs(tmp_path))), "namespaces").level == "note"
+
+
+def test_what_others_named_is_shown_as_text(tmp_path: Path) -> None:
+    evil = "m\x1b]0;t\x07\u202e[red]\nproblem all is lost"
+    for name, value in (("m_aaaaaaaaaaaa", 1), ("m_bbbbbbbbbbbb", evil)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"model_name": evil, evil: value}))
+    out = io.StringIO()
+    doctor.show(examine(deployment(fs(tmp_path))), Console(file=out, soft_wrap=True))
+    (line,) = [line for line in out.getvalue().split("\n") if "namespaces" in line]
+    shown = "m\\x1b]0;t\\x07\\u202e[red]\\nproblem all is lost"
+    assert f"namespaces: {shown}: 2, which share nothing, by {shown}: " in line
+    assert all(line.isprintable() for line in out.getvalue().split("\n"))
 
 
 def test_the_hosts_limits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tiers.errors import BlobNotFoundError, ConfigError, SealError, StoreClosedError, StoreError, StoreUnavailableError
+from tiers.errors import (
+    BlobNotFoundError,
+    ConfigError,
+    SealError,
+    StoreClosedError,
+    StoreError,
+    StorePermissionError,
+    StoreUnavailableError,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -330,6 +338,26 @@ def test_a_bad_chunk_leaves_no_files_behind(tmp_path: Path) -> None:
         with pytest.raises(SealError):
             load(store, chunk, hashes)
         assert not [each for each in tmp_path.rglob("*") if each.is_file()]
+
+
+def test_a_bad_chunk_that_cannot_be_removed_is_overwritten_by_the_next_store(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = store_at(url)
+    store.publish(hashes_of(1, 2), layers_of(2))
+    (chunk,) = store.match(hashes_of(1, 2))
+    manifest = store._files.read(chunk.path, 1 << 20)
+    store._files.write(chunk.path, manifest[:-2] + b"x\n")
+
+    def refuse(path: str) -> None:
+        raise StorePermissionError("cannot be deleted", key=path)
+
+    monkeypatch.setattr(store._files, "delete", refuse)
+    with pytest.raises(SealError):
+        load(store, chunk, hashes_of(1, 2))
+    assert store.publish(hashes_of(1, 2), layers_of(2))
+    assert load(store, chunk, hashes_of(1, 2))
+    assert not store.publish(hashes_of(1, 2), layers_of(2)), "once"
 
 
 def test_a_bad_chunk_stays_where_nothing_may_be_written(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 
 from tests.connector.test_storage_commands import ok
 from tests.connector.test_storage_commands import run as run_command
@@ -28,7 +29,7 @@ from tiers.file_mapper import FileMapper
 from tiers.inventory import parse_block_name
 from tiers.layers.worker_process import StoreRecipe
 from tiers.namespace import open_namespace
-from tiers.seal import Seal
+from tiers.seal import CHECK_AT, Seal
 from tiers.store import Capabilities, KeyInfo
 from tiers.stores.local import LocalStore
 from tiers.stores.memory import MemoryStore
@@ -81,6 +82,16 @@ def flip(path: Path, offset: int) -> None:
     path.write_bytes(data)
 
 
+def make_newer(path: Path) -> None:
+    """Make a block one of a version to come."""
+    data = bytearray(path.read_bytes())
+    data[SIZE + 8] = 2
+    data[SIZE + CHECK_AT : SIZE + CHECK_AT + 8] = xxhash.xxh3_64_intdigest(data[SIZE : SIZE + CHECK_AT]).to_bytes(
+        8, "little"
+    )
+    path.write_bytes(data)
+
+
 def test_good_blocks(config: str) -> None:
     code, out = run(config)
     assert code == 0
@@ -95,7 +106,8 @@ def test_each_kind_of_badness_has_its_reason(config: str, root: Path) -> None:
         file.truncate(SIZE)
     (root / NAMES[3]).write_bytes(b"x")
     (root / NAMES[4]).write_bytes((root / NAMES[5]).read_bytes())
-    flip(root / NAMES[6], SIZE + 8)  # version: perhaps a newer one's
+    make_newer(root / NAMES[6])
+    flip(root / NAMES[7], SIZE + 9)  # version
     code, out = run(config)
     assert code == 1
     assert "of a newer version or without a seal, left alone: 1 blocks" in out
@@ -107,12 +119,13 @@ def test_each_kind_of_badness_has_its_reason(config: str, root: Path) -> None:
         NAMES[2]: "magic",
         NAMES[3]: "size",
         NAMES[4]: "key",
+        NAMES[7]: "trailer_checksum",
     }
     assert found["foreign"] == 1
 
 
 def test_blocks_that_were_left_alone_are_not_called_good(config: str, root: Path) -> None:
-    flip(root / NAMES[6], SIZE + 8)
+    make_newer(root / NAMES[6])
     code, out = run(config)
     assert (code, "all others are what they should be" in out) == (0, True)
     for name in NAMES:
@@ -123,13 +136,21 @@ def test_blocks_that_were_left_alone_are_not_called_good(config: str, root: Path
 
 def test_repair_moves_bad_blocks_aside_and_no_other(config: str, root: Path) -> None:
     flip(root / NAMES[0], 100)
-    flip(root / NAMES[6], SIZE + 8)
+    make_newer(root / NAMES[6])
     code, out = run(config, "--repair")
     assert code == 0
     assert "moved aside: 1 blocks" in out
     assert {str(path.relative_to(root)) for path in root.glob("*/*/*/*.bin")} == set(NAMES[1:])
     assert len(list((root / ".quarantine").iterdir())) == 1
     assert run(config)[0] == 0
+
+
+def test_repair_where_nothing_can_be_moved_aside_deletes(config: str, root: Path) -> None:
+    (root / ".quarantine").touch()
+    flip(root / NAMES[0], SIZE + 9)  # version
+    code, _ = run(config, "--repair")
+    assert code == 0
+    assert {str(path.relative_to(root)) for path in root.glob("*/*/*/*.bin")} == set(NAMES[1:])
 
 
 def test_repair_of_a_storage_without_quarantine_deletes(config: str, root: Path) -> None:

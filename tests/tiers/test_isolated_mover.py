@@ -188,7 +188,8 @@ def test_after_workers_died_the_next_batches_are_served(bench: Bench) -> None:
 
 def test_a_block_that_cannot_be_stored_fails_alone(bench: Bench) -> None:
     bench.fill(1)
-    bench.path(KEYS[0]).mkdir(parents=True)  # a folder where the block should be
+    bench.path(KEYS[0]).parent.parent.mkdir(parents=True)
+    bench.path(KEYS[0]).parent.touch()  # a file where its folder should be
     result = bench.run(KEYS[:2], [0, 1], is_load=False)
     assert set(result.successful_keys) == {KEYS[1]}
     assert bench.value("kvtiers_blocks_total", "store", "failed") == 1

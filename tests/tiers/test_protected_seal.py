@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import random
+import stat
 import subprocess
 import sys
 import traceback
@@ -304,10 +305,57 @@ def test_purposes_and_namespaces_do_not_share_keys() -> None:
 
 def test_keys_are_read_from_files_and_from_the_environment(tmp_path: Path) -> None:
     path = tmp_path / "keys"
+    path.touch(mode=0o600)
     path.write_text(f"# the new one\n{NEW.hex()}  # since May\n\n{OLD.hex().upper()}\n")
     ring = load_keys(keys_file=str(path))
     assert ring.current_id == KeyRing(NEW).current_id
     assert repr(ring) == repr(load_keys(keys_env="K", environ={"K": f"{NEW.hex()},{OLD.hex()}"}))
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o620, 0o602, 0o660, 0o777, 0o610])
+@pytest.mark.parametrize("by_link", [False, True])
+def test_a_key_file_that_others_may_read_or_change_is_refused(tmp_path: Path, mode: int, by_link: bool) -> None:
+    path = keys_with(tmp_path, mode)
+    if by_link:  # as Kubernetes' secrets are: ..data/keys
+        (tmp_path / "link").symlink_to(path)
+        path = tmp_path / "link"
+    with pytest.raises(ConfigError, match=rf"keys_file: .*\(mode {mode:04o}\).*chmod 600 {path}"):
+        load_keys(keys_file=str(path))
+    path.chmod(0o400)
+    assert load_keys(keys_file=str(path)).current_id == KeyRing(NEW).current_id
+
+
+def test_a_key_file_is_its_readers_own_or_roots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = keys_with(tmp_path, 0o600)
+    uid = path.stat().st_uid
+    status = os.fstat
+    owner = 0
+
+    def owned(fd: int) -> os.stat_result:
+        fields = list(status(fd))
+        fields[stat.ST_UID] = owner
+        return os.stat_result(fields)
+
+    monkeypatch.setattr(os, "fstat", owned)
+    monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
+    for mode in (0o400, 0o440, 0o640):  # a Kubernetes secret with fsGroup is read by its group
+        path.chmod(mode)
+        load_keys(keys_file=str(path))
+    for mode in (0o644, 0o660, 0o444):
+        path.chmod(mode)
+        with pytest.raises(ConfigError, match="defaultMode: 0400.*chmod 600"):
+            load_keys(keys_file=str(path))
+    path.chmod(0o600)
+    owner = uid + 2
+    with pytest.raises(ConfigError, match=f"belongs to uid {owner}.*chown {uid + 1} {path}"):
+        load_keys(keys_file=str(path))
+
+
+def keys_with(folder: Path, mode: int) -> Path:
+    path = folder / "keys"
+    path.write_text(NEW.hex())
+    path.chmod(mode)
+    return path
 
 
 @pytest.mark.parametrize(
@@ -330,6 +378,7 @@ def test_what_is_no_ring_is_refused_by_its_place_not_its_text(text: str, expecte
 
 def test_places_that_hold_no_keys(tmp_path: Path) -> None:
     large = tmp_path / "large"
+    large.touch(mode=0o600)
     large.write_bytes(bytes(1 << 17))
     os.mkfifo(tmp_path / "fifo")
     for options, expected in (

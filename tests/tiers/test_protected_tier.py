@@ -43,6 +43,7 @@ class Bench:
     def __init__(self, root: Path) -> None:
         self.root = root / "kv"
         self.keys_file = root / "keys"
+        self.keys_file.touch(mode=0o600)
         self.keys_file.write_text(OLD)
         self.region = np.zeros((ROWS, ROW_BYTES), np.int8)
         self.tiers: list[FileSystemTierManager] = []

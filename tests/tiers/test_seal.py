@@ -11,7 +11,7 @@ from tests.golden.make_golden import SEALED_FINGERPRINT, SEALED_KEY, SEALED_RANK
 from tests.identity import block_key
 from tiers.errors import SealError, SealReason
 from tiers.keys import make_offload_key
-from tiers.seal import TRAILER_BYTES, Checksum, RunningChecksum, Seal
+from tiers.seal import NO_TRAILER, TRAILER_BYTES, Checksum, RunningChecksum, Seal
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "sealed-1.bin"
 FINGERPRINT = bytes(range(32))
@@ -139,18 +139,48 @@ def test_all_checks_in_one_take_what_they_take_one_by_one(monkeypatch: pytest.Mo
 
 
 def test_unknown_version_and_means_are_foreign_not_corrupt() -> None:
-    newer = bytearray(trailer())
-    newer[8] = 2
+    for offset, value, expected in (
+        (8, 2, SealReason.VERSION),
+        (12, Checksum.CRC64NVME, SealReason.UNSUPPORTED),
+        (14, 1, SealReason.UNSUPPORTED),
+    ):
+        error = refusal(_resealed(offset, value))
+        assert (error.reason, error.foreign) == (expected, True)
+
+
+def test_a_newer_version_may_use_what_is_zero_here() -> None:
+    newer = bytearray(_resealed(8, 2))
+    newer[300] = 1
+    error = refusal(newer)
+    assert (error.reason, error.foreign) == (SealReason.VERSION, True)
+
+
+def test_no_flipped_bit_makes_a_block_foreign() -> None:
+    """Nobody would ever heal it: in a folder of one engine as in one that engines share."""
+    flipped = bytearray(trailer())
+    for made in (seal(), seal(shares_folder=True)):
+        for bit in range(8 * TRAILER_BYTES):
+            flipped[bit // 8] ^= 1 << bit % 8
+            assert not refusal(flipped, made).foreign, f"bit {bit}"
+            assert not made.is_of_others(flipped)
+            flipped[bit // 8] ^= 1 << bit % 8
+
+
+def test_a_version_that_never_was_is_corrupt() -> None:
+    error = refusal(_resealed(8, 0))
+    assert (error.reason, error.foreign) == (SealReason.VERSION, False)
+
+
+def test_no_seal_is_corrupt_but_where_vllm_writes_too() -> None:
+    for shares_folder in (False, True):
+        error = refusal(NO_TRAILER, seal(shares_folder=shares_folder))
+        assert (error.reason, error.foreign) == (SealReason.UNVERIFIED, shares_folder)
+
+
+def refusal(tail: bytes | bytearray, by: Seal | None = None) -> SealError:
     with pytest.raises(SealError) as caught:
-        seal().verify(KEY, memoryview(PAYLOAD), newer)
-    assert caught.value.reason is SealReason.VERSION
-    assert caught.value.foreign
-    for offset, value in ((12, Checksum.CRC64NVME), (14, 1)):
-        other = _resealed(offset, value)
-        with pytest.raises(SealError) as caught:
-            seal().verify(KEY, memoryview(PAYLOAD), other)
-        assert caught.value.reason is SealReason.UNSUPPORTED
-        assert caught.value.foreign
+        (by or seal()).verify(KEY, memoryview(PAYLOAD), tail)
+    return caught.value
 
 
 def _resealed(offset: int, value: int) -> bytes:

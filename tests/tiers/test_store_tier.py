@@ -17,6 +17,7 @@ from unittest.mock import ANY
 
 import numpy as np
 import pytest
+import xxhash
 
 from tests.clock import Clock
 from tests.identity import FakeSpec, block_key
@@ -27,6 +28,7 @@ from tiers.base import JobMetadata, JobResult
 from tiers.errors import (
     BlobCorruptError,
     ConfigError,
+    StoreConfigError,
     StoreError,
     StoreFullError,
     StorePermissionError,
@@ -38,7 +40,7 @@ from tiers.file_mapper import FileMapper, strict_fields
 from tiers.health import REST_S_MAX
 from tiers.keys import OffloadKey, make_offload_key
 from tiers.lookup import FAILED_S_MIN, LookupOptions
-from tiers.seal import TRAILER_BYTES
+from tiers.seal import CHECK_AT, TRAILER_BYTES
 from tiers.store import Capabilities, Store
 from tiers.store_tier import StoreTierManager, TierOptions
 from tiers.stores.local import LocalStore
@@ -177,10 +179,18 @@ def spoil_payload(store: Store, name: str) -> None:
     write(store, name, bytes([data[0] ^ 1]) + data[1:])
 
 
+def rot_payload(store: MemoryStore, name: str) -> None:
+    """As ``spoil_payload``, in place."""
+    data = read(store, name)
+    store.put(name, [memoryview(bytes([data[0] ^ 1]) + data[1:])], overwrite=True)
+
+
 def make_newer(store: Store, name: str) -> bytes:
     """Make a block one of a version to come. Returns it."""
     blob = bytearray(read(store, name))
     blob[ROW_BYTES + 8] = 2
+    fields = blob[ROW_BYTES : ROW_BYTES + CHECK_AT]
+    blob[ROW_BYTES + CHECK_AT : ROW_BYTES + CHECK_AT + 8] = xxhash.xxh3_64_intdigest(fields).to_bytes(8, "little")
     write(store, name, bytes(blob))
     return bytes(blob)
 
@@ -266,6 +276,55 @@ def test_a_bad_payload_is_a_miss_then_quarantined_then_healed(bench: Bench) -> N
     assert tier.store.size(name) is None
     assert not bench.present(tier, KEYS[0])
     bench.region[:] = original
+    assert bench.store(tier, KEYS[:1]).success
+    bench.fill(2)
+    assert bench.load(tier, KEYS[:1]).success
+    assert (bench.region[0] == original[0]).all()
+
+
+def test_bad_blocks_that_can_be_neither_moved_nor_deleted_are_overwritten_by_the_next_store(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "KEYS_MAX", 4)  # more of them than of blocks that cannot be read
+    store = KeepsAll()
+    tier = bench.tier(store=store)
+    original = bench.fill(1)
+    bench.store(tier, KEYS)
+    for key in KEYS:
+        rot_payload(store, tier.mapper.relative_name(key))
+    assert bench.load(tier, KEYS).successful_keys == ()
+    assert not any(bench.present(tier, key) for key in KEYS), "their loads would fail again at once"
+    assert tier.circuit_state == "closed"
+    bench.region[:] = original
+    assert bench.store(tier, KEYS).transfer_bytes == ROWS * ROW_BYTES
+    bench.fill(2)
+    assert bench.load(tier, KEYS).success
+    assert (bench.region == original).all()
+    assert bench.store(tier, KEYS).transfer_bytes == 0  # once
+
+
+@pytest.mark.parametrize("error", [StoreUnavailableError, StoreConfigError, StoreFullError])
+def test_a_block_that_cannot_be_moved_aside_is_deleted(bench: Bench, error: type[StoreError]) -> None:
+    store = KeepsAll(error, deletes=True)
+    tier = bench.tier(store=store)
+    bench.fill(1)
+    bench.store(tier, KEYS[:1])
+    name = tier.mapper.relative_name(KEYS[0])
+    rot_payload(store, name)
+    assert not bench.load(tier, KEYS[:1]).success
+    assert store.size(name) is None
+
+
+@pytest.mark.parametrize("error", [StoreFullError, StoreConfigError, StorePermissionError])
+def test_a_bad_block_beside_which_no_other_can_be_written_is_removed_first(
+    bench: Bench, error: type[StoreError]
+) -> None:
+    store = NeverReplaces(error)
+    tier = bench.tier(store=store)
+    original = bench.fill(1)
+    bench.store(tier, KEYS[:1])
+    name = tier.mapper.relative_name(KEYS[0])
+    write(store, name, read(store, name)[:-1] + b"x")  # the trailer's end
     assert bench.store(tier, KEYS[:1]).success
     bench.fill(2)
     assert bench.load(tier, KEYS[:1]).success
@@ -1384,6 +1443,36 @@ class PartlyRefused(MemoryStore):
         if published and self.heals:
             self.unreadable.pop(key, None)
         return published
+
+
+class KeepsAll(MemoryStore):
+    """No blob can be moved aside or, by default, deleted."""
+
+    def __init__(self, error: type[StoreError] = StorePermissionError, *, deletes: bool = False) -> None:
+        super().__init__()
+        self._error = error
+        self._deletes = deletes
+
+    def quarantine(self, key: str) -> None:
+        raise self._error("cannot be moved", key=key)
+
+    def delete(self, key: str) -> None:
+        if not self._deletes:
+            raise self._error("cannot be deleted", key=key)
+        super().delete(key)
+
+
+class NeverReplaces(MemoryStore):
+    """There is no room for a blob beside the one that it replaces."""
+
+    def __init__(self, error: type[StoreError]) -> None:
+        super().__init__()
+        self._error = error
+
+    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
+        if overwrite:
+            raise self._error("no room", key=key)
+        return super().put(key, parts)
 
 
 class BareStore(Store):

@@ -5,12 +5,14 @@ The tiers are made as from a config file, and their blobs are changed behind the
 
 from __future__ import annotations
 
+import math
 import random
 import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -22,12 +24,17 @@ from tests.promises import Record
 from tests.s3_clients import READERS, choose, use_credentials
 from tiers import block_mover, vectored_io
 from tiers.base import JobMetadata
+from tiers.block_mover import BlockMover, Rows
+from tiers.file_mapper import block_name
 from tiers.isolated_mover import IsolatedMover
+from tiers.keyring import KeyRing
 from tiers.keys import OffloadKey
 from tiers.layers.isolate import ProcessIsolatedStore
 from tiers.registry import SecondaryTierFactory
 from tiers.seal import TRAILER_BYTES, TRAILER_FIELDS_BYTES
+from tiers.seal_kinds import seal_factory
 from tiers.store_tier import StoreTierManager
+from tiers.stores.memory import MemoryStore
 from tiers.testing.http_faults import HttpFaultServer
 
 ROWS, ROW_BYTES, PAGE_BYTES = 32, 8192, 4096
@@ -124,6 +131,20 @@ class Rig:
         assert refused(tier) - before == len(bad), "some were absent, which shows nothing"
         if self._root is not None:
             shutil.rmtree(self._root / ".quarantine", ignore_errors=True)  # the fuller, the slower
+
+    def heals(self, tier: StoreTierManager, bad: dict[int, bytes]) -> None:
+        """Plant bad blobs: where only a load can see that they are bad, after it, the next store heals each."""
+        self.plant(tier, bad)
+        if any(blob[:ROW_BYTES] != self.stored[number].tobytes() for number, blob in bad.items()):
+            assert self.load(tier) == set(range(ROWS)) - bad.keys()
+        self.rows[:] = self.stored
+        assert self._run(tier, tier.submit_store, KEYS) == set(range(ROWS))
+        assert self.load(tier) == set(range(ROWS))
+
+    def refuse_quarantine(self) -> None:
+        """Have nothing be moved aside."""
+        assert self._root is not None
+        (self._root / ".quarantine").touch()
 
     def close(self) -> None:
         for tier in self._tiers:
@@ -305,6 +326,68 @@ def test_one_flipped_bit_anywhere_is_refused(rig: Rig, count: int, record: Recor
         rig.refuses(tier, bad)
         rig.plant(tier, {number: good[number] for number in bad})
     record("W2", bytes_flipped=len(places), accepted=0)
+
+
+@pytest.mark.parametrize("protection", ["none", "gmac", "aes-gcm"])
+def test_each_bit_of_the_trailer_is_healed(protection: Literal["none", "gmac", "aes-gcm"], record: Record) -> None:
+    """W7: a store puts the block anew. Keys change nothing in what a store looks at, so with them some bits will do."""
+    payload = np.random.default_rng(7).integers(-128, 128, (1, PAGE_BYTES), np.int8)
+    seal = seal_factory(protection, KeyRing(bytes(32)))(bytes(32), 0)
+    store = MemoryStore()
+    mover = BlockMover("test", store, "test_r0", seal, Rows(payload.data), time.monotonic)
+    name = block_name("test_r0", KEYS[0])
+    pairs = [(KEYS[0], 0)]
+    assert mover.store_batch(pairs, math.inf).outcomes == {"moved": 1}
+    blob = bytearray(PAGE_BYTES + TRAILER_BYTES)
+    store.get_into(name, [memoryview(blob)])
+    bits = range(8 * TRAILER_BYTES)
+    if protection != "none":
+        bits = range(8 * TRAILER_FIELDS_BYTES)
+    for bit in bits:
+        blob[PAGE_BYTES + bit // 8] ^= 1 << bit % 8
+        store.put(name, [memoryview(blob)], overwrite=True)
+        blob[PAGE_BYTES + bit // 8] ^= 1 << bit % 8
+        batch = mover.store_batch(pairs, math.inf)
+        assert (batch.outcomes, batch.healed) == ({"moved": 1}, 1), f"bit {bit}"
+    assert mover.store_batch(pairs, math.inf).outcomes == {"already_stored": 1}
+    before = payload.copy()
+    assert mover.load_batch(pairs, math.inf).succeeded == KEYS[:1]
+    assert (payload == before).all()
+    record("W7", bits_flipped=len(bits), not_healed=0)
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("count", [31, pytest.param(8 * TRAILER_BYTES, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("rig", "has_quarantine"),
+    [
+        *((kind, True) for kind in KINDS),
+        *((kind, False) for kind in KINDS if kind.split()[0] in ("fs", "nfs")),
+    ],
+    indirect=["rig"],
+)
+def test_one_flipped_bit_anywhere_is_healed(rig: Rig, has_quarantine: bool, count: int, record: Record) -> None:
+    """W7: all bits of the trailer's first fields, and so many of each other part."""
+    dice = random.Random(7)
+    tier = rig.tier()
+    good = rig.store(tier, 1)
+    if not has_quarantine:
+        rig.refuse_quarantine()
+    identity_end, fields_end = 8 * (ROW_BYTES + 24), 8 * (ROW_BYTES + TRAILER_FIELDS_BYTES)
+    parts = (range(identity_end, fields_end), range(fields_end, 8 * BLOB_BYTES))
+    of_trailer = [*range(8 * ROW_BYTES, identity_end)]
+    for part in parts:
+        of_trailer += dice.sample(part, min(count, len(part)))
+    of_payload = dice.sample(range(8 * ROW_BYTES), min(count, 8 * ROW_BYTES))
+    for bits in (of_trailer, of_payload):  # a store sees the one kind, only a load the other
+        for first in range(0, len(bits), ROWS - 1):
+            bad = {}
+            for number, bit in enumerate(bits[first : first + ROWS - 1]):
+                blob = bytearray(good[number])
+                blob[bit // 8] ^= 1 << bit % 8
+                bad[number] = bytes(blob)
+            rig.heals(tier, bad)
+    record("W7", bits_flipped=len(of_trailer) + len(of_payload), not_healed=0)
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,6 @@ replaced meanwhile (tmpfs gives it a new place in the folder).
 
 from __future__ import annotations
 
-import logging
 import secrets
 import threading
 import time
@@ -45,9 +44,10 @@ from typing import Any
 
 from tiers.capacity.records import OWN_PREFIX, READ_ATTEMPTS_MAX, UNREADABLE, get_record, put_record
 from tiers.errors import StoreError, StoreFullError, StoreUnavailableError
+from tiers.plain_logs import get_logger
 from tiers.store import Store
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 MEASURED = f"{OWN_PREFIX}measured"
 USAGE_PREFIX = f"{OWN_PREFIX}usage/"

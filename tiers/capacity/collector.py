@@ -18,7 +18,6 @@ A reader that meets a removed block has a miss. Two collectors at once would rem
 
 from __future__ import annotations
 
-import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -43,9 +42,10 @@ from tiers.capacity.removal import CollectReport, Removal
 from tiers.capacity.room import FREE_HIGH, FREE_LOW, TRIAL_EVERY_S, Room
 from tiers.errors import StoreConfigError, StoreError, StoreFullError
 from tiers.inventory import parse_block_name
+from tiers.plain_logs import get_logger
 from tiers.store import KeyInfo, NamesBlocks, Store, SupportsSweep, SupportsTouch, delete_all
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 RENEW_EVERY_KEYS = 1024
 STAMP_S = 1.0  # S3 and some file systems cut times to seconds, the run's own begin too

@@ -10,16 +10,16 @@ It keeps collectors from doing the same work twice; nothing depends on it. Two a
 
 from __future__ import annotations
 
-import logging
 import re
 import time
 from collections.abc import Callable
 
 from tiers.capacity.records import OWN_PREFIX, UNREADABLE, get_record, put_record
 from tiers.errors import StoreError
+from tiers.plain_logs import get_logger
 from tiers.store import KeyInfo, Store
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 LEASE_PREFIX = f"{OWN_PREFIX}lease/"
 _DIGITS = 12

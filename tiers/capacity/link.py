@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import subprocess
 import threading
@@ -19,8 +18,9 @@ from tiers.file_mapper import FileMapper
 from tiers.keys import OffloadKey
 from tiers.layers.loaded_code import OWN_CODE
 from tiers.layers.worker_process import StoreRecipe, environment_without, python_command
+from tiers.plain_logs import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 TOUCH_EVERY_S = 600.0
 TOUCHED_KEYS_MAX = 262_144  # remembered, so that they are not noted again too soon

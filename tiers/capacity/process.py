@@ -9,7 +9,6 @@ leaves nothing to repair.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
 import sys
@@ -26,9 +25,10 @@ from tiers.capacity.collector import Collector
 from tiers.capacity.policy import CapacityPolicy
 from tiers.errors import StoreError
 from tiers.layers.isolate_worker import die_with_parent, make_store, own_output
+from tiers.plain_logs import get_logger
 from tiers.store import Store, SupportsTouch
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 NICENESS = 19
 TOUCHES_MAX = 1_000_000  # that wait; a block whose use is not noted leaves somewhat early, no more

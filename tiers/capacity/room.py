@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable
 
 from tiers.capacity.policy import CapacityPolicy
 from tiers.capacity.records import OWN_PREFIX
 from tiers.errors import StoreError, StoreFullError
+from tiers.plain_logs import get_logger
 from tiers.store import Store, SupportsFreeBytes
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 # The collector begins when less than 1.05 x min_free and one block is free, because a put that would leave less than
 # min_free is refused already.

@@ -24,7 +24,6 @@ that started the worker ends, so one thread, which lives as long as the store, s
 
 from __future__ import annotations
 
-import logging
 import sys
 import threading
 import time
@@ -43,11 +42,12 @@ from tiers.errors import (
 from tiers.layers.isolate_worker import OPTIONAL_METHODS, decode_error
 from tiers.layers.worker_pool import WorkerPool, WorkersUnavailableError
 from tiers.layers.worker_process import MappedRegion, Message, StoreRecipe, WorkerProcess
+from tiers.plain_logs import get_logger
 from tiers.store import Capabilities, KeyInfo, Store
 
 __all__ = ["ProcessIsolatedStore", "StoreRecipe"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 RUN_MODULES = ("tiers.isolated_mover",)  # what tiers have workers ``run``; imported while they are idle
 BATCH_COUNT_MAX = 256  # blobs of one message, so that frames stay small

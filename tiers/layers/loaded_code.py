@@ -7,13 +7,14 @@ talk to workers of another release: what they send each other has no versions, b
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
 
-logger = logging.getLogger(__name__)
+from tiers.plain_logs import get_logger
+
+logger = get_logger(__name__)
 
 LOOK_EVERY_S = 5.0  # while it is another one's: with few workers left every call asks for more
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections import deque
@@ -14,8 +13,9 @@ from tiers.daemon_pool import DaemonPool
 from tiers.errors import StoreClosedError, StoreUnavailableError
 from tiers.layers.loaded_code import OWN_CODE
 from tiers.layers.worker_process import MappedRegion, WorkerProcess
+from tiers.plain_logs import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class WorkersUnavailableError(StoreUnavailableError):

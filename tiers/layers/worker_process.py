@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import socket
 import subprocess
@@ -16,11 +15,12 @@ from typing import Any
 from tiers.errors import RegionError, StoreConfigError
 from tiers.layers.isolate_worker import receive_frame, send_frame
 from tiers.layers.mapped_file import address_of, open_mapped_file
+from tiers.plain_logs import get_logger
 from tiers.posix import STDERR, occupy_standard_streams
 from tiers.store import Store, parts_size
 from tiers.vectored_io import transfer
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 INLINE_BYTES_MAX = 16 << 10  # of one blob, outside the region; up to it a socket costs less than the bounce file
 BOUNCE_KEEP_BYTES = 16 << 20  # of a worker's bounce file that are kept between calls

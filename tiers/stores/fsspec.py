@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +33,7 @@ from tiers.errors import (
     printable,
     public_url,
 )
+from tiers.plain_logs import get_logger
 from tiers.posix import is_absent
 from tiers.store import Capabilities, KeyInfo, Store, check_key, parts_size
 from tiers.stores.chatty_loggers import cap_chatty_loggers
@@ -52,7 +52,7 @@ from tiers.stores.fsspec_driver import (
     translate,
 )
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 T = TypeVar("T")
 

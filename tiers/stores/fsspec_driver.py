@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -18,9 +17,10 @@ from tiers.errors import (
     StoreTimeoutError,
     StoreUnavailableError,
 )
+from tiers.plain_logs import get_logger
 from tiers.posix import store_error
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 #: Protocols of files on this machine.
 LOCAL: Final = frozenset(["file", "local"])

@@ -13,7 +13,6 @@ attempts at what is retryable, after growing, jittered pauses, and begins none i
 from __future__ import annotations
 
 import contextlib
-import logging
 import random
 import time
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
@@ -21,6 +20,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from tiers.errors import BlobCorruptError, InvalidKeyError, StoreError
+from tiers.plain_logs import get_logger
 from tiers.store import KEY_LENGTH_MAX, KEY_PART_LENGTH_MAX, Capabilities, KeyInfo, Look, Store, check_key, parts_size
 from tiers.stores.s3_attempts import Attempts
 from tiers.stores.s3_control import DELETE_KEYS_MAX
@@ -41,7 +41,7 @@ from tiers.vectored_io import look_at
 
 __all__ = ["S3Options", "S3Store"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 CHECK_S_MAX: Final = 3.0  # `kvtiers check` answers within 5 s, imports included
 

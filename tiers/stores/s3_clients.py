@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from tiers.errors import StoreError, StoreTimeoutError
+from tiers.plain_logs import get_logger
 from tiers.store import Look
 from tiers.stores.s3_boto3 import Boto3Client
 from tiers.stores.s3_control import S3Control
@@ -19,7 +19,7 @@ from tiers.stores.s3_options import S3Options
 from tiers.stores.s3_session import S3Session
 from tiers.stores.watchdog import begin
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 # How long clients are waited for at least, whatever request_timeout_s: boto3 has its models to read, which takes half a
 # second on a busy machine.
