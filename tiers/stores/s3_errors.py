@@ -50,11 +50,16 @@ class VagueRefusalError(RequestRefusedError):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a hint may name. Nothing secret."""
+    """What a hint may name. Nothing secret.
+
+    Attributes:
+        config_source: where boto3 looks for its configuration.
+    """
 
     bucket: str
     region: str
     endpoint_url: str
+    config_source: str = ""
 
 
 _REDIRECTS = "endpoint: {endpoint_url} redirects to {target}; correct endpoint_url, or is that a page to log in?"

@@ -25,6 +25,8 @@ _HOST = re.compile(
 _PATH = re.compile(r"(/(?!\.\.?(/|\Z))[A-Za-z0-9._~-]+)*/?")
 # A host whose last label is such a number is an IPv4 address or not valid (WHATWG, "ends in a number").
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*", re.IGNORECASE | re.ASCII)
+# As botocore.utils.validate_region_name.
+_REGION = re.compile(r"(?![0-9]+\Z)(?!-)[A-Za-z0-9-]{1,63}(?<!-)")
 _HEADER_TOKEN = re.compile(r"[A-Za-z0-9_:/.@+=,-]{1,512}")
 
 _CHOICES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
@@ -124,7 +126,9 @@ class S3Options:
             check_endpoint(
                 self.endpoint_url, allow_insecure=self.allow_insecure, virtual=self.addressing_style == "virtual"
             )
-        for name in ("region", "role_arn", "sse_kms_key_id", "storage_class"):
+        if self.region is not None:
+            check_region(self.region)
+        for name in ("role_arn", "sse_kms_key_id", "storage_class"):
             value = getattr(self, name)
             if value is not None and not _HEADER_TOKEN.fullmatch(value):
                 raise ConfigError(f"{quoted(value)} is not accepted: letters, digits and _:/.@+=,- only", field=name)
@@ -162,6 +166,19 @@ class S3Options:
                 f"{PREFIX_LENGTH_MAX} bytes, without a slash at either end",
                 field="prefix",
             )
+
+
+def check_region(region: str) -> None:
+    """Refuse a region that boto3 does not take: it makes host names of regions.
+
+    Raises:
+        ConfigError: for the field ``region``.
+    """
+    if not _REGION.fullmatch(region):
+        raise ConfigError(
+            f"{quoted(region)} is not accepted by boto3: write 1..63 letters, digits and '-', such as us-east-1",
+            field="region",
+        )
 
 
 def check_endpoint(url: str, *, allow_insecure: bool, virtual: bool) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ssl
 import time
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 from tiers.errors import ConfigError, StoreConfigError, StoreError, StorePermissionError
 from tiers.stores.chatty_loggers import cap_chatty_loggers
+from tiers.stores.s3_boto_config import BotoConfig
 from tiers.stores.s3_boto_errors import translate
 from tiers.stores.s3_credentials import ChainCredentials
 from tiers.stores.s3_errors import Place
@@ -53,14 +55,19 @@ class S3Session:
         self.options = options
         self._proxies: dict[str, str] | None = None
         # For errors; until the client is made, the options are all that is known.
-        self.place = Place(options.bucket, options.region or "", options.endpoint_url or "AWS")
+        source = BotoConfig(options.profile)
+        self.place = Place(options.bucket, options.region or "", options.endpoint_url or "AWS", str(source))
         try:
-            botocore_session = self._make_botocore_session()
+            botocore_session = self._make_botocore_session(source)
             self._session = boto3.Session(botocore_session=botocore_session)
             self.region = options.region or self._session.region_name or DEFAULT_REGION
+            source.check_region(self.region)
             chain = self._find_credentials(botocore_session)
             if chain is not None:
-                self._credentials = ChainCredentials(chain, self.translate, options.attempt_timeout_s)
+                source.refuse_mfa(botocore_session, chain)
+                self._credentials = ChainCredentials(
+                    chain, self.translate, options.attempt_timeout_s, check=source.check
+                )
                 botocore_session.register_component("credential_provider", _Fixed(self._credentials))  # for clients
             self.client = self.make_client(sign_payload=options.checksum == "none")
         except boto_errors.BotoCoreError as e:
@@ -74,7 +81,7 @@ class S3Session:
                 "secret: no credentials found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile"
             )
         self.endpoint_url: str = self.client.meta.endpoint_url
-        self.place = Place(options.bucket, self.region, self.endpoint_url)
+        self.place = replace(self.place, region=self.region, endpoint_url=self.endpoint_url)
         try:
             check_endpoint(self.endpoint_url, allow_insecure=options.allow_insecure, virtual=self.virtual_host)
         except ConfigError as e:  # S3Options has checked the option; environment or profile may name another one
@@ -151,9 +158,9 @@ class S3Session:
 
     # -- private ---------------------------------------------------------------------------------------------------
 
-    def _make_botocore_session(self) -> botocore.session.Session:
+    def _make_botocore_session(self, source: BotoConfig) -> botocore.session.Session:
         options = self.options
-        session = botocore.session.Session(profile=options.profile)
+        session = source.make_session()
         # For the clients of STS, SSO and web identity that the chain makes: a refresh must end within an attempt, too.
         session.set_default_client_config(
             Config(
@@ -161,13 +168,17 @@ class S3Session:
             )
         )
         if options.role_arn is not None:
-            session.register_component("credential_provider", _Fixed(self._find_credentials(session)))
+            chain = self._find_credentials(session)
+            if chain is not None:
+                source.refuse_mfa(session, chain)
+            session.register_component("credential_provider", _Fixed(chain))
             region = options.region or session.get_config_variable("region") or DEFAULT_REGION
+            source.check_region(region)
             sts = session.create_client("sts", region_name=region)
             refresh = create_assume_role_refresher(
                 sts, {"RoleArn": options.role_arn, "RoleSessionName": f"kvtiers-{int(time.time())}"}
             )
-            session = botocore.session.Session(profile=options.profile)
+            session = source.make_session()
             assumed = DeferredRefreshableCredentials(refresh_using=refresh, method="assume-role")
             session.register_component("credential_provider", _Fixed(assumed))
         return session
