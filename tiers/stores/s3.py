@@ -29,6 +29,7 @@ from tiers.stores.s3_errors import (
     BareRefusalError,
     CredentialsLateError,
     CredentialsRefusedError,
+    MissingHeaderError,
     Place,
     RequestRefusedError,
     VagueRefusalError,
@@ -313,9 +314,15 @@ class S3Store(Store):
         name = self._name(key)
 
         def put(*, checked: bool) -> bool:
-            return self._attempts.run(
-                key, lambda clients: clients.data.put(name, plain, create=create, checked=checked), latest_start
-            )
+            try:
+                return self._attempts.run(
+                    key, lambda clients: clients.data.put(name, plain, create=create, checked=checked), latest_start
+                )
+            except MissingHeaderError as e:
+                missing = e.with_traceback(None)
+            if self._is_listed(name, parts_size(plain), latest_start):
+                return True
+            raise missing
 
         checked = self.options.checksum != "none" and not self._checksum_refused
         try:
@@ -332,6 +339,14 @@ class S3Store(Store):
                     )
                 return published
         raise refused
+
+    def _is_listed(self, name: str, size: int, latest_start: float) -> bool:
+        """Whether an object is there, by the listing: the answer to a put may lack what proves it."""
+        try:
+            found, _ = self._attempts.run("", lambda clients: clients.control.list_page(name), latest_start)
+        except StoreError:
+            return False
+        return bool(found) and (found[0].key, found[0].size) == (name, size)
 
     def _list_page(self, prefix: str, token: str) -> tuple[list[KeyInfo], str]:
         return self._attempts.run("", lambda clients: clients.control.list_page(prefix, token=token))

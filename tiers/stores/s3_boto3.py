@@ -32,7 +32,7 @@ from tiers.store import Look, parts_size
 from tiers.stores.s3_boto_errors import BOTO_ERRORS, is_of_s3
 from tiers.stores.s3_control import S3Control
 from tiers.stores.s3_direct import fill
-from tiers.stores.s3_errors import connection_error, deadline_error, without_absence
+from tiers.stores.s3_errors import connection_error, deadline_error, missing_header, without_absence
 from tiers.stores.s3_options import S3Options
 from tiers.stores.s3_session import S3Session
 from tiers.stores.watchdog import Watchdog
@@ -120,7 +120,7 @@ class Boto3Client:
         self._read_body(answer, [memoryview(tail)] if tail else [], len(tail), started)
         size = str(answer.get("ContentRange", len(tail))).rpartition("/")[2]
         if not size.isdecimal():  # "*"
-            raise connection_error(self._session.place)
+            raise missing_header("Content-Range", self._session.place)
         return int(size), bytes(tail)
 
     def size(self, key: str) -> int | None:
@@ -133,7 +133,7 @@ class Boto3Client:
         self._raise_unless_object(answer)
         size = answer.get("ContentLength")
         if size is None:  # a proxy that compresses, say
-            raise connection_error(self._session.place)
+            raise missing_header("Content-Length", self._session.place)
         return int(size)
 
     def list_sizes(self, folder: str, after: str) -> tuple[list[tuple[str, int]], bool]:
@@ -153,15 +153,15 @@ class Boto3Client:
             with answer["Body"] as raw:
                 if announced is not None and announced != size:
                     raise BlobCorruptError(f"{announced} bytes are stored, {size} were asked for")
-                if announced is not None:
-                    # urllib3's private name for http.client's response; without it, reading is only slower.
-                    source = getattr(raw, "_original_response", None) or raw
-                    with self._watchdog.guard(partial(_shut, raw), started + self._options.attempt_timeout_s):
-                        for part in parts:
-                            fill(source, part)
-                    complete = True
-                if complete:
-                    raw.release_conn()  # else the with statement closes it
+                if announced is None:
+                    raise missing_header("Content-Length", self._session.place)
+                # urllib3's private name for http.client's response; without it, reading is only slower.
+                source = getattr(raw, "_original_response", None) or raw
+                with self._watchdog.guard(partial(_shut, raw), started + self._options.attempt_timeout_s):
+                    for part in parts:
+                        fill(source, part)
+                complete = True
+                raw.release_conn()  # else the with statement closes it
         except _BODY_ERRORS:
             complete = False
         # A body that is late is not to be trusted, even if it is complete: shutting a TLS socket ends its decryption
@@ -176,7 +176,7 @@ class Boto3Client:
         if "ETag" not in answer:
             if "Body" in answer:
                 answer["Body"].close()
-            raise connection_error(self._session.place)
+            raise missing_header("ETag", self._session.place)
 
     def _raise_unless_absent(self, error: Exception) -> None:
         translated = self._session.translate(error)

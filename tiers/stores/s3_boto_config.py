@@ -79,10 +79,10 @@ class BotoConfig:
             value = getattr(credentials, field) or ""
             for index, char in enumerate(value):
                 if not "!" <= char <= "~":
-                    told = _CHARACTERS.get(char, f"the character {ascii(char)}")
+                    told = _CHARACTERS.get(char, f"the character {char!a}")
                     where = "ends in" if index == len(value.rstrip()) or index == len(value) - 1 else "has"
                     raise StorePermissionError(
-                        f"secret: {self._source_of(field, value, method)} {where} {told} ({ascii(char)}); remove it"
+                        f"secret: {self._source_of(field, value, method)} {where} {told} ({char!a}); remove it"
                     )
 
     def refuse_mfa(self, session: botocore.session.Session, credentials: Any) -> None:

@@ -31,6 +31,7 @@ from tiers.stores.s3_errors import (
     connection_error,
     deadline_error,
     server_error,
+    tls_error,
 )
 
 #: Everything that a call of boto3 raises when something outside of this process is wrong. From its credential chain
@@ -68,8 +69,7 @@ def translate(error: Exception, place: Place, timeout_s: float) -> StoreError:
         return server_error(status, code, place=place, location=headers.get("location", ""))
     place = _place_of(error, place)
     if isinstance(error, boto_errors.SSLError):
-        hint = next((hint for part, hint in _TLS_ERRORS if part in str(error)), _UNTRUSTED)
-        return StoreConfigError(hint.format(place.endpoint_url))
+        return tls_error(str(error), place)
     if isinstance(error, (boto_errors.ConnectTimeoutError, boto_errors.ReadTimeoutError)):
         return deadline_error(timeout_s, place)
     for kinds, ours, hint in _UNANSWERED:
@@ -88,8 +88,8 @@ def translate(error: Exception, place: Place, timeout_s: float) -> StoreError:
         if error.filename is None:
             return connection_error(place)
         return StorePermissionError(
-            f"secret: boto3's credential chain misses a file, {printable(str(error.filename))}: the web identity's token "
-            f"or credential_process ({place.config_source})"
+            f"secret: boto3's credential chain misses a file, {printable(str(error.filename))}: the web identity's "
+            f"token or credential_process ({place.config_source})"
         )
     return StorePermissionError(
         "secret: boto3's credential chain found what it cannot read; what does credential_process print?"
@@ -169,18 +169,6 @@ _CLOCK_SAYS = ("Signature expired", "Signature not yet current")
 
 # Each operation that we or botocore ask S3 for has one of these in its name, and none that the credential chain does.
 _OF_S3 = re.compile("Object|Bucket|CreateSession")
-
-_UNTRUSTED = "endpoint: the certificate of {} is not trusted; set ca_bundle"
-_OTHER_NAME = "endpoint: the certificate of {} is for another name; correct endpoint_url"
-_NO_TLS = "endpoint: {} does not speak TLS; is it http there?"
-#: Part of the text -> what is wrong. OpenSSL's but for one.
-_TLS_ERRORS = (
-    ("WRONG_VERSION_NUMBER", _NO_TLS),
-    ("RECORD_LAYER_FAILURE", _NO_TLS),
-    ("doesn't match", _OTHER_NAME),  # urllib3's
-    ("certificate is not valid for", _OTHER_NAME),
-    ("certificate has expired", "endpoint: the certificate of {} has expired, or this machine's clock is wrong"),
-)
 
 #: botocore's exceptions without an answer from the server, most special first -> ours.
 _UNANSWERED: tuple[tuple[tuple[type[Exception], ...], type[StoreError], str], ...] = (

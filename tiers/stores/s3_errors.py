@@ -48,6 +48,12 @@ class VagueRefusalError(RequestRefusedError):
     """It may be the request's form, or a passing fault of something in between: nothing is to be remembered."""
 
 
+class MissingHeaderError(StoreUnavailableError):
+    """The answer lacks a header that S3 sends: a page, or the work of a proxy. The same call gets the same answer."""
+
+    retryable = False
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """What a hint may name. Nothing secret.
@@ -74,6 +80,26 @@ _BUCKET = "bucket: {bucket} does not exist at {endpoint_url}; create it or corre
 _KMS = "secret: the KMS key cannot be used; check sse_kms_key_id and grant kms:GenerateDataKey and kms:Decrypt"
 _TOO_LARGE = "the blob is larger than the server, or a proxy before it, takes"
 _FORM = "the server does not take this request"
+
+_UNTRUSTED = "endpoint: the certificate of {} is not trusted; set ca_bundle"
+_OTHER_NAME = "endpoint: the certificate of {} is for another name; correct endpoint_url"
+_NO_TLS = "endpoint: {} does not speak TLS; is it http there?"
+_OTHER_TIME = "endpoint: the certificate of {} has expired, or this machine's clock is wrong"
+#: Part of a client's text -> what is wrong.
+_TLS_ERRORS = (
+    ("WRONG_VERSION_NUMBER", _NO_TLS),  # OpenSSL's
+    ("RECORD_LAYER_FAILURE", _NO_TLS),
+    ("InvalidContentType", _NO_TLS),  # rustls'
+    ("CorruptMessage", _NO_TLS),
+    ("doesn't match", _OTHER_NAME),  # urllib3's
+    ("certificate is not valid for", _OTHER_NAME),
+    ("Hostname mismatch", _OTHER_NAME),
+    ("IP address mismatch", _OTHER_NAME),
+    ("NotValidForName", _OTHER_NAME),
+    ("certificate has expired", _OTHER_TIME),
+    ("InvalidCertificate(Expired", _OTHER_TIME),
+    ("InvalidCertificate(NotValidYet", _OTHER_TIME),
+)
 
 NO_S3 = "endpoint: {} answers, but not as S3 does; is it the right address, or a proxy's page?"
 
@@ -212,6 +238,20 @@ def connection_error(place: Place) -> StoreError:
     return StoreUnavailableError(
         f"endpoint: {place.endpoint_url} refused the connection, broke it off or is no known host"
     )
+
+
+def missing_header(header: str, place: Place) -> MissingHeaderError:
+    """The exception for an answer that lacks a header which S3 sends."""
+    return MissingHeaderError(
+        f"endpoint: {place.endpoint_url} answers without the header {header}, which S3 sends; is that a proxy's page, "
+        "or does a proxy remove it?"
+    )
+
+
+def tls_error(text: str, place: Place) -> StoreConfigError:
+    """The exception for a TLS handshake that failed, by what a client says of it."""
+    hint = next((hint for part, hint in _TLS_ERRORS if part in text), _UNTRUSTED)
+    return StoreConfigError(hint.format(place.endpoint_url))
 
 
 def deadline_error(timeout_s: float, place: Place) -> StoreError:

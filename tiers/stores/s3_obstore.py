@@ -37,10 +37,25 @@ if TYPE_CHECKING:
     from obstore import ObjectMeta
     from obstore.store import ClientConfig, S3Config
 
-from tiers.errors import BlobCorruptError, BlobNotFoundError, InvalidKeyError, StoreConfigError, StoreError
+from tiers.errors import (
+    BlobCorruptError,
+    BlobNotFoundError,
+    InvalidKeyError,
+    StoreConfigError,
+    StoreError,
+    StoreUnavailableError,
+)
 from tiers.store import Look
 from tiers.stores.s3_direct import DirectReader
-from tiers.stores.s3_errors import connection_error, deadline_error, server_error, without_absence
+from tiers.stores.s3_errors import (
+    NO_S3,
+    connection_error,
+    deadline_error,
+    missing_header,
+    server_error,
+    tls_error,
+    without_absence,
+)
 from tiers.stores.s3_options import IDLE_S_MAX
 from tiers.stores.s3_session import S3Session
 from tiers.stores.watchdog import begin
@@ -62,6 +77,12 @@ _CONFLICT = "Server returned non-2xx status code: 409"
 _BARE_REDIRECT = "Received redirect without LOCATION"
 # A 200 where a 206 was due.
 _NOT_PARTIAL = "Received non-partial response when range requested"
+
+_MISSING = re.compile(r"\b([A-Z][A-Za-z-]+) Header missing from response")
+_OF_CONNECTION = "HTTP error: "
+_OF_TLS = "InvalidCertificate"
+# Words of object_store's own; what follows may quote the server.
+_WORDS = re.compile(r"Generic S3 error: ([A-Za-z -]{1,80})\b")
 
 _STATUS_BY_CLASS: tuple[tuple[type[Exception], int], ...] = (
     (FileNotFoundError, 404),
@@ -244,7 +265,7 @@ class ObstoreClient:
 
     def _size_of(self, found: ObjectMeta) -> int:
         if found["e_tag"] is None:  # a page with status 200 from something that is not S3
-            raise connection_error(self._session.place)
+            raise missing_header("ETag", self._session.place)
         return found["size"]
 
     def _raise_unless_absent(self, error: FileNotFoundError, started: float) -> None:
@@ -272,8 +293,16 @@ class ObstoreClient:
             return BlobCorruptError("the server sent more than the range that was asked for")
         if _BARE_REDIRECT in text:
             return server_error(301, "PermanentRedirect", place=place)
+        missing = _MISSING.search(text)
+        if missing:
+            return missing_header(missing[1], place)
         if self._clock() - started >= self._options.attempt_timeout_s:
             return deadline_error(self._options.attempt_timeout_s, place)
+        if _OF_CONNECTION not in text:
+            said = _WORDS.match(text)
+            return StoreUnavailableError(NO_S3.format(place.endpoint_url) + (f" (obstore: {said[1]})" if said else ""))
+        if _OF_TLS in str(error):
+            return tls_error(str(error), place)
         return connection_error(place)
 
 
