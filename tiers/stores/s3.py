@@ -37,6 +37,7 @@ from tiers.stores.s3_errors import (
 )
 from tiers.stores.s3_lookup import Answers, Lookups
 from tiers.stores.s3_options import S3Options
+from tiers.stores.s3_put_form import REFUSALS, PutForm, forms_of, may_be_of_the_form, refusal_in_words
 from tiers.stores.watchdog import begin
 from tiers.vectored_io import look_at
 
@@ -51,8 +52,8 @@ class S3Store(Store):
     """Blobs in an S3 bucket.
 
     Any thread may call. The first call makes the clients, so that the constructor does no I/O. Three things change
-    once, and never back: ``_checksum_refused`` and ``_batches_refused`` to True, ``exclusive_create`` of
-    ``capabilities`` to False.
+    once, and never back: ``_forms`` loses what the server refuses, ``_batches_refused`` becomes True and
+    ``exclusive_create`` of ``capabilities`` False.
 
     Args:
         options: where and how.
@@ -73,7 +74,7 @@ class S3Store(Store):
     ) -> None:
         self.options = options
         self._clock = clock
-        self._checksum_refused = False
+        self._forms = forms_of(options.checksum)
         self._batches_refused = False
         self._lookups = Lookups(
             askers_max=options.max_connections, silence_s_max=options.request_timeout_s, clock=clock
@@ -252,7 +253,7 @@ class S3Store(Store):
     @property
     def checksum_refused(self) -> bool:
         """Whether the server has refused a put for its ``checksum``; payloads are signed since."""
-        return self._checksum_refused
+        return self.options.checksum != "none" and self._forms[0] is not PutForm.CHECKED
 
     def folders(self) -> list[str]:
         """The first components of all keys; costs a request per 1,000 of them.
@@ -311,34 +312,34 @@ class S3Store(Store):
         return names
 
     def _put(self, key: str, plain: list[memoryview], latest_start: float, *, create: bool) -> bool:
-        name = self._name(key)
-
-        def put(*, checked: bool) -> bool:
+        forms = self._forms
+        refused: StoreError | None = None
+        for form in forms:
             try:
-                return self._attempts.run(
-                    key, lambda clients: clients.data.put(name, plain, create=create, checked=checked), latest_start
-                )
-            except MissingHeaderError as e:
-                missing = e.with_traceback(None)
-            if self._is_listed(name, parts_size(plain), latest_start):
-                return True
-            raise missing
-
-        checked = self.options.checksum != "none" and not self._checksum_refused
-        try:
-            return put(checked=checked)
-        except RequestRefusedError as e:
-            refused = e.with_traceback(None)
-        if checked and self._clock() <= latest_start:
-            with contextlib.suppress(RequestRefusedError):  # the checksum was not the reason, then
-                published = put(checked=False)
-                if not isinstance(refused, VagueRefusalError) and not self._checksum_refused:
-                    self._checksum_refused = True
-                    logger.warning(
-                        "%r: the server refuses %s; payloads are signed instead", self, self.options.checksum
-                    )
-                return published
+                published = self._put_as(form, key, plain, latest_start, create=create)
+            except REFUSALS as e:
+                refused = refused or e.with_traceback(None)
+                if self._clock() > latest_start or not may_be_of_the_form(e, form):
+                    break
+                continue
+            if refused is not None and not isinstance(refused, VagueRefusalError) and self._forms is forms:
+                self._forms = forms[forms.index(form) :]
+                logger.warning("%r: %s", self, refusal_in_words(refused, forms[0], form, self.options.checksum))
+            return published
+        assert refused is not None
         raise refused
+
+    def _put_as(self, form: PutForm, key: str, plain: list[memoryview], latest_start: float, *, create: bool) -> bool:
+        name = self._name(key)
+        try:
+            return self._attempts.run(
+                key, lambda clients: clients.data.put(name, plain, create=create, form=form), latest_start
+            )
+        except MissingHeaderError as e:
+            missing = e.with_traceback(None)
+        if self._is_listed(name, parts_size(plain), latest_start):
+            return True
+        raise missing
 
     def _is_listed(self, name: str, size: int, latest_start: float) -> bool:
         """Whether an object is there, by the listing: the answer to a put may lack what proves it."""

@@ -16,6 +16,7 @@ from tiers.stores.s3_boto3 import Boto3Client
 from tiers.stores.s3_control import S3Control
 from tiers.stores.s3_obstore import ObstoreClient, usable
 from tiers.stores.s3_options import S3Options
+from tiers.stores.s3_put_form import PutForm
 from tiers.stores.s3_session import S3Session
 from tiers.stores.watchdog import begin
 
@@ -35,7 +36,7 @@ RENEW_EVERY_S: Final = 2.0  # between two at least: the credential chain may sta
 class DataPlane(Protocol):
     """One attempt at one operation on one object. Keys are the objects' whole names; StoreErrors come out."""
 
-    def put(self, key: str, parts: Sequence[memoryview], *, create: bool, checked: bool) -> bool:
+    def put(self, key: str, parts: Sequence[memoryview], *, create: bool, form: PutForm) -> bool:
         """Put an object; with ``create`` only if there is none. False: there is one."""
 
     def get_into(self, key: str, parts: Sequence[memoryview], size: int, look: Look | None = None) -> None:

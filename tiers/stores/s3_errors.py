@@ -48,6 +48,10 @@ class VagueRefusalError(RequestRefusedError):
     """It may be the request's form, or a passing fault of something in between: nothing is to be remembered."""
 
 
+class DigestRefusedError(StoreUnavailableError):
+    """The bytes changed on their way, or the server does not take this kind of proof that they did not."""
+
+
 class MissingHeaderError(StoreUnavailableError):
     """The answer lacks a header that S3 sends: a page, or the work of a proxy. The same call gets the same answer."""
 
@@ -77,6 +81,9 @@ _KEY_ID = "secret: nobody has this access key id at {endpoint_url}; correct AWS_
 _TOKEN = "secret: the session token is not one of this endpoint; correct or unset AWS_SESSION_TOKEN"
 _CLOCK = "clock: this machine's clock is too far from the server's; run NTP (chronyc makestep)"
 _BUCKET = "bucket: {bucket} does not exist at {endpoint_url}; create it or correct bucket"
+_VIRTUAL = (
+    "addressing_style: {endpoint_url} takes buckets as a part of the host name only; set addressing_style: virtual"
+)
 _KMS = "secret: the KMS key cannot be used; check sse_kms_key_id and grant kms:GenerateDataKey and kms:Decrypt"
 _TOO_LARGE = "the blob is larger than the server, or a proxy before it, takes"
 _FORM = "the server does not take this request"
@@ -115,7 +122,7 @@ CODES: Mapping[str, tuple[type[StoreError], str]] = {
     "AccountProblem": (StorePermissionError, "secret: the account is not in order; ask its owner"),
     "AllAccessDisabled": (StorePermissionError, "bucket: access to {bucket} was disabled; ask its owner"),
     "AuthorizationHeaderMalformed": (StoreConfigError, _REGION),
-    "BadDigest": (StoreUnavailableError, "the bytes changed on their way"),
+    "BadDigest": (DigestRefusedError, "the bytes changed on their way"),
     "BandwidthLimitExceeded": (StoreThrottledError, "the server asks to slow down"),
     "ConditionalRequestConflict": (StoreUnavailableError, "another writer is at this key"),
     "EntityTooLarge": (StoreConfigError, _TOO_LARGE),
@@ -127,7 +134,7 @@ CODES: Mapping[str, tuple[type[StoreError], str]] = {
     "InvalidAccessKeyId": (CredentialsRefusedError, _KEY_ID),
     "InvalidBucketName": (StoreConfigError, "bucket: {bucket} is no name that {endpoint_url} takes"),
     "InvalidClientTokenId": (CredentialsRefusedError, _KEY_ID),
-    "InvalidDigest": (StoreUnavailableError, "the bytes changed on their way"),
+    "InvalidDigest": (DigestRefusedError, "the bytes changed on their way"),
     "InvalidObjectState": (BlobCorruptError, "archived: its storage class cannot be read at once"),
     "InvalidRange": (BlobCorruptError, "the blob is shorter than what was asked for"),
     "InvalidStorageClass": (StoreConfigError, "storage_class: the server has no such class"),
@@ -145,6 +152,7 @@ CODES: Mapping[str, tuple[type[StoreError], str]] = {
     "RequestLimitExceeded": (StoreThrottledError, "the server asks to slow down"),
     "RequestTimeTooSkewed": (StorePermissionError, _CLOCK),
     "RequestTimeout": (StoreUnavailableError, "the server waited too long for the body"),
+    "SecondLevelDomainForbidden": (StoreConfigError, _VIRTUAL),  # Alibaba Cloud's
     "ServiceUnavailable": (StoreUnavailableError, "the server is out of service"),
     "SignatureDoesNotMatch": (CredentialsRefusedError, _SECRET),
     "SlowDown": (StoreThrottledError, "the server asks to slow down"),
@@ -154,8 +162,8 @@ CODES: Mapping[str, tuple[type[StoreError], str]] = {
     "Throttling": (StoreThrottledError, "the server asks to slow down"),
     "ThrottlingException": (StoreThrottledError, "the server asks to slow down"),  # KMS'
     "TokenRefreshRequired": (CredentialsExpiredError, _EXPIRED),
-    "XAmzContentChecksumMismatch": (StoreUnavailableError, "the bytes changed on their way"),  # MinIO's
-    "XAmzContentSHA256Mismatch": (StoreUnavailableError, "the bytes changed on their way"),
+    "XAmzContentChecksumMismatch": (DigestRefusedError, "the bytes changed on their way"),  # MinIO's
+    "XAmzContentSHA256Mismatch": (DigestRefusedError, "the bytes changed on their way"),
     "XMinioAdminBucketQuotaExceeded": (StoreFullError, "bucket: the quota of {bucket} is used up"),
     "XMinioStorageFull": (StoreFullError, "the server's disks are full"),
 }

@@ -19,6 +19,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import cached_property
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 from urllib.request import getproxies
@@ -47,6 +48,7 @@ from tiers.errors import (
 )
 from tiers.store import Look
 from tiers.stores.s3_direct import DirectReader
+from tiers.stores.s3_environment import hidden_from_obstore
 from tiers.stores.s3_errors import (
     NO_S3,
     connection_error,
@@ -57,6 +59,7 @@ from tiers.stores.s3_errors import (
     without_absence,
 )
 from tiers.stores.s3_options import IDLE_S_MAX
+from tiers.stores.s3_put_form import PutForm
 from tiers.stores.s3_session import S3Session
 from tiers.stores.watchdog import begin
 from tiers.vectored_io import look_at
@@ -99,7 +102,7 @@ def usable() -> bool:
 
 
 class ObstoreClient:
-    """One attempt at one operation. Any thread may call; nothing changes after the constructor.
+    """One attempt at one operation. Any thread may call; after the constructor only ``_signed`` is made, when needed.
 
     Keys are the objects' whole names. Methods raise StoreError only.
     """
@@ -110,14 +113,14 @@ class ObstoreClient:
         self._clock = clock
         self._plain = self._make(None)
         checksum = session.options.checksum
-        self._checked = self._plain if checksum == "none" else self._make(checksum)
+        self._checked = self._plain if checksum == "none" else self._make(checksum, signed=False)
         storage_class = session.options.storage_class
         self._direct = DirectReader(session, clock=clock) if session.proxy is None else None
         self._attributes: dict[str, str] | None = {"Storage-Class": storage_class} if storage_class else None
 
-    def put(self, key: str, parts: Sequence[memoryview], *, create: bool, checked: bool) -> bool:
+    def put(self, key: str, parts: Sequence[memoryview], *, create: bool, form: PutForm) -> bool:
         """Put an object; with ``create`` only if there is none. False: there is one."""
-        store = self._checked if checked else self._plain
+        store = {PutForm.CHECKED: self._checked, PutForm.PLAIN: self._plain}.get(form) or self._signed
         started = self._clock()
         try:
             obstore.put(
@@ -208,7 +211,11 @@ class ObstoreClient:
 
     # -- private ---------------------------------------------------------------------------------------------------
 
-    def _make(self, checksum: str | None) -> ObstoreS3:
+    @cached_property
+    def _signed(self) -> ObstoreS3:
+        return self._make("sha256")
+
+    def _make(self, checksum: str | None, *, signed: bool = True) -> ObstoreS3:
         options = self._options
         session = self._session
         scheme, _, rest = session.endpoint_url.partition("://")
@@ -235,13 +242,7 @@ class ObstoreClient:
             # Without it, an AWS_ENDPOINT_URL_S3 in the environment would win over ``endpoint``.
             "aws_endpoint_url_s3": endpoint,
             "virtual_hosted_style_request": session.virtual_host,
-            # A put is proved to the server by its checksum, or else by the payload's hash in the signature.
-            "unsigned_payload": checksum is not None,
-            # Nor shall other variables that only obstore reads change what is sent.
-            "conditional_put": "etag",
-            "skip_signature": False,
-            "s3_express": False,
-            "request_payer": False,
+            "unsigned_payload": not signed,
         }
         if checksum is not None:
             config["checksum_algorithm"] = checksum
@@ -250,13 +251,14 @@ class ObstoreClient:
         if options.sse_kms_key_id is not None:
             config["sse_kms_key_id"] = options.sse_kms_key_id
         try:
-            return ObstoreS3(
-                options.bucket,
-                config=config,
-                client_options=client,
-                retry_config={"max_retries": 0},  # S3Store retries, for both clients alike
-                credential_provider=session.credentials,
-            )
+            with hidden_from_obstore():
+                return ObstoreS3(
+                    options.bucket,
+                    config=config,
+                    client_options=client,
+                    retry_config={"max_retries": 0},  # S3Store retries, for both clients alike
+                    credential_provider=session.credentials,
+                )
         except (BaseError, ValueError):
             what = (
                 f"ca_bundle: a certificate of {session.ca_path}" if session.ca_pem else "endpoint: this configuration"

@@ -69,7 +69,7 @@ class S3Session:
                     chain, self.translate, options.attempt_timeout_s, check=source.check
                 )
                 botocore_session.register_component("credential_provider", _Fixed(self._credentials))  # for clients
-            self.client = self.make_client(sign_payload=options.checksum == "none")
+            self.client = self.make_client()
         except boto_errors.BotoCoreError as e:
             raise self.translate(e) from None
         except ValueError:  # boto3's for an endpoint of the environment or the profile that is no URL
@@ -89,7 +89,7 @@ class S3Session:
         self.proxy = proxy_of(self.endpoint_url)
         if getproxies():  # the first client, which told the endpoint, has read them by itself
             self._proxies = {urlsplit(self.endpoint_url).scheme: self.proxy} if self.proxy else {}
-            self.client = self.make_client(sign_payload=options.checksum == "none")
+            self.client = self.make_client()
         #: Why the data plane got no credentials; it sees its provider's exception as text only.
         self.credentials_error: StoreError | None = None
 
@@ -120,7 +120,7 @@ class S3Session:
             "expires_at": datetime.now(UTC) + CREDENTIALS_TTL,
         }
 
-    def make_client(self, *, sign_payload: bool) -> Any:
+    def make_client(self, *, sign_payload: bool = True) -> Any:
         """A boto3 client. With ``sign_payload`` the signature covers the payload's SHA-256, otherwise its checksum."""
         options = self.options
         style = {"addressing_style": options.addressing_style, "payload_signing_enabled": sign_payload}
