@@ -256,7 +256,7 @@ def _bucket(where: str, tier: S3TierConfig) -> Iterator[Finding]:
     from tiers.stores.s3 import S3Store
 
     with closing(S3Store(tier.store_options())) as store:
-        store.check()
+        store.try_out(read_only=tier.read_only)
         try:
             keeps_versions = store.keeps_versions(block_beginnings(store.folders()))
         except StoreError:  # no right to ask, which a tier does not need, or a server without versions

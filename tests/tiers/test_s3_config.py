@@ -806,7 +806,8 @@ def test_certificate_that_obstore_alone_refuses(
     options: S3Options, certificate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tiers.stores.s3_session._read_ca_bundle", lambda _: b"hello")
-    store = S3Store(replace(options, client="obstore", ca_bundle=str(certificate / "ca.pem")))
+    url = "https://storage.example"
+    store = S3Store(replace(options, client="obstore", endpoint_url=url, ca_bundle=str(certificate / "ca.pem")))
     with pytest.raises(StoreConfigError, match=r"^ca_bundle: .* is not taken by obstore; set client: boto3"):
         store.size("a")
 

@@ -231,9 +231,8 @@ def check_drivers(url: str) -> None:
         protocol, has_path, path = link.partition("://")
         if not has_path and link.startswith("/"):
             continue  # of a local file
-        if not has_path or not protocol:
-            if link is links[-1] or not link.isalnum():
-                raise StoreConfigError(f"{public_url(link)!r} is not a URL; write protocol://bucket/folder")
+        if (not has_path or not protocol) and (link is links[-1] or not link.isalnum()):
+            raise StoreConfigError(f"{public_url(link)!r} is not a URL; write protocol://bucket/folder")
         if protocol in LOCAL and has_path and not path.startswith("/"):
             raise StoreConfigError(f"{public_url(link)!r} is below the working directory; write {protocol}:///folder")
         try:

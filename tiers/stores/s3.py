@@ -38,6 +38,7 @@ from tiers.stores.s3_errors import (
 from tiers.stores.s3_lookup import Answers, Lookups
 from tiers.stores.s3_options import S3Options
 from tiers.stores.s3_put_form import REFUSALS, PutForm, forms_of, may_be_of_the_form, refusal_in_words
+from tiers.stores.s3_trial import try_each_client
 from tiers.stores.watchdog import begin
 from tiers.vectored_io import look_at
 
@@ -46,6 +47,7 @@ __all__ = ["S3Options", "S3Store"]
 logger = get_logger(__name__)
 
 CHECK_S_MAX: Final = 3.0  # `kvtiers check` answers within 5 s, imports included
+TRY_S_MAX: Final = 5.0  # where the bucket has answered
 
 
 class S3Store(Store):
@@ -249,6 +251,26 @@ class S3Store(Store):
         if isinstance(error, (CredentialsRefusedError, CredentialsLateError)):
             self._attempts.replace(process)
         raise error
+
+    def try_out(self, *, read_only: bool) -> None:
+        """``check``, and then a put, a get, a large get and a delete, so that each client moves bytes once.
+
+        The clients differ in what they read of certificates and in how they send checksums.
+
+        Args:
+            read_only: get what is absent instead.
+
+        Raises:
+            StoreError: as ``check``'s, within ``TRY_S_MAX`` more.
+        """
+        self.check()
+        tried = begin("kvtiers-s3-trial", lambda: try_each_client(self, read_only=read_only))
+        try:
+            tried.result(TRY_S_MAX)
+        except TimeoutError:
+            options = self.options
+            place = Place(options.bucket, options.region or "", options.endpoint_url or "the endpoint")
+            raise deadline_error(TRY_S_MAX, place) from None
 
     @property
     def checksum_refused(self) -> bool:

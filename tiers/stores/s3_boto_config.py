@@ -6,7 +6,9 @@ import os
 from typing import Any, Final
 
 import botocore.session
+from botocore.configloader import load_config, raw_config_parse
 from botocore.credentials import EnvProvider, ReadOnlyCredentials
+from botocore.exceptions import BotoCoreError
 
 from tiers.errors import ConfigError, StoreConfigError, StorePermissionError, printable
 from tiers.stores.s3_options import check_region
@@ -21,6 +23,12 @@ _NAMES: Final = {
     "token": (tuple(EnvProvider.TOKENS), "aws_session_token", "SessionToken"),
 }
 _CHARACTERS: Final = {"\n": "a newline", "\r": "a carriage return", "\t": "a tab", " ": "a space"}
+
+
+#: Keys of a profile by which botocore asks somebody else for credentials before it looks for the profile's own.
+_CHAINS: Final = frozenset(
+    ("role_arn", "web_identity_token_file", "sso_session", "sso_start_url", "credential_process", "login_session")
+)
 
 
 class BotoConfig:
@@ -51,6 +59,24 @@ class BotoConfig:
             if len(set_ones) < len(names):
                 variables[name] = (key, set_ones or None, default, convert)
         return botocore.session.Session(session_vars=variables, profile=self._given)
+
+    def may_ask_others(self, role_arn: str | None) -> bool:
+        """Whether the credential chain may start programs or ask servers; not where the keys are simply there."""
+        if role_arn is not None:
+            return True
+        if self._given is None and all(
+            os.environ.get(name) for name in (EnvProvider.ACCESS_KEY, EnvProvider.SECRET_KEY)
+        ):
+            return False
+        try:
+            config = load_config(self._config_file).get("profiles", {}).get(self._profile, {})
+        except BotoCoreError:
+            config = {}
+        try:
+            keys = raw_config_parse(self._credentials_file).get(self._profile, {})
+        except BotoCoreError:
+            keys = {}
+        return "aws_access_key_id" not in {**keys, **config} or not _CHAINS.isdisjoint(config)
 
     def check_region(self, region: str) -> None:
         """Refuse a region that boto3 would refuse without saying where it found it.

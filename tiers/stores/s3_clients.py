@@ -13,6 +13,7 @@ from tiers.errors import StoreError, StoreTimeoutError
 from tiers.plain_logs import get_logger
 from tiers.store import Look
 from tiers.stores.s3_boto3 import Boto3Client
+from tiers.stores.s3_boto_config import BotoConfig
 from tiers.stores.s3_control import S3Control
 from tiers.stores.s3_obstore import ObstoreClient, usable
 from tiers.stores.s3_options import S3Options
@@ -118,6 +119,10 @@ class ProcessClients:
         try:
             error = made.exception(wait_s)
         except TimeoutError:
+            if not BotoConfig(self._options.profile).may_ask_others(self._options.role_arn):
+                raise StoreTimeoutError(
+                    f"the S3 clients were not made within {wait_s:.3g} s; is this machine busy?"
+                ) from None
             raise StoreTimeoutError(
                 f"secret: boto3's credential chain did not end within {wait_s:.3g} s (credential_process, SSO, STS or "
                 "metadata)"

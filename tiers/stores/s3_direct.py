@@ -23,8 +23,6 @@ from functools import partial
 from typing import Final
 from urllib.parse import quote, urlsplit
 
-from botocore.httpsession import get_cert_path
-
 from tiers.errors import BlobCorruptError, StorePermissionError, StoreUnavailableError
 from tiers.store import Look, parts_size
 from tiers.stores.s3_errors import NO_S3, connection_error, deadline_error, missing_header, server_error, tls_error
@@ -199,7 +197,8 @@ class DirectReader:
 
 
 def _tls_context(session: S3Session) -> ssl.SSLContext:
-    context = ssl.create_default_context(cafile=session.ca_path or get_cert_path(True))
+    context = ssl.create_default_context()
+    context.load_verify_locations(session.ca_path)
     if not session.options.verify:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE

@@ -233,7 +233,7 @@ class ObstoreClient:
         elif getproxies():  # which reqwest would read by itself if it were given none
             client["proxy_url"] = session.endpoint_url
             client["proxy_excludes"] = f"*,{urlsplit(session.endpoint_url).hostname}"  # "*" are names, no addresses
-        if session.ca_pem is not None:
+        if scheme == "https":
             client["root_certificate"] = session.ca_pem
         endpoint = f"{scheme}://{options.bucket}.{rest}" if session.virtual_host else session.endpoint_url
         config: S3Config = {
@@ -260,9 +260,8 @@ class ObstoreClient:
                     credential_provider=session.credentials,
                 )
         except (BaseError, ValueError):
-            what = (
-                f"ca_bundle: a certificate of {session.ca_path}" if session.ca_pem else "endpoint: this configuration"
-            )
+            is_tls = scheme == "https"
+            what = f"ca_bundle: a certificate of {session.ca_path}" if is_tls else "endpoint: this configuration"
             raise StoreConfigError(f"{what} is not taken by obstore; set client: boto3") from None
 
     def _size_of(self, found: ObjectMeta) -> int:

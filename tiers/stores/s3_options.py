@@ -63,14 +63,15 @@ class S3Options:
             AWS (for names without dots, which no wildcard certificate covers) and path elsewhere.
         profile: of ~/.aws/config.
         role_arn: assumed by STS with what the chain finds.
-        ca_bundle: PEM file of the certificate authorities to trust for a private endpoint.
+        ca_bundle: PEM file of certificate authorities to trust besides the system's.
         verify: False accepts any certificate: for a moment's test only.
         allow_insecure: allow http to hosts other than this one.
         sse, sse_kms_key_id: server-side encryption of new blobs.
         storage_class: of new blobs, such as ``STANDARD_IA``.
-        checksum: sent with each put for the server to verify. ``none`` signs the payload's SHA-256 instead, at 0.5 ms
-            of CPU a MiB; every server takes that, and AWS and MinIO verify it. It is also what a server gets that
-            refuses a checksum. ``crc32c`` only with ``client: boto3``.
+        checksum: sent with each put for the server to verify. ``none`` signs the payload's SHA-256 instead. That is the
+            most expensive setting: a put of 1 MiB takes 2.1 ms of CPU instead of 1.1 ms. Every server takes it, and AWS
+            and MinIO verify it. A server that refuses a checksum or an unsigned payload gets a signed one, and one that
+            wants a checksum gets SHA-256. ``crc32c`` only with ``client: boto3``.
         request_timeout_s: for one operation with all its attempts. An attempt may take half of it and starts in its
             first half only, so that all takes no longer. The credential chain may take half of it, too, and 3 s at
             least.

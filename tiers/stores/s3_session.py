@@ -6,8 +6,10 @@ instance metadata, ``credential_process``) and refreshes it; the data plane take
 
 from __future__ import annotations
 
+import os
 import ssl
 import time
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -20,6 +22,7 @@ import botocore.session
 from botocore import exceptions as boto_errors
 from botocore.config import Config
 from botocore.credentials import Credentials, DeferredRefreshableCredentials, create_assume_role_refresher
+from botocore.httpsession import get_cert_path
 
 if TYPE_CHECKING:
     from obstore.store import S3Credential
@@ -41,6 +44,9 @@ CREDENTIALS_TTL = timedelta(minutes=6)
 
 class S3Session:
     """Any thread may call. After the constructor only boto3's own caches change, which have locks.
+
+    All clients trust the certificate authorities of the system (``SSL_CERT_FILE`` and ``SSL_CERT_DIR`` included) and of
+    ``ca_path``: the options', ``AWS_CA_BUNDLE``'s or the profile's, ``REQUESTS_CA_BUNDLE``'s, else botocore's own.
 
     Args:
         options: where and how.
@@ -69,13 +75,18 @@ class S3Session:
                     chain, self.translate, options.attempt_timeout_s, check=source.check
                 )
                 botocore_session.register_component("credential_provider", _Fixed(self._credentials))  # for clients
+            self.ca_path: str = (
+                options.ca_bundle
+                or botocore_session.get_config_variable("ca_bundle")
+                or os.environ.get("REQUESTS_CA_BUNDLE")  # botocore's last resort, too
+                or get_cert_path(True)
+            )
+            self.ca_pem = _read_ca_bundle(self.ca_path)
             self.client = self.make_client()
         except boto_errors.BotoCoreError as e:
             raise self.translate(e) from None
         except ValueError:  # boto3's for an endpoint of the environment or the profile that is no URL
             raise StoreConfigError("endpoint: AWS_ENDPOINT_URL or the profile's endpoint_url is no URL") from None
-        self.ca_path: str | None = options.ca_bundle or botocore_session.get_config_variable("ca_bundle")
-        self.ca_pem = _read_ca_bundle(self.ca_path)
         if chain is None:
             raise StorePermissionError(
                 "secret: no credentials found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile"
@@ -128,7 +139,7 @@ class S3Session:
             "s3",
             region_name=self.region,
             endpoint_url=options.endpoint_url,
-            verify=options.ca_bundle if options.verify else False,  # None: AWS_CA_BUNDLE, the profile's, or the usual
+            verify=self.ca_path if options.verify else False,
             config=Config(
                 connect_timeout=options.connect_timeout_s,
                 read_timeout=options.attempt_timeout_s,
@@ -143,6 +154,8 @@ class S3Session:
                 user_agent_extra="kvtiers",
             ),
         )
+        with suppress(AttributeError):  # no part of botocore's interface; without it, ca_path alone is trusted
+            client._endpoint.http_session._manager.connection_pool_kw["ssl_context"].load_default_certs()
         client.meta.events.register("before-call.s3.HeadBucket", _follow_no_redirect)
         client.meta.events.register("before-send.s3", _IdleLimit(client))
         client.meta.events.register("before-sign.s3.PutObject", _expect_no_continue)
@@ -190,9 +203,7 @@ class S3Session:
             raise self.translate(e) from None
 
 
-def _read_ca_bundle(path: str | None) -> bytes | None:
-    if path is None:
-        return None
+def _read_ca_bundle(path: str) -> bytes:
     try:
         pem = Path(path).read_bytes()
     except OSError as e:
