@@ -1,8 +1,8 @@
 """``kvtiers doctor``: what a deployment needs of this machine and its storage, looked at for real; each finding with
 its fix.
 
-``kvtiers check`` says whether a configuration makes sense and touches next to nothing; this tries things out: it makes
-the root folders as an engine would, and writes and removes small blobs in each tier.
+``kvtiers check`` says whether a configuration makes sense, and of S3 whether each client can move bytes. This tries
+everything out: it makes the root folders as an engine would, and writes and removes small blobs in each tier.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ from tiers.store import Store, SupportsSizeMany, SupportsTail
 from tiers.stores.fsspec import FsspecStore
 from tiers.stores.fsspec_driver import check_drivers, lists_trees, mtime_of
 from tiers.stores.local import LocalStore
-from tiers.testing import http_faults
+from tiers.testing import http_faults, tiny_s3
 from tiers.testing.contract import StoreContract, as_parts, fetch, list_keys
 from tiers.testing.http_faults import Fault, HttpFaultServer
 from tiers.testing.servers import S3Server
@@ -748,7 +748,7 @@ def test_what_an_s3_server_refuses_is_told_with_its_code(
     monkeypatch: pytest.MonkeyPatch, status: int, code: str, expected: type[StoreError]
 ) -> None:
     """An old server's refusal of the checksums that s3fs sends was an OSError (EINVAL), and retried."""
-    monkeypatch.setitem(http_faults._INSTEAD, Fault.INTERNAL_ERROR, http_faults.error(status, code))
+    monkeypatch.setitem(http_faults._INSTEAD, Fault.INTERNAL_ERROR, tiny_s3.error(status, code))
     with HttpFaultServer() as server:
         access = {"key": "k", "secret": SECRET, "endpoint_url": server.endpoint_url}
         retries = {"config_kwargs": {"retries": {"total_max_attempts": 1}}}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import string
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -120,7 +120,12 @@ def test_character_that_is_none_of_a_credential_is_named(
 ) -> None:
     monkeypatch.setenv(name, value)
     store = S3Store(options)
-    for call in (lambda: store.put("a", as_parts(b"data")), lambda: store.size("a"), store.check):
+    calls: list[Callable[[], object]] = [
+        lambda: store.put("a", as_parts(b"data")),
+        lambda: store.size("a"),
+        store.check,
+    ]
+    for call in calls:
         with pytest.raises(StorePermissionError, match=rf"^secret: {name} {says}") as caught:
             call()
         assert "canary" not in str(caught.value)
@@ -151,7 +156,11 @@ def test_role_with_mfa_is_refused(
     """botocore would ask for the code on the terminal and wait."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
         monkeypatch.delenv(name)
-    monkeypatch.setattr("getpass.getpass", lambda *_: pytest.fail("asked on the terminal"))
+
+    def ask(*_: object) -> None:
+        pytest.fail("asked on the terminal")
+
+    monkeypatch.setattr("getpass.getpass", ask)
     role = "role_arn = arn:aws:iam::123456789012:role/kv\n"
     mfa = f"[profile mfa]\n{role}source_profile = base\nmfa_serial = arn:aws:iam::123456789012:mfa/me\n"
     outer = f"[profile outer]\n{role}source_profile = mfa\n"

@@ -54,7 +54,7 @@ from tiers.stores.s3_errors import CredentialsExpiredError, CredentialsRefusedEr
 from tiers.stores.s3_obstore import ObstoreClient
 from tiers.stores.s3_options import S3Options, check_endpoint
 from tiers.stores.s3_session import S3Session
-from tiers.testing import http_faults
+from tiers.testing import http_faults, tiny_s3
 from tiers.testing.contract import as_parts, fetch
 from tiers.testing.http_faults import Fault, HttpFaultServer
 from tiers.testing.tiny_s3 import Answer, Request
@@ -964,7 +964,7 @@ def test_unsigned_payloads_that_are_refused_are_signed_from_then_on(
     code: str,
 ) -> None:
     """By a bucket's policy, or a server that cannot verify them."""
-    monkeypatch.setitem(http_faults._INSTEAD, Fault.REFUSE_UNSIGNED, http_faults.error(status, code))
+    monkeypatch.setitem(http_faults._INSTEAD, Fault.REFUSE_UNSIGNED, tiny_s3.error(status, code))
     server.inject(Fault.REFUSE_UNSIGNED)
     store = S3Store(options)
     for key in ("a", "b", "c"):

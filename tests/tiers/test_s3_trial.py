@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from tiers.stores.s3_obstore import DIRECT_BYTES_MIN
 from tiers.stores.s3_options import S3Options
 from tiers.stores.s3_session import S3Session
 from tiers.stores.s3_trial import TRIAL_FOLDER
-from tiers.testing import http_faults
+from tiers.testing import http_faults, tiny_s3
 from tiers.testing.contract import as_parts, fetch
 from tiers.testing.http_faults import Fault, HttpFaultServer
 from tiers.tier_config import S3TierConfig
@@ -148,7 +148,11 @@ def test_busy_machine_is_not_called_a_hung_chain(
 ) -> None:
     monkeypatch.setattr("tiers.stores.s3_clients.CLIENTS_S_MIN", 0.01)
     go_on = threading.Event()
-    monkeypatch.setattr(S3Session, "__init__", lambda *_: go_on.wait(60) and None)
+
+    def hang(*_: object) -> None:
+        go_on.wait(60)
+
+    monkeypatch.setattr(S3Session, "__init__", hang)
     (tmp_path / "config").write_text("[profile q]\ncredential_process = true\n")
     (tmp_path / "credentials").write_text("[p]\naws_access_key_id = a\naws_secret_access_key = b\n")
     for profile, says in ((None, "clients were not made"), ("p", "clients were not made"), ("q", "credential chain")):
@@ -161,11 +165,16 @@ def test_busy_machine_is_not_called_a_hung_chain(
 def test_server_that_wants_virtual_hosts_is_told(
     options: S3Options, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forbidden = http_faults.error(403, "SecondLevelDomainForbidden")
+    forbidden = tiny_s3.error(403, "SecondLevelDomainForbidden")
     monkeypatch.setitem(http_faults._INSTEAD, Fault.ACCESS_DENIED, forbidden)
     server.inject(Fault.ACCESS_DENIED)
     store = S3Store(options)
-    for call in (store.check, lambda: store.size("a"), lambda: store.put("a", as_parts(DATA))):
+    calls: list[Callable[[], object]] = [
+        store.check,
+        lambda: store.size("a"),
+        lambda: store.put("a", as_parts(DATA)),
+    ]
+    for call in calls:
         with pytest.raises(StoreConfigError, match=r"^addressing_style: .*set addressing_style: virtual"):
             call()
     store.close()

@@ -17,7 +17,7 @@ _PROFILE_VARIABLES: Final = ("AWS_DEFAULT_PROFILE", "AWS_PROFILE")  # botocore l
 _PROFILES_MAX: Final = 32  # of a chain of source_profile, which may be a circle
 
 #: Field of the credentials -> its variables, its key in a file, its key in what credential_process prints.
-_NAMES: Final = {
+_NAMES: Final[dict[str, tuple[tuple[str, ...], str, str]]] = {
     "access_key": ((EnvProvider.ACCESS_KEY,), "aws_access_key_id", "AccessKeyId"),
     "secret_key": ((EnvProvider.SECRET_KEY,), "aws_secret_access_key", "SecretAccessKey"),
     "token": (tuple(EnvProvider.TOKENS), "aws_session_token", "SessionToken"),

@@ -110,17 +110,21 @@ def is_of_s3(error: boto_errors.ClientError) -> bool:
 def _is_of_connection(error: Exception) -> bool:
     """Whether a connection failed; botocore has one class for whatever else its HTTP client raises."""
     if type(error) is boto_errors.HTTPClientError:
-        return isinstance(error.kwargs.get("error"), (OSError, HTTPError, HTTPException))
+        return isinstance(_cause_of(error), (OSError, HTTPError, HTTPException))
     return isinstance(
         error, (boto_errors.ConnectionError, boto_errors.HTTPClientError, boto_errors.IncompleteReadError)
     )
+
+
+def _cause_of(error: Exception) -> object:
+    return getattr(error, "kwargs", {}).get("error")
 
 
 def _text_of(error: boto_errors.BotoCoreError) -> str:
     """botocore's own words, on one line, without a login in a URL."""
     if isinstance(error, boto_errors.HTTPClientError):
         # Its cause may quote a header, such as the session token.
-        return f"its HTTP client cannot send the request ({type(error.kwargs.get('error')).__name__})"
+        return f"its HTTP client cannot send the request ({type(_cause_of(error)).__name__})"
     text = without_keys(printable(" ".join(str(error).split())))
     return _LOGIN.sub("//", text)[:TEXT_LENGTH_MAX]
 
