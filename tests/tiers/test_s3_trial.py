@@ -14,7 +14,7 @@ from tests.certificate import make_certificate
 from tests.s3_clients import CLIENTS, READERS, choose
 from tests.tiers.test_s3_config import _credentials as _credentials  # an autouse fixture
 from tests.tiers.test_s3_config import serve_by_tls
-from tiers.config import DeploymentConfig
+from tiers.config import parse_config
 from tiers.errors import StoreConfigError, StoreError, StoreTimeoutError
 from tiers.stores.s3 import S3Store
 from tiers.stores.s3_obstore import DIRECT_BYTES_MIN
@@ -24,7 +24,6 @@ from tiers.stores.s3_trial import TRIAL_FOLDER
 from tiers.testing import http_faults, tiny_s3
 from tiers.testing.contract import as_parts, fetch
 from tiers.testing.http_faults import Fault, HttpFaultServer
-from tiers.tier_config import S3TierConfig
 
 DATA = bytes(range(256))
 
@@ -75,8 +74,8 @@ def test_step_that_fails_is_named_and_nothing_stays(
     store.check()
     with pytest.raises(StoreError, match=rf"^secret: these credentials may not do this.*in the trial's {step}"):
         store.try_out(read_only=False)
-    tier = S3TierConfig(bucket="bucket", endpoint_url=server.endpoint_url, client=options.client, retries=0)
-    found = find_problems(DeploymentConfig.model_validate({"region": {"size": "64MiB"}, "tiers": [tier.model_dump()]}))
+    tier = {"type": "s3", "bucket": "bucket", "endpoint_url": server.endpoint_url, "client": options.client}
+    found = find_problems(parse_config({"region": {"size": "1MiB"}, "tiers": [tier]}))
     assert [problem for problem in found if "these credentials may not do this" in problem]
     if method != "DELETE":
         assert list(store.keys()) == []

@@ -40,9 +40,8 @@ _OF_BOTO3: Final = frozenset(
 def hidden_from_obstore() -> Iterator[None]:
     """Hide ``AWS_…`` variables that boto3 does not read. ``os.environ`` stays as it is; most have none of these."""
     with _lock:
-        hidden = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
-        for name in _OF_BOTO3:
-            hidden.pop(name, None)
+        names = [name for name in os.environ if name.startswith("AWS_") and name not in _OF_BOTO3]
+        hidden = {name: value for name in names if (value := os.environ.get(name)) is not None}
         try:
             for name in hidden:
                 os.unsetenv(name)

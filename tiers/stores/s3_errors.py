@@ -53,7 +53,10 @@ class DigestRefusedError(StoreUnavailableError):
 
 
 class MissingHeaderError(StoreUnavailableError):
-    """The answer lacks a header that S3 sends: a page, or the work of a proxy. The same call gets the same answer."""
+    """The answer lacks a header that S3 sends: a page, or the work of a proxy. The same call gets the same answer.
+
+    (A worker process reports it as StoreUnavailableError, after its own attempts.)
+    """
 
     retryable = False
 
