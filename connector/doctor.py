@@ -278,7 +278,8 @@ def _bucket(where: str, tier: S3TierConfig) -> Iterator[Finding]:
 def _checksum(where: str, tier: S3TierConfig, *, refused: bool) -> Finding:
     if refused:
         return Finding(
-            "note", where, "checksums", f"the server refuses {tier.checksum}; payloads are signed instead",
+            "note", where, "checksums",
+            f"the server refuses {tier.checksum} or unsigned payloads; payloads are signed instead",
             "checksum: none saves one refused request at each start; or update the server",
         )  # fmt: skip
     return Finding("ok", where, "checksums", f"{tier.checksum} is taken")

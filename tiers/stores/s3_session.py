@@ -70,7 +70,8 @@ class S3Session:
             source.check_region(self.region)
             chain = self._find_credentials(botocore_session)
             if chain is not None:
-                source.refuse_mfa(botocore_session, chain)
+                if options.role_arn is None:
+                    source.refuse_mfa(botocore_session, chain)
                 self._credentials = ChainCredentials(
                     chain, self.translate, options.attempt_timeout_s, check=source.check
                 )
@@ -184,6 +185,8 @@ class S3Session:
             chain = self._find_credentials(session)
             if chain is not None:
                 source.refuse_mfa(session, chain)
+                if not hasattr(chain, "refresh_needed"):  # static ones; others are not asked for before STS is
+                    source.check(chain.get_frozen_credentials(), chain.method)
             session.register_component("credential_provider", _Fixed(chain))
             region = options.region or session.get_config_variable("region") or DEFAULT_REGION
             source.check_region(region)
