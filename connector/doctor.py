@@ -1,8 +1,8 @@
 """``kvtiers doctor``: what a deployment needs of this machine and its storage, looked at for real; each finding with
 its fix.
 
-``kvtiers check`` says whether a configuration makes sense and touches next to nothing; this tries things out: it makes
-the root folders as an engine would, and writes and removes small blobs in each tier.
+``kvtiers check`` says whether a configuration makes sense, and of S3 whether each client can move bytes. This tries
+everything out: it makes the root folders as an engine would, and writes and removes small blobs in each tier.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ def _bucket(where: str, tier: S3TierConfig) -> Iterator[Finding]:
     from tiers.stores.s3 import S3Store
 
     with closing(S3Store(tier.store_options())) as store:
-        store.check()
+        store.try_out(read_only=tier.read_only)
         try:
             keeps_versions = store.keeps_versions(block_beginnings(store.folders()))
         except StoreError:  # no right to ask, which a tier does not need, or a server without versions
@@ -278,7 +278,8 @@ def _bucket(where: str, tier: S3TierConfig) -> Iterator[Finding]:
 def _checksum(where: str, tier: S3TierConfig, *, refused: bool) -> Finding:
     if refused:
         return Finding(
-            "note", where, "checksums", f"the server refuses {tier.checksum}; payloads are signed instead",
+            "note", where, "checksums",
+            f"the server refuses {tier.checksum} or unsigned payloads; payloads are signed instead",
             "checksum: none saves one refused request at each start; or update the server",
         )  # fmt: skip
     return Finding("ok", where, "checksums", f"{tier.checksum} is taken")

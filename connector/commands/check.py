@@ -145,7 +145,7 @@ def _bucket_problems(tier: S3TierConfig) -> list[str]:
 
     try:
         with closing(S3Store(tier.store_options())) as store:
-            store.check()
+            store.try_out(read_only=tier.read_only)
     except StoreError as e:
         return [str(e)]
     return []

@@ -34,6 +34,7 @@ from tiers.errors import (
     StoreError,
     StoreFullError,
     StorePermissionError,
+    StoreThrottledError,
     StoreTimeoutError,
     StoreUnavailableError,
 )
@@ -42,6 +43,7 @@ from tiers.store import Store, SupportsSizeMany, SupportsTail
 from tiers.stores.fsspec import FsspecStore
 from tiers.stores.fsspec_driver import check_drivers, lists_trees, mtime_of
 from tiers.stores.local import LocalStore
+from tiers.testing import http_faults, tiny_s3
 from tiers.testing.contract import StoreContract, as_parts, fetch, list_keys
 from tiers.testing.http_faults import Fault, HttpFaultServer
 from tiers.testing.servers import S3Server
@@ -704,3 +706,88 @@ def test_store_works_in_a_forked_child(s3: FsspecStore) -> None:
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
     assert fetch(s3, "b", 14) == b"from the child"
+
+
+# -- what an operator gets wrong, and what drivers tell ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("s3//bucket/x", "gs:bucket/x", "s3:/bucket/x", "s3:", "bucket/x", "kv", "", "://bucket/x", "memory"),
+        *("zip://a::s3//bucket/x", "gs:bucket::s3://bucket/x", "~/kv", "./kv"),
+        *("file://kv", "file://./kv", "local://kv", "zip://a::file://kv.zip"),
+    ],
+)
+def test_url_that_is_none_is_refused(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fsspec takes it for a path, and writes into the working directory."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(StoreConfigError):
+        check_drivers(url)
+    with pytest.raises(StoreConfigError):
+        FsspecStore(url)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_path_of_a_local_folder_may_have_no_protocol(tmp_path: Path) -> None:
+    FsspecStore(f"{tmp_path}/kv").put("a", as_parts(b"1"))
+    assert (tmp_path / "kv" / "a").read_bytes() == b"1"
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "expected"),
+    [
+        (411, "MissingContentLength", StoreConfigError),
+        (400, "InvalidRequest", StoreConfigError),
+        (400, "XAmzContentSHA256Mismatch", StoreUnavailableError),
+        (501, "NotImplemented", StoreConfigError),
+        (503, "SlowDown", StoreThrottledError),
+    ],
+)
+def test_what_an_s3_server_refuses_is_told_with_its_code(
+    monkeypatch: pytest.MonkeyPatch, status: int, code: str, expected: type[StoreError]
+) -> None:
+    """An old server's refusal of the checksums that s3fs sends was an OSError (EINVAL), and retried."""
+    monkeypatch.setitem(http_faults._INSTEAD, Fault.INTERNAL_ERROR, tiny_s3.error(status, code))
+    with HttpFaultServer() as server:
+        access = {"key": "k", "secret": SECRET, "endpoint_url": server.endpoint_url}
+        retries = {"config_kwargs": {"retries": {"total_max_attempts": 1}}}
+        store = FsspecStore("s3://bucket", {**access, **retries})
+        server.inject(Fault.INTERNAL_ERROR, methods=("PUT",))
+        with pytest.raises(expected, match=rf"{code}, HTTP {status}") as caught:
+            store.put("a", as_parts(b"1"), overwrite=True)
+        assert caught.value.retryable == (expected is not StoreConfigError)
+        assert ("request_checksum_calculation: when_required" in str(caught.value)) == (not caught.value.retryable)
+        assert SECRET not in "".join(traceback.format_exception(caught.value))
+
+
+def test_drivers_log_nothing_at_debug(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not fsspec, not a driver, not a library that a driver uses; whenever their loggers are made."""
+    (tmp_path / "kvtiers_test_library.py").write_text("")
+    (tmp_path / "kvtiers_test_driver.py").write_text(
+        "import logging\n"
+        "import kvtiers_test_library\n"
+        "from fsspec.implementations.memory import MemoryFileSystem\n"
+        "logger = logging.getLogger(__name__ + '.inner')\n"
+        "logger.setLevel(logging.DEBUG)\n"
+        "class Driver(MemoryFileSystem):\n"
+        "    protocol = 'talkative'\n"
+        "    def __init__(self, *args, **options):\n"
+        "        logger.debug('connecting with %s', options)\n"
+        "        super().__init__(*args, **options)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    fsspec.register_implementation("talkative", "kvtiers_test_driver.Driver", clobber=True)
+    caplog.set_level(logging.DEBUG)
+    FsspecStore("talkative://kv", {"password": SECRET})
+    for name in ("fsspec", "fsspec.memory", "kvtiers_test_driver", "kvtiers_test_library.http", "s3fs", "urllib3"):
+        logging.getLogger(name).debug(SECRET)
+    assert SECRET not in caplog.text
+
+
+def test_loggers_of_what_a_driver_requires_are_capped() -> None:
+    check_drivers("s3://bucket")
+    for name in ("aiohttp.client", "aiobotocore", "yarl", "fsspec.asyn"):
+        assert not logging.getLogger(name).isEnabledFor(logging.DEBUG)

@@ -54,7 +54,7 @@ from tiers.stores.s3_errors import CredentialsExpiredError, CredentialsRefusedEr
 from tiers.stores.s3_obstore import ObstoreClient
 from tiers.stores.s3_options import S3Options, check_endpoint
 from tiers.stores.s3_session import S3Session
-from tiers.testing import http_faults
+from tiers.testing import http_faults, tiny_s3
 from tiers.testing.contract import as_parts, fetch
 from tiers.testing.http_faults import Fault, HttpFaultServer
 from tiers.testing.tiny_s3 import Answer, Request
@@ -806,7 +806,8 @@ def test_certificate_that_obstore_alone_refuses(
     options: S3Options, certificate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tiers.stores.s3_session._read_ca_bundle", lambda _: b"hello")
-    store = S3Store(replace(options, client="obstore", ca_bundle=str(certificate / "ca.pem")))
+    url = "https://storage.example"
+    store = S3Store(replace(options, client="obstore", endpoint_url=url, ca_bundle=str(certificate / "ca.pem")))
     with pytest.raises(StoreConfigError, match=r"^ca_bundle: .* is not taken by obstore; set client: boto3"):
         store.size("a")
 
@@ -936,15 +937,79 @@ def test_checksum_that_a_clone_refuses_is_left_out_from_then_on(
     for key in ("a", "b", "c"):
         store.put(key, as_parts(DATA))
         assert server.get_object("bucket", key) == DATA
-    assert len(server.requests("PUT")) == 4  # one of them refused
+    assert len(server.requests("PUT")) == 5  # two of them refused
     assert server.requests("PUT")[-1].headers["x-amz-content-sha256"] == hashlib.sha256(DATA).hexdigest()
     assert [record.getMessage() for record in caplog.records if "refuses crc64nvme" in record.getMessage()] == [
         f"{store!r}: the server refuses crc64nvme; payloads are signed instead"
     ]
 
 
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [
+        (403, "AccessDenied"),
+        (403, ""),
+        (403, "SignatureDoesNotMatch"),
+        (400, "InvalidRequest"),
+        (501, "NotImplemented"),
+        (400, "XAmzContentSHA256Mismatch"),
+    ],
+)
+def test_unsigned_payloads_that_are_refused_are_signed_from_then_on(
+    options: S3Options,
+    server: HttpFaultServer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    status: int,
+    code: str,
+) -> None:
+    """By a bucket's policy, or a server that cannot verify them."""
+    monkeypatch.setitem(http_faults._INSTEAD, Fault.REFUSE_UNSIGNED, tiny_s3.error(status, code))
+    server.inject(Fault.REFUSE_UNSIGNED)
+    store = S3Store(options)
+    for key in ("a", "b", "c"):
+        assert store.put(key, as_parts(DATA)) is True
+        assert server.get_object("bucket", key) == DATA
+    assert fetch(store, "a", len(DATA)) == DATA
+    assert (store.size("a"), len(list(store.keys()))) == (len(DATA), 3)
+    assert store.delete_many(["b", "c"]) == [None, None]
+    store.delete("a")
+    assert server.struck[Fault.REFUSE_UNSIGNED] == 1
+    assert len(server.requests("PUT")) == 4
+    last = server.requests("PUT")[-1].headers
+    assert last["x-amz-content-sha256"] == hashlib.sha256(DATA).hexdigest()
+    assert base64.b64decode(last["x-amz-checksum-sha256"]) == hashlib.sha256(DATA).digest()
+    assert caplog.text.count("refuses crc64nvme with unsigned payloads; payloads are signed instead") == 1
+    store.close()
+
+
+@pytest.mark.parametrize("checksum", ["none", "crc64nvme"])
+@pytest.mark.parametrize("unsigned", [True, False], ids=["unsigned", "no unsigned"])
+def test_bucket_with_object_lock_gets_a_checksum(
+    options: S3Options, server: HttpFaultServer, checksum: Any, unsigned: bool
+) -> None:
+    server.inject(Fault.WANT_CHECKSUM)
+    if not unsigned:
+        server.inject(Fault.REFUSE_UNSIGNED)
+    store = S3Store(replace(options, checksum=checksum))
+    for key in ("a", "b"):
+        assert store.put(key, as_parts(DATA)) is True
+    assert sum(server.struck.values()) == (checksum == "none" or not unsigned)
+    store.close()
+
+
+def test_put_that_may_not_be_made_is_told_by_its_first_refusal(options: S3Options, server: HttpFaultServer) -> None:
+    server.inject(Fault.ACCESS_DENIED, methods=("PUT",))
+    store = S3Store(options)
+    with pytest.raises(StorePermissionError, match="AccessDenied, HTTP 403"):
+        store.put("a", as_parts(DATA))
+    assert len(server.requests("PUT")) == 2  # the second one has a signed payload
+    assert not store.checksum_refused
+    store.close()
+
+
 def test_refusal_for_another_reason_does_not_drop_the_checksum(options: S3Options, server: HttpFaultServer) -> None:
-    server.inject(Fault.NOT_IMPLEMENTED, methods=("PUT",), times=4)
+    server.inject(Fault.NOT_IMPLEMENTED, methods=("PUT",), times=6)
     store = S3Store(options)
     with pytest.raises(StoreConfigError, match="NotImplemented, HTTP 501"):
         store.put("a", as_parts(DATA))

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
+import sys
+from importlib import metadata
+from types import ModuleType
 from typing import Final
 
 # At DEBUG they log what they send: headers with signatures and session tokens, canonical requests, URLs with both.
@@ -13,15 +17,18 @@ CHATTY: Final = frozenset(["aiobotocore", "aiohttp", "boto3", "botocore", "s3fs"
 TELLTALE: Final = ("aiobotocore.credentials", "aiobotocore.tokens", "botocore.credentials", "botocore.tokens")
 
 
-def cap_chatty_loggers() -> None:
-    """Let the AWS libraries' loggers, and those below them, never log at DEBUG, whatever the root logger does later.
+def cap_chatty_loggers(packages: frozenset[str] = CHATTY) -> None:
+    """Let the loggers of packages, and those below them, never log at DEBUG, whatever the root logger does later.
 
-    A logger that is quieter stays as it is. What they say of credentials is logged without its exception.
+    A logger that is quieter stays as it is. What the AWS libraries say of credentials is logged without its exception.
+
+    Args:
+        packages: by the first part of their names.
     """
-    for name in (*CHATTY, *logging.root.manager.loggerDict):
-        if name.partition(".")[0] in CHATTY:
+    for name in (*packages, *logging.root.manager.loggerDict):
+        if name.partition(".")[0] in packages:
             logger = logging.getLogger(name)
-            if name in CHATTY or logger.level != logging.NOTSET:
+            if name in packages or logger.level != logging.NOTSET:
                 logger.setLevel(max(logging.INFO, logger.getEffectiveLevel()))
     for name in TELLTALE:
         logging.getLogger(name).addFilter(_without_exception)  # once: a filter that is there is not added again
@@ -30,3 +37,44 @@ def cap_chatty_loggers() -> None:
 def _without_exception(record: logging.LogRecord) -> bool:
     record.exc_info = record.exc_text = None
     return True
+
+
+def cap_loggers_of(driver: type) -> None:
+    """Cap the loggers of an fsspec driver, and of every package that it and its distribution use."""
+    module = sys.modules.get(driver.__module__)
+    used = {driver.__module__, *(_module_of(value) for value in vars(module).values())} if module else set()
+    packages = {name.partition(".")[0] for name in used} - sys.stdlib_module_names - {""}
+    packages -= {"tiers", "connector"}
+    for package in tuple(packages):
+        packages |= _required_by(package)
+    cap_chatty_loggers(frozenset(packages | {"fsspec"} | CHATTY))
+
+
+def _module_of(value: object) -> str:
+    name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+    return name if isinstance(name, str) else ""
+
+
+def _required_by(package: str) -> set[str]:
+    """The packages of a package's distribution and of all that it requires, without extras."""
+    found: set[str] = set()
+    seen: set[str] = set()
+    waiting = [package]
+    while waiting:
+        name = waiting.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        try:
+            installed = metadata.distribution(name)
+        except metadata.PackageNotFoundError:
+            if name == package:  # its distribution has another name
+                waiting += metadata.packages_distributions().get(name, ())
+            continue
+        found |= {path.parts[0] for path in installed.files or () if path.suffix == ".py" and len(path.parts) > 1}
+        required = [line for line in installed.requires or () if "extra ==" not in line]
+        waiting += [match[0] for line in required if (match := _REQUIRED.match(line))]
+    return {name for name in found if name.isidentifier()} - sys.stdlib_module_names
+
+
+_REQUIRED: Final = re.compile(r"[A-Za-z0-9._-]+")

@@ -16,9 +16,12 @@ from tiers.errors import (
     StorePermissionError,
     StoreTimeoutError,
     StoreUnavailableError,
+    public_url,
 )
 from tiers.plain_logs import get_logger
 from tiers.posix import store_error
+from tiers.stores.chatty_loggers import cap_loggers_of
+from tiers.stores.s3_errors import Place, RequestRefusedError, server_error
 
 logger = get_logger(__name__)
 
@@ -165,12 +168,36 @@ def translate(error: Exception, key: str) -> StoreError:
         return StorePermissionError(f"the driver got no access ({name}); check its storage_options", key=key)
     if isinstance(error, FileNotFoundError) or status in _ABSENT_STATUSES:
         return BlobNotFoundError("not stored", key=key)
+    answer = _answer_of_s3(error)
+    if answer is not None:
+        return _refusal_of_s3(*answer, key)
     if isinstance(error, OSError):
         # Without its text, which may have a URL with a signature.
         return store_error(OSError(error.errno or 0, name), key)
     if isinstance(error, (ValueError, TypeError, NotImplementedError)):
         return StoreConfigError(f"the driver does not do this ({name})", key=key)
     return StoreUnavailableError(f"the driver failed ({name})", key=key)
+
+
+def _answer_of_s3(error: Exception) -> tuple[int, str] | None:
+    """Status and code of an S3 server's answer, which s3fs makes an OSError of; None: there was no answer."""
+    response = getattr(error.__cause__ or error, "response", None)
+    if not isinstance(response, Mapping):
+        return None
+    status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    code = response.get("Error", {}).get("Code")
+    return (status, code if isinstance(code, str) and not code.isdigit() else "") if isinstance(status, int) else None
+
+
+def _refusal_of_s3(status: int, code: str, key: str) -> StoreError:
+    error = server_error(status, code, place=Place("the bucket of the URL", "this region", "the endpoint"))
+    hint = ""
+    if isinstance(error, RequestRefusedError):
+        hint = (
+            "; where an older server knows no checksums, set storage_options: {config_kwargs: "
+            "{request_checksum_calculation: when_required}}"
+        )
+    return type(error)(f"{error}{hint}", key=key)
 
 
 def _behind_not_found(error: Exception) -> Exception:
@@ -188,8 +215,11 @@ def _behind_not_found(error: Exception) -> Exception:
 def check_drivers(url: str) -> None:
     """Import the drivers that fsspec uses for a URL and all that it is chained of. No storage is asked.
 
+    Their loggers are capped: at DEBUG drivers log URLs, with the passwords in them.
+
     Raises:
-        StoreConfigError: fsspec or a driver is not installed, there is none for a protocol, or it is ``REFUSED``.
+        StoreConfigError: fsspec or a driver is not installed, there is none for a protocol, it is ``REFUSED``, or the
+            URL is none: fsspec would take it for a file's path in the working directory.
     """
     try:
         from fsspec.core import get_filesystem_class
@@ -198,11 +228,15 @@ def check_drivers(url: str) -> None:
     links = url.split("::")
     protocols = []
     for link in links:
-        protocol, has_path, _ = link.partition("://")
-        if not has_path and (len(links) == 1 or not link.isalpha()):
-            continue  # a plain path
+        protocol, has_path, path = link.partition("://")
+        if not has_path and link.startswith("/"):
+            continue  # of a local file
+        if (not has_path or not protocol) and (link is links[-1] or not link.isalnum()):
+            raise StoreConfigError(f"{public_url(link)!r} is not a URL; write protocol://bucket/folder")
+        if protocol in LOCAL and has_path and not path.startswith("/"):
+            raise StoreConfigError(f"{public_url(link)!r} is below the working directory; write {protocol}:///folder")
         try:
-            get_filesystem_class(protocol)
+            cap_loggers_of(get_filesystem_class(protocol))
         except ImportError as e:
             text = f"{protocol}://: the driver is not installed: pip install {missing_package(e)}"
             raise StoreConfigError(text) from None

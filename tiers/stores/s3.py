@@ -29,6 +29,7 @@ from tiers.stores.s3_errors import (
     BareRefusalError,
     CredentialsLateError,
     CredentialsRefusedError,
+    MissingHeaderError,
     Place,
     RequestRefusedError,
     VagueRefusalError,
@@ -36,6 +37,8 @@ from tiers.stores.s3_errors import (
 )
 from tiers.stores.s3_lookup import Answers, Lookups
 from tiers.stores.s3_options import S3Options
+from tiers.stores.s3_put_form import REFUSALS, PutForm, forms_of, may_be_of_the_form, refusal_in_words
+from tiers.stores.s3_trial import try_each_client
 from tiers.stores.watchdog import begin
 from tiers.vectored_io import look_at
 
@@ -44,14 +47,15 @@ __all__ = ["S3Options", "S3Store"]
 logger = get_logger(__name__)
 
 CHECK_S_MAX: Final = 3.0  # `kvtiers check` answers within 5 s, imports included
+TRY_S_MAX: Final = 5.0  # where the bucket has answered
 
 
 class S3Store(Store):
     """Blobs in an S3 bucket.
 
     Any thread may call. The first call makes the clients, so that the constructor does no I/O. Three things change
-    once, and never back: ``_checksum_refused`` and ``_batches_refused`` to True, ``exclusive_create`` of
-    ``capabilities`` to False.
+    once, and never back: ``_forms`` loses what the server refuses, ``_batches_refused`` becomes True and
+    ``exclusive_create`` of ``capabilities`` False.
 
     Args:
         options: where and how.
@@ -72,7 +76,7 @@ class S3Store(Store):
     ) -> None:
         self.options = options
         self._clock = clock
-        self._checksum_refused = False
+        self._forms = forms_of(options.checksum)
         self._batches_refused = False
         self._lookups = Lookups(
             askers_max=options.max_connections, silence_s_max=options.request_timeout_s, clock=clock
@@ -248,10 +252,30 @@ class S3Store(Store):
             self._attempts.replace(process)
         raise error
 
+    def try_out(self, *, read_only: bool) -> None:
+        """``check``, and then a put, a get, a large get and a delete, so that each client moves bytes once.
+
+        The clients differ in what they read of certificates and in how they send checksums.
+
+        Args:
+            read_only: get what is absent instead.
+
+        Raises:
+            StoreError: as ``check``'s, within ``TRY_S_MAX`` more.
+        """
+        self.check()
+        tried = begin("kvtiers-s3-trial", lambda: try_each_client(self, read_only=read_only))
+        try:
+            tried.result(TRY_S_MAX)
+        except TimeoutError:
+            options = self.options
+            place = Place(options.bucket, options.region or "", options.endpoint_url or "the endpoint")
+            raise deadline_error(TRY_S_MAX, place) from None
+
     @property
     def checksum_refused(self) -> bool:
         """Whether the server has refused a put for its ``checksum``; payloads are signed since."""
-        return self._checksum_refused
+        return self.options.checksum != "none" and self._forms[0] is not PutForm.CHECKED
 
     def folders(self) -> list[str]:
         """The first components of all keys; costs a request per 1,000 of them.
@@ -310,28 +334,42 @@ class S3Store(Store):
         return names
 
     def _put(self, key: str, plain: list[memoryview], latest_start: float, *, create: bool) -> bool:
-        name = self._name(key)
-
-        def put(*, checked: bool) -> bool:
-            return self._attempts.run(
-                key, lambda clients: clients.data.put(name, plain, create=create, checked=checked), latest_start
-            )
-
-        checked = self.options.checksum != "none" and not self._checksum_refused
-        try:
-            return put(checked=checked)
-        except RequestRefusedError as e:
-            refused = e.with_traceback(None)
-        if checked and self._clock() <= latest_start:
-            with contextlib.suppress(RequestRefusedError):  # the checksum was not the reason, then
-                published = put(checked=False)
-                if not isinstance(refused, VagueRefusalError) and not self._checksum_refused:
-                    self._checksum_refused = True
-                    logger.warning(
-                        "%r: the server refuses %s; payloads are signed instead", self, self.options.checksum
-                    )
-                return published
+        forms = self._forms
+        refused: StoreError | None = None
+        for form in forms:
+            try:
+                published = self._put_as(form, key, plain, latest_start, create=create)
+            except REFUSALS as e:
+                refused = refused or e.with_traceback(None)
+                if self._clock() > latest_start or not may_be_of_the_form(e, form):
+                    break
+                continue
+            if refused is not None and not isinstance(refused, VagueRefusalError) and self._forms is forms:
+                self._forms = forms[forms.index(form) :]
+                logger.warning("%r: %s", self, refusal_in_words(refused, forms[0], form, self.options.checksum))
+            return published
+        assert refused is not None
         raise refused
+
+    def _put_as(self, form: PutForm, key: str, plain: list[memoryview], latest_start: float, *, create: bool) -> bool:
+        name = self._name(key)
+        try:
+            return self._attempts.run(
+                key, lambda clients: clients.data.put(name, plain, create=create, form=form), latest_start
+            )
+        except MissingHeaderError as e:
+            missing = e.with_traceback(None)
+        if self._is_listed(name, parts_size(plain), latest_start):
+            return True
+        raise missing
+
+    def _is_listed(self, name: str, size: int, latest_start: float) -> bool:
+        """Whether an object is there, by the listing: the answer to a put may lack what proves it."""
+        try:
+            found, _ = self._attempts.run("", lambda clients: clients.control.list_page(name), latest_start)
+        except StoreError:
+            return False
+        return bool(found) and (found[0].key, found[0].size) == (name, size)
 
     def _list_page(self, prefix: str, token: str) -> tuple[list[KeyInfo], str]:
         return self._attempts.run("", lambda clients: clients.control.list_page(prefix, token=token))

@@ -32,8 +32,9 @@ from tiers.store import Look, parts_size
 from tiers.stores.s3_boto_errors import BOTO_ERRORS, is_of_s3
 from tiers.stores.s3_control import S3Control
 from tiers.stores.s3_direct import fill
-from tiers.stores.s3_errors import connection_error, deadline_error, without_absence
+from tiers.stores.s3_errors import connection_error, deadline_error, missing_header, without_absence
 from tiers.stores.s3_options import S3Options
+from tiers.stores.s3_put_form import PutForm
 from tiers.stores.s3_session import S3Session
 from tiers.stores.watchdog import Watchdog
 from tiers.vectored_io import look_at
@@ -58,7 +59,7 @@ class Boto3Client:
         self._options = session.options
         self._clock = clock
         self._checksum = _checksum(session.options)
-        self._signing = session.client if self._checksum is None else session.make_client(sign_payload=True)
+        self._unsigned = session.client if self._checksum is None else session.make_client(sign_payload=False)
         self._watchdog = Watchdog(session.options.attempt_timeout_s, clock)
         self._put_arguments = {
             name: value
@@ -70,16 +71,18 @@ class Boto3Client:
             if value is not None
         }
 
-    def put(self, key: str, parts: Sequence[memoryview], *, create: bool, checked: bool) -> bool:
+    def put(self, key: str, parts: Sequence[memoryview], *, create: bool, form: PutForm) -> bool:
         """Put an object; with ``create`` only if there is none. False: there is one."""
         arguments = dict(self._put_arguments)
         if create:
             arguments["IfNoneMatch"] = "*"
-        client = self._signing
-        if checked and self._checksum is not None:
-            client = self._client
-            name, compute = self._checksum
+        client = self._client
+        proof = self._checksum if form is PutForm.CHECKED else _SHA256 if form is PutForm.SIGNED else None
+        if proof is not None:
+            name, compute = proof
             arguments[name] = base64.b64encode(compute(parts)).decode()
+        if form is PutForm.CHECKED:
+            client = self._unsigned
         body = _Body(parts, self._clock, self._clock() + self._options.attempt_timeout_s)
         try:
             answer = client.put_object(Bucket=self._options.bucket, Key=key, Body=body, **arguments)
@@ -120,7 +123,7 @@ class Boto3Client:
         self._read_body(answer, [memoryview(tail)] if tail else [], len(tail), started)
         size = str(answer.get("ContentRange", len(tail))).rpartition("/")[2]
         if not size.isdecimal():  # "*"
-            raise connection_error(self._session.place)
+            raise missing_header("Content-Range", self._session.place)
         return int(size), bytes(tail)
 
     def size(self, key: str) -> int | None:
@@ -133,7 +136,7 @@ class Boto3Client:
         self._raise_unless_object(answer)
         size = answer.get("ContentLength")
         if size is None:  # a proxy that compresses, say
-            raise connection_error(self._session.place)
+            raise missing_header("Content-Length", self._session.place)
         return int(size)
 
     def list_sizes(self, folder: str, after: str) -> tuple[list[tuple[str, int]], bool]:
@@ -144,7 +147,7 @@ class Boto3Client:
     def close(self) -> None:
         """End the watchdog and close what is not the session's."""
         self._watchdog.close()
-        self._signing.close()
+        self._unsigned.close()
 
     def _read_body(self, answer: Mapping[str, Any], parts: Sequence[memoryview], size: int, started: float) -> None:
         announced = answer.get("ContentLength")
@@ -153,15 +156,15 @@ class Boto3Client:
             with answer["Body"] as raw:
                 if announced is not None and announced != size:
                     raise BlobCorruptError(f"{announced} bytes are stored, {size} were asked for")
-                if announced is not None:
-                    # urllib3's private name for http.client's response; without it, reading is only slower.
-                    source = getattr(raw, "_original_response", None) or raw
-                    with self._watchdog.guard(partial(_shut, raw), started + self._options.attempt_timeout_s):
-                        for part in parts:
-                            fill(source, part)
-                    complete = True
-                if complete:
-                    raw.release_conn()  # else the with statement closes it
+                if announced is None:
+                    raise missing_header("Content-Length", self._session.place)
+                # urllib3's private name for http.client's response; without it, reading is only slower.
+                source = getattr(raw, "_original_response", None) or raw
+                with self._watchdog.guard(partial(_shut, raw), started + self._options.attempt_timeout_s):
+                    for part in parts:
+                        fill(source, part)
+                complete = True
+                raw.release_conn()  # else the with statement closes it
         except _BODY_ERRORS:
             complete = False
         # A body that is late is not to be trusted, even if it is complete: shutting a TLS socket ends its decryption
@@ -176,7 +179,7 @@ class Boto3Client:
         if "ETag" not in answer:
             if "Body" in answer:
                 answer["Body"].close()
-            raise connection_error(self._session.place)
+            raise missing_header("ETag", self._session.place)
 
     def _raise_unless_absent(self, error: Exception) -> None:
         translated = self._session.translate(error)
@@ -236,7 +239,7 @@ def _checksum(options: S3Options) -> tuple[str, Callable[[Sequence[memoryview]],
     if options.checksum == "none":
         return None
     if options.checksum == "sha256":
-        return "ChecksumSHA256", _sha256
+        return _SHA256
     try:
         checksums = importlib.import_module("awscrt.checksums")
     except ImportError:
@@ -262,3 +265,6 @@ def _sha256(parts: Sequence[memoryview]) -> bytes:
     for part in parts:
         digest.update(part)
     return digest.digest()
+
+
+_SHA256 = ("ChecksumSHA256", _sha256)

@@ -6,11 +6,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from http import HTTPStatus
+from http.client import HTTPException
 from typing import Any
 from urllib.parse import urlsplit
 
 from botocore import exceptions as boto_errors
 from botocore.parsers import ResponseParserError
+from urllib3.exceptions import HTTPError
 
 from tiers.errors import (
     StoreConfigError,
@@ -18,6 +20,8 @@ from tiers.errors import (
     StorePermissionError,
     StoreThrottledError,
     StoreUnavailableError,
+    printable,
+    without_keys,
 )
 from tiers.stores.s3_errors import (
     CODES,
@@ -27,6 +31,7 @@ from tiers.stores.s3_errors import (
     connection_error,
     deadline_error,
     server_error,
+    tls_error,
 )
 
 #: Everything that a call of boto3 raises when something outside of this process is wrong. From its credential chain
@@ -64,20 +69,27 @@ def translate(error: Exception, place: Place, timeout_s: float) -> StoreError:
         return server_error(status, code, place=place, location=headers.get("location", ""))
     place = _place_of(error, place)
     if isinstance(error, boto_errors.SSLError):
-        hint = next((hint for part, hint in _TLS_ERRORS if part in str(error)), _UNTRUSTED)
-        return StoreConfigError(hint.format(place.endpoint_url))
+        return tls_error(str(error), place)
     if isinstance(error, (boto_errors.ConnectTimeoutError, boto_errors.ReadTimeoutError)):
         return deadline_error(timeout_s, place)
     for kinds, ours, hint in _UNANSWERED:
         if isinstance(error, kinds):
             return ours(hint.format(place.endpoint_url))
-    if isinstance(error, boto_errors.BotoCoreError):
+    if _is_of_connection(error):
         return connection_error(place)
+    if isinstance(error, boto_errors.PartialCredentialsError):
+        return StorePermissionError(f"secret: {_text_of(error)} ({place.config_source})")
+    if isinstance(error, boto_errors.BotoCoreError):
+        what = "profile" if isinstance(error, boto_errors.ProfileNotFound) else "boto3"
+        return StoreConfigError(f"{what}: {_text_of(error)} ({place.config_source})")
     if isinstance(error, RuntimeError):
         return CredentialsExpiredError("secret: what boto3's credential chain found anew has expired, too; renew it")
     if isinstance(error, OSError):
+        if error.filename is None:
+            return connection_error(place)
         return StorePermissionError(
-            "secret: boto3's credential chain misses a file: the web identity's token or credential_process"
+            f"secret: boto3's credential chain misses a file, {printable(str(error.filename))}: the web identity's "
+            f"token or credential_process ({place.config_source})"
         )
     return StorePermissionError(
         "secret: boto3's credential chain found what it cannot read; what does credential_process print?"
@@ -95,9 +107,32 @@ def is_of_s3(error: boto_errors.ClientError) -> bool:
     return _OF_S3.search(error.operation_name) is not None
 
 
+def _is_of_connection(error: Exception) -> bool:
+    """Whether a connection failed; botocore has one class for whatever else its HTTP client raises."""
+    if type(error) is boto_errors.HTTPClientError:
+        return isinstance(_cause_of(error), (OSError, HTTPError, HTTPException))
+    return isinstance(
+        error, (boto_errors.ConnectionError, boto_errors.HTTPClientError, boto_errors.IncompleteReadError)
+    )
+
+
+def _cause_of(error: Exception) -> object:
+    return getattr(error, "kwargs", {}).get("error")
+
+
+def _text_of(error: boto_errors.BotoCoreError) -> str:
+    """botocore's own words, on one line, without a login in a URL."""
+    if isinstance(error, boto_errors.HTTPClientError):
+        # Its cause may quote a header, such as the session token.
+        return f"its HTTP client cannot send the request ({type(_cause_of(error)).__name__})"
+    text = without_keys(printable(" ".join(str(error).split())))
+    return _LOGIN.sub("//", text)[:TEXT_LENGTH_MAX]
+
+
 def _place_of(error: Exception, place: Place) -> Place:
     """Where the request that failed was sent: the credential chain asks STS and others."""
-    asked = urlsplit(getattr(error, "kwargs", {}).get("endpoint_url") or "")
+    told = getattr(error, "kwargs", {})
+    asked = urlsplit(told.get("endpoint_url") or told.get("proxy_url") or "")
     own = urlsplit(place.endpoint_url).netloc
     host = asked.netloc.rpartition("@")[2]
     if not host or (own and host.endswith(own)):  # the bucket's name may stand before it
@@ -131,29 +166,20 @@ def _chain_error(error: boto_errors.ClientError, status: int, code: str, place: 
     return StoreUnavailableError(f"endpoint: {source} has a fault") if passes else StorePermissionError(refused)
 
 
+TEXT_LENGTH_MAX = 500
+_LOGIN = re.compile(r"//[^\s/]*@")
+
 _CLOCK_SAYS = ("Signature expired", "Signature not yet current")
 
 # Each operation that we or botocore ask S3 for has one of these in its name, and none that the credential chain does.
 _OF_S3 = re.compile("Object|Bucket|CreateSession")
 
-_UNTRUSTED = "endpoint: the certificate of {} is not trusted; set ca_bundle"
-_OTHER_NAME = "endpoint: the certificate of {} is for another name; correct endpoint_url"
-_NO_TLS = "endpoint: {} does not speak TLS; is it http there?"
-#: Part of the text -> what is wrong. OpenSSL's but for one.
-_TLS_ERRORS = (
-    ("WRONG_VERSION_NUMBER", _NO_TLS),
-    ("RECORD_LAYER_FAILURE", _NO_TLS),
-    ("doesn't match", _OTHER_NAME),  # urllib3's
-    ("certificate is not valid for", _OTHER_NAME),
-    ("certificate has expired", "endpoint: the certificate of {} has expired, or this machine's clock is wrong"),
-)
-
 #: botocore's exceptions without an answer from the server, most special first -> ours.
 _UNANSWERED: tuple[tuple[tuple[type[Exception], ...], type[StoreError], str], ...] = (
     (
-        (boto_errors.NoCredentialsError, boto_errors.PartialCredentialsError),
+        (boto_errors.NoCredentialsError,),
         StorePermissionError,
-        "secret: no complete credentials found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile",
+        "secret: no credentials found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile",
     ),
     (
         (
@@ -169,18 +195,6 @@ _UNANSWERED: tuple[tuple[tuple[type[Exception], ...], type[StoreError], str], ..
         (boto_errors.CredentialRetrievalError, boto_errors.MetadataRetrievalError, boto_errors.UnknownCredentialError),
         StorePermissionError,
         "secret: boto3's credential chain failed (credential_process or metadata); try `aws sts get-caller-identity`",
-    ),
-    ((boto_errors.ProfileNotFound,), StoreConfigError, "profile: ~/.aws/config has no such profile"),
-    (
-        (
-            boto_errors.ParamValidationError,
-            boto_errors.ValidationError,
-            boto_errors.ConfigParseError,
-            boto_errors.EndpointProviderError,
-            boto_errors.UnsupportedS3ConfigurationError,
-        ),
-        StoreConfigError,
-        "boto3 does not accept the configuration of this bucket or of ~/.aws/config",
     ),
     (
         (ResponseParserError, TypeError),

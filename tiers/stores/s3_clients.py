@@ -13,9 +13,11 @@ from tiers.errors import StoreError, StoreTimeoutError
 from tiers.plain_logs import get_logger
 from tiers.store import Look
 from tiers.stores.s3_boto3 import Boto3Client
+from tiers.stores.s3_boto_config import BotoConfig
 from tiers.stores.s3_control import S3Control
 from tiers.stores.s3_obstore import ObstoreClient, usable
 from tiers.stores.s3_options import S3Options
+from tiers.stores.s3_put_form import PutForm
 from tiers.stores.s3_session import S3Session
 from tiers.stores.watchdog import begin
 
@@ -35,7 +37,7 @@ RENEW_EVERY_S: Final = 2.0  # between two at least: the credential chain may sta
 class DataPlane(Protocol):
     """One attempt at one operation on one object. Keys are the objects' whole names; StoreErrors come out."""
 
-    def put(self, key: str, parts: Sequence[memoryview], *, create: bool, checked: bool) -> bool:
+    def put(self, key: str, parts: Sequence[memoryview], *, create: bool, form: PutForm) -> bool:
         """Put an object; with ``create`` only if there is none. False: there is one."""
 
     def get_into(self, key: str, parts: Sequence[memoryview], size: int, look: Look | None = None) -> None:
@@ -117,6 +119,10 @@ class ProcessClients:
         try:
             error = made.exception(wait_s)
         except TimeoutError:
+            if not BotoConfig(self._options.profile).may_ask_others(self._options.role_arn):
+                raise StoreTimeoutError(
+                    f"the S3 clients were not made within {wait_s:.3g} s; is this machine busy?"
+                ) from None
             raise StoreTimeoutError(
                 f"secret: boto3's credential chain did not end within {wait_s:.3g} s (credential_process, SSO, STS or "
                 "metadata)"

@@ -35,6 +35,7 @@ class ChainCredentials(Credentials):  # type: ignore[misc] # botocore has no typ
         translate: our exception for one of the chain's.
         timeout_s: how long an answer is waited for.
         clock: monotonic seconds.
+        check: raises a StoreError for credentials that cannot be used.
     """
 
     def __init__(
@@ -43,14 +44,18 @@ class ChainCredentials(Credentials):  # type: ignore[misc] # botocore has no typ
         translate: Callable[[Exception], StoreError],
         timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
+        check: Callable[[ReadOnlyCredentials, str], None] = lambda *_: None,
     ) -> None:
         super().__init__("", "", method=chain.method)
+        self._check = check
         self._chain = chain
         self._translate = translate
         self._timeout_s = timeout_s
         self._clock = clock
         self._lock = threading.Lock()
-        self._frozen: ReadOnlyCredentials | None = None if self._ends_within(None) else chain.get_frozen_credentials()
+        self._frozen: ReadOnlyCredentials | None = None
+        if not self._ends_within(None):
+            self._ask()
         self._asked: Future[ReadOnlyCredentials] | None = None
         self._asked_at = 0.0
 
@@ -82,6 +87,8 @@ class ChainCredentials(Credentials):  # type: ignore[misc] # botocore has no typ
                 return asked.result()
             if frozen is not None and not self._ends_within(0):
                 return frozen
+            if isinstance(error, StoreError):
+                raise type(error)(str(error))  # one for each caller: raising adds to a traceback
             raise self._translate(error)  # type: ignore[arg-type] # what is no Exception does not come from the chain
         if frozen is None or self._ends_within(0):
             raise CredentialsLateError(
@@ -91,7 +98,9 @@ class ChainCredentials(Credentials):  # type: ignore[misc] # botocore has no typ
         return frozen
 
     def _ask(self) -> ReadOnlyCredentials:
-        self._frozen = frozen = self._chain.get_frozen_credentials()
+        frozen = self._chain.get_frozen_credentials()
+        self._check(frozen, self.method)
+        self._frozen = frozen
         return frozen
 
     def _ends_within(self, seconds: float | None) -> bool:

@@ -23,11 +23,9 @@ from functools import partial
 from typing import Final
 from urllib.parse import quote, urlsplit
 
-from botocore.httpsession import get_cert_path
-
-from tiers.errors import BlobCorruptError, StorePermissionError
+from tiers.errors import BlobCorruptError, StorePermissionError, StoreUnavailableError
 from tiers.store import Look, parts_size
-from tiers.stores.s3_errors import connection_error, deadline_error, server_error
+from tiers.stores.s3_errors import NO_S3, connection_error, deadline_error, missing_header, server_error, tls_error
 from tiers.stores.s3_options import IDLE_S_MAX
 from tiers.stores.s3_session import S3Session
 from tiers.stores.s3_signature import ReadSigner
@@ -76,19 +74,23 @@ class DirectReader:
         deadline = self._clock() + self._options.attempt_timeout_s
         while True:
             reused = self._pop_idle()
+            shaken = reused is not None
             sock = reused or self._dial()
             try:
                 with self._watchdog.guard(partial(_shut, sock), deadline):
                     if reused is None and isinstance(sock, ssl.SSLSocket):
                         sock.do_handshake()
+                    shaken = True
                     sock.sendall(request)
                     keeps = self._receive(sock, parts, size, look)
-            except (OSError, http.client.HTTPException, ValueError):
+            except (OSError, http.client.HTTPException, ValueError) as e:
                 sock.close()
                 if self._clock() >= deadline:
                     if reused is not None:  # something on the way forgot this connection, and perhaps all
                         self._close_idle()
                     raise deadline_error(self._options.attempt_timeout_s, self._session.place) from None
+                if isinstance(e, ssl.SSLError) and not shaken:
+                    raise tls_error(str(e), self._session.place) from None
                 if reused is None:
                     raise connection_error(self._session.place) from None
             except BaseException:
@@ -127,11 +129,13 @@ class DirectReader:
                 raise server_error(
                     response.status, code[1].decode() if code else "", place=self._session.place, location=location
                 )
-            if response.status != http.HTTPStatus.OK or response.length is None:
-                raise connection_error(self._session.place)
+            if response.status != http.HTTPStatus.OK:
+                raise StoreUnavailableError(f"{NO_S3.format(self._session.endpoint_url)} (HTTP {response.status})")
+            if response.length is None:
+                raise missing_header("Content-Length", self._session.place)
             if response.length != size:
                 if response.getheader("ETag") is None:  # a 200 from something that is not S3
-                    raise connection_error(self._session.place)
+                    raise missing_header("ETag", self._session.place)
                 raise BlobCorruptError(f"{response.length} bytes are stored, {size} were asked for")
             for offset, run in pieces:
                 for piece in run:
@@ -193,7 +197,8 @@ class DirectReader:
 
 
 def _tls_context(session: S3Session) -> ssl.SSLContext:
-    context = ssl.create_default_context(cafile=session.ca_path or get_cert_path(True))
+    context = ssl.create_default_context()
+    context.load_verify_locations(session.ca_path)
     if not session.options.verify:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE

@@ -48,13 +48,31 @@ class VagueRefusalError(RequestRefusedError):
     """It may be the request's form, or a passing fault of something in between: nothing is to be remembered."""
 
 
+class DigestRefusedError(StoreUnavailableError):
+    """The bytes changed on their way, or the server does not take this kind of proof that they did not."""
+
+
+class MissingHeaderError(StoreUnavailableError):
+    """The answer lacks a header that S3 sends: a page, or the work of a proxy. The same call gets the same answer.
+
+    (A worker process reports it as StoreUnavailableError, after its own attempts.)
+    """
+
+    retryable = False
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a hint may name. Nothing secret."""
+    """What a hint may name. Nothing secret.
+
+    Attributes:
+        config_source: where boto3 looks for its configuration.
+    """
 
     bucket: str
     region: str
     endpoint_url: str
+    config_source: str = ""
 
 
 _REDIRECTS = "endpoint: {endpoint_url} redirects to {target}; correct endpoint_url, or is that a page to log in?"
@@ -66,9 +84,32 @@ _KEY_ID = "secret: nobody has this access key id at {endpoint_url}; correct AWS_
 _TOKEN = "secret: the session token is not one of this endpoint; correct or unset AWS_SESSION_TOKEN"
 _CLOCK = "clock: this machine's clock is too far from the server's; run NTP (chronyc makestep)"
 _BUCKET = "bucket: {bucket} does not exist at {endpoint_url}; create it or correct bucket"
+_VIRTUAL = (
+    "addressing_style: {endpoint_url} takes buckets as a part of the host name only; set addressing_style: virtual"
+)
 _KMS = "secret: the KMS key cannot be used; check sse_kms_key_id and grant kms:GenerateDataKey and kms:Decrypt"
 _TOO_LARGE = "the blob is larger than the server, or a proxy before it, takes"
 _FORM = "the server does not take this request"
+
+_UNTRUSTED = "endpoint: the certificate of {} is not trusted; set ca_bundle"
+_OTHER_NAME = "endpoint: the certificate of {} is for another name; correct endpoint_url"
+_NO_TLS = "endpoint: {} does not speak TLS; is it http there?"
+_OTHER_TIME = "endpoint: the certificate of {} has expired, or this machine's clock is wrong"
+#: Part of a client's text -> what is wrong.
+_TLS_ERRORS = (
+    ("WRONG_VERSION_NUMBER", _NO_TLS),  # OpenSSL's
+    ("RECORD_LAYER_FAILURE", _NO_TLS),
+    ("InvalidContentType", _NO_TLS),  # rustls'
+    ("CorruptMessage", _NO_TLS),
+    ("doesn't match", _OTHER_NAME),  # urllib3's
+    ("certificate is not valid for", _OTHER_NAME),
+    ("Hostname mismatch", _OTHER_NAME),
+    ("IP address mismatch", _OTHER_NAME),
+    ("NotValidForName", _OTHER_NAME),
+    ("certificate has expired", _OTHER_TIME),
+    ("InvalidCertificate(Expired", _OTHER_TIME),
+    ("InvalidCertificate(NotValidYet", _OTHER_TIME),
+)
 
 NO_S3 = "endpoint: {} answers, but not as S3 does; is it the right address, or a proxy's page?"
 
@@ -84,7 +125,7 @@ CODES: Mapping[str, tuple[type[StoreError], str]] = {
     "AccountProblem": (StorePermissionError, "secret: the account is not in order; ask its owner"),
     "AllAccessDisabled": (StorePermissionError, "bucket: access to {bucket} was disabled; ask its owner"),
     "AuthorizationHeaderMalformed": (StoreConfigError, _REGION),
-    "BadDigest": (StoreUnavailableError, "the bytes changed on their way"),
+    "BadDigest": (DigestRefusedError, "the bytes changed on their way"),
     "BandwidthLimitExceeded": (StoreThrottledError, "the server asks to slow down"),
     "ConditionalRequestConflict": (StoreUnavailableError, "another writer is at this key"),
     "EntityTooLarge": (StoreConfigError, _TOO_LARGE),
@@ -96,7 +137,7 @@ CODES: Mapping[str, tuple[type[StoreError], str]] = {
     "InvalidAccessKeyId": (CredentialsRefusedError, _KEY_ID),
     "InvalidBucketName": (StoreConfigError, "bucket: {bucket} is no name that {endpoint_url} takes"),
     "InvalidClientTokenId": (CredentialsRefusedError, _KEY_ID),
-    "InvalidDigest": (StoreUnavailableError, "the bytes changed on their way"),
+    "InvalidDigest": (DigestRefusedError, "the bytes changed on their way"),
     "InvalidObjectState": (BlobCorruptError, "archived: its storage class cannot be read at once"),
     "InvalidRange": (BlobCorruptError, "the blob is shorter than what was asked for"),
     "InvalidStorageClass": (StoreConfigError, "storage_class: the server has no such class"),
@@ -114,6 +155,7 @@ CODES: Mapping[str, tuple[type[StoreError], str]] = {
     "RequestLimitExceeded": (StoreThrottledError, "the server asks to slow down"),
     "RequestTimeTooSkewed": (StorePermissionError, _CLOCK),
     "RequestTimeout": (StoreUnavailableError, "the server waited too long for the body"),
+    "SecondLevelDomainForbidden": (StoreConfigError, _VIRTUAL),  # Alibaba Cloud's
     "ServiceUnavailable": (StoreUnavailableError, "the server is out of service"),
     "SignatureDoesNotMatch": (CredentialsRefusedError, _SECRET),
     "SlowDown": (StoreThrottledError, "the server asks to slow down"),
@@ -123,8 +165,8 @@ CODES: Mapping[str, tuple[type[StoreError], str]] = {
     "Throttling": (StoreThrottledError, "the server asks to slow down"),
     "ThrottlingException": (StoreThrottledError, "the server asks to slow down"),  # KMS'
     "TokenRefreshRequired": (CredentialsExpiredError, _EXPIRED),
-    "XAmzContentChecksumMismatch": (StoreUnavailableError, "the bytes changed on their way"),  # MinIO's
-    "XAmzContentSHA256Mismatch": (StoreUnavailableError, "the bytes changed on their way"),
+    "XAmzContentChecksumMismatch": (DigestRefusedError, "the bytes changed on their way"),  # MinIO's
+    "XAmzContentSHA256Mismatch": (DigestRefusedError, "the bytes changed on their way"),
     "XMinioAdminBucketQuotaExceeded": (StoreFullError, "bucket: the quota of {bucket} is used up"),
     "XMinioStorageFull": (StoreFullError, "the server's disks are full"),
 }
@@ -207,6 +249,20 @@ def connection_error(place: Place) -> StoreError:
     return StoreUnavailableError(
         f"endpoint: {place.endpoint_url} refused the connection, broke it off or is no known host"
     )
+
+
+def missing_header(header: str, place: Place) -> MissingHeaderError:
+    """The exception for an answer that lacks a header which S3 sends."""
+    return MissingHeaderError(
+        f"endpoint: {place.endpoint_url} answers without the header {header}, which S3 sends; is that a proxy's page, "
+        "or does a proxy remove it?"
+    )
+
+
+def tls_error(text: str, place: Place) -> StoreConfigError:
+    """The exception for a TLS handshake that failed, by what a client says of it."""
+    hint = next((hint for part, hint in _TLS_ERRORS if part in text), _UNTRUSTED)
+    return StoreConfigError(hint.format(place.endpoint_url))
 
 
 def deadline_error(timeout_s: float, place: Place) -> StoreError:

@@ -19,6 +19,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import cached_property
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 from urllib.request import getproxies
@@ -37,11 +38,28 @@ if TYPE_CHECKING:
     from obstore import ObjectMeta
     from obstore.store import ClientConfig, S3Config
 
-from tiers.errors import BlobCorruptError, BlobNotFoundError, InvalidKeyError, StoreConfigError, StoreError
+from tiers.errors import (
+    BlobCorruptError,
+    BlobNotFoundError,
+    InvalidKeyError,
+    StoreConfigError,
+    StoreError,
+    StoreUnavailableError,
+)
 from tiers.store import Look
 from tiers.stores.s3_direct import DirectReader
-from tiers.stores.s3_errors import connection_error, deadline_error, server_error, without_absence
+from tiers.stores.s3_environment import hidden_from_obstore
+from tiers.stores.s3_errors import (
+    NO_S3,
+    connection_error,
+    deadline_error,
+    missing_header,
+    server_error,
+    tls_error,
+    without_absence,
+)
 from tiers.stores.s3_options import IDLE_S_MAX
+from tiers.stores.s3_put_form import PutForm
 from tiers.stores.s3_session import S3Session
 from tiers.stores.watchdog import begin
 from tiers.vectored_io import look_at
@@ -63,6 +81,12 @@ _BARE_REDIRECT = "Received redirect without LOCATION"
 # A 200 where a 206 was due.
 _NOT_PARTIAL = "Received non-partial response when range requested"
 
+_MISSING = re.compile(r"\b([A-Z][A-Za-z-]+) Header missing from response")
+_OF_CONNECTION = "HTTP error: "
+_OF_TLS = "InvalidCertificate"
+# Words of object_store's own; what follows may quote the server.
+_WORDS = re.compile(r"Generic S3 error: ([A-Za-z -]{1,80})\b")
+
 _STATUS_BY_CLASS: tuple[tuple[type[Exception], int], ...] = (
     (FileNotFoundError, 404),
     (AlreadyExistsError, 409),
@@ -78,7 +102,7 @@ def usable() -> bool:
 
 
 class ObstoreClient:
-    """One attempt at one operation. Any thread may call; nothing changes after the constructor.
+    """One attempt at one operation. Any thread may call; after the constructor only ``_signed`` is made, when needed.
 
     Keys are the objects' whole names. Methods raise StoreError only.
     """
@@ -89,14 +113,14 @@ class ObstoreClient:
         self._clock = clock
         self._plain = self._make(None)
         checksum = session.options.checksum
-        self._checked = self._plain if checksum == "none" else self._make(checksum)
+        self._checked = self._plain if checksum == "none" else self._make(checksum, signed=False)
         storage_class = session.options.storage_class
         self._direct = DirectReader(session, clock=clock) if session.proxy is None else None
         self._attributes: dict[str, str] | None = {"Storage-Class": storage_class} if storage_class else None
 
-    def put(self, key: str, parts: Sequence[memoryview], *, create: bool, checked: bool) -> bool:
+    def put(self, key: str, parts: Sequence[memoryview], *, create: bool, form: PutForm) -> bool:
         """Put an object; with ``create`` only if there is none. False: there is one."""
-        store = self._checked if checked else self._plain
+        store = {PutForm.CHECKED: self._checked, PutForm.PLAIN: self._plain}.get(form) or self._signed
         started = self._clock()
         try:
             obstore.put(
@@ -187,7 +211,11 @@ class ObstoreClient:
 
     # -- private ---------------------------------------------------------------------------------------------------
 
-    def _make(self, checksum: str | None) -> ObstoreS3:
+    @cached_property
+    def _signed(self) -> ObstoreS3:
+        return self._make("sha256")
+
+    def _make(self, checksum: str | None, *, signed: bool = True) -> ObstoreS3:
         options = self._options
         session = self._session
         scheme, _, rest = session.endpoint_url.partition("://")
@@ -205,7 +233,7 @@ class ObstoreClient:
         elif getproxies():  # which reqwest would read by itself if it were given none
             client["proxy_url"] = session.endpoint_url
             client["proxy_excludes"] = f"*,{urlsplit(session.endpoint_url).hostname}"  # "*" are names, no addresses
-        if session.ca_pem is not None:
+        if scheme == "https":
             client["root_certificate"] = session.ca_pem
         endpoint = f"{scheme}://{options.bucket}.{rest}" if session.virtual_host else session.endpoint_url
         config: S3Config = {
@@ -214,13 +242,7 @@ class ObstoreClient:
             # Without it, an AWS_ENDPOINT_URL_S3 in the environment would win over ``endpoint``.
             "aws_endpoint_url_s3": endpoint,
             "virtual_hosted_style_request": session.virtual_host,
-            # A put is proved to the server by its checksum, or else by the payload's hash in the signature.
-            "unsigned_payload": checksum is not None,
-            # Nor shall other variables that only obstore reads change what is sent.
-            "conditional_put": "etag",
-            "skip_signature": False,
-            "s3_express": False,
-            "request_payer": False,
+            "unsigned_payload": not signed,
         }
         if checksum is not None:
             config["checksum_algorithm"] = checksum
@@ -229,22 +251,22 @@ class ObstoreClient:
         if options.sse_kms_key_id is not None:
             config["sse_kms_key_id"] = options.sse_kms_key_id
         try:
-            return ObstoreS3(
-                options.bucket,
-                config=config,
-                client_options=client,
-                retry_config={"max_retries": 0},  # S3Store retries, for both clients alike
-                credential_provider=session.credentials,
-            )
+            with hidden_from_obstore():
+                return ObstoreS3(
+                    options.bucket,
+                    config=config,
+                    client_options=client,
+                    retry_config={"max_retries": 0},  # S3Store retries, for both clients alike
+                    credential_provider=session.credentials,
+                )
         except (BaseError, ValueError):
-            what = (
-                f"ca_bundle: a certificate of {session.ca_path}" if session.ca_pem else "endpoint: this configuration"
-            )
+            is_tls = scheme == "https"
+            what = f"ca_bundle: a certificate of {session.ca_path}" if is_tls else "endpoint: this configuration"
             raise StoreConfigError(f"{what} is not taken by obstore; set client: boto3") from None
 
     def _size_of(self, found: ObjectMeta) -> int:
         if found["e_tag"] is None:  # a page with status 200 from something that is not S3
-            raise connection_error(self._session.place)
+            raise missing_header("ETag", self._session.place)
         return found["size"]
 
     def _raise_unless_absent(self, error: FileNotFoundError, started: float) -> None:
@@ -272,8 +294,16 @@ class ObstoreClient:
             return BlobCorruptError("the server sent more than the range that was asked for")
         if _BARE_REDIRECT in text:
             return server_error(301, "PermanentRedirect", place=place)
+        missing = _MISSING.search(text)
+        if missing:
+            return missing_header(missing[1], place)
         if self._clock() - started >= self._options.attempt_timeout_s:
             return deadline_error(self._options.attempt_timeout_s, place)
+        if _OF_CONNECTION not in text:
+            said = _WORDS.match(text)
+            return StoreUnavailableError(NO_S3.format(place.endpoint_url) + (f" (obstore: {said[1]})" if said else ""))
+        if _OF_TLS in str(error):
+            return tls_error(str(error), place)
         return connection_error(place)
 
 

@@ -25,6 +25,8 @@ _HOST = re.compile(
 _PATH = re.compile(r"(/(?!\.\.?(/|\Z))[A-Za-z0-9._~-]+)*/?")
 # A host whose last label is such a number is an IPv4 address or not valid (WHATWG, "ends in a number").
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*", re.IGNORECASE | re.ASCII)
+# As botocore.utils.validate_region_name.
+_REGION = re.compile(r"(?![0-9]+\Z)(?!-)[A-Za-z0-9-]{1,63}(?<!-)")
 _HEADER_TOKEN = re.compile(r"[A-Za-z0-9_:/.@+=,-]{1,512}")
 
 _CHOICES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
@@ -61,14 +63,15 @@ class S3Options:
             AWS (for names without dots, which no wildcard certificate covers) and path elsewhere.
         profile: of ~/.aws/config.
         role_arn: assumed by STS with what the chain finds.
-        ca_bundle: PEM file of the certificate authorities to trust for a private endpoint.
+        ca_bundle: PEM file of certificate authorities to trust besides the system's.
         verify: False accepts any certificate: for a moment's test only.
         allow_insecure: allow http to hosts other than this one.
         sse, sse_kms_key_id: server-side encryption of new blobs.
         storage_class: of new blobs, such as ``STANDARD_IA``.
-        checksum: sent with each put for the server to verify. ``none`` signs the payload's SHA-256 instead, at 0.5 ms
-            of CPU a MiB; every server takes that, and AWS and MinIO verify it. It is also what a server gets that
-            refuses a checksum. ``crc32c`` only with ``client: boto3``.
+        checksum: sent with each put for the server to verify. ``none`` signs the payload's SHA-256 instead. That is the
+            most expensive setting: a put of 1 MiB takes 2.1 ms of CPU instead of 1.1 ms. Every server takes it, and AWS
+            and MinIO verify it. A server that refuses a checksum or an unsigned payload gets a signed one, and one that
+            wants a checksum gets SHA-256. ``crc32c`` only with ``client: boto3``.
         request_timeout_s: for one operation with all its attempts. An attempt may take half of it and starts in its
             first half only, so that all takes no longer. The credential chain may take half of it, too, and 3 s at
             least.
@@ -124,7 +127,9 @@ class S3Options:
             check_endpoint(
                 self.endpoint_url, allow_insecure=self.allow_insecure, virtual=self.addressing_style == "virtual"
             )
-        for name in ("region", "role_arn", "sse_kms_key_id", "storage_class"):
+        if self.region is not None:
+            check_region(self.region)
+        for name in ("role_arn", "sse_kms_key_id", "storage_class"):
             value = getattr(self, name)
             if value is not None and not _HEADER_TOKEN.fullmatch(value):
                 raise ConfigError(f"{quoted(value)} is not accepted: letters, digits and _:/.@+=,- only", field=name)
@@ -162,6 +167,19 @@ class S3Options:
                 f"{PREFIX_LENGTH_MAX} bytes, without a slash at either end",
                 field="prefix",
             )
+
+
+def check_region(region: str) -> None:
+    """Refuse a region that boto3 does not take: it makes host names of regions.
+
+    Raises:
+        ConfigError: for the field ``region``.
+    """
+    if not _REGION.fullmatch(region):
+        raise ConfigError(
+            f"{quoted(region)} is not accepted by boto3: write 1..63 letters, digits and '-', such as us-east-1",
+            field="region",
+        )
 
 
 def check_endpoint(url: str, *, allow_insecure: bool, virtual: bool) -> None:

@@ -6,8 +6,11 @@ instance metadata, ``credential_process``) and refreshes it; the data plane take
 
 from __future__ import annotations
 
+import os
 import ssl
 import time
+from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,12 +22,14 @@ import botocore.session
 from botocore import exceptions as boto_errors
 from botocore.config import Config
 from botocore.credentials import Credentials, DeferredRefreshableCredentials, create_assume_role_refresher
+from botocore.httpsession import get_cert_path
 
 if TYPE_CHECKING:
     from obstore.store import S3Credential
 
 from tiers.errors import ConfigError, StoreConfigError, StoreError, StorePermissionError
 from tiers.stores.chatty_loggers import cap_chatty_loggers
+from tiers.stores.s3_boto_config import BotoConfig
 from tiers.stores.s3_boto_errors import translate
 from tiers.stores.s3_credentials import ChainCredentials
 from tiers.stores.s3_errors import Place
@@ -40,6 +45,9 @@ CREDENTIALS_TTL = timedelta(minutes=6)
 class S3Session:
     """Any thread may call. After the constructor only boto3's own caches change, which have locks.
 
+    All clients trust the certificate authorities of the system (``SSL_CERT_FILE`` and ``SSL_CERT_DIR`` included) and of
+    ``ca_path``: the options', ``AWS_CA_BUNDLE``'s or the profile's, ``REQUESTS_CA_BUNDLE``'s, else botocore's own.
+
     Args:
         options: where and how.
 
@@ -53,28 +61,39 @@ class S3Session:
         self.options = options
         self._proxies: dict[str, str] | None = None
         # For errors; until the client is made, the options are all that is known.
-        self.place = Place(options.bucket, options.region or "", options.endpoint_url or "AWS")
+        source = BotoConfig(options.profile)
+        self.place = Place(options.bucket, options.region or "", options.endpoint_url or "AWS", str(source))
         try:
-            botocore_session = self._make_botocore_session()
+            botocore_session = self._make_botocore_session(source)
             self._session = boto3.Session(botocore_session=botocore_session)
             self.region = options.region or self._session.region_name or DEFAULT_REGION
+            source.check_region(self.region)
             chain = self._find_credentials(botocore_session)
             if chain is not None:
-                self._credentials = ChainCredentials(chain, self.translate, options.attempt_timeout_s)
+                if options.role_arn is None:
+                    source.refuse_mfa(botocore_session, chain)
+                self._credentials = ChainCredentials(
+                    chain, self.translate, options.attempt_timeout_s, check=source.check
+                )
                 botocore_session.register_component("credential_provider", _Fixed(self._credentials))  # for clients
-            self.client = self.make_client(sign_payload=options.checksum == "none")
+            self.ca_path: str = (
+                options.ca_bundle
+                or botocore_session.get_config_variable("ca_bundle")
+                or os.environ.get("REQUESTS_CA_BUNDLE")  # botocore's last resort, too
+                or get_cert_path(True)
+            )
+            self.ca_pem = _read_ca_bundle(self.ca_path)
+            self.client = self.make_client()
         except boto_errors.BotoCoreError as e:
             raise self.translate(e) from None
         except ValueError:  # boto3's for an endpoint of the environment or the profile that is no URL
             raise StoreConfigError("endpoint: AWS_ENDPOINT_URL or the profile's endpoint_url is no URL") from None
-        self.ca_path: str | None = options.ca_bundle or botocore_session.get_config_variable("ca_bundle")
-        self.ca_pem = _read_ca_bundle(self.ca_path)
         if chain is None:
             raise StorePermissionError(
                 "secret: no credentials found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile"
             )
         self.endpoint_url: str = self.client.meta.endpoint_url
-        self.place = Place(options.bucket, self.region, self.endpoint_url)
+        self.place = replace(self.place, region=self.region, endpoint_url=self.endpoint_url)
         try:
             check_endpoint(self.endpoint_url, allow_insecure=options.allow_insecure, virtual=self.virtual_host)
         except ConfigError as e:  # S3Options has checked the option; environment or profile may name another one
@@ -82,7 +101,7 @@ class S3Session:
         self.proxy = proxy_of(self.endpoint_url)
         if getproxies():  # the first client, which told the endpoint, has read them by itself
             self._proxies = {urlsplit(self.endpoint_url).scheme: self.proxy} if self.proxy else {}
-            self.client = self.make_client(sign_payload=options.checksum == "none")
+            self.client = self.make_client()
         #: Why the data plane got no credentials; it sees its provider's exception as text only.
         self.credentials_error: StoreError | None = None
 
@@ -113,7 +132,7 @@ class S3Session:
             "expires_at": datetime.now(UTC) + CREDENTIALS_TTL,
         }
 
-    def make_client(self, *, sign_payload: bool) -> Any:
+    def make_client(self, *, sign_payload: bool = True) -> Any:
         """A boto3 client. With ``sign_payload`` the signature covers the payload's SHA-256, otherwise its checksum."""
         options = self.options
         style = {"addressing_style": options.addressing_style, "payload_signing_enabled": sign_payload}
@@ -121,7 +140,7 @@ class S3Session:
             "s3",
             region_name=self.region,
             endpoint_url=options.endpoint_url,
-            verify=options.ca_bundle if options.verify else False,  # None: AWS_CA_BUNDLE, the profile's, or the usual
+            verify=self.ca_path if options.verify else False,
             config=Config(
                 connect_timeout=options.connect_timeout_s,
                 read_timeout=options.attempt_timeout_s,
@@ -136,6 +155,8 @@ class S3Session:
                 user_agent_extra="kvtiers",
             ),
         )
+        with suppress(AttributeError):  # no part of botocore's interface; without it, ca_path alone is trusted
+            client._endpoint.http_session._manager.connection_pool_kw["ssl_context"].load_default_certs()
         client.meta.events.register("before-call.s3.HeadBucket", _follow_no_redirect)
         client.meta.events.register("before-send.s3", _IdleLimit(client))
         client.meta.events.register("before-sign.s3.PutObject", _expect_no_continue)
@@ -151,9 +172,9 @@ class S3Session:
 
     # -- private ---------------------------------------------------------------------------------------------------
 
-    def _make_botocore_session(self) -> botocore.session.Session:
+    def _make_botocore_session(self, source: BotoConfig) -> botocore.session.Session:
         options = self.options
-        session = botocore.session.Session(profile=options.profile)
+        session = source.make_session()
         # For the clients of STS, SSO and web identity that the chain makes: a refresh must end within an attempt, too.
         session.set_default_client_config(
             Config(
@@ -161,13 +182,19 @@ class S3Session:
             )
         )
         if options.role_arn is not None:
-            session.register_component("credential_provider", _Fixed(self._find_credentials(session)))
+            chain = self._find_credentials(session)
+            if chain is not None:
+                source.refuse_mfa(session, chain)
+                if not hasattr(chain, "refresh_needed"):  # static ones; others are not asked for before STS is
+                    source.check(chain.get_frozen_credentials(), chain.method)
+            session.register_component("credential_provider", _Fixed(chain))
             region = options.region or session.get_config_variable("region") or DEFAULT_REGION
+            source.check_region(region)
             sts = session.create_client("sts", region_name=region)
             refresh = create_assume_role_refresher(
                 sts, {"RoleArn": options.role_arn, "RoleSessionName": f"kvtiers-{int(time.time())}"}
             )
-            session = botocore.session.Session(profile=options.profile)
+            session = source.make_session()
             assumed = DeferredRefreshableCredentials(refresh_using=refresh, method="assume-role")
             session.register_component("credential_provider", _Fixed(assumed))
         return session
@@ -179,9 +206,7 @@ class S3Session:
             raise self.translate(e) from None
 
 
-def _read_ca_bundle(path: str | None) -> bytes | None:
-    if path is None:
-        return None
+def _read_ca_bundle(path: str) -> bytes:
     try:
         pem = Path(path).read_bytes()
     except OSError as e:

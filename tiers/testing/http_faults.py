@@ -57,6 +57,8 @@ class Fault(StrEnum):
     LOST_ACK = "lost_ack"  # the work is done, the answer never comes
     REFUSE_CHECKSUM = "refuse_checksum"  # only requests that carry a checksum header
     REFUSE_CONDITION = "refuse_condition"  # only requests that carry If-None-Match, as Backblaze B2 does
+    REFUSE_UNSIGNED = "refuse_unsigned"  # only requests whose payload is not signed, as a bucket's policy may
+    WANT_CHECKSUM = "want_checksum"  # only PUTs without a checksum, as a bucket with default object lock does
     IGNORE_RANGE = "ignore_range"  # a 200 with the whole object, as RFC 9110 allows
     # What follows spoils the body of an object; other answers are as they should be, but for those of the last.
     RESET_INSIDE = "reset_inside"
@@ -85,6 +87,8 @@ _INSTEAD: Mapping[Fault, Answer] = {
     Fault.QUOTA: error(403, "QuotaExceeded"),
     Fault.REFUSE_CHECKSUM: error(400, "InvalidRequest"),
     Fault.REFUSE_CONDITION: error(501, "NotImplemented"),
+    Fault.REFUSE_UNSIGNED: error(403, "AccessDenied"),
+    Fault.WANT_CHECKSUM: error(400, "InvalidRequest"),
     Fault.HTML_WITH_200: Answer(
         200, b"<html><body>Please log in to the hotel's network</body></html>", {"Content-Type": "text/html"}
     ),
@@ -104,9 +108,21 @@ class _Rule:
             self.times != 0
             and (self.methods is None or request.method in self.methods)
             and self.path_contains in request.path
-            and (self.fault is not Fault.REFUSE_CHECKSUM or any("checksum" in name for name in request.headers))
-            and (self.fault is not Fault.REFUSE_CONDITION or "if-none-match" in request.headers)
+            and _strikes(self.fault, request)
         )
+
+
+def _strikes(fault: Fault, request: Request) -> bool:
+    """Whether the request has what the fault is about."""
+    headers = request.headers
+    proofs = [name for name in headers if name.startswith("x-amz-checksum-") or name == "content-md5"]
+    if fault is Fault.REFUSE_CHECKSUM:
+        return any("checksum" in name for name in headers)
+    if fault is Fault.REFUSE_CONDITION:
+        return "if-none-match" in headers
+    if fault is Fault.REFUSE_UNSIGNED:
+        return headers.get("x-amz-content-sha256") == "UNSIGNED-PAYLOAD"
+    return fault is not Fault.WANT_CHECKSUM or (request.method == "PUT" and not proofs)
 
 
 class HttpFaultServer:
