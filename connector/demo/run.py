@@ -31,7 +31,7 @@ from connector.demo.report import DemoReport, ProcessFigures
 from connector.demo.run_folder import run_folder
 from connector.orderly_end import orderly_end
 from tiers.config import load_config, parse_tier
-from tiers.errors import ConfigError, KVTiersError
+from tiers.errors import ConfigError, KVTiersError, printable_lines
 from tiers.registry import SecondaryTierFactory
 
 BLOCK_SIZE_TOKENS = 16  # the default of vLLM on a GPU
@@ -41,6 +41,14 @@ STDERR_LINES_SHOWN = 20
 PROMPT_BYTES_MAX = 16 << 20
 LICENSE_QUESTION = "What is the name of this license?"
 DEFAULT_QUESTION = "Summarize the text above in one sentence."
+
+
+class ProcessDiedError(KVTiersError):
+    """A process of the demo died. The message ends with the last lines of its standard error."""
+
+    def __init__(self, message: str, tail: list[str]) -> None:
+        super().__init__()
+        self.args = (printable_lines("\n".join((f"{message}:", *tail))),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +215,7 @@ def _run_worker(task: dict[str, Any], bars: _Bars, name: str) -> ProcessFigures:
             code = _wait(process)
             errors.seek(0)
             tail = errors.read().decode(errors="replace").splitlines()[-STDERR_LINES_SHOWN:]
-            raise KVTiersError(f"the {name} process ended with exit code {code}:\n" + "\n".join(tail))
+            raise ProcessDiedError(f"the {name} process ended with exit code {code}", tail)
         except BaseException:
             process.kill()
             raise
