@@ -16,9 +16,9 @@ It moves no bytes. Scheduler thread only. Everything is O(1) a key, save to sort
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from connector.base import CPULoadStoreSpec, OffloadingManager, PrepareStoreOutput
 from connector.eviction import EvictionPolicy, LRUPolicy
@@ -52,6 +52,13 @@ class BlockState(Enum):
     GONE = auto()  # has no slot any more
 
 
+class Waiter(Protocol):
+    """Who waits for a block that is being filled."""
+
+    def filling_ended(self, key: OffloadKey) -> None:
+        """The key's block is not being filled any more: it is ready, or gone."""
+
+
 class Block:
     """A key in a slot. Only CPUPrimaryTier changes it, save ``tier``; others hold it as a handle.
 
@@ -60,10 +67,11 @@ class Block:
         pins: tiers' jobs and waiting requests that need it to stay.
         promoted: it came from a tier, and the use that it came for is still to be told (``touch``).
         tier: that fills it, while it is LOADING; set by the tier's ``TierLoads``.
+        waiters: are told when it is STORING or LOADING no longer.
         prepared: number of when it was last given a slot or prepared to be loaded: a prefix's are in its order.
     """
 
-    __slots__ = ("key", "loads", "pins", "prepared", "promoted", "slot", "state", "tier")
+    __slots__ = ("key", "loads", "pins", "prepared", "promoted", "slot", "state", "tier", "waiters")
 
     def __init__(self, key: OffloadKey, slot: int, state: BlockState, prepared: int) -> None:
         self.key = key
@@ -73,7 +81,22 @@ class Block:
         self.pins = 0
         self.promoted = False
         self.tier = 0
+        self.waiters: list[Waiter] | None = None  # of most blocks: none
         self.prepared = prepared
+
+    def add_waiter(self, waiter: Waiter) -> None:
+        """Tell it when the block is not being filled any more."""
+        if self.waiters is None:
+            self.waiters = [waiter]
+        else:
+            self.waiters.append(waiter)
+
+    def tell_waiters(self) -> None:
+        """The block is not being filled any more."""
+        if self.waiters is not None:
+            waiters, self.waiters = self.waiters, None
+            for waiter in waiters:
+                waiter.filling_ended(self.key)
 
 
 class CPUPrimaryTier(OffloadingManager):
@@ -99,7 +122,9 @@ class CPUPrimaryTier(OffloadingManager):
         self.num_blocks = num_blocks
         self.metrics = Metrics() if metrics is None else metrics
         self._policy = LRUPolicy() if policy is None else policy  # an empty policy is falsy
-        self._blocks: dict[OffloadKey, Block] = {}
+        self._blocks: dict[OffloadKey, Block] = {}  # one dict for ever
+        #: The key's block, in whatever state. Not a method: it is called for each key of each waiting request.
+        self.find: Callable[[OffloadKey], Block | None] = self._blocks.get
         self._free = list(reversed(range(num_blocks)))  # taken from the end, so that a fresh region fills in order
         self._pinned = self._pending = self._quarantined = 0
         self._numbers = itertools.count()
@@ -191,27 +216,23 @@ class CPUPrimaryTier(OffloadingManager):
         """
         removed = [block for block in self._blocks.values() if block.state is not BlockState.STORING]
         self._events.add([block.key for block in removed if block.state is BlockState.READY], removed=True)
-        self._blocks = {
-            key: block for key, block in self._blocks.items() if block.state is BlockState.STORING or block.loads
-        }
         for block in removed:
+            if not block.loads:
+                del self._blocks[block.key]
             self._drop(block)
 
     def shutdown(self) -> None:
         """Free every slot but those that a tier may still touch. From now on there is no room."""
         self._closed = True
-        blocks, self._blocks = self._blocks, {}
-        for block in blocks.values():
+        blocks = list(self._blocks.values())
+        self._blocks.clear()
+        for block in blocks:
             while block.loads:
                 block.loads -= 1
                 self._disuse(block)
             self._drop(block)
 
     # -- TieringOffloadingManager's ----------------------------------------------------------------------------------
-
-    def find(self, key: OffloadKey) -> Block | None:
-        """The key's block, in whatever state."""
-        return self._blocks.get(key)
 
     def end_store(self, keys: Collection[OffloadKey], success: bool) -> list[Block]:
         """As ``complete_store``; returns the blocks that became ready."""
@@ -301,6 +322,8 @@ class CPUPrimaryTier(OffloadingManager):
             else:
                 del self._blocks[block.key]
                 self._release(block)
+        for block in blocks:
+            block.tell_waiters()
         if not success:
             return []
         self._events.add([block.key for block in blocks], removed=False)
@@ -327,6 +350,7 @@ class CPUPrimaryTier(OffloadingManager):
         in_use = block.state is BlockState.LOADING or block.loads > 0 or block.pins > 0
         if block.state is not BlockState.READY:
             self._pending -= 1
+            block.tell_waiters()
         else:
             if in_use:
                 self._policy.unpin(block.key)

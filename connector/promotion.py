@@ -11,6 +11,7 @@ from connector.primary import Block
 from tiers.base import ReqContext
 from tiers.keys import OffloadKey
 
+EVERY_TIER = -1  # as a bit mask
 JOB_BLOCKS_MIN = 64  # a smaller load is not split
 _FAILED_S = 30.0  # how long a failed load is remembered for those that came before it failed
 _JOBS_PER_SHARE = 4  # a tier that has ended one has the next while that is replaced
@@ -18,38 +19,73 @@ _JOBS_PER_SHARE = 4  # a tier that has ended one has the next while that is repl
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request that missed the region.
+    """A request that missed the region. It waits for the keys in ``owed``, ``hits`` and ``coming``.
+
+    A key is in one of them, save that a hit that waits for room may be coming for another request.
 
     Attributes:
         came_at: when a key of it was first asked of the tiers.
         asked_at: and last.
-        waited_s: time between its questions. A long one counts in part: engines ask nothing of a request while their
-            batch is full, and what tiers had answered may be too old to be believed by then.
-        asked: ``waited_s`` when a key was first asked of the tiers, while an answer is owed.
+        step: number of the step in which that was.
+        owed: keys that a tier owes an answer for.
+        was_owed: the same in the round of questions before.
+        owing: bit mask of the tiers that owe answers.
+        waited_s: for how long they have, as far as the request was asked of.
+        silences: tier -> its answers so far and for how long it has given none; only of tiers that are polled.
+        gave_up: bit mask of the tiers whose answers it does not wait for any more.
+        expired: keys that are absent because it gave up, each counted once.
         refused: bit mask of the tiers whose copy of a key cannot be had.
         hits: key -> tier, to be promoted.
         hit_tiers: bit mask of the tiers that have hits; may have others', until the hits are looked through.
         starved_since: since when hits wait for room.
         starved_for: the first of them that found none, when they were looked through last.
         capped_until: how long hits wait for their tiers' shares of the region; infinite where none does.
-        loading: blocks on their way from tiers.
+        coming: keys whose blocks are being filled; those blocks tell it when they are not any more.
+        loading: blocks on their way from tiers that are loaded for this request.
         held: blocks pinned for this request until it loads them, finishes, or ``held_until`` passes.
+        has_news: an answer to it may have changed since it was asked of.
+        is_answered: it has news from a tier that owed it an answer.
     """
 
     context: ReqContext
     came_at: float
     asked_at: float
+    req_id: str = field(init=False)
+    step: int = -1
+    owed: set[OffloadKey] = field(default_factory=set)
+    was_owed: set[OffloadKey] = field(default_factory=set)
+    owing: int = 0
     waited_s: float = 0.0
-    asked: dict[OffloadKey, float] = field(default_factory=dict)
+    silences: dict[int, tuple[int, float]] = field(default_factory=dict)
+    gave_up: int = 0
+    expired: set[OffloadKey] = field(default_factory=set)
     refused: dict[OffloadKey, int] = field(default_factory=dict)
     hits: dict[OffloadKey, int] = field(default_factory=dict)
     hit_tiers: int = 0
     starved_since: float | None = None
     starved_for: OffloadKey | None = None
     capped_until: float = math.inf
+    coming: set[OffloadKey] = field(default_factory=set)
     loading: int = 0
     held: dict[OffloadKey, Block] = field(default_factory=dict)
     held_until: float = 0.0
+    has_news: bool = False
+    is_answered: bool = False
+
+    def __post_init__(self) -> None:
+        self.req_id = self.context.req_id
+
+    def await_block(self, block: Block) -> None:
+        """Wait until the block is not being filled any more."""
+        self.owed.discard(block.key)
+        if block.key not in self.coming:
+            self.coming.add(block.key)
+            block.add_waiter(self)
+
+    def filling_ended(self, key: OffloadKey) -> None:
+        """The key's block is not being filled any more."""
+        self.coming.discard(key)
+        self.has_news = True
 
     def drop_hits(self) -> None:
         """It waits for no room any more; should it again, it begins anew."""
@@ -57,6 +93,19 @@ class Request:
         self.hit_tiers = 0
         self.starved_since = None
         self.capped_until = math.inf
+        self.has_news = True
+
+    def stop_waiting(self) -> None:
+        """It waits for nothing any more; should it again, it begins anew."""
+        self.drop_hits()
+        self.owed.clear()
+        self.was_owed.clear()
+        self.owing = 0
+        self.waited_s = 0.0
+        self.silences.clear()
+        self.gave_up = 0
+        self.expired.clear()
+        self.coming.clear()
 
 
 @dataclass(slots=True, eq=False)
@@ -80,6 +129,9 @@ class FailedLoads:
 
     def __init__(self) -> None:
         self._failed_at: OrderedDict[tuple[OffloadKey, int], float] = OrderedDict()  # by key and tier; oldest first
+
+    def __len__(self) -> int:
+        return len(self._failed_at)
 
     def add(self, job: Job, blocks: Iterable[Block], now: float) -> None:
         """The request of this job will not ask its tier for these blocks any more, nor will who has waited for them."""

@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 from connector.holds import Holds
 from connector.primary import Block, CPUPrimaryTier
-from connector.promotion import Job, Request, TierLoads
+from connector.promotion import EVERY_TIER, Job, Request, TierLoads
 from connector.tier_guard import GuardedTier
 from connector.tiering_options import TieringOptions
 from tiers.keys import OffloadKey
 
-_EVERY_TIER = -1  # as a bit mask
 _LET_GO_SHARE = 0.1  # part of promotion_wait_s for which the first that starves leaves the others what they hold
 
 
@@ -53,6 +52,7 @@ class PromotionRoom:
         by_tier: dict[int, list[Block]] = {}
         for block in blocks:
             by_tier.setdefault(request.hits.pop(block.key), []).append(block)
+            request.await_block(block)
         request.loading += len(blocks)
         if len(blocks) < len(wanted):
             request.starved_for = wanted[len(blocks)]
@@ -120,6 +120,7 @@ class PromotionRoom:
                 request.hit_tiers = hit_tiers
             for key in are_coming:
                 del request.hits[key]
+                request.has_news = True
             if len(wanted) > self._primary.room:
                 return wanted  # whether shares have room for the others will be seen when the region has
         if len(wanted) == len(request.hits):
@@ -149,12 +150,13 @@ class PromotionRoom:
                 f"region holds {self._primary.num_blocks} blocks, request {request.context.req_id!r} needs {needed}: "
                 "nothing of it can be loaded beyond its first blocks that fit; make region.size larger",
             )
-        self._expire(request, _EVERY_TIER)
+        self._expire(request, EVERY_TIER)
         request.drop_hits()
 
     def _expire(self, request: Request, tiers: int) -> int:
         """Its hits in the tiers of a bit mask are none any more. Returns how many it does without."""
         request.hit_tiers &= ~tiers
+        request.has_news = True
         expired = 0
         for key in [key for key, tier in request.hits.items() if tiers >> tier & 1]:
             del request.hits[key]

@@ -21,7 +21,7 @@ from connector.region_header import row_stride
 from connector.shared_region import SharedOffloadRegion
 from connector.tier_guard import GuardedTier, load_deadline_s, shut_down_tiers
 from connector.tiering import TieringOffloadingManager
-from connector.tiering_options import LOAD_DEADLINE_S, LOOKUP_DEADLINE_S, TieringOptions
+from connector.tiering_options import LOAD_DEADLINE_S, LOOKUP_DEADLINE_S, LOOKUP_TOTAL_S, TieringOptions
 from tiers.base import SecondaryTierManager
 from tiers.config import DeploymentConfig
 from tiers.errors import ConfigError
@@ -163,14 +163,12 @@ class TieringOffloadingSpec(OffloadingSpec):
             for tier in self.deployment.tiers:
                 tiers.append(SecondaryTierFactory.create_secondary_tier(dict(tier), view, self))
             # Only of our own tiers: in somebody else's options the key may be anything.
-            lookup_deadlines_s = [
-                tier.lookup_deadline_s if isinstance(tier, TierConfig) else LOOKUP_DEADLINE_S
-                for tier in self.deployment.tiers
-            ]
+            own = [tier for tier in self.deployment.tiers if isinstance(tier, TierConfig)]
             options = TieringOptions(
                 promotion_wait_s=region.promotion_wait_s,
-                # The slowest tier's own deadline: a hit of its is worth that wait, as its config says.
-                lookup_deadline_s=max(lookup_deadlines_s, default=LOOKUP_DEADLINE_S),
+                # The slowest tier's own limits: a hit of its is worth that wait, as its config says.
+                lookup_deadline_s=max([tier.lookup_deadline_s for tier in own] or [LOOKUP_DEADLINE_S]),
+                lookup_total_s=max([tier.lookup_total_s for tier in own] or [LOOKUP_TOTAL_S]),
                 load_deadline_s=max(map(load_deadline_s, tiers), default=LOAD_DEADLINE_S),
             )
             return TieringOffloadingManager(primary, tiers, options)

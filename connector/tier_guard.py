@@ -31,7 +31,7 @@ REQUESTS_MAX: Final = 65_536  # whose lookups are told from each other; beyond, 
 #: What of a tier may fail, as ``kvtiers_contained_errors_total`` names it.
 _GUARDED: Final = (
     *("drain_jobs", "get_finished", "lookup", "on_request_finished", "on_schedule_end", "shutdown", "shutdown_s"),
-    *("submit_load", "submit_store", "take_events", "touch"),
+    *("submit_load", "submit_store", "take_answered", "take_events", "touch"),
 )
 
 #: What ``GuardedTier.call`` returns where the tier raised.
@@ -102,15 +102,29 @@ class GuardedTier:
         """The tier's answer; what is none, or raises, is a miss."""
         try:
             answer = self.tier.lookup(key, req_context)
-            hit = None if answer is None else bool(answer)
+            if answer is None:
+                return None
+            hit = bool(answer)
         except _BY_SIGNALS:
             raise
         except BaseException as e:  # noqa: BLE001 - as in call
             self.contain("lookup", _shown(e))
             hit = False
-        if hit is not None:
-            self.note_answer(key, req_context, hit=hit)
+        self.note_answer(key, req_context, hit=hit)
         return hit
+
+    def take_answered(self) -> frozenset[str] | None:
+        """See ``SecondaryTierManager``; None also of a tier that does not know this call, or fails in it."""
+        if not hasattr(self.tier, "take_answered"):
+            return None
+        try:
+            answered = self.tier.take_answered()
+            return None if answered is None else frozenset(answered)
+        except _BY_SIGNALS:
+            raise
+        except BaseException as e:  # noqa: BLE001 - as in call
+            self.contain("take_answered", _shown(e))
+            return None
 
     def note_answer(self, key: OffloadKey, req_context: ReqContext, *, hit: bool) -> None:
         """Count what a request was told of a key, the first time: while it waits, engines ask in each step."""

@@ -5,9 +5,9 @@
   request's together, submitted when the step ends; until it is in, the answer is "ask again". What comes from a
   later tier also goes to the tiers before it. What a tier has not reported is a bounded part of the region
   (``load_share``): what is beyond waits for that, so that a tier that hangs leaves room for the others.
-- Waiting is bounded everywhere: for a tier's answer (``lookup_deadline_s``), for room in the region
-  (``promotion_wait_s``), for the tier's share of it (``load_deadline_s``), for a load (the tier's deadline, and
-  ``load_deadline_s``); then the key is absent.
+- Waiting is bounded everywhere: for the tiers' answers (``lookup_total_s``, and ``lookup_deadline_s`` for a tier that
+  is silent), for room in the region (``promotion_wait_s``), for the tier's share of it (``load_deadline_s``), for a
+  load (the tier's deadline, and ``load_deadline_s``); then the key is absent.
 - A failed load makes that tier's copy absent for the request until it finishes, so no request runs in circles; and for
   those that have waited for it as well, so that they do not try one after the other, nor wait for one who tries later.
 - Nothing a tier does reaches the engine: what it raises, reports twice or reports of no job is counted and contained.
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from connector.base import LoadStoreSpec, OffloadingManager, PrepareStoreOutput
@@ -31,14 +30,12 @@ from connector.promotion_room import PromotionRoom
 from connector.tier_guard import GuardedTier, load_deadline_s, shut_down_tiers
 from connector.tier_jobs import TierJobs
 from connector.tiering_options import TieringOptions
+from connector.waiting import WaitingRequests
 from tiers.base import OffloadingEvent, ReqContext, SecondaryTierManager
 from tiers.keys import OffloadKey
 from tiers.plain_logs import get_logger
 
 logger = get_logger(__name__)
-
-_EXPIRED = float("-inf")
-_ASKED_LATELY_S = 5.0  # a request that was not asked of for so long may be forgotten
 
 
 class TieringOffloadingManager(OffloadingManager):
@@ -64,7 +61,6 @@ class TieringOffloadingManager(OffloadingManager):
         self.primary = primary
         self._tiers = tuple(GuardedTier(tier, primary.metrics) for tier in tiers)
         self.metrics = primary.metrics
-        self.metrics.inc("kvtiers_lookups_refused_total", by=0)  # rates see no increase in what begins at 1
         self._options = options or TieringOptions()
         self._clock = clock
         self.shutdown_s = self._options.shutdown_s
@@ -72,10 +68,9 @@ class TieringOffloadingManager(OffloadingManager):
         deadlines_s = [load_deadline_s(tier) for tier in tiers]
         self._jobs = TierJobs(self._tiers, deadlines_s, clock)
         self._loads = [TierLoads(load_blocks_max, min(self._options.load_deadline_s, own_s)) for own_s in deadlines_s]
-        self._requests: OrderedDict[str, Request] = OrderedDict()  # the one asked of last is last
         self._failed = FailedLoads()
-        self._waiting: dict[Request, None] = {}  # an ordered set; by the next step with hits, loads or held blocks
         self._holds = Holds(primary, self._options.promotion_hold_s)
+        self._requests = WaitingRequests(self._tiers, self._holds, self._options, self.metrics, clock, self._log_once)
         self._room = PromotionRoom(primary, self._tiers, self._loads, self._holds, self._options, self._log_once)
         self._looked_up = False  # since what requests found was held last
         self._cascade = Cascade(
@@ -87,29 +82,39 @@ class TieringOffloadingManager(OffloadingManager):
     # -- the engine's calls ------------------------------------------------------------------------------------------
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        self._looked_up = True
-        block = self.primary.find(key)
-        if block is None:
-            return self._lookup_tiers(key, req_context)
-        if block.state is not BlockState.READY:
-            return self._await(block, req_context)
-        self._holds.note(req_context.req_id, block)
-        return True
+        # Of the keys of requests that wait most have nothing new, in each step.
+        request = self._requests.asking
+        if request is not None and request.req_id == req_context.req_id:
+            if key in request.owed:
+                if self.primary.find(key) is None:
+                    return None
+            elif key in request.coming:
+                return None
+            elif key in request.held:
+                return True
+        return self._look(key, req_context)
+
+    def is_waiting(self, req_id: str) -> bool:
+        """Whether ``lookup`` would answer a request as it did last: no answer, load or deadline has changed that.
+
+        In O(1); counts as asking. False of a request that waits for nothing, or is not known.
+        """
+        return self._requests.is_waiting(req_id)
 
     def is_coming(self, key: OffloadKey, req_context: ReqContext) -> bool:
         """Whether a key of which ``lookup`` said None is on its way into the region, so that no answer is owed."""
         block = self.primary.find(key)
         if block is not None:
             return block.state in (BlockState.STORING, BlockState.LOADING)
-        request = self._requests.get(req_context.req_id)
+        request = self._requests.by_id.get(req_context.req_id)
         return request is not None and key in request.hits
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         spec = self.primary.prepare_load(keys, req_context)
         self._holds.forget(req_context.req_id)
-        request = self._requests.get(req_context.req_id)
+        request = self._requests.by_id.get(req_context.req_id)
         if request is not None:
-            self._forget(request)  # it has come, for all it wants
+            self._requests.forget(request)  # it has come, for all it wants
         return spec
 
     def touch(self, keys: Collection[OffloadKey]) -> None:
@@ -126,8 +131,8 @@ class TieringOffloadingManager(OffloadingManager):
             self._looked_up = False
             now = self._clock()
             for req_id in self._holds.found():  # before room is made
-                request = self._requests.get(req_id)
-                if request in self._waiting:
+                request = self._requests.by_id.get(req_id)
+                if request in self._requests.waiting:
                     self._holds.hold_found(request, now)
         return self.primary.prepare_store(keys, req_context)
 
@@ -142,9 +147,7 @@ class TieringOffloadingManager(OffloadingManager):
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._holds.forget(req_context.req_id)
-        request = self._requests.pop(req_context.req_id, None)
-        if request is not None:
-            self._forget(request)
+        self._requests.finish(req_context.req_id)
         for tier in self._tiers:
             tier.on_request_finished(req_context)
 
@@ -152,15 +155,17 @@ class TieringOffloadingManager(OffloadingManager):
         """Take results, submit this step's promotions, let the tiers send this step's lookups."""
         began = self._clock()
         self._take_results()
-        if self._waiting or any(loads.is_awaited for loads in self._loads):
+        waiting = self._requests.waiting
+        if waiting or any(loads.is_awaited for loads in self._loads):
             now = self._clock()
             self._give_up_late_loads(now)
-            for request in self._waiting:  # before room is made for any
+            for request in waiting:  # before room is made for any
                 self._holds.hold_found(request, now)
-            self._room.let_last_go(self._waiting, now)
-            for request in list(self._waiting):
+            self._room.let_last_go(waiting, now)
+            for request in list(waiting):
                 self._serve(request, now)
         self._holds.end_step()
+        self._requests.end_step()
         for tier in self._tiers:
             tier.on_schedule_end()
         for state, count in self.primary.slot_counts()._asdict().items():
@@ -181,9 +186,7 @@ class TieringOffloadingManager(OffloadingManager):
         Jobs of the tiers are not waited for, as storage may hang: they go on in slots that are quarantined until they
         are reported. What they load is never ready, and what they store was computed before.
         """
-        for request in self._requests.values():
-            self._forget(request)
-        self._requests.clear()
+        self._requests.forget_all()
         self._holds.end_step()
         self._cascade.drop_unsent()
         self.primary.reset_cache()
@@ -192,9 +195,7 @@ class TieringOffloadingManager(OffloadingManager):
         """End everything, within ``shutdown_s``. Slots of jobs that no tier reported stay quarantined."""
         if self._closed:
             return
-        for request in self._requests.values():
-            self._forget(request)
-        self._requests.clear()
+        self._requests.forget_all()
         self._cascade.close()
         self._closed = True
         stuck = shut_down_tiers(self._tiers, self.shutdown_s, self._clock)
@@ -206,69 +207,85 @@ class TieringOffloadingManager(OffloadingManager):
 
     # -- promotion ---------------------------------------------------------------------------------------------------
 
-    def _await(self, block: Block, req_context: ReqContext) -> bool | None:
+    def _look(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        """``lookup``, where the answer may be another one than before."""
+        self._looked_up = True
+        requests = self._requests
+        request = requests.by_id.get(req_context.req_id)
+        if request is not None and request is not requests.asking:
+            requests.begin_round(request)
+        block = self.primary.find(key)
+        if block is not None and block.state is BlockState.READY:
+            if request is None or key not in request.held:
+                self._holds.note(req_context.req_id, block)
+            return True
+        if not self._tiers:
+            return False if block is None else None
+        if request is None:
+            if block is not None and requests.is_crowded:
+                return None
+            request = requests.remember(req_context)
+            if request is None:
+                return False
+        return self._lookup_tiers(key, request) if block is None else self._await(block, request)
+
+    def _await(self, block: Block, request: Request) -> bool | None:
         """The answer for a block that is being filled: a request waits for no tier whose load has failed it."""
-        if not self._tiers or (self._is_crowded and req_context.req_id not in self._requests):
-            return None
-        now = self._clock()
-        request = self._remember(req_context, now)  # it waits from now on, should the load fail
-        assert request is not None
         # It may have been refused for want of room as well, which a block that another request loads does not need.
         if block.state is BlockState.LOADING and self._failed.has_failed(request, block.key, block.tier):
-            return self._lookup_tiers(block.key, req_context)  # the other tiers
-        self._wait(request, now + self._options.promotion_hold_s)
+            return self._lookup_tiers(block.key, request)  # the other tiers
+        if block.state is not BlockState.QUARANTINED:
+            request.await_block(block)
+        self._requests.wait(request, self._clock() + self._options.promotion_hold_s)
         return None
 
-    def _lookup_tiers(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        if not self._tiers:
-            return False
-        now = self._clock()
-        request = self._remember(req_context, now)
-        if request is None:
-            return False
+    def _lookup_tiers(self, key: OffloadKey, request: Request) -> bool | None:
         if key in request.hits:
             return None
         hit: int | None = None
-        owing = []
+        owing = 0
+        may_be_refused = bool(request.refused) or len(self._failed) > 0
         for index, tier in enumerate(self._tiers):
-            if self._failed.refuse(request, key, index):
+            if may_be_refused and self._failed.refuse(request, key, index):
                 continue
-            answer = tier.lookup(key, req_context)
+            answer = tier.lookup(key, request.context)
             if answer is None:
-                owing.append(tier)
-            elif answer:
+                owing |= 1 << index
+                continue
+            if key in request.was_owed:
+                self._requests.note_answer(index)
+            if answer:
                 hit = index
                 break
         # A tier that has not answered yet is before the hit, so it may be the faster one: worth a bounded wait.
         if owing:
-            since = request.asked.setdefault(key, request.waited_s)
-            if request.waited_s - since < self._options.lookup_deadline_s:
-                self._wait(request, now + self._options.lookup_deadline_s)
+            if self._requests.owe(request, owing):
+                request.owed.add(key)
                 return None
-            if since > _EXPIRED:
-                request.asked[key] = _EXPIRED  # not waited for again, and counted once
-                for tier in owing:
-                    self.metrics.inc("kvtiers_deadline_expired_total", tier.name, "lookup")
-                    tier.note_answer(key, req_context, hit=False)
-        else:
-            request.asked.pop(key, None)
+            self._count_expired(key, request, owing)
         if hit is None:
             return False
         request.hits[key] = hit
         request.hit_tiers |= 1 << hit
-        self._wait(request, now)
+        if request not in self._requests.waiting:
+            self._requests.wait(request, self._clock())
         return None
 
-    def _wait(self, request: Request, held_until: float) -> None:
-        """What it finds is held until then, and for as long as it has hits or loads under way."""
-        request.held_until = max(request.held_until, held_until)
-        self._waiting[request] = None
+    def _count_expired(self, key: OffloadKey, request: Request, tiers: int) -> None:
+        """The request does not wait for these tiers' answers."""
+        if key in request.expired:
+            return
+        request.expired.add(key)
+        for index, tier in enumerate(self._tiers):
+            if tiers >> index & 1:
+                self.metrics.inc("kvtiers_deadline_expired_total", tier.name, "lookup")
+                tier.note_answer(key, request.context, hit=False)
 
     def _serve(self, request: Request, now: float) -> None:
         for job in self._room.begin_loads(request, now):
             self._submit("submit_load", job, request.context)
         if not request.hits and not request.loading and (not request.held or now >= request.held_until):
-            self._release(request)
+            self._requests.release(request)
 
     def _end_load(self, job: Job, succeeded: Collection[OffloadKey]) -> None:
         self._loads[job.tier].end(job)
@@ -277,7 +294,7 @@ class TieringOffloadingManager(OffloadingManager):
             self._end_wait(job, failed)
         self.primary.end_promotion(failed, success=False)
         ready = self.primary.end_promotion([block for block in job.blocks if block.key in succeeded], success=True)
-        if job.request in self._waiting:
+        if job.request in self._requests.waiting:
             self._holds.hold_loaded(job.request, ready, self._clock())
         self._cascade.add(ready, job.tier)
 
@@ -298,48 +315,6 @@ class TieringOffloadingManager(OffloadingManager):
                 self._log_once(f"late {index}", f"tier {name}: loads over {loads.deadline_s:g} s are given up")
                 self._end_wait(job, job.blocks)
                 self.primary.quarantine(job.blocks)
-
-    # -- requests ----------------------------------------------------------------------------------------------------
-
-    def _remember(self, req_context: ReqContext, now: float) -> Request | None:
-        """The request; None where it is new and as many as there may be wait already.
-
-        An engine asks of all its waiting requests in each step. If a new one took the place of one that waits, that one
-        would be new when it is asked of next and take the next one's place: nobody's wait would ever end.
-        """
-        request = self._requests.get(req_context.req_id)
-        if request is not None:
-            self._requests.move_to_end(req_context.req_id)
-            request.waited_s += min(now - request.asked_at, self._options.lookup_deadline_s / 2)
-            request.asked_at = now
-            return request
-        if self._is_crowded:
-            oldest = next(iter(self._requests.values()))
-            if now - oldest.asked_at < _ASKED_LATELY_S:
-                self.metrics.inc("kvtiers_lookups_refused_total")
-                self._log_once(
-                    "requests_max",
-                    f"{len(self._requests)} requests wait for the tiers: those that come now are computed "
-                    "(see kvtiers_lookups_refused_total)",
-                )
-                return None
-            del self._requests[oldest.context.req_id]
-            self._forget(oldest)
-        request = self._requests[req_context.req_id] = Request(req_context, now, now)
-        return request
-
-    @property
-    def _is_crowded(self) -> bool:
-        return len(self._requests) >= self._options.requests_max
-
-    def _forget(self, request: Request) -> None:
-        """Its loads go on, for whoever asks next; it is no longer waited for."""
-        request.drop_hits()
-        self._release(request)
-
-    def _release(self, request: Request) -> None:
-        self._waiting.pop(request, None)
-        self._holds.let_go(request)
 
     # -- tiers and their jobs ----------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from tiers.errors import ConfigError
 
 LOOKUP_DEADLINE_S = 0.2
+LOOKUP_TOTAL_S = 15.0
 LOAD_DEADLINE_S = 20.0
 LOAD_GRACE_S = 1.0  # beyond a tier's own deadline, to end its I/O and report
 
@@ -18,7 +19,9 @@ class TieringOptions:
     Attributes:
         promotion_wait_s: how long a hit waits for room in the region before it counts as a miss. After a tenth of it,
             and where nothing is being loaded, requests that came later let go of what they hold.
-        lookup_deadline_s: how long a request waits for a tier's answer before it counts as "absent".
+        lookup_deadline_s: what a tier is asked counts as absent when it gives no answer for so long. Only of tiers that
+            do not bound it themselves (see ``SecondaryTierManager.take_answered``).
+        lookup_total_s: how long a request waits for the tiers' answers at most. Then it uses the prefix that is known.
         load_deadline_s: a load not reported by then is a miss, and one second past the tier's own ``job_deadline_s``
             where that is sooner: I/O that cannot be ended holds its slots, but not its request.
         store_backlog_share: part of the region that blocks on their way to tiers may pin, in equal parts for each tier;
@@ -36,6 +39,7 @@ class TieringOptions:
 
     promotion_wait_s: float = 0.5
     lookup_deadline_s: float = LOOKUP_DEADLINE_S
+    lookup_total_s: float = LOOKUP_TOTAL_S
     load_deadline_s: float = LOAD_DEADLINE_S
     store_backlog_share: float = 0.5
     load_share: float = 0.4
@@ -44,7 +48,10 @@ class TieringOptions:
     shutdown_s: float = 4.8
 
     def __post_init__(self) -> None:
-        for name in ("promotion_wait_s", "lookup_deadline_s", "load_deadline_s", "promotion_hold_s", "shutdown_s"):
+        for name in (
+            *("promotion_wait_s", "lookup_deadline_s", "lookup_total_s", "load_deadline_s"),
+            *("promotion_hold_s", "shutdown_s"),
+        ):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{getattr(self, name)!r} is not accepted; write 0 or more seconds", field=name)
         for name in ("store_backlog_share", "load_share"):

@@ -7,7 +7,7 @@ exceptions that say so: ``drain_jobs`` and ``shutdown``.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,6 +111,18 @@ class SecondaryTierManager(ABC):
     @abstractmethod
     def lookup(self, key: OffloadKey, req_context: ReqContext | None = None) -> bool | None:
         """True: stored and thought good. False: not there. None: asked, call again in a later step."""
+
+    def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> list[bool | None]:
+        """``lookup`` of several keys, in the order in which the request needs them."""
+        return [self.lookup(key, req_context) for key in keys]
+
+    def take_answered(self) -> Collection[str] | None:
+        """Ids of requests that may be told another answer than None by now, since the last call.
+
+        A tier that says so is asked again for no other request, and bounds how long it leaves a question unanswered.
+        None: the tier does not say. It is asked in each step, and is waited for while it gives answers.
+        """
+        return None
 
     @abstractmethod
     def submit_store(self, job_metadata: JobMetadata) -> None:

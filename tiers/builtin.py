@@ -353,6 +353,7 @@ def _tier_options(config: TierConfig, row_bytes: int, *, in_workers: bool) -> Ti
         lookup=LookupOptions(
             threads=config.lookup_threads,
             deadline_s=config.lookup_deadline_s,
+            total_s=config.lookup_total_s,
             present_ttl_s=config.present_ttl_s,
             absent_ttl_s=config.absent_ttl_s,
             keys_max=config.lookup_cache_keys,

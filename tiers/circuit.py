@@ -44,6 +44,7 @@ class Circuit:
         clock: seconds, monotonic.
 
     Attributes:
+        closed: True: the tier is used.
         openings: how often it went from closed to open.
     """
 
@@ -58,12 +59,8 @@ class Circuit:
         self._probe_at = 0.0
         self._probe_failed = False  # since it is open
         self.state = CircuitState.CLOSED
+        self.closed = True  # not a property: each lookup reads it
         self.openings = 0
-
-    @property
-    def closed(self) -> bool:
-        """True: the tier is used."""
-        return self.state is CircuitState.CLOSED
 
     def succeed(self, kind: Kind) -> bool:
         """An operation or the probe was answered.
@@ -117,5 +114,6 @@ class Circuit:
 
     def _become(self, state: CircuitState, why: str) -> None:
         self.state = state
+        self.closed = state is CircuitState.CLOSED
         log = logger.info if state is CircuitState.CLOSED else logger.warning
         log("tier %s: circuit %s: %s", self._name, state, why)

@@ -202,6 +202,7 @@ class StoreTierManager(SecondaryTierManager):
         self._results: list[JobResult] = []
         self._events = UnreadEvents(self.name)
         self._closed = False
+        self._was_closed = True  # the circuit, when take_answered was called last
         self._openings_counted = 0
         self._doubted = False
         self._trace_failed = False
@@ -211,13 +212,21 @@ class StoreTierManager(SecondaryTierManager):
 
     # -- lookups ---------------------------------------------------------------------------------------------------
 
-    def lookup(self, key: OffloadKey, req_context: ReqContext | None = None) -> bool | None:  # noqa: ARG002
+    def lookup(self, key: OffloadKey, req_context: ReqContext | None = None) -> bool | None:
         if not self._circuit.closed:
             return False
-        if self._asks_another:  # now, so that it is in one batch with a question whose answer somebody waits for
+        if self._asks_another:  # now, so that it is asked beside a question whose answer somebody waits for
             self._asks_another = False
             self._lookup.lookup(make_offload_key(os.urandom(32), 0))
-        return self._lookup.lookup(key)
+        return self._lookup.lookup(key, "" if req_context is None else req_context.req_id)
+
+    def take_answered(self) -> Collection[str] | None:
+        answered = self._lookup.take_answered()
+        was_closed, self._was_closed = self._was_closed, self._circuit.closed
+        return answered if self._circuit.closed or not was_closed else None  # cut off: all are told "absent" now
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._lookup.finish(req_context.req_id)
 
     def on_schedule_end(self) -> None:
         if self._circuit.take_probe():

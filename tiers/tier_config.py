@@ -33,6 +33,7 @@ _S3_SAME_NAMES = (
 )  # fmt: skip
 
 MAX_BYTES_MIN = 1 << 20
+LOOKUP_DEADLINE = "Lookups are misses when the storage answers none of them for so long."
 _KEY = re.compile(rf"(0x)?[0-9A-Fa-f]{{{2 * KEY_BYTES}}}")
 POLL_S, REMOTE_POLL_S = 0.25, 15.0  # how often a collector looks whether there is something to do
 
@@ -97,7 +98,12 @@ class TierConfig(Model):
         8 << 30, ge=1, description="Payload bytes of jobs in flight; stores beyond it are dropped and counted."
     )
     lookup_threads: Threads = Field(2, description="Threads that ask the storage whether blocks are there.")
-    lookup_deadline_s: Seconds = Field(0.2, description="A lookup not answered by then is a miss.")
+    lookup_deadline_s: Seconds = Field(0.2, description=LOOKUP_DEADLINE)
+    lookup_total_s: Seconds = Field(
+        15.0,
+        description="How long a request waits for lookups at most while the storage answers; then it uses the prefix "
+        "that was found.",
+    )
     present_ttl_s: Seconds = Field(60.0, description="How long 'present' is believed.")
     absent_ttl_s: Annotated[float, Field(ge=0, le=86_400)] = Field(1.0, description="How long 'absent' is believed.")
     lookup_cache_keys: Annotated[int, Field(ge=1, le=100_000_000)] = Field(
@@ -274,7 +280,7 @@ class NfsTierConfig(BoundedTierConfig):
     isolation: Literal["auto", "thread", "process"] = Field(
         "process", description="thread: only where the mount gives up by itself (soft, softerr)."
     )
-    lookup_deadline_s: Seconds = Field(0.5, description="A lookup not answered by then is a miss.")
+    lookup_deadline_s: Seconds = Field(0.5, description=LOOKUP_DEADLINE)
     absent_ttl_s: Annotated[float, Field(ge=0, le=86_400)] = Field(
         5.0, description="How long 'absent' is believed; a client remembers it for about 30 s without lookupcache=pos."
     )
@@ -318,7 +324,7 @@ class S3TierConfig(NetworkTierConfig):
         "auto", description="process: as fast beside a busy engine as beside an idle one. auto: where it can be."
     )
     job_deadline_s: Seconds = Field(15.0, description="As for every tier; longer, for its retries.")
-    lookup_deadline_s: Seconds = Field(0.5, description="A lookup not answered by then is a miss.")
+    lookup_deadline_s: Seconds = Field(0.5, description=LOOKUP_DEADLINE)
     bucket: str = Field(description="Bucket; must exist. Directory buckets (…--x-s3): with client: boto3 only.")
     prefix: str = Field("", description="Folder inside the bucket.")
     endpoint_url: str | None = Field(None, description="Of an S3 that is not AWS's, such as https://minio:9000.")
@@ -375,7 +381,7 @@ class FsspecTierConfig(NetworkTierConfig):
     """Blocks under any fsspec URL: gs://, abfs://, s3:// by s3fs, hf://, memory://, …"""
 
     type: Literal["fsspec"] = "fsspec"
-    lookup_deadline_s: Seconds = Field(1.0, description="A lookup not answered by then is a miss.")
+    lookup_deadline_s: Seconds = Field(1.0, description=LOOKUP_DEADLINE)
     url: ExpandedPath = Field(description="Where, such as gs://bucket/folder. $VARIABLES are expanded.")
     storage_options: dict[str, Any] = Field(default_factory=dict, description="Passed to the fsspec file system.")
 

@@ -51,12 +51,12 @@ class TierCounts:
             ("hit", counts.hits),
             ("miss", counts.misses),
             ("error", len(counts.failed)),
-            ("deadline", counts.expired),
+            ("deadline", counts.expired + counts.given_up),
         ):
             if count:
                 metrics.inc("kvtiers_lookup_probes_total", tier, result, by=count)
-        if counts.expired:
-            metrics.inc("kvtiers_deadline_expired_total", tier, "lookup", by=counts.expired)
+        if late := counts.expired + counts.given_up:
+            metrics.inc("kvtiers_deadline_expired_total", tier, "lookup", by=late)
 
     def collected(self, message: dict[str, Any]) -> None:
         """The collector ran (``CollectorEnd.take_reports``)."""

@@ -84,6 +84,9 @@ class TieringMachine(RuleBasedStateMachine):
         self.stores: list[Transfer] = []
         self.loads: list[Transfer] = []
         self.resident: set[OffloadKey] = set()  # by the events, as somebody outside sees it
+        self.undecided: dict[
+            str, set[OffloadKey]
+        ] = {}  # of each request, what it was told to ask again in its last round
         self.forgotten: set[int] = set()  # jobs that a tier will never report
 
     # -- the engine
@@ -117,8 +120,21 @@ class TieringMachine(RuleBasedStateMachine):
     @rule(keys=some_keys, req=some_request)
     def lookup(self, keys: list[OffloadKey], req: ReqContext) -> None:
         self._take_events()
+        self.undecided[req.req_id] = undecided = set()
         for key in keys:
-            assert (self.manager.lookup(key, req) is True) == (key in self.resident)
+            answer = self.manager.lookup(key, req)
+            assert (answer is True) == (key in self.resident)
+            if answer is None:
+                undecided.add(key)
+
+    @rule(req=some_request)
+    def ask_only_if_there_is_news(self, req: ReqContext) -> None:
+        """A request of which the manager says that it is waiting is told nothing new."""
+        is_waiting = self.manager.is_waiting(req.req_id)
+        undecided = self.undecided.get(req.req_id, set())
+        stored = {key for key in undecided if key in self.resident or self.primary.find(key)}  # by the engine meanwhile
+        if is_waiting:
+            assert all(self.manager.lookup(key, req) is None for key in undecided - stored)
 
     @rule(stored=st.lists(some_keys, min_size=1, max_size=6), tiers_work=st.booleans())
     def engine_runs(self, stored: list[list[OffloadKey]], tiers_work: bool) -> None:
@@ -130,6 +146,7 @@ class TieringMachine(RuleBasedStateMachine):
                     answers.append(self.manager.lookup(key, req))
                     if answers[-1] is False:
                         break
+                self.undecided[req.req_id] = {key for key, answer in zip(keys, answers, strict=False) if answer is None}
                 if None not in answers and True in answers:
                     self.begin_load(keys[: answers.count(True)], req)
                     self.manager.complete_load(self.loads.pop().keys)
@@ -291,13 +308,20 @@ class TieringMachine(RuleBasedStateMachine):
     def what_requests_wait_for_is_accounted_for(self) -> None:
         jobs = self.manager._jobs._jobs.values()
         pins = Counter(block for job in jobs if job.request is None for block in job.blocks)
-        for request in self.manager._requests.values():
+        requests = self.manager._requests
+        for request in requests.by_id.values():
             pins.update(request.held.values())
-            assert request in self.manager._waiting or not (request.hits or request.held)
+            assert request in requests.waiting or not (request.hits or request.held)
+            for key in request.coming:
+                block = self.primary.find(key)
+                assert block is not None
+                assert block.state in (BlockState.STORING, BlockState.LOADING)
+                assert request in (block.waiters or ())
+            assert not request.owed & (request.hits.keys() | request.coming)
             assert request.loading == sum(len(job.blocks) for job in jobs if job.request is request and not job.ended)
             assert all(request.hit_tiers >> tier & 1 for tier in request.hits.values())
         assert all(block.pins == pins[block] for block in (*self.primary._blocks.values(), *pins))
-        assert self.manager._waiting.keys() <= set(self.manager._requests.values())
+        assert requests.waiting.keys() <= set(requests.by_id.values())
         for index, loads in enumerate(self.manager._loads):
             unreported = sum(len(job.blocks) for job in jobs if job.request is not None and job.tier == index)
             assert loads._blocks_max - loads.room == unreported <= loads._blocks_max

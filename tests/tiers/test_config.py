@@ -578,6 +578,7 @@ SHARED_KEYS: dict[str, tuple[Any, str, Any]] = {
     "max_bytes_in_flight": ("1GiB", "max_bytes_in_flight", 1 << 30),
     "lookup_threads": (3, "lookup.threads", 3),
     "lookup_deadline_s": (0.7, "lookup.deadline_s", 0.7),
+    "lookup_total_s": (7, "lookup.total_s", 7),
     "present_ttl_s": (3.0, "lookup.present_ttl_s", 3.0),
     "absent_ttl_s": (4.0, "lookup.absent_ttl_s", 4.0),
     "lookup_cache_keys": (99, "lookup.keys_max", 99),
