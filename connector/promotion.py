@@ -125,19 +125,20 @@ class Job:
 
 
 class FailedLoads:
-    """Loads that failed lately, for requests that came before. Scheduler thread only."""
+    """Loads that failed lately, for requests that came before. Scheduler thread only.
+
+    Attributes:
+        failed_at: by key and tier; the oldest first.
+    """
 
     def __init__(self) -> None:
-        self._failed_at: OrderedDict[tuple[OffloadKey, int], float] = OrderedDict()  # by key and tier; oldest first
-
-    def __len__(self) -> int:
-        return len(self._failed_at)
+        self.failed_at: OrderedDict[tuple[OffloadKey, int], float] = OrderedDict()
 
     def add(self, job: Job, blocks: Iterable[Block], now: float) -> None:
         """The request of this job will not ask its tier for these blocks any more, nor will who has waited for them."""
         assert job.request is not None
         refused = job.request.refused
-        failed_at = self._failed_at
+        failed_at = self.failed_at
         while failed_at and now - next(iter(failed_at.values())) >= _FAILED_S:
             failed_at.popitem(last=False)
         for block in blocks:
@@ -151,7 +152,7 @@ class FailedLoads:
 
     def has_failed(self, request: Request, key: OffloadKey, tier: int) -> bool:
         """Whether a load of the key from the tier failed since the request came."""
-        return self._failed_at.get((key, tier), -math.inf) > request.came_at
+        return self.failed_at.get((key, tier), -math.inf) > request.came_at
 
 
 class TierLoads:

@@ -126,14 +126,11 @@ class WaitingRequests:
         request.held_until = max(request.held_until, held_until)
         self.waiting[request] = None
 
-    def owe(self, request: Request, tiers: int) -> int:
-        """Those tiers of a bit mask, all of which owe the request an answer, that it waits for."""
-        waits = tiers & ~request.gave_up
-        if waits:
-            request.owing |= waits
-            if request not in self.waiting:
-                self.wait(request, self._clock() + self._options.lookup_deadline_s)
-        return waits
+    def owe(self, request: Request, tiers: int) -> None:
+        """The tiers of a bit mask owe the request answers."""
+        request.owing |= tiers
+        if request not in self.waiting:
+            self.wait(request, self._clock() + self._options.lookup_deadline_s)
 
     def note_answer(self, tier: int) -> None:
         """A tier has answered what it had left open."""

@@ -194,7 +194,7 @@ class AsyncLookup:
             present, until = answer
             if self._clock() < until and not (present and until < self._doubted_until):
                 return present
-        return self._ask(key, req_id)
+        return self._ask(key, req_id, answer)
 
     def flush(self) -> None:
         """Hand this step's questions to the probe threads, and give up those that were asked too long ago."""
@@ -262,8 +262,8 @@ class AsyncLookup:
 
     # -- questions -------------------------------------------------------------------------------------------------
 
-    def _ask(self, key: OffloadKey, req_id: str) -> bool | None:
-        """The answer to a key of which nothing is known that is still believed."""
+    def _ask(self, key: OffloadKey, req_id: str, old: tuple[bool, float] | None) -> bool | None:
+        """The answer to a key of which nothing is known that is still believed; ``old`` is the last one."""
         if not self._replies.empty():
             self._take_replies()
             if (present := self._known(key)) is not None:
@@ -282,10 +282,8 @@ class AsyncLookup:
                 return None
             self.flush()
             return False if asker.is_over else self._known(key)
-        if req_id and key in self._answers:
-            present, until = self._answers[key]
-            if not present and until > asker.came_at:
-                return False  # too old for others; but who asks for all keys again and again would never end
+        if old is not None and req_id and not old[0] and old[1] > asker.came_at:
+            return False  # too old for others; but who asks for all keys again and again would never end
         if asker.question.epoch != self._epoch:
             asker.question = _Question(asker, self._epoch)
         self._asked[key] = asker.question

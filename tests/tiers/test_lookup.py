@@ -52,6 +52,8 @@ def make(clock: Clock) -> Iterator[Make]:
 
     yield build
     for lookup in made:
+        if isinstance(lookup._probe, Paced):
+            lookup._probe.go.release(len(LONG))
         assert lookup.shutdown(20)
 
 
@@ -299,3 +301,187 @@ def test_without_a_ttl_all_answers_of_a_step_are_read(make: Make, clock: Clock) 
     assert [lookup.lookup(key) for key in KEYS[:4]] == [None] * 4
     lookup.flush()
     wait_for(lambda: storage.batches == [KEYS[:4]] * 2)
+
+
+class Paced:
+    """A probe over storage that answers so many keys a second, by the test's clock, and once for each ``go``.
+
+    All keys before ``stored`` are there.
+    """
+
+    def __init__(self, clock: Clock, keys: Sequence[OffloadKey], stored: int, per_second: float) -> None:
+        self.clock = clock
+        self.numbers = {key: number for number, key in enumerate(keys)}
+        self.stored = stored
+        self.per_second = per_second
+        self.asked: list[int] = []
+        self.go = threading.Semaphore(0)
+
+    def __call__(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
+        assert self.go.acquire(timeout=20)
+        self.clock.now += len(keys) / self.per_second
+        self.asked += [self.numbers[key] for key in keys]
+        return [self.numbers[key] < self.stored for key in keys]
+
+
+def look_up_prefix(lookup: AsyncLookup, storage: Paced, keys: Sequence[OffloadKey], req_id: str) -> int:
+    """As an engine does: asks in each step up to the first miss, until nothing is undecided. The prefix's length."""
+    for _ in range(20_000):
+        undecided = False
+        hits = 0
+        for key in keys:
+            found = lookup.lookup(key, req_id)
+            if found is False:
+                break
+            undecided |= found is None
+            hits += 1
+        lookup.flush()
+        if not undecided:
+            return hits
+        storage.go.release()
+        wait_for(lambda: not lookup._replies.empty())
+    raise AssertionError("still undecided")
+
+
+LONG = [block_key(n) for n in range(16_000)]
+
+
+def test_all_of_a_long_prompt_is_found_while_the_storage_answers(make: Make, clock: Clock) -> None:
+    storage = Paced(clock, LONG, stored=len(LONG), per_second=2_000)
+    lookup = make(storage, deadline_s=0.2, total_s=15.0, threads=1)
+    began = clock.now
+    assert look_up_prefix(lookup, storage, LONG, "r") == len(LONG)
+    assert clock.now - began == pytest.approx(8.0)
+    assert storage.asked == list(range(len(LONG)))  # the first first, none twice
+    assert lookup.take_counts().expired == 0
+
+
+def test_a_request_ends_its_wait_with_the_prefix_that_is_known(make: Make, clock: Clock) -> None:
+    storage = Paced(clock, LONG, stored=len(LONG), per_second=2_000)
+    lookup = make(storage, deadline_s=0.2, total_s=3.0, threads=1)
+    began = clock.now
+    hits = look_up_prefix(lookup, storage, LONG, "r")
+    took_s = clock.now - began
+    assert 3.0 <= took_s < 3.2
+    assert 6_000 <= hits <= took_s * 2_000 + 1
+    counts = lookup.take_counts()
+    assert (counts.hits, counts.expired) == (hits, 0)
+    assert counts.given_up > 9_000
+    assert lookup.lookup(LONG[-1], "r") is False  # it does not begin to wait again
+    lookup.finish("r")
+    assert lookup.lookup(LONG[-1], "r") is None
+
+
+@pytest.mark.parametrize("per_second", [3, 50, 2_000, 1e6])
+def test_a_turn_is_as_large_as_the_storage_is_fast(make: Make, clock: Clock, per_second: float) -> None:
+    """One that answers 3 keys in a second, each within the deadline, is not silent."""
+    storage = Paced(clock, LONG, stored=len(LONG), per_second=per_second)
+    lookup = make(storage, deadline_s=0.5, total_s=1e6, threads=1, absent_ttl_s=0.0)
+    look_up_prefix(lookup, storage, LONG[:64], "learns")
+    clock.now += 1
+    assert look_up_prefix(lookup, storage, LONG[64:200], "r") == 136
+
+
+def test_a_miss_ends_the_asking_for_what_its_request_named_later(make: Make, clock: Clock) -> None:
+    storage = Paced(clock, LONG, stored=700, per_second=2_000)
+    lookup = make(storage, threads=1)
+    assert look_up_prefix(lookup, storage, LONG, "r") == 700
+    assert len(storage.asked) < 700 + 256
+    assert LONG[-1] not in lookup._asked
+
+
+def test_a_request_that_wants_keys_behind_a_miss_gets_all_of_them(make: Make, clock: Clock) -> None:
+    """As with a sliding window, of which the first blocks may be gone."""
+    storage = Paced(clock, LONG, stored=500, per_second=2_000)
+    lookup = make(storage, threads=1, absent_ttl_s=0.5)
+    wanted = LONG[1_000:0:-1]
+
+    while None in [lookup.lookup(key, "r") for key in wanted]:
+        lookup.flush()
+        storage.go.release()
+        wait_for(lambda: not lookup._replies.empty())
+    assert [lookup.lookup(key, "r") for key in wanted] == [False] * 501 + [True] * 499
+
+
+def test_requests_take_turns(make: Make, clock: Clock) -> None:
+    storage = Paced(clock, LONG, stored=len(LONG), per_second=2_000)
+    lookup = make(storage, threads=1)
+    for key in LONG[:8_000]:
+        lookup.lookup(key, "long")
+    lookup.flush()
+    for key in LONG[8_000:8_010]:
+        lookup.lookup(key, "short")
+    lookup.flush()
+    assert look_up_prefix(lookup, storage, LONG[8_000:8_010], "short") == 10
+    assert storage.asked.index(8_009) < 1_000
+
+
+def test_a_key_that_several_requests_want_is_asked_once_and_all_hear_of_it(make: Make, clock: Clock) -> None:
+    storage = Storage(KEYS)
+    storage.open.clear()
+    lookup = make(storage, threads=1)
+    for req_id in ("a", "b", "c"):
+        for key in KEYS[:3]:
+            assert lookup.lookup(key, req_id) is None
+    assert lookup.lookup(KEYS[50], "d") is None
+    lookup.flush()
+    wait_for(lambda: storage.batches)
+    assert lookup.take_answered() == set()
+    lookup.finish("c")
+    storage.open.set()
+    answered: set[str] = set()
+    wait_for(lambda: len(answered.update(lookup.take_answered()) or answered) == 3)  # type: ignore[func-returns-value]
+    assert answered == {"a", "b", "d"}
+    assert sorted(key for batch in storage.batches for key in batch) == sorted([*KEYS[:3], KEYS[50]])
+
+
+def test_what_a_request_that_ends_was_asking_is_asked_for_the_others(make: Make, clock: Clock) -> None:
+    storage = Storage(KEYS)
+    storage.open.clear()
+    lookup = make(storage, threads=1, batch_keys_max=1)
+    for req_id in ("first", "second"):
+        for key in KEYS[:5]:
+            lookup.lookup(key, req_id)
+    lookup.flush()
+    wait_for(lambda: storage.batches)
+    lookup.finish("first")
+    assert lookup.take_answered() == {"second"}  # it asks again
+    storage.open.set()
+    ask(lookup, *KEYS[:5])
+    assert [answer(lookup, key) for key in KEYS[:5]] == [True] * 5
+
+
+def test_silence_ends_every_wait_and_those_who_wait_are_told(make: Make, clock: Clock) -> None:
+    storage = Storage(KEYS)
+    storage.open.clear()
+    lookup = make(storage, deadline_s=0.2, threads=2, batch_keys_max=1, absent_ttl_s=5)
+    for req_id, key in zip("abcdef", KEYS, strict=False):
+        lookup.lookup(key, req_id)
+    lookup.flush()
+    wait_for(lambda: len(storage.batches) == 2)
+    clock.now += 0.19
+    lookup.flush()
+    assert lookup.take_answered() == set()
+    clock.now += 0.02
+    lookup.flush()
+    assert lookup.take_answered() == set("abcdef")
+    assert [lookup.lookup(key, req_id) for req_id, key in zip("abcdef", KEYS, strict=False)] == [False] * 6
+    storage.open.set()
+
+
+def test_an_answer_to_an_expired_question_is_no_answer_to_the_next(make: Make, clock: Clock) -> None:
+    """The block may have been found unreadable, or been removed, meanwhile."""
+    storage = Storage(KEYS)
+    storage.open.clear()
+    lookup = make(storage, deadline_s=0.2, threads=1, absent_ttl_s=0)
+    ask(lookup, KEYS[0])
+    wait_for(lambda: storage.batches)
+    clock.now += 0.3
+    lookup.flush()
+    clock.now += 0.01
+    storage.present.clear()
+    assert lookup.lookup(KEYS[0]) is None
+    lookup.flush()
+    storage.open.set()
+    assert answer(lookup, KEYS[0]) is False
+    assert lookup.take_counts().late == 1
