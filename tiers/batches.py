@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from operator import itemgetter
+from operator import itemgetter, methodcaller
 
 from tiers.keys import GROUP_INDEX_BYTES, OffloadKey
 
@@ -15,9 +15,9 @@ def side_by_side(pairs: list[Pair]) -> list[Pair]:
 
     Engines name one group after the other; a prefix is of use where the blocks of all groups are there.
     """
+    if not pairs or all(map(methodcaller("endswith", pairs[0][0][-GROUP_INDEX_BYTES:]), map(itemgetter(0), pairs))):
+        return pairs  # one group, as of most models
     groups: dict[bytes, list[Pair]] = {key[-GROUP_INDEX_BYTES:]: [] for key, _ in pairs}
-    if len(groups) < 2:
-        return pairs
     for pair in pairs:
         groups[pair[0][-GROUP_INDEX_BYTES:]].append(pair)
     placed = [((place + 1) / len(group), pair) for group in groups.values() for place, pair in enumerate(group)]

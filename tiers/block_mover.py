@@ -418,7 +418,8 @@ class Rows:
 
     def check_ids(self, block_ids: Any) -> list[int]:
         # By tolist: to convert 512 of numpy's integers one by one takes the scheduler's thread 50 µs.
-        blocks = list(map(int, block_ids.tolist() if hasattr(block_ids, "tolist") else block_ids))
+        is_integers = getattr(getattr(block_ids, "dtype", None), "kind", "") in ("i", "u")
+        blocks = block_ids.tolist() if is_integers else list(map(int, block_ids))
         if blocks and not (min(blocks) >= 0 and max(blocks) < self.num_rows):
             bad = next(block for block in blocks if not 0 <= block < self.num_rows)
             raise ValueError(f"block id {bad} is outside the region's 0..{self.num_rows - 1}")

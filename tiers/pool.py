@@ -163,8 +163,8 @@ class DualQueueThreadPool(Generic[P, T]):
             self._finish(job, job.submitted_at)
             return
         queue = self._reads if is_read else self._writes
-        for index, work in enumerate(tasks):
-            queue.append(_Task(job, index, work))
+        queue.extend([_Task(job, index, work) for index, work in enumerate(tasks)])
+        for _ in tasks:  # last: threads that wake up want the GIL
             self._wake_one(queue)
 
     def get_finished(self) -> list[FinishedJob[T]]:

@@ -6,11 +6,11 @@ moves it on the threads of a DualQueueThreadPool, and AsyncLookup says whether i
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -40,6 +40,7 @@ TASK_BYTES_MIN = 1 << 20  # less is not worth another thread's wake-up
 REMOVED_KEYS_PER_STEP_MAX = 1024  # of a collector's removals, so that they do not hold a scheduler step up
 DOUBT_SHARE = 0.25  # of job_deadline_s; a task that has run for longer may hang
 DRAIN_SHARE = 0.7  # of shutdown_s; for what was accepted to land
+BOOKED_KEYS_PER_CALL = 512  # of jobs that ended, so that a large one does not hold a scheduler step up
 LOAD_ONLY_THREADS = 1  # beyond the others, which may all be busy with stores when a load comes
 
 
@@ -199,6 +200,7 @@ class StoreTierManager(SecondaryTierManager):
         self._published_beside_loads = NamedMeanwhile()
         self._gone_beside_stores = NamedMeanwhile()
         self._to_book: deque[FinishedJob[Batch]] = deque()
+        self._booking: Iterator[int] | None = None  # the job that is booked in parts
         self._results: list[JobResult] = []
         self._events = UnreadEvents(self.name)
         self._closed = False
@@ -290,11 +292,7 @@ class StoreTierManager(SecondaryTierManager):
     def get_finished(self) -> Iterable[JobResult]:
         if self._pool.longest_running_s() > self._options.job_deadline_s:
             self._pool.cancel_late(self._options.job_deadline_s)
-        # Kept until each is booked: if booking one raises, the others are not lost.
-        self._to_book.extend(self._pool.get_finished())
-        while self._to_book:
-            self._book(self._to_book.popleft())
-        self.metrics.set("kvtiers_jobs_in_flight", self.name, value=len(self._in_flight))
+        self._book_ended(math.inf if self._closed else BOOKED_KEYS_PER_CALL)
         results, self._results = self._results, []
         return results
 
@@ -307,7 +305,8 @@ class StoreTierManager(SecondaryTierManager):
             if self._pool.longest_running_s() > self._options.job_deadline_s:
                 in_flight = self._pool.jobs_in_flight
                 logger.warning("tier %s: I/O is stuck, %d jobs are not waited for", self.name, in_flight)
-                return
+                break
+        self._book_ended(math.inf)
 
     def shutdown(self) -> None:
         if self._closed:
@@ -372,56 +371,74 @@ class StoreTierManager(SecondaryTierManager):
         most = min(max(options.task_bytes // row_bytes, at_least), at_most, options.task_bytes_max // row_bytes)
         return max(1, int(min(max(share, TASK_BYTES_MIN // row_bytes), most)))
 
-    def _book(self, finished: FinishedJob[Batch]) -> None:
+    def _book_ended(self, keys_max: float) -> None:
+        """Book the jobs that ended, up to about so many keys now and the rest when it is called again."""
+        # Kept until each is booked: if booking one raises, the others are not lost.
+        self._to_book.extend(self._pool.get_finished())
+        while keys_max > 0 and (self._booking is not None or self._to_book):
+            booking = self._booking or self._book(self._to_book.popleft())
+            self._booking = None
+            booked = next(booking, None)
+            if booked is not None:
+                self._booking = booking
+                keys_max -= booked
+        self.metrics.set("kvtiers_jobs_in_flight", self.name, value=len(self._in_flight))
+
+    def _book(self, finished: FinishedJob[Batch]) -> Iterator[int]:
+        """Book a job, and then report it. Yields how many keys were booked since the last time."""
         job = self._in_flight.pop(finished.job_id)
         op = _op(job.is_load)
-        succeeded: list[OffloadKey] = []
-        used: list[OffloadKey] = []
-        found: list[OffloadKey] = []
-        gone: list[OffloadKey] = []
-        resting: list[OffloadKey] = []
-        batches: list[Batch] = []
-        bytes_moved = 0
-        for batch, size in zip(finished.outcomes, job.batch_sizes, strict=True):
-            if isinstance(batch, BaseException):
-                self._counts.lost(batch, op, size, at_shutdown=self._closed)
-                continue
-            succeeded += batch.succeeded
-            found += batch.found
-            gone += batch.gone
-            resting += batch.unreadable + batch.stuck
-            used += batch.succeeded if job.is_load else batch.found  # a store that finds its block is a use
-            bytes_moved += batch.bytes_moved
+        batches = [batch for batch in finished.outcomes if isinstance(batch, Batch)]
+        for error, size in zip(finished.outcomes, job.batch_sizes, strict=True):
+            if isinstance(error, BaseException):
+                self._counts.lost(error, op, size, at_shutdown=self._closed)
+        for batch in batches:
             self._counts.moved(batch, op)
-            batches.append(batch)
         self._lookup.forget(self._health.moved(batches, op))
+        succeeded = [key for batch in batches for key in batch.succeeded]
+        found = [key for batch in batches for key in batch.found]
         # A block that the store found there, and a load meanwhile found gone, is not stored.
         if not job.is_load and (overtaken := self._gone_beside_stores.end(finished.job_id, found)):
             succeeded = [key for key in succeeded if key not in overtaken]
         ok = len(succeeded) == sum(job.batch_sizes)
-        if not ok and job.is_load:  # a key given twice has failed if either slot was not filled
-            missing = Counter(job.keys) - Counter(succeeded)
-            succeeded = [key for key in succeeded if key not in missing]
-        done = set(succeeded)
         if job.is_load:
-            self._note_loaded(finished.job_id, [key for key in job.keys if key not in done], resting, gone)
-        elif done:
-            self._note_stored(succeeded, done.difference(found))
+            if not ok and len(set(job.keys)) < len(
+                job.keys
+            ):  # a key given twice has failed if either slot was not filled
+                missing = Counter(job.keys) - Counter(succeeded)
+                succeeded = [key for key in succeeded if key not in missing]
+            yield from self._note_loaded(finished.job_id, job.keys, () if ok else succeeded, batches, ok=ok)
+        else:
+            yield from self._note_stored(succeeded, found)
+        used = succeeded if job.is_load else found  # a store that finds its block is a use
         if used:
             self.touch(used)
-        outcome = "ok" if ok else "partial" if done else "failed"
+        bytes_moved = sum(batch.bytes_moved for batch in batches)
+        outcome = "ok" if ok else "partial" if succeeded else "failed"
         self._counts.job_ended(op, outcome, finished.duration_s, bytes_moved)
         self._results.append(JobResult(finished.job_id, ok, tuple(succeeded), finished.duration_s, bytes_moved))
         self._trace(op, outcome, job.submitted_ns, finished.duration_s, len(job.keys), bytes_moved)
 
     def _note_loaded(
-        self, job_id: int, missing: Iterable[OffloadKey], resting: Iterable[OffloadKey], gone: Iterable[OffloadKey]
-    ) -> None:
-        """Note which of a load's keys did not come, and why."""
-        # Whatever the reason, such a key is absent now: believing "present" would loop (vllm#49176).
-        self._lookup.mark(missing, present=False)
-        for key in resting:
-            self._lookup.mark((key,), present=False, rest_s=self._health.rest_s(key))
+        self,
+        job_id: int,
+        keys: Sequence[OffloadKey],
+        succeeded: Sequence[OffloadKey],
+        batches: list[Batch],
+        *,
+        ok: bool,
+    ) -> Iterator[int]:
+        """Note which of a load's keys did not come, and why. ``succeeded`` is read where not all did."""
+        gone = [key for batch in batches for key in batch.gone]
+        if not ok:
+            done = set(succeeded)
+            # Whatever the reason, such a key is absent now: believing "present" would loop (vllm#49176).
+            for part in _parts([key for key in keys if key not in done]):
+                self._lookup.mark(part, present=False)
+                yield len(part)
+        for batch in batches:
+            for key in (*batch.unreadable, *batch.stuck):
+                self._lookup.mark((key,), present=False, rest_s=self._health.rest_s(key))
         # "removed" is told of blocks that are gone, not of all that did not come: a storage that is away for a second
         # still has them, and nobody would tell of them again. Nor of what a store has published since the load began:
         # listeners go by what they hear last. What a store only found there was there before it was gone.
@@ -429,14 +446,18 @@ class StoreTierManager(SecondaryTierManager):
         removed = [key for key in dict.fromkeys(gone) if key not in published]
         self._gone_beside_stores.name(set(removed))
         self._events.add(removed, removed=True)
+        yield len(gone)
 
-    def _note_stored(self, stored: Collection[OffloadKey], published: AbstractSet[OffloadKey]) -> None:
-        """Note which blocks are there since a store, and which of them were not before."""
-        self._lookup.mark(stored, present=True)
-        if self._collector is not None:
-            self._collector.note_stored(stored)  # else "removed" would be told after "stored"
-        self._published_beside_loads.name(published)
-        self._events.add(stored, removed=False)
+    def _note_stored(self, stored: Sequence[OffloadKey], found: Sequence[OffloadKey]) -> Iterator[int]:
+        """Note which blocks are there since a store; those that it found there were there before."""
+        were_there = set(found)
+        for part in _parts(stored):
+            self._lookup.mark(part, present=True)
+            if self._collector is not None:
+                self._collector.note_stored(part)  # else "removed" would be told after "stored"
+            self._published_beside_loads.name(set(part) - were_there)
+            self._events.add(part, removed=False)
+            yield len(part)
 
     def _trace(self, *fields: Any) -> None:
         """Tell of a job, by ``JobTrace``'s fields."""
@@ -452,3 +473,8 @@ class StoreTierManager(SecondaryTierManager):
 
 def _op(is_load: bool) -> Kind:
     return "load" if is_load else "store"
+
+
+def _parts(keys: Sequence[OffloadKey]) -> Iterator[Sequence[OffloadKey]]:
+    for start in range(0, len(keys), BOOKED_KEYS_PER_CALL):
+        yield keys[start : start + BOOKED_KEYS_PER_CALL]

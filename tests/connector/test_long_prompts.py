@@ -1,4 +1,4 @@
-"""L6: all that is stored of a long prompt is found, through TieringOffloadingManager over a real tier on slow storage."""
+"""L6: of a long prompt all that is stored is found, through TieringOffloadingManager and a tier on slow storage."""
 
 from __future__ import annotations
 

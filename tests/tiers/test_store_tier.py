@@ -577,6 +577,39 @@ def test_jobs_beyond_the_limit_fail_at_once_and_are_counted(bench: Bench, record
     record("D4", jobs_max=1, blocks_dropped_and_counted=2)
 
 
+@ONE_BENCH
+def test_a_large_job_that_ended_is_booked_in_parts_and_reported_once(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or each call of a scheduler's step would take as long as its jobs are large."""
+    monkeypatch.setattr(store_tier, "BOOKED_KEYS_PER_CALL", 3)
+    tier = bench.tier()
+    bench.fill(1)
+    noted: list[int] = []
+    mark = tier._lookup.mark
+    monkeypatch.setattr(
+        tier._lookup,
+        "mark",
+        lambda keys, **fate: noted.append(len(keys)) or mark(keys, **fate),  # type: ignore[func-returns-value]
+    )
+    tier.submit_store(large := bench.job(KEYS[:10]))
+    tier.submit_store(small := bench.job(KEYS[10:12]))
+    assert tier._pool.wait_idle(20)
+    results: list[JobResult] = []
+    calls = 0
+    while len(results) < 2:
+        before = len(noted)
+        results += tier.get_finished()
+        calls += 1
+        assert sum(noted[before:]) <= 2 * 3
+    assert calls > 3
+    assert {result.job_id for result in results} == {large.job_id, small.job_id}
+    assert sorted(key for result in results for key in result.successful_keys) == sorted(KEYS[:12])
+    assert sorted(bench.told(tier)) == sorted((key, False) for key in KEYS[:12])
+    tier.submit_load(again := bench.job(KEYS[:10]))
+    assert bench.result(tier, again).success  # all at once where the engine waits for it
+
+
 def test_loads_are_not_refused_for_want_of_room_for_stores(bench: Bench) -> None:
     """Its slots bound a load. One that was refused would be a miss of what is there, again and again."""
     gated = GatedStore()
