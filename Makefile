@@ -88,6 +88,7 @@ soak: setup
 	$(BIN)/python -m tests.soak $(if $(SOAK_S),--seconds $(SOAK_S))
 
 bench-lookups: setup
+	$(BIN)/python -m tests.benchmarks.bench_engine_lookups
 	$(BIN)/python -m tests.benchmarks.bench_lookups
 
 # What checksum, trailer and publishing cost by themselves: the most that bench-fs can reach.

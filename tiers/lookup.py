@@ -4,9 +4,9 @@
 scheduler step, hands the step's questions to the probe threads; a later ``lookup`` finds the answer.
 
 - Order: a request's keys are asked in the order in which it named them, so a prompt's first blocks are known first.
-  Requests take turns. A turn is as many keys as the storage answers in a quarter of the deadline.
-- Silence: keys that a probe has are absent when it does not return within ``deadline_s``. Keys that no probe has are
-  absent when no probe has returned for as long. While answers arrive, the rest waits.
+  Requests take turns. A turn is as many keys as the storage answers well within the deadline.
+- Silence: when no probe has returned for ``deadline_s``, what is asked is absent. While answers arrive, the rest waits;
+  but keys of a probe that is ``SILENT_TURNS_MAX`` times as late are absent whatever others answer.
 - Bound: after ``total_s`` a request gets "absent" for all that it still waits for. Others keep waiting.
 - Misses: when a key is absent, the keys that its request named later are not asked any more, unless a probe has them
   already. A prefix ends there. A request that wants them all the same (a sliding window) names them again.
@@ -30,9 +30,11 @@ from tiers.plain_logs import get_logger
 logger = get_logger(__name__)
 
 FAILED_S_MIN = 1.0  # a block whose load failed is absent for so long at least
-TURN_SHARE = 0.25  # of the deadline; a turn that takes longer makes the next one smaller
+SILENT_TURNS_MAX = 5
+TURN_SHARE = 0.25  # of the deadline: what a turn should take; after one of twice that the next one is smaller
 TURN_KEYS_FIRST = 32  # before anything is known of the storage's speed
 TURN_GROWTH = 4
+LATENCY_SHARE = 0.75  # a turn of half the keys that takes as much of the time as this is not slow, but far
 REQUESTS_MAX = 65_536  # remembered; only an engine that never reports a request's end has as many
 
 #: Answers parallel to the keys: True present, False absent, None could not be asked (counts as absent).
@@ -150,6 +152,7 @@ class AsyncLookup:
     Args:
         probe: asks the storage; runs on a probe thread; may raise, which means None for all its keys.
         name: prefix of the threads' names.
+        is_far: many keys take the storage about as long as one.
     """
 
     def __init__(
@@ -158,6 +161,7 @@ class AsyncLookup:
         *,
         name: str,
         options: LookupOptions,
+        is_far: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._probe = probe
@@ -174,7 +178,8 @@ class AsyncLookup:
         self._looked_at = clock()  # last flush, or the first question since
         self._answered_at = float("-inf")  # by any probe; written by probe threads
         self._epoch = 0
-        self._turn_keys = min(TURN_KEYS_FIRST, options.batch_keys_max)
+        self._turn_keys = options.batch_keys_max if is_far else min(TURN_KEYS_FIRST, options.batch_keys_max)
+        self._last_turn = (0, 0.0)  # its keys, and how long it took
         self._answered: set[str] = set()  # requests, since the last take_answered
         self._turns: SimpleQueue[_Asker | None] = SimpleQueue()
         self._replies: SimpleQueue[_Turn] = SimpleQueue()
@@ -340,7 +345,12 @@ class AsyncLookup:
         """End what the storage is silent about, and the waits that have taken too long."""
         options = self._options
         for turn in self._under_way:
-            if turn is not None and not turn.is_expired and now - turn.silent_since >= options.deadline_s:
+            if turn is None or turn.is_expired:
+                continue
+            if (
+                now - max(turn.silent_since, self._answered_at) >= options.deadline_s
+                or now - turn.silent_since >= SILENT_TURNS_MAX * options.deadline_s
+            ):
                 turn.is_expired = True
                 self._expire([key for key in turn.keys if self._is_answered_by(turn, key)], now)
         for asker in list(self._askers.values()):
@@ -440,13 +450,18 @@ class AsyncLookup:
             self._drop_queue(asker)
 
     def _learn(self, turn: _Turn) -> None:
-        """How many keys a turn is to have."""
+        """How many keys the next turn is to have."""
+        count, took_s = len(turn.keys), turn.took_s
+        before, before_s = self._last_turn
+        self._last_turn = count, took_s
         wanted_s = TURN_SHARE * self._options.deadline_s
-        wanted = len(turn.keys) * wanted_s / turn.took_s if turn.took_s else float("inf")
-        if turn.took_s > wanted_s:
-            self._turn_keys = max(1, int(wanted))
-        elif len(turn.keys) >= self._turn_keys:  # a smaller one says little: the storage may be far, not slow
-            self._turn_keys = int(min(self._options.batch_keys_max, TURN_GROWTH * self._turn_keys, wanted))
+        fits = count * wanted_s / took_s if took_s else float("inf")
+        if took_s > 2 * wanted_s:
+            is_far = 2 * count <= before and took_s > LATENCY_SHARE * before_s
+            if not is_far:  # else fewer keys would take as long
+                self._turn_keys = max(1, int(min(count / 2, fits)) if took_s > 4 * wanted_s else count // 2)
+        elif count >= self._turn_keys and fits > count:  # a smaller one says little: the storage may be far, not slow
+            self._turn_keys = int(min(self._options.batch_keys_max, TURN_GROWTH * count, fits))
 
     def _work(self, place: int) -> None:
         while (asker := self._turns.get()) is not None:

@@ -189,7 +189,13 @@ class StoreTierManager(SecondaryTierManager):
             n_read_only_threads=LOAD_ONLY_THREADS,
             clock=clock,
         )
-        self._lookup = AsyncLookup(self._mover.probe, name=f"kvtiers-{self.name}", options=options.lookup, clock=clock)
+        self._lookup = AsyncLookup(
+            self._mover.probe,
+            name=f"kvtiers-{self.name}",
+            options=options.lookup,
+            is_far=store.capabilities.latency_bound,
+            clock=clock,
+        )
         self._circuit = Circuit(
             self.name, failures_max=options.circuit_failures, probe_every_s=options.circuit_probe_s, clock=clock
         )
