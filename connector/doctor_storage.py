@@ -232,7 +232,7 @@ def _latency(where: str, config: TierConfig, put_s: float, get_s: float) -> Find
     text = f"put {put_s * 1e3:.1f} ms, get {get_s * 1e3:.1f} ms for 4 KiB"
     if get_s > config.lookup_deadline_s:
         return Finding(
-            "problem", where, "latency", f"{text}: lookups of more than {config.lookup_deadline_s} s are misses",
+            "problem", where, "latency", f"{text}: lookups are misses after {config.lookup_deadline_s} s of silence",
             "raise lookup_deadline_s, or bring the storage nearer",
         )  # fmt: skip
     return Finding("ok", where, "latency", text)

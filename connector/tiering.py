@@ -90,7 +90,8 @@ class TieringOffloadingManager(OffloadingManager):
             if key in request.held:
                 return True
             if self.primary.find(key) is None:
-                return None if key in request.owed else self._lookup_tiers(key, request)
+                is_known = key in request.owed or key in request.hits
+                return None if is_known else self._lookup_tiers(key, request)
         return self._look(key, req_context)
 
     def is_waiting(self, req_id: str) -> bool:

@@ -251,6 +251,6 @@ def _where_and_how(tier: TierConfig | ExternalTierConfig) -> tuple[str, str]:
     options = ", ".join(f"{name} {value}" for name, value in sizes.items() if value is not None)
     how = (
         f"{tier.n_read_threads} load + {tier.n_write_threads} store threads, {human_bytes(tier.task_bytes)} a task, "
-        f"lookups answered within {tier.lookup_deadline_s} s, sealed with {tier.seal_checksum}"
+        f"silent lookups miss after {tier.lookup_deadline_s} s, sealed with {tier.seal_checksum}"
     )
     return where, f"{how}; {options}" if options else how

@@ -212,7 +212,7 @@ HEAD = (
     "later ms",
     "µs a key",
     "a dict",
-    "waiting",
+    "quiet ms",
 )
 
 

@@ -1,7 +1,7 @@
 """Writes docs/benchmarks.md and its plots from the last results: ``python -m tests.docs.make_benchmarks``.
 
-The results are in tests/benchmarks/results: ``fs.json`` and ``s3.json`` by the benchmarks' ``--json``, ``e2e.json`` by
-``make e2e``, and ``by_hand.md``, which is text. The plots need matplotlib.
+The results are in tests/benchmarks/results: ``fs.json``, ``s3.json`` and ``lookups.json`` by the benchmarks'
+``--json``, ``e2e.json`` by ``make e2e``, and ``by_hand.md``, which is text. The plots need matplotlib.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks import bench_fs, bench_s3
+from tests.benchmarks import bench_engine_lookups, bench_fs, bench_s3
 from tests.benchmarks.bench_fs import MIB
 from tests.benchmarks.s3_contenders import THREADS
 from tests.e2e.lab import Row
 from tests.e2e.report import markdown
+from tiers.lookup import LookupOptions
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "tests" / "benchmarks" / "results"
@@ -46,6 +47,16 @@ S3_TEXT = f"""
 `nixl` is NIXL's OBJ plugin, which neither seals nor verifies. Goals of `obstore` (in worker processes, as the tier runs
 it): {bench_s3.HTTP_GOAL} of `http` from 1 MiB, {bench_s3.BOTO3_GOAL:g}x boto3 at 256 KiB, NIXL's speed,
 {bench_s3.CPU_GOAL_MS} ms of CPU a 256 KiB block, stalls of {bench_s3.STALL_GOAL_MS:g} ms (p99).
+"""
+LOOKUPS_TEXT = f"""
+## Lookups (`make bench-lookups`)
+
+What an engine gets: requests wait in `TieringOffloadingManager`, whose tier is on files (`fs`) or on storage that
+answers so many lookups a second. CPU is the scheduler thread's. In the first step all keys are new. In a later one each
+key is asked for again, answers that came included. In a quiet one each request is only asked whether it is waiting.
+`a dict` is the same loop over a dictionary. Goals: all found, or the prefix known after {LookupOptions().total_s:g} s;
+{bench_engine_lookups.OWED_GOAL_US:g} µs a key; {bench_engine_lookups.FIRST_GOAL_MS:g} and
+{bench_engine_lookups.LATER_GOAL_MS:g} ms with 32 requests.
 """
 S3_HEAD = ("", "PUT", "of http", "GET", "of http", "CPU ms a block", "stall p99 ms")
 
@@ -77,6 +88,20 @@ def fs_rows(rows: Sequence[dict[str, Any]]) -> Iterator[Sequence[str]]:
         )
 
 
+def lookup_rows(rows: Sequence[dict[str, Any]]) -> Iterator[Sequence[str]]:
+    """One a storage and number of keys; what is not judged has no goal."""
+    for row in rows:
+        cells = bench_engine_lookups.cells(bench_engine_lookups.Row(**row))
+        many = row["requests"] > 1
+        bad = {
+            2: row["found"] < row["requests"] * row["keys"] and row["seconds"] < LookupOptions().total_s,
+            5: many and row["first_ms"] > bench_engine_lookups.FIRST_GOAL_MS,
+            6: many and row["later_ms"] > bench_engine_lookups.LATER_GOAL_MS,
+            7: row["later_us"] > bench_engine_lookups.OWED_GOAL_US,
+        }
+        yield [cell + (LOST if bad.get(place) else "") for place, cell in enumerate(cells)]
+
+
 def s3_rows(rows: Sequence[dict[str, Any]]) -> Iterator[Sequence[str]]:
     """One a server, block size and client; the goals are obstore's."""
     for row in rows:
@@ -103,10 +128,12 @@ def s3_rows(rows: Sequence[dict[str, Any]]) -> Iterator[Sequence[str]]:
 
 def page() -> str:
     """docs/benchmarks.md."""
-    fs, s3, e2e = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("fs", "s3", "e2e"))
-    lookups = [
-        f"Lookups on {where}: {probed:,.0f} keys/s asked of the file system, {warm:,.0f} keys/s once warm.  "
-        for where, (probed, warm) in fs["lookups"].items()
+    fs, s3, e2e, lookups = (
+        json.loads((RESULTS / f"{name}.json").read_text()) for name in ("fs", "s3", "e2e", "lookups")
+    )
+    asked = [
+        f"Lookups asked of the file system on {where}: {probed:,.0f} keys/s.  "
+        for where, (probed, _) in fs["lookups"].items()
     ]
     places = dict.fromkeys(one["where"] for one in s3["heads"])
     checks = {
@@ -119,9 +146,13 @@ def page() -> str:
             HEAD,
             *_table(FS_HEAD, fs_rows(fs["rows"])),
             "",
-            *lookups,
+            *asked,
             "",
             "![Files](benchmarks-fs.png)",
+            LOOKUPS_TEXT,
+            f"Measured beside other work: load {lookups['load']:.1f} on {lookups['cores']} cores.",
+            "",
+            *_table(bench_engine_lookups.HEAD, lookup_rows(lookups["rows"])),
             S3_TEXT,
             f"TCP's congestion control: {s3['congestion_control']}.",
             "",
