@@ -44,7 +44,7 @@ class Request:
         loading: blocks on their way from tiers that are loaded for this request.
         held: blocks pinned for this request until it loads them, finishes, or ``held_until`` passes.
         has_news: an answer to it may have changed since it was asked of.
-        is_answered: it has news from a tier that owed it an answer.
+        is_answered: all that is owed is to be asked anew: it gave up, or a tier does not say what it has answered.
     """
 
     context: ReqContext

@@ -113,13 +113,13 @@ class GuardedTier:
         self.note_answer(key, req_context, hit=hit)
         return hit
 
-    def take_answered(self) -> frozenset[str] | None:
+    def take_answered(self) -> dict[str, frozenset[OffloadKey]] | None:
         """See ``SecondaryTierManager``; None also of a tier that does not know this call, or fails in it."""
         if not hasattr(self.tier, "take_answered"):
             return None
         try:
             answered = self.tier.take_answered()
-            return None if answered is None else frozenset(answered)
+            return None if answered is None else {req_id: frozenset(keys) for req_id, keys in answered.items()}
         except _BY_SIGNALS:
             raise
         except BaseException as e:  # noqa: BLE001 - as in call

@@ -1,7 +1,7 @@
 """WaitingRequests: the requests that missed the region, and what each is still waiting for.
 
 An engine asks about all its waiting requests in each step, and mostly nothing has changed since the last one. This
-module knows: a tier says which requests it has answered, and a block tells its waiters when it stops being filled.
+module knows: a tier says which keys it has answered, and a block tells its waiters when it stops being filled.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class WaitingRequests:
         return bool(request.owed or request.coming or request.hits) and not request.has_news
 
     def begin_round(self, request: Request) -> None:
-        """The request is asked of. What tiers owed it is asked anew if a tier has answered it."""
+        """The request is asked of. All that tiers owe it is asked anew where it may have been answered."""
         self._attend(request)
         self.asking = request
         request.has_news = False
@@ -167,10 +167,11 @@ class WaitingRequests:
             if answered is None:
                 self._polled |= 1 << index
                 continue
-            for req_id in answered:
+            for req_id, keys in answered.items():
                 request = self.by_id.get(req_id)
                 if request is not None:
-                    request.has_news = request.is_answered = True
+                    request.owed -= keys
+                    request.has_news = True
 
     def _pass_time(self, request: Request, now: float) -> None:
         """A long time between two questions counts in part.

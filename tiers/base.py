@@ -7,7 +7,7 @@ exceptions that say so: ``drain_jobs`` and ``shutdown``.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,10 +116,10 @@ class SecondaryTierManager(ABC):
         """``lookup`` of several keys, in the order in which the request needs them."""
         return [self.lookup(key, req_context) for key in keys]
 
-    def take_answered(self) -> Collection[str] | None:
-        """Ids of requests that may be told another answer than None by now, since the last call.
+    def take_answered(self) -> Mapping[str, Collection[OffloadKey]] | None:
+        """Request ids and keys that may be told another answer than None by now, since the last call.
 
-        A tier that says so is asked again for no other request, and bounds how long it leaves a question unanswered.
+        A tier that says so is asked again for no other keys, and bounds how long it leaves a question unanswered.
         None: the tier does not say. It is asked in each step, and is waited for while it gives answers.
         """
         return None

@@ -180,7 +180,7 @@ class AsyncLookup:
         self._epoch = 0
         self._turn_keys = options.batch_keys_max if is_far else min(TURN_KEYS_FIRST, options.batch_keys_max)
         self._last_turn = (0, 0.0)  # its keys, and how long it took
-        self._answered: set[str] = set()  # requests, since the last take_answered
+        self._answered: dict[str, list[OffloadKey]] = {}  # by request, since the last take_answered
         self._turns: SimpleQueue[_Asker | None] = SimpleQueue()
         self._replies: SimpleQueue[_Turn] = SimpleQueue()
         self._under_way: list[_Turn | None] = [None] * options.threads  # only thread i writes place i
@@ -211,11 +211,11 @@ class AsyncLookup:
             self._turns.put(asker)
         self._fresh.clear()
 
-    def take_answered(self) -> set[str]:
-        """Requests that may be told another answer than None to some key, since the last call."""
+    def take_answered(self) -> dict[str, list[OffloadKey]]:
+        """The keys of each request that may be told another answer than None, since the last call."""
         if not self._replies.empty():
             self._take_replies()
-        answered, self._answered = self._answered, set()
+        answered, self._answered = self._answered, {}
         return answered
 
     def finish(self, req_id: str) -> None:
@@ -224,7 +224,7 @@ class AsyncLookup:
         if asker is not None:
             asker.is_gone = True
             self._drop_queue(asker)
-            self._answered.discard(req_id)
+            self._answered.pop(req_id, None)
 
     def mark(self, keys: Collection[OffloadKey], *, present: bool, rest_s: float = FAILED_S_MIN) -> None:
         """Note what a finished store or a failed load has shown; it overrules answers on their way.
@@ -320,7 +320,7 @@ class AsyncLookup:
         for asker in (question.asker, *self._also.pop(key, ())):
             asker.owed -= 1
             if not asker.is_gone:
-                self._answered.add(asker.req_id)
+                self._answered.setdefault(asker.req_id, []).append(key)
 
     def _end_asking(self, keys: Iterable[OffloadKey]) -> None:
         if self._asked:
@@ -384,7 +384,10 @@ class AsyncLookup:
         self._counts.given_up += asker.owed
         if asker.req_id:
             asker.is_over = True
-            self._answered.add(asker.req_id)
+            awaited = [
+                key for key, each in self._asked.items() if each.asker is asker or asker in self._also.get(key, ())
+            ]
+            self._answered.setdefault(asker.req_id, []).extend(awaited)
         else:
             asker.came_at = now  # nobody in particular, and never finished
             self._record(list(asker.queue), False, now + self._options.absent_ttl_s)

@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -228,7 +228,7 @@ class StoreTierManager(SecondaryTierManager):
             self._lookup.lookup(make_offload_key(os.urandom(32), 0))
         return self._lookup.lookup(key, "" if req_context is None else req_context.req_id)
 
-    def take_answered(self) -> Collection[str] | None:
+    def take_answered(self) -> Mapping[str, Collection[OffloadKey]] | None:
         answered = self._lookup.take_answered()
         was_closed, self._was_closed = self._was_closed, self._circuit.closed
         return answered if self._circuit.closed or not was_closed else None  # cut off: all are told "absent" now

@@ -367,6 +367,7 @@ def test_a_request_ends_its_wait_with_the_prefix_that_is_known(make: Make, clock
     counts = lookup.take_counts()
     assert (counts.hits, counts.expired) == (hits, 0)
     assert counts.given_up > 9_000
+    assert set(lookup.take_answered()["r"]) == set(LONG)
     assert lookup.lookup(LONG[-1], "r") is False  # it does not begin to wait again
     lookup.finish("r")
     assert lookup.lookup(LONG[-1], "r") is None
@@ -426,12 +427,12 @@ def test_a_key_that_several_requests_want_is_asked_once_and_all_hear_of_it(make:
     assert lookup.lookup(KEYS[50], "d") is None
     lookup.flush()
     wait_for(lambda: storage.batches)
-    assert lookup.take_answered() == set()
+    assert lookup.take_answered() == {}
     lookup.finish("c")
     storage.open.set()
-    answered: set[str] = set()
-    wait_for(lambda: len(answered.update(lookup.take_answered()) or answered) == 3)  # type: ignore[func-returns-value]
-    assert answered == {"a", "b", "d"}
+    answered: dict[str, list[OffloadKey]] = {}
+    wait_for(lambda: answered.update(lookup.take_answered()) or len(answered) == 3)  # type: ignore[func-returns-value]
+    assert answered == {"a": KEYS[:3], "b": KEYS[:3], "d": KEYS[50:51]}
     assert sorted(key for batch in storage.batches for key in batch) == sorted([*KEYS[:3], KEYS[50]])
 
 
@@ -445,7 +446,7 @@ def test_what_a_request_that_ends_was_asking_is_asked_for_the_others(make: Make,
     lookup.flush()
     wait_for(lambda: storage.batches)
     lookup.finish("first")
-    assert lookup.take_answered() == {"second"}  # it asks again
+    assert set(lookup.take_answered()["second"]) == set(KEYS[1:5])  # it asks again
     storage.open.set()
     ask(lookup, *KEYS[:5])
     assert [answer(lookup, key) for key in KEYS[:5]] == [True] * 5
@@ -461,10 +462,10 @@ def test_silence_ends_every_wait_and_those_who_wait_are_told(make: Make, clock: 
     wait_for(lambda: len(storage.batches) == 2)
     clock.now += 0.19
     lookup.flush()
-    assert lookup.take_answered() == set()
+    assert lookup.take_answered() == {}
     clock.now += 0.02
     lookup.flush()
-    assert lookup.take_answered() == set("abcdef")
+    assert lookup.take_answered() == {req_id: [key] for req_id, key in zip("abcdef", KEYS, strict=False)}
     assert [lookup.lookup(key, req_id) for req_id, key in zip("abcdef", KEYS, strict=False)] == [False] * 6
     storage.open.set()
 
