@@ -431,7 +431,12 @@ def test_a_key_that_several_requests_want_is_asked_once_and_all_hear_of_it(make:
     lookup.finish("c")
     storage.open.set()
     answered: dict[str, list[OffloadKey]] = {}
-    wait_for(lambda: answered.update(lookup.take_answered()) or len(answered) == 3)  # type: ignore[func-returns-value]
+
+    def all_heard() -> bool:
+        answered.update(lookup.take_answered())
+        return len(answered) == 3
+
+    wait_for(all_heard)
     assert answered == {"a": KEYS[:3], "b": KEYS[:3], "d": KEYS[50:51]}
     assert sorted(key for batch in storage.batches for key in batch) == sorted([*KEYS[:3], KEYS[50]])
 
