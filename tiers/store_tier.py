@@ -182,6 +182,7 @@ class StoreTierManager(SecondaryTierManager):
             options.n_write_threads,
             run=self._mover.move,
             joins=self._mover.joins,
+            cancel=self._mover.cancel,
             name=f"kvtiers-{self.name}",
             jobs_max=options.jobs_max,
             cost_max=options.max_bytes_in_flight,
@@ -375,7 +376,7 @@ class StoreTierManager(SecondaryTierManager):
         bytes_moved = 0
         for batch, size in zip(finished.outcomes, job.batch_sizes, strict=True):
             if isinstance(batch, BaseException):
-                self._counts.lost(batch, op, size, at_shutdown=self._closed)
+                self._counts.lost(batch, op, size)
                 continue
             succeeded += batch.succeeded
             found += batch.found
