@@ -69,8 +69,9 @@ class MoveTask:
     """A batch of blocks to move.
 
     Attributes:
+        pairs: blocks to move, without those that are in ``batch``.
         deadline: by the mover's clock; no block is begun after it.
-        batch: what was done of it.
+        batch: what was done so far.
     """
 
     is_load: bool
@@ -143,6 +144,11 @@ class BlockMover:
     def move(self, tasks: Sequence[MoveTask]) -> Sequence[Batch | Unfinished[MoveTask]]:
         """Move the blocks of tasks, which are all loads or all stores."""
         return [(self.load_batch if task.is_load else self.store_batch)(task.pairs, task.deadline) for task in tasks]
+
+    def cancel(self, task: MoveTask) -> Batch:
+        """Drop the blocks of a task that are not moved yet; returns what was done of it."""
+        self._drop(len(task.pairs), "shutdown" if self.cut == "shutdown" else "deadline", task.batch)
+        return task.batch
 
     def store_batch(self, pairs: Iterable[tuple[OffloadKey, int]], deadline: float) -> Batch:
         """Store the blocks that are not there in good order. None is begun after ``deadline``."""
@@ -240,9 +246,12 @@ class BlockMover:
     def _is_late(self, deadline: float, batch: Batch) -> bool:
         if not self.cut and self._clock() < deadline:
             return False
-        batch.outcomes["dropped"] += 1
-        batch.errors[self.cut or "deadline"] += 1
+        self._drop(1, self.cut or "deadline", batch)
         return True
+
+    def _drop(self, count: int, why: str, batch: Batch) -> None:
+        batch.outcomes["dropped"] += count
+        batch.errors[why] += count
 
     def load_batch(self, pairs: Iterable[tuple[OffloadKey, int]], deadline: float) -> Batch:
         """Fill slots with verified blocks. None is begun after ``deadline``."""

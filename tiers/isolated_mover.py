@@ -96,84 +96,72 @@ class IsolatedMover(BlockMover):
         return len(task.pairs) + sum(len(other.pairs) for other in tasks) <= limit
 
     def move(self, tasks: Sequence[MoveTask]) -> Sequence[Batch | Unfinished[MoveTask]]:
-        parts = [self._in_time(task, task.pairs) for task in tasks]
-        if any(parts):
-            self._send(tasks, parts)
-        rests = [self._in_time(task, part) for task, part in zip(tasks, parts, strict=True)]
-        return [
-            Unfinished(MoveTask(task.is_load, rest, task.deadline, task.batch)) if rest else task.batch
-            for task, rest in zip(tasks, rests, strict=True)
-        ]
+        begin = [task for task in tasks if self._may_begin(task)]
+        if begin:
+            self._send(begin)
+        return [Unfinished(task) if self._may_begin(task) else task.batch for task in tasks]
 
-    def _in_time(self, task: MoveTask, pairs: Sequence[Pair]) -> list[Pair]:
-        """The pairs that may still begin; the others are dropped."""
-        return [pair for pair in pairs if not self._is_late(task.deadline, task.batch)]
+    def _may_begin(self, task: MoveTask) -> bool:
+        """Drop the pairs of a task that may not begin any more. False: none is left."""
+        task.pairs = [pair for pair in task.pairs if not self._is_late(task.deadline, task.batch)]
+        return bool(task.pairs)
 
-    def _send(self, tasks: Sequence[MoveTask], parts: list[list[Pair]]) -> None:
-        """Have a worker move parts of tasks. Adds to the tasks' batches; what is not moved yet stays in ``parts``."""
+    def _send(self, tasks: Sequence[MoveTask]) -> None:
+        """Have a worker move tasks, each of some blocks. What it did not begin stays in their ``pairs``."""
         is_load = tasks[0].is_load
         concurrency = self.loading if is_load else self.storing
         threads = 1 if concurrency is None else concurrency.threads
-        pairs = [pair for part in parts for pair in part]
+        pairs = [pair for task in tasks for pair in task.pairs]
         now = self._clock()
         request = {
             "mover": self._description,
             "is_load": is_load,
             "threads": threads,
-            "batches": [
-                (len(part), min(task.deadline - now, self.begin_s)) for task, part in zip(tasks, parts, strict=True)
-            ],
+            "batches": [(len(task.pairs), min(task.deadline - now, self.begin_s)) for task in tasks],
             "to_replace": [] if is_load else [place for place, (key, _) in enumerate(pairs) if key in self.to_replace],
         }
         puts_bytes = 0 if is_load else len(pairs) * (self._rows.row_bytes + TRAILER_BYTES)
         try:
             answer = self.store.run(move_batches, request, pack_pairs(pairs), puts_bytes=puts_bytes)
         except StoreError as e:
-            if type(e) is StoreError:  # no store raises it: a fault of the worker's
-                logger.error("tier %s: a batch failed in its worker: %s", self.name, e)
-            for task, part in zip(tasks, parts, strict=True):
-                task.batch.outcomes["failed"] += len(part)
-                task.batch.errors[type(e).__name__] += len(part)
-                if e.retryable:
-                    task.batch.fault = str(e)
-                part.clear()
+            self._fail(tasks, e)
             return
         for warning in answer["warnings"]:
             self._warn(warning)
         for text in answer["said"]:
             self._say(text)
-        begun = len(pairs)
-        for task, part, of_batch in zip(tasks, parts, answer["batches"], strict=True):
-            rest = [part[place] for place in of_batch.pop("rest", ())]
-            begun -= len(rest)
-            task.batch.add(_decode(of_batch, [key for key, _ in part]))
-            part[:] = rest
-        self._learn(concurrency, threads, begun, answer["took"], is_load=is_load, tasks=tasks)
-        if not begun:  # the storage is silent
-            for task, part in zip(tasks, parts, strict=True):
-                task.batch.outcomes["dropped"] += len(part)
-                task.batch.errors["deadline"] += len(part)
-                part.clear()
-
-    def _learn(
-        self,
-        concurrency: Concurrency | None,
-        threads: int,
-        begun: int,
-        took: tuple[float, float],
-        *,
-        is_load: bool,
-        tasks: Sequence[MoveTask],
-    ) -> None:
-        """Note how long a message took."""
-        seconds, cpu_s = took
-        if is_load:
-            self._load_block_s = max(seconds, 1e-9) / begun if begun else math.inf
-        else:
-            self._store_block_s = max(seconds, 1e-9) / begun if begun else math.inf
+        failed, left = 0, 0
+        for task, of_batch in zip(tasks, answer["batches"], strict=True):
+            rest = [task.pairs[place] for place in of_batch.pop("rest", ())]
+            batch = _decode(of_batch, [key for key, _ in task.pairs])
+            failed += batch.outcomes["failed"]
+            left += len(rest)
+            task.batch.add(batch)
+            task.pairs = rest
+        begun = len(pairs) - left
+        seconds, cpu_s = answer["took"]
         if concurrency is not None:
-            failed = any(task.batch.outcomes["failed"] for task in tasks)
-            concurrency.learn(threads, begun, seconds, cpu_s, failed=failed)
+            concurrency.learn(threads, begun, seconds, cpu_s, failed=failed > 0)
+        block_s = max(seconds, 1e-9) / begun if begun else math.inf
+        if is_load:
+            self._load_block_s = block_s
+        else:
+            self._store_block_s = block_s
+        if not begun:  # the storage is silent
+            for task in tasks:
+                self._drop(len(task.pairs), "deadline", task.batch)
+                task.pairs = ()
+
+    def _fail(self, tasks: Sequence[MoveTask], error: StoreError) -> None:
+        """Note that a message was not answered."""
+        if type(error) is StoreError:  # no store raises it: a fault of the worker's
+            logger.error("tier %s: a batch failed in its worker: %s", self.name, error)
+        for task in tasks:
+            task.batch.outcomes["failed"] += len(task.pairs)
+            task.batch.errors[type(error).__name__] += len(task.pairs)
+            task.pairs = ()
+        if error.retryable:  # one fault of the storage, however many jobs had blocks in the message
+            tasks[0].batch.fault = str(error)
 
     @cached_property
     def _description(self) -> str:
@@ -378,7 +366,7 @@ def _encode(batch: Batch, window: _Window) -> dict[str, Any]:
     """What is not as in an empty Batch, keys as places in the window; without "succeeded" all blocks did."""
     answer = {name: value for name in _FIELDS if (value := getattr(batch, name))}
     if len(batch.succeeded) == len(window.pairs):
-        del answer["succeeded"]
+        answer.pop("succeeded", None)
     else:
         answer.setdefault("succeeded", [])
     if answer.keys() & _KEY_FIELDS:

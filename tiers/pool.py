@@ -30,7 +30,7 @@ T = TypeVar("T")  # what a task returns
 
 
 class Cancelled(Exception):
-    """Outcome of a task that was never started because the pool shut down."""
+    """Outcome of a task that was cancelled, where the pool was not told another one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class FinishedJob(Generic[T]):
     """A job whose tasks have all ended.
 
     Attributes:
-        outcomes: parallel to the submitted tasks: what the task returned, what it raised, or Cancelled.
+        outcomes: parallel to the submitted tasks: what each returned or raised, or what ``cancel`` returned for it.
         duration_s: from submission to the end of the last task.
     """
 
@@ -68,7 +68,7 @@ class _Job(Generic[T]):
     remaining: int
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)  # compared by identity, so that deque.remove runs no Python code and is atomic
 class _Task(Generic[P, T]):
     job: _Job[T]
     index: int
@@ -81,6 +81,7 @@ class DualQueueThreadPool(Generic[P, T]):
     Args:
         run: does some tasks of one kind; returns what each came to. What it raises fails all of them.
         joins: whether a task should be given to ``run`` together with others.
+        cancel: the outcome of a task, or of the rest of one, that will not be run. Any thread.
         n_read_threads: threads that prefer reads, at least 1.
         n_write_threads: threads that prefer writes, at least 1.
         n_read_only_threads: further threads, which take no writes, so that a read need not wait for one to end.
@@ -97,6 +98,7 @@ class DualQueueThreadPool(Generic[P, T]):
         *,
         run: Callable[[Sequence[P]], Sequence[T | Unfinished[P]]],
         joins: Callable[[Sequence[P], P], bool] = lambda tasks, task: False,  # noqa: ARG005 - each task alone
+        cancel: Callable[[P], T | BaseException] = lambda task: Cancelled(),  # noqa: ARG005
         name: str,
         jobs_max: int,
         cost_max: int,
@@ -107,6 +109,7 @@ class DualQueueThreadPool(Generic[P, T]):
             raise ValueError("n_read_threads, n_write_threads, jobs_max and cost_max are 1 or more")
         self._run = run
         self._joins = joins
+        self._cancel = cancel
         self._jobs_max = jobs_max
         self._cost_max = cost_max
         self._clock = clock
@@ -114,10 +117,12 @@ class DualQueueThreadPool(Generic[P, T]):
         self._cost = 0
         self._reads: deque[_Task[P, T]] = deque()
         self._writes: deque[_Task[P, T]] = deque()
-        # A token for each task, and for each thread at shutdown. Waiting is a call in C: idle threads cost nothing.
+        # A token for each task, which a thread gets before it takes a task, and for each thread at shutdown. Waiting is
+        # a call in C: idle threads cost nothing.
         self._tokens: SimpleQueue[None] = SimpleQueue()
         # For the read-only threads: they are woken only for reads that wait while all other threads are busy.
         self._read_tokens: SimpleQueue[None] = SimpleQueue()
+        self._newest = object()  # replaced after a task was queued and before its token is
         self._ended: SimpleQueue[tuple[_Task[P, T], T | BaseException, float]] = SimpleQueue()
         self._finished: list[FinishedJob[T]] = []
         self._closing = False
@@ -125,12 +130,13 @@ class DualQueueThreadPool(Generic[P, T]):
         self._general_count = n_read_threads + n_write_threads
         self._began: list[float | None] = [None] * (n_read_threads + n_write_threads + n_read_only_threads)
         seats = iter(range(len(self._began)))
+        general, reads_only = self._work, self._work_reads_only
         self._threads = [
-            threading.Thread(target=self._work, args=(next(seats), *queues), name=f"{name}-{kind}{i}", daemon=True)
-            for kind, count, queues in (
-                ("read", n_read_threads, (self._tokens, self._reads, self._writes)),
-                ("write", n_write_threads, (self._tokens, self._writes, self._reads)),
-                ("readonly", n_read_only_threads, (self._read_tokens, self._reads, deque[_Task[P, T]]())),
+            threading.Thread(target=work, args=(next(seats), *queues), name=f"{name}-{kind}{i}", daemon=True)
+            for kind, count, work, queues in (
+                ("read", n_read_threads, general, (self._reads, self._writes)),
+                ("write", n_write_threads, general, (self._writes, self._reads)),
+                ("readonly", n_read_only_threads, reads_only, ()),
             )
             for i in range(count)
         ]
@@ -192,12 +198,9 @@ class DualQueueThreadPool(Generic[P, T]):
         """Cancel tasks of older jobs that no thread has begun: where all threads hang, none ever would."""
         limit = self._clock() - older_than_s
         for queue in (self._reads, self._writes):
-            while (task := _take(queue)) is not None:
-                if task.job.submitted_at > limit:
-                    queue.appendleft(task)
-                    self._wake_one(queue)  # a thread may have looked while it was out of the queue
-                    break
-                self._account(task, Cancelled(), self._clock())
+            for task in queue.copy():  # whole, because the rests in front are in no order
+                if task.job.submitted_at <= limit and _remove(queue, task):
+                    self._account(task, self._cancel(task.work), self._clock())
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Wait until every job finished; the results stay for get_finished. False: the time was up before."""
@@ -222,7 +225,7 @@ class DualQueueThreadPool(Generic[P, T]):
         self._closing = True
         for queue in (self._reads, self._writes):
             while (task := _take(queue)) is not None:
-                self._account(task, Cancelled(), self._clock())
+                self._account(task, self._cancel(task.work), self._clock())
         for _ in self._threads:
             self._tokens.put(None)
             self._read_tokens.put(None)
@@ -235,15 +238,18 @@ class DualQueueThreadPool(Generic[P, T]):
         return not self._threads
 
     def _wake_one(self, queue: deque[_Task[P, T]]) -> None:
+        """Wake a thread for a task that was queued."""
+        self._newest = object()
         self._tokens.put(None)
-        self._offer_read(queue)
+        if queue is self._reads:
+            self._offer_read()
 
-    def _offer_read(self, queue: deque[_Task[P, T]]) -> None:
-        """Wake a read-only thread where a read waits and all other threads are busy.
+    def _offer_read(self) -> None:
+        """Wake a read-only thread if a read waits and all other threads are busy.
 
         Called after a read was queued and after a thread became busy, so that the later of the two sees the other.
         """
-        if queue is self._reads and queue and None not in self._began[: self._general_count]:
+        if self._reads and None not in self._began[: self._general_count]:
             self._read_tokens.put(None)
 
     def _account(self, task: _Task[P, T], outcome: T | BaseException, ended_at: float) -> None:
@@ -260,75 +266,101 @@ class DualQueueThreadPool(Generic[P, T]):
         assert len(outcomes) == len(job.outcomes), "a task must return a value"
         self._finished.append(FinishedJob(job.job_id, outcomes, ended_at - job.submitted_at))
 
-    def _work(self, seat: int, tokens: SimpleQueue[None], own: deque[_Task[P, T]], other: deque[_Task[P, T]]) -> None:
+    def _work(self, seat: int, own: deque[_Task[P, T]], other: deque[_Task[P, T]]) -> None:
         while True:
-            tokens.get()
-            tasks = self._take_some(own, tokens) or self._take_some(other, tokens)
-            while not tasks and (own or other):  # a task came between the two looks; its token is another thread's
-                tasks = self._take_some(own, tokens) or self._take_some(other, tokens)
-            if not tasks:
-                if self._closing:
-                    self._tokens.put(None)  # this thread may have dropped a token that was for another one's end
-                    return
-                continue  # the token's task was cancelled, or taken by a thread that had another token
-            self._began[seat] = self._clock()
-            self._offer_read(self._reads)
-            outcomes: Sequence[T | Unfinished[P] | BaseException]
-            try:
-                outcomes = self._run([task.work for task in tasks])
-            except BaseException as e:  # noqa: BLE001 - a thread's edge: whatever it was, the jobs must be reported
-                # Without its traceback, whose frames would keep the region's memoryviews alive.
-                outcomes = [e.with_traceback(None)] * len(tasks)
-            self._began[seat] = None
-            ended_at = self._clock()
-            for task, outcome in zip(tasks, outcomes, strict=True):
-                if isinstance(outcome, Unfinished) and not self._closing:
-                    task.work = outcome.rest
-                    queue = self._reads if task.job.is_read else self._writes
-                    queue.appendleft(task)
-                    self._wake_one(queue)
+            self._tokens.get()
+            # If there is nothing, the token's task was cancelled.
+            if not self._run_some(seat, self._next_tasks(own, other)) and self._closing:
+                self._tokens.put(None)  # for the next thread's end
+                return
+
+    def _work_reads_only(self, seat: int) -> None:
+        while True:
+            self._read_tokens.get()
+            has_run = False
+            if self._take_token():  # else the threads that have the tokens are about to take tasks
+                has_run = self._run_some(seat, self._take_some(self._reads))
+                if has_run:
+                    self._offer_read()
                 else:
-                    ended = Cancelled() if isinstance(outcome, Unfinished) else outcome
-                    self._ended.put((task, ended, ended_at))
-            if tokens is self._read_tokens:
-                self._offer_read(self._reads)
-            del tasks, task, outcomes, outcome
+                    self._tokens.put(None)  # it may be a write's
+            if not has_run and self._closing:
+                self._read_tokens.put(None)  # for the next thread's end
+                return
 
-    def _take_some(self, queue: deque[_Task[P, T]], tokens: SimpleQueue[None]) -> list[_Task[P, T]]:
-        """The next task and those that join it, up to a thread's share of what waits.
+    def _run_some(self, seat: int, tasks: Sequence[_Task[P, T]]) -> bool:
+        """Run tasks together. False: there are none."""
+        if not tasks:
+            return False
+        self._began[seat] = self._clock()
+        self._offer_read()
+        outcomes: Sequence[T | Unfinished[P] | BaseException]
+        try:
+            outcomes = self._run([task.work for task in tasks])
+        except BaseException as e:  # noqa: BLE001 - a thread's edge: whatever it was, the jobs must be reported
+            # Without its traceback, whose frames would keep the region's memoryviews alive.
+            outcomes = [e.with_traceback(None)] * len(tasks)
+        self._began[seat] = None
+        self._end_or_requeue(tasks, outcomes)
+        return True
 
-        Args:
-            tokens: where the calling thread found one, which stands for the first task.
+    def _end_or_requeue(
+        self, tasks: Sequence[_Task[P, T]], outcomes: Sequence[T | Unfinished[P] | BaseException]
+    ) -> None:
+        ended_at = self._clock()
+        rests = []
+        for task, outcome in zip(tasks, outcomes, strict=True):
+            if not isinstance(outcome, Unfinished):
+                self._ended.put((task, outcome, ended_at))
+            elif self._closing:
+                self._ended.put((task, self._cancel(outcome.rest), ended_at))
+            else:
+                task.work = outcome.rest
+                rests.append(task)
+        queue = self._reads if tasks[0].job.is_read else self._writes
+        queue.extendleft(reversed(rests))
+        for _ in rests:
+            self._wake_one(queue)
+
+    def _next_tasks(self, own: deque[_Task[P, T]], other: deque[_Task[P, T]]) -> list[_Task[P, T]]:
+        """The tasks that a thread runs next; none if both queues were empty at the same time.
+
+        If a task is queued between the two looks, another thread may use its token to take the task that this thread
+        was woken for. Then only this thread can take the new task.
         """
+        while True:
+            newest = self._newest
+            tasks = self._take_some(own) or self._take_some(other)
+            if tasks or newest is self._newest:
+                return tasks
+
+    def _take_some(self, queue: deque[_Task[P, T]]) -> list[_Task[P, T]]:
+        """The next task, for which the caller has a token, and those that join it, up to a thread's share."""
         task = _take(queue)
         if task is None:
             return []
         tasks, work = [task], [task.work]
         for _ in range(len(queue) // len(self._began)):
             try:
-                if not self._joins(work, queue[0].work):
-                    break
+                task = queue[0]
             except IndexError:
                 break
-            if (task := _take(queue)) is None:
+            # A task whose token is gone is left to the thread that has the token.
+            if not (self._joins(work, task.work) and self._take_token()):
                 break
-            if not self._joins(work, task.work):  # another thread took the one that was asked about
-                queue.appendleft(task)
-                self._wake_one(queue)  # a thread may have looked while it was out of the queue
+            if not _remove(queue, task):
+                self._tokens.put(None)
                 break
             tasks.append(task)
             work.append(task.work)
-        # A thread that is woken for a task that is gone holds the GIL for nothing.
-        for _ in tasks[1:] if tokens is self._tokens else tasks:
-            _drop(self._tokens)
         return tasks
 
-
-def _drop(tokens: SimpleQueue[None]) -> None:
-    try:
-        tokens.get_nowait()
-    except Empty:
-        pass
+    def _take_token(self) -> bool:
+        try:
+            self._tokens.get_nowait()
+        except Empty:
+            return False
+        return True
 
 
 def _take(queue: deque[_Task[P, T]]) -> _Task[P, T] | None:
@@ -336,3 +368,12 @@ def _take(queue: deque[_Task[P, T]]) -> _Task[P, T] | None:
         return queue.popleft()
     except IndexError:
         return None
+
+
+def _remove(queue: deque[_Task[P, T]], task: _Task[P, T]) -> bool:
+    """Take this task out. False: another thread has taken it."""
+    try:
+        queue.remove(task)
+    except ValueError:
+        return False
+    return True

@@ -183,6 +183,7 @@ class StoreTierManager(SecondaryTierManager):
             options.n_write_threads,
             run=self._mover.move,
             joins=self._mover.joins,
+            cancel=self._mover.cancel,
             name=f"kvtiers-{self.name}",
             jobs_max=options.jobs_max,
             cost_max=options.max_bytes_in_flight,
@@ -397,7 +398,7 @@ class StoreTierManager(SecondaryTierManager):
         batches = [batch for batch in finished.outcomes if isinstance(batch, Batch)]
         for error, size in zip(finished.outcomes, job.batch_sizes, strict=True):
             if isinstance(error, BaseException):
-                self._counts.lost(error, op, size, at_shutdown=self._closed)
+                self._counts.lost(error, op, size)
         for batch in batches:
             self._counts.moved(batch, op)
         self._lookup.forget(self._health.moved(batches, op))

@@ -10,7 +10,6 @@ from tiers.errors import SealReason
 from tiers.lookup import LookupCounts
 from tiers.metrics import Metrics
 from tiers.plain_logs import get_logger
-from tiers.pool import Cancelled
 
 logger = get_logger(__name__)
 
@@ -80,16 +79,12 @@ class TierCounts:
         self._metrics.inc("kvtiers_blocks_total", self._name, op, "dropped", by=blocks)
         self._metrics.inc("kvtiers_jobs_total", self._name, op, "failed")
 
-    def lost(self, error: BaseException, op: Kind, blocks: int, *, at_shutdown: bool) -> None:
+    def lost(self, error: BaseException, op: Kind, blocks: int) -> None:
         """Of a batch's blocks nothing is known but the error."""
-        tier, metrics = self._name, self._metrics
-        outcome, reason = "failed", type(error).__name__
+        tier, metrics, reason = self._name, self._metrics, type(error).__name__
+        logger.error("tier %s: %s of %d blocks failed: %r", tier, op, blocks, error)
         metrics.inc("kvtiers_store_errors_total", tier, op, reason)
-        if isinstance(error, Cancelled):
-            outcome, reason = "dropped", "shutdown" if at_shutdown else "deadline"
-        else:
-            logger.error("tier %s: %s of %d blocks failed: %r", tier, op, blocks, error)
-        metrics.inc("kvtiers_blocks_total", tier, op, outcome, by=blocks)
+        metrics.inc("kvtiers_blocks_total", tier, op, "failed", by=blocks)
         if op == "store":
             metrics.inc("kvtiers_stores_dropped_total", tier, reason, by=blocks)
 

@@ -25,7 +25,9 @@ from tiers import concurrency
 from tiers.base import JobMetadata, JobResult
 from tiers.block_mover import Batch, MoveTask
 from tiers.builtin import FileSystemTierManager, S3TierManager
+from tiers.circuit import Circuit
 from tiers.errors import StoreUnavailableError
+from tiers.health import TierHealth
 from tiers.isolated_mover import IsolatedMover, WorkerFunction, pack_pairs, unpack_pairs
 from tiers.keys import OffloadKey
 from tiers.layers.isolate import ProcessIsolatedStore
@@ -337,6 +339,97 @@ def test_blocks_that_a_worker_could_not_begin_in_time_are_sent_again(
     assert sorted(result.successful_keys) == sorted(KEYS)
     assert messages == [8, 6, 4, 2]
     tier.shutdown()
+
+
+@pytest.fixture
+def in_process() -> Iterator[tuple[StoreTierManager, UnreadableBlob]]:
+    """A tier whose messages are answered in this process, so that tests see and change them."""
+    view = SharedOffloadRegion.anonymous(ROWS, ROW_BYTES).create_kv_memoryview()
+    store = UnreadableBlob(view.cast("B"))
+    tier = StoreTierManager(FakeSpec(), view, "test", store=store)
+    yield tier, store
+    tier.shutdown()
+
+
+def move_tasks(tier: StoreTierManager, deadlines: Sequence[float], *, is_load: bool = False) -> list[Batch]:
+    """One message with a task of two blocks for each deadline, given in seconds from now."""
+    now = time.monotonic()
+    tasks = [
+        MoveTask(is_load, [(block_key(2 * n), 2 * n), (block_key(2 * n + 1), 2 * n + 1)], now + within_s)
+        for n, within_s in enumerate(deadlines)
+    ]
+    batches = [outcome for outcome in tier._mover.move(tasks) if isinstance(outcome, Batch)]
+    assert len(batches) == len(deadlines)
+    return batches
+
+
+@pytest.mark.parametrize("late", [(0,), (1,), (2,), (0, 2), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize("is_load", [True, False], ids=["load", "store"])
+def test_a_late_task_fails_no_other_one_of_its_message(
+    in_process: tuple[StoreTierManager, UnreadableBlob], late: tuple[int, ...], is_load: bool
+) -> None:
+    tier, _ = in_process
+    if is_load:
+        move_tasks(tier, [60.0] * 3)
+    batches = move_tasks(tier, [-1.0 if n in late else 60.0 for n in range(3)], is_load=is_load)
+    for n, batch in enumerate(batches):
+        assert batch.outcomes == ({"dropped": 2} if n in late else {"moved": 2})
+        assert len(batch.succeeded) == batch.outcomes["moved"]
+
+
+@pytest.mark.parametrize("is_load", [True, False], ids=["load", "store"])
+def test_a_message_that_is_not_answered_is_one_failure_of_the_storage(
+    in_process: tuple[StoreTierManager, UnreadableBlob], is_load: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that dies is no reason to cut the tier off, however many jobs were in its message."""
+    tier, store = in_process
+
+    def die(*_: Any, **__: Any) -> Any:
+        raise StoreUnavailableError("worker 1 died during the call")
+
+    monkeypatch.setattr(store, "run", die)
+    health = TierHealth(circuit := Circuit("test", failures_max=3, probe_every_s=5.0))
+    for messages in range(1, 4):
+        for batch in move_tasks(tier, [60.0] * 5, is_load=is_load):
+            assert batch.outcomes == {"failed": 2}
+            assert batch.errors == {"StoreUnavailableError": 2}
+            health.moved([batch], "load" if is_load else "store")
+        assert circuit.closed == (messages < 3)
+
+
+@pytest.mark.parametrize("is_load", [True, False], ids=["load", "store"])
+def test_what_was_moved_of_a_task_is_reported_where_its_rest_is_cancelled(
+    in_process: tuple[StoreTierManager, UnreadableBlob], is_load: bool
+) -> None:
+    tier, store = in_process
+    job = JobMetadata(1, KEYS, np.arange(len(KEYS), dtype=np.int32))
+    if is_load:
+        tier.submit_store(job)
+        tier.drain_jobs()
+        assert [result.success for result in tier.get_finished()] == [True]
+        list(tier.take_events())
+    run = store.run
+
+    def begin_two(function: WorkerFunction, argument: Any, raw: bytes = b"", *, puts_bytes: int = 0) -> Any:
+        """The worker begins two blocks, and then the pool begins no task any more."""
+        pairs = unpack_pairs(memoryview(raw))
+        two = argument | {"batches": [(2, 60.0)]}
+        answer = run(function, two, pack_pairs(pairs[:2]), puts_bytes=puts_bytes)
+        answer["batches"][0] |= {"rest": list(range(2, len(pairs))), "succeeded": [0, 1]}
+        tier._pool._closing = True
+        return answer
+
+    store.run = begin_two  # type: ignore[method-assign]
+    (tier.submit_load if is_load else tier.submit_store)(job)
+    tier.drain_jobs()
+    (result,) = tier.get_finished()
+    assert not result.success
+    assert set(result.successful_keys) == {*KEYS[:2]}
+    op = "load" if is_load else "store"
+    assert tier.metrics.value("kvtiers_blocks_total", "test", op, "dropped") == len(KEYS) - 2
+    if not is_load:
+        (event,) = tier.take_events()
+        assert set(event.keys) == {*KEYS[:2]}
 
 
 def test_packed_pairs_are_the_pairs() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -237,6 +238,65 @@ def test_a_task_that_comes_between_two_looks_is_not_left_behind(
     assert set(finish(pool)) == {1, 2, 3}
 
 
+def test_a_thread_waits_only_where_both_queues_were_empty_at_once(
+    make: Callable[..., Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While one thread looks, three others take tasks of the other kind than the tasks that woke them."""
+    steps: list[tuple[deque[Any], Callable[[], None]]] = []
+    looker: list[threading.Thread] = []
+
+    def next_step(queue: deque[Any]) -> None:
+        if steps and queue is steps[0][0] and threading.current_thread() in looker:
+            steps.pop(0)[1]()
+
+    class Watched(deque[Any]):
+        def popleft(self) -> Any:
+            try:
+                return super().popleft()
+            finally:
+                next_step(self)
+
+        def __bool__(self) -> bool:
+            waits = len(self) > 0
+            next_step(self)
+            return waits
+
+    monkeypatch.setattr(pool_module, "deque", Watched)
+    pool = make(2, 2)
+    threads: dict[str, threading.Thread] = {}
+    gates = {}
+
+    class Named(Gate):
+        def __call__(self) -> object:
+            thread = threading.current_thread()
+            gates[thread.name], threads[thread.name] = self, thread
+            return super().__call__()
+
+    busy = [Named() for _ in range(4)]
+    pool.submit(0, busy, is_read=True)
+    wait_entered(*busy)
+    looker.append(threads["test-read0"])
+    late = {job_id: Gate() for job_id in range(1, 5)}
+
+    def submit_read_and_free(job_id: int, thread: str) -> None:
+        """``thread`` takes the task that was submitted before, which it prefers."""
+        pool.submit(job_id, [late[job_id]], is_read=job_id % 2 == 0)
+        gates[thread].go.set()
+        assert late[job_id - 1].entered.wait(20)
+
+    steps += [
+        (pool._reads, lambda: submit_read_and_free(2, "test-write0")),
+        (pool._writes, lambda: submit_read_and_free(3, "test-read1")),
+        (pool._reads, lambda: submit_read_and_free(4, "test-write1")),
+    ]
+    gates["test-read0"].go.set()
+    wait_for(lambda: pool._began[0] is None)
+    pool.submit(1, [late[1]], is_read=False)
+    wait_entered(late[4])
+    let_go(*late.values())
+    assert set(finish(pool)) == {0, 1, 2, 3, 4}
+
+
 def test_tasks_that_join_are_run_together_and_each_has_its_outcome() -> None:
     gates = [Gate(), Gate()]
     groups: list[list[int | Gate]] = []
@@ -284,6 +344,89 @@ def test_what_is_unfinished_comes_before_what_waits() -> None:
     done = finish(pool)  # type: ignore[arg-type]
     assert done[1].outcomes == ("done",)
     assert order == [1, 2, 3]
+    assert pool.shutdown(20)
+
+
+Steps = list[Task]  # a task that runs its first step and leaves the others unfinished
+
+
+def run_first_steps(tasks: Sequence[Steps]) -> list[object]:
+    done = [steps[0]() for steps in tasks]
+    return [Unfinished(steps[1:]) if steps[1:] else result for steps, result in zip(tasks, done, strict=True)]
+
+
+def cancel_steps(steps: Steps) -> object:
+    return f"{len(steps)} cancelled"
+
+
+def test_a_late_rest_is_cancelled_also_behind_the_rest_of_a_younger_job() -> None:
+    now_s = 0.0
+    pool = DualQueueThreadPool[Steps, object](
+        1,
+        2,
+        run=run_first_steps,
+        cancel=cancel_steps,
+        name="test",
+        jobs_max=10,
+        cost_max=10,
+        clock=lambda: now_s,
+    )
+    busy: dict[str, Gate] = {}
+
+    class Busy(Gate):
+        def __call__(self) -> object:
+            busy[threading.current_thread().name] = self
+            return super().__call__()
+
+    gates = [Busy() for _ in range(3)]
+    pool.submit(0, [[gate] for gate in gates], is_read=True)
+    wait_entered(*gates)
+    old, young, *hung = (Gate() for _ in range(4))
+    for job_id, gate, thread in ((1, old, "test-write0"), (2, young, "test-write1")):
+        pool.submit(job_id, [[gate, lambda: "never", lambda: "never"]], is_read=True)
+        busy[thread].go.set()
+        wait_entered(gate)
+        now_s += 5.0
+    for job_id, first, second in ((3, old, hung[0]), (4, young, hung[1])):
+        pool.submit(job_id, [[second]], is_read=False)
+        first.go.set()
+        wait_entered(second)
+    pool.cancel_late(7.0)
+    assert {job.job_id: job.outcomes for job in pool.get_finished()} == {1: ("2 cancelled",)}
+    tokens = pool._tokens.qsize()
+    for _ in range(3):  # in each step of the scheduler, while everything hangs
+        pool.cancel_late(7.0)
+    assert pool._tokens.qsize() == tokens
+    pool.cancel_late(2.0)
+    assert {job.job_id: job.outcomes for job in pool.get_finished()} == {2: ("2 cancelled",)}
+    let_go(*gates, *hung)
+    assert pool.shutdown(20)
+
+
+def test_rests_of_one_message_keep_their_order() -> None:
+    gate = Gate()
+    order: list[int] = []
+
+    def joins(tasks: Sequence[Steps], task: Steps) -> bool:
+        return len(tasks) < 3 and len(task) > 1 and tasks[0][0] is gate
+
+    pool = DualQueueThreadPool[Steps, object](
+        1, 1, run=run_first_steps, joins=joins, name="test", jobs_max=100, cost_max=10
+    )
+    both = [Gate(), Gate()]
+    pool.submit(100, [[each] for each in both], is_read=True)
+    wait_entered(*both)
+    pool.submit(0, [[gate, lambda: order.append(0) or 0]], is_read=True)
+    for job_id in (1, 2):
+        pool.submit(job_id, [[lambda: "first", lambda job_id=job_id: order.append(job_id) or 0]], is_read=True)  # type: ignore[misc]
+    for job_id in range(3, 8):  # so that a thread's share is several
+        pool.submit(job_id, [[lambda job_id=job_id: order.append(job_id) or 0]], is_read=True)  # type: ignore[misc]
+    both[0].go.set()
+    wait_entered(gate)
+    gate.go.set()
+    wait_for(lambda: len(order) == 8)
+    assert order == [*range(8)]
+    both[1].go.set()
     assert pool.shutdown(20)
 
 
