@@ -4,6 +4,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -407,6 +408,10 @@ def test_rests_of_one_message_keep_their_order() -> None:
     gate = Gate()
     order: list[int] = []
 
+    def note(job_id: int) -> object:
+        order.append(job_id)
+        return "noted"
+
     def joins(tasks: Sequence[Steps], task: Steps) -> bool:
         return len(tasks) < 3 and len(task) > 1 and tasks[0][0] is gate
 
@@ -416,11 +421,11 @@ def test_rests_of_one_message_keep_their_order() -> None:
     both = [Gate(), Gate()]
     pool.submit(100, [[each] for each in both], is_read=True)
     wait_entered(*both)
-    pool.submit(0, [[gate, lambda: order.append(0) or 0]], is_read=True)
+    pool.submit(0, [[gate, partial(note, 0)]], is_read=True)
     for job_id in (1, 2):
-        pool.submit(job_id, [[lambda: "first", lambda job_id=job_id: order.append(job_id) or 0]], is_read=True)  # type: ignore[misc]
+        pool.submit(job_id, [[lambda: "first", partial(note, job_id)]], is_read=True)
     for job_id in range(3, 8):  # so that a thread's share is several
-        pool.submit(job_id, [[lambda job_id=job_id: order.append(job_id) or 0]], is_read=True)  # type: ignore[misc]
+        pool.submit(job_id, [[partial(note, job_id)]], is_read=True)
     both[0].go.set()
     wait_entered(gate)
     gate.go.set()
