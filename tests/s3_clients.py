@@ -24,3 +24,6 @@ def use_credentials(monkeypatch: pytest.MonkeyPatch, server: S3Server | None = N
     """Have clients find a server's credentials, by default some that it does not look at, and no others."""
     for name, value in (server or S3Server("", "first", "secret")).environment.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(
+        "tiers.stores.s3_clients.CLIENTS_S_MIN", 60.0
+    )  # a busy machine may take seconds to import boto3

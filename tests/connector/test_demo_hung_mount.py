@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(bool(why_no_fuse()), reason=str(why_no_fuse()))
 
 CONFIG = Path(__file__).parents[2] / "configs" / "nfs.yaml"
 JOB_DEADLINE_S = 2.0
-ANSWER_S_MAX = 30.0  # deadlines of lookups and jobs are a tenth of it; the rest is for a busy machine
+ANSWER_S_MAX = 120.0  # deadlines of lookups and jobs are seconds; the rest is for a busy machine
 READ_BYTES = 256  # of one read on the mount
 BLOCK_SIZE = 4
 NEW_TOKENS = 8

@@ -340,13 +340,23 @@ def s3_tier(moto: S3Server, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def test_storage_that_hangs_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = threading.Event()
+    hangs, gate = threading.Event(), threading.Event()
 
     def hang(*_: Any) -> Iterator[Finding]:
         yield Finding("ok", "tiers[0] fs", "file system", "first")
-        gate.wait(20)
+        hangs.set()
+        gate.wait(120)
 
     monkeypatch.setattr(doctor, "examine_folder", hang)
+    join = threading.Thread.join
+
+    def join_until_it_hangs(thread: threading.Thread, timeout: float | None = None) -> None:
+        if thread.name.startswith("kvtiers-doctor"):
+            hangs.wait(120)
+            timeout = 0.0
+        join(thread, timeout)
+
+    monkeypatch.setattr(threading.Thread, "join", join_until_it_hangs)
     try:
         findings = examine(deployment(fs(tmp_path)), tier_s_max=0.2)
         assert "no answer within 0.2 s" in one(findings, "storage").message

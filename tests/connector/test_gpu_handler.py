@@ -356,7 +356,7 @@ class Held:
 
     def copy(self, plan: CopyPlan, _mark: None, /) -> Completion:
         self.begun.set()
-        assert self.go.wait(30)
+        assert self.go.wait(120)
         if self.error is not None and not self._at_end:
             raise self.error
         self.copied.append(len(plan))
@@ -439,7 +439,7 @@ def test_where_one_handler_has_no_thread_the_other_is_shut_down(
 def test_submit_and_poll_do_not_wait_for_the_copy(held_store: tuple[CopyHandler, Held]) -> None:
     handler, copier = held_store
     assert handler.transfer_async(1, SPEC)
-    assert copier.begun.wait(30)
+    assert copier.begun.wait(120)
     assert handler.get_finished() == []
     copier.go.set()
     assert finish(handler, 1) == [TransferResult(1, True, 128, 0.5)]
@@ -523,13 +523,13 @@ def test_an_error_fails_its_job_and_no_other(
 def test_shutdown_ends_what_runs_cancels_the_rest_and_reports_all(held_store: tuple[CopyHandler, Held]) -> None:
     handler, copier = held_store
     assert all(handler.transfer_async(job_id, SPEC) for job_id in range(3))
-    assert copier.begun.wait(30)
+    assert copier.begun.wait(120)
     closing = threading.Thread(target=handler.shutdown)
     closing.start()
     wait_until(lambda: handler._closed)
     assert not copier.closed.is_set()
     copier.go.set()
-    closing.join(30)
+    closing.join(120)
     assert copier.closed.is_set()
     assert [(result.job_id, result.success) for result in handler.get_finished()] == [(0, True), (1, False), (2, False)]
     assert copier.copied == [2]

@@ -33,7 +33,7 @@ NUM_SLOTS, NUM_BLOCKS, ROW_BYTES = 48, 256, 4096
 SHARE = 0.05
 LATE_S = 0.2  # a call that takes so long is given up
 LATE_SHARE = 0.005
-HEALED_S_MAX = 30.0
+HEALED_S_MAX = 120.0
 
 
 def unavailable() -> BaseException:

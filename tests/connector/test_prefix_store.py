@@ -498,7 +498,7 @@ def test_once_the_answer_is_known_no_question_stays_in_line(monkeypatch: pytest.
         if path == "broken":
             raise StoreUnavailableError("connection refused")
         if path != "gone":
-            go_on.wait(20)
+            go_on.wait(120)
         return path == "there"
 
     monkeypatch.setattr(files, "exists", exists)
@@ -529,12 +529,12 @@ def test_far_file_systems_are_asked_for_many_chunks_and_all_ranks_at_once() -> N
 
         def info(self, path: str, **options: object) -> object:
             if Far.is_far:
-                together.wait(5)  # as long as no three others are under way
+                together.wait(120)  # as long as no three others are under way
             return super().info(path, **options)
 
         def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: object) -> object:
             if Far.is_far:
-                together.wait(5)
+                together.wait(120)
             return super().cat_file(path, start, end, **options)
 
     fsspec.register_implementation("far", Far, clobber=True)

@@ -29,7 +29,7 @@ from tiers.errors import RegionError
 
 PAGE = os.sysconf("SC_PAGESIZE")
 NUM_BLOCKS = 16
-TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
 
 
 @dataclass

@@ -42,7 +42,7 @@ CELL_BYTES = 2 * PAGE_BYTES * BLOCKS_PER_CHUNK
 ROW_BYTES = 12288
 REQ = ReqContext("r")
 KEYS = [block_key(number) for number in range(4)]
-TIMEOUT_S = 30.0
+TIMEOUT_S = 120.0
 
 CHUNKED = dataclasses.replace(CONFIG, cache=dataclasses.replace(CONFIG.cache, blocks_per_chunk=BLOCKS_PER_CHUNK))
 

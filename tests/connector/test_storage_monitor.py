@@ -49,7 +49,7 @@ class Bench:
 
         class Watched(MemoryStore):
             def size(self, key: str) -> int | None:
-                assert bench.gate.wait(10)
+                assert bench.gate.wait(120)
                 if bench.error:
                     raise bench.error
                 return bench.store.size(key)
@@ -331,14 +331,14 @@ def test_the_command_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
         port = int(re.search(r":(\d+)/metrics", process.stdout.readline())[1])  # type: ignore[index]
 
         def scraped() -> str:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=120) as answer:
                 text: str = answer.read().decode()
             return text
 
         wait_for(lambda: 'kvtiers_storage_up{tier="fs"} 1.0' in scraped())
         wait_for(lambda: 'kvtiers_storage_bytes{namespace="a_aaaaaaaaaaaa_r0",tier="fs"} 100.0' in scraped())
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=20) == 0
+        assert process.wait(timeout=120) == 0
     finally:
         process.kill()
         process.wait()

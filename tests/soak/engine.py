@@ -28,7 +28,7 @@ BLOCKS_PER_REQUEST_MAX = 12
 TRANSFER_STEPS_MAX = 4
 FAILED_STORES = 0.05  # of the engine's own copies into the region
 STEP_S = 0.002  # a forward: the scheduler's thread is off the GIL meanwhile
-LOOKUP_S_MAX = 30.0  # a request that has no answers by then is stuck
+LOOKUP_S_MAX = 120.0  # a request that has no answers by then is stuck
 
 
 class RecordedTier(SecondaryTierManager):

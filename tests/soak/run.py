@@ -40,8 +40,8 @@ NUM_BLOCKS = 512
 JOB_DEADLINE_S = 2.0
 WARM_UP_SHARE = 0.25  # of the run, before memory counts
 RSS_GROWTH_BYTES_MAX = 64 << 20
-CALL_S_MAX = 1.0  # a scheduler call that waits for I/O takes as long as the hang; a busy machine does not
-SHUTDOWN_S_MAX = 8.0  # 5 s are promised; the rest is for a busy machine
+CALL_S_MAX = 2.0  # a scheduler call that waits for I/O takes as long as the hang, 3 s and more
+SHUTDOWN_S_MAX = 30.0  # 5 s are promised; the rest is for a busy machine
 
 #: What a tier of its own may do wrong, to see that the soak sees it.
 SABOTAGES = ("wrong-bytes", "lost-job", "job-twice", "blocking-call")

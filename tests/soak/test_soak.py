@@ -16,7 +16,7 @@ from tests.promises import Record
 from tests.soak.ledger import CallTimes, Ledger
 from tiers.base import JobMetadata, JobResult
 
-RUN_S_MAX = 200
+RUN_S_MAX = 600
 
 
 def soak(json_file: Path, *options: str) -> tuple[int, dict[str, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from connector.shared_region import SharedOffloadRegion
 from tests.identity import FakeSpec, block_key
 from tests.s3_clients import use_credentials
 from tests.tiers.misbehaving_store import HeldStore
+from tests.waiting import wait_for
 from tiers import builtin
 from tiers.base import JobMetadata
 from tiers.builtin import FsspecTierManager, NfsTierManager, S3TierManager
@@ -133,7 +133,13 @@ def store_and_load(tier: StoreTierManager, region: np.ndarray[Any, Any]) -> None
 @pytest.mark.parametrize("isolation", ["thread", "process"])
 def test_nfs_tier_on_any_folder(tmp_path: Path, region: np.ndarray[Any, Any], isolation: str) -> None:
     tier = NfsTierManager(
-        FakeSpec(), region.data, "nfs", root_dir=str(tmp_path / "kv"), min_free=0, isolation=isolation
+        FakeSpec(),
+        region.data,
+        "nfs",
+        root_dir=str(tmp_path / "kv"),
+        min_free=0,
+        isolation=isolation,
+        job_deadline_s=60.0,
     )
     try:
         assert isinstance(tier.store, ProcessIsolatedStore) == (isolation == "process")
@@ -149,7 +155,7 @@ def test_nfs_is_isolated_by_default() -> None:
 
 
 def test_local_files_in_processes(tmp_path: Path, region: np.ndarray[Any, Any]) -> None:
-    config = {"type": "fs", "root_dir": str(tmp_path), "min_free": 0, "isolation": "process"}
+    config = {"type": "fs", "root_dir": str(tmp_path), "min_free": 0, "isolation": "process", "job_deadline_s": 60.0}
     tier = SecondaryTierFactory.create_secondary_tier(config, region.data, FakeSpec())
     assert isinstance(tier, StoreTierManager)
     try:
@@ -216,7 +222,7 @@ def test_lookups_do_not_wait_for_stores(tmp_path: Path, monkeypatch: pytest.Monk
     """Readers help writers, so that each worker may be storing, for seconds on a slow disk."""
     monkeypatch.setattr(builtin, "store_recipe", lambda config: (HeldStore, store_recipe(config)[1]))
     view = SharedOffloadRegion.anonymous(ROWS, ROW_BYTES).create_kv_memoryview()
-    options = {"type": "fs", "root_dir": str(tmp_path / "kv"), "min_free": 0, "lookup_deadline_s": 5}
+    options = {"type": "fs", "root_dir": str(tmp_path / "kv"), "min_free": 0, "lookup_deadline_s": 60}
     tier = SecondaryTierFactory.create_secondary_tier(
         options | {"n_read_threads": 1, "n_write_threads": 1, "isolation": "process", "task_bytes": 1}, view, FakeSpec()
     )
@@ -229,12 +235,13 @@ def test_lookups_do_not_wait_for_stores(tmp_path: Path, monkeypatch: pytest.Monk
         for job_id in range(2, 6):
             tier.submit_store(JobMetadata(job_id, KEYS[job_id : job_id + 1], np.arange(1, dtype=np.int32)))
         tier._lookup.forget(KEYS[:1])
-        found, end = None, time.monotonic() + 5
-        while found is None and time.monotonic() < end:
+
+        def lookup() -> bool | None:
             found = tier.lookup(KEYS[0])
             tier.on_schedule_end()
-            time.sleep(0.01)
-        assert found is True
+            return found
+
+        assert wait_for(lookup)
         assert len(list(tier.get_finished())) == 1  # the first; the others are held
     finally:
         hold.unlink()

@@ -48,7 +48,7 @@ def run_writers(root: Path, seconds: float) -> tuple[int, list[dict[str, int]]]:
         time.sleep(0.02)
     met = []
     for writer in writers:
-        out, _ = writer.communicate(timeout=30)
+        out, _ = writer.communicate(timeout=120)
         assert writer.returncode == 0
         met.append(json.loads(out))
     return highest, met

@@ -295,7 +295,7 @@ def test_tiers_of_one_type_get_their_own_names() -> None:
 
 def test_a_mount_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     answered = threading.Event()
-    monkeypatch.setattr(os.path, "realpath", lambda path: answered.wait(20) and path)
+    monkeypatch.setattr(os.path, "realpath", lambda path: answered.wait(120) and path)
     monkeypatch.setattr("tiers.tier_place.RESOLVE_S_MAX", 0.01)
     try:
         parse_config({"region": REGION, "tiers": [FS, FS | {"root_dir": "/other"}, FSSPEC | {"url": "file:///third"}]})

@@ -24,7 +24,7 @@ def exported(*metrics: Metrics) -> str:
 
 
 def scrape(port: int) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=120) as answer:
         text: str = answer.read().decode()
     return text
 
@@ -47,7 +47,7 @@ def test_the_url_can_be_asked(address: str) -> None:
     except OSError as e:
         pytest.skip(f"{address} cannot be had here: {e}")
     try:
-        with urllib.request.urlopen(server.url, timeout=5) as answer:
+        with urllib.request.urlopen(server.url, timeout=120) as answer:
             assert answer.status == 200
     finally:
         server.close()

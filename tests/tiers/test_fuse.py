@@ -36,7 +36,7 @@ from tiers.testing.fuse import OPERATIONS, FuseFault, FuseMount, why_no_fuse
 
 pytestmark = pytest.mark.skipif(bool(why_no_fuse()), reason=str(why_no_fuse()))
 
-WAIT_S_MAX = 30.0
+WAIT_S_MAX = 120.0
 OLD, NEW = make_data(70_000, seed=1), make_data(70_000, seed=2)
 
 

@@ -47,7 +47,7 @@ from tiers.stores.nfs import NfsStore
 from tiers.testing.contract import as_parts, fetch, list_keys, make_data
 from tiers.testing.faults import run_in_child
 
-WAIT_S_MAX = 30.0
+WAIT_S_MAX = 120.0
 BLOCK_BYTES = 64 << 10
 
 Make = Callable[..., ProcessIsolatedStore]
@@ -59,7 +59,8 @@ class TestNfsStoreInProcesses(FolderContract):
     store_class: type[Store] = NfsStore
 
     def make_store(self) -> Store:
-        return ProcessIsolatedStore(StoreRecipe.of(self.store_class, root_dir=self.tmp_path / "root"))
+        recipe = StoreRecipe.of(self.store_class, root_dir=self.tmp_path / "root")
+        return ProcessIsolatedStore(recipe, deadline_s=WAIT_S_MAX)
 
 
 @pytest.mark.full
@@ -202,7 +203,10 @@ def test_a_region_that_cannot_be_mapped_is_copied(tmp_path: Path, caplog: pytest
     private = bytearray(4 * BLOCK_BYTES)
     with caplog.at_level(logging.WARNING):
         store = ProcessIsolatedStore(
-            StoreRecipe.of(LocalStore, root_dir=tmp_path), region=memoryview(private), n_workers=1
+            StoreRecipe.of(LocalStore, root_dir=tmp_path),
+            region=memoryview(private),
+            n_workers=1,
+            deadline_s=WAIT_S_MAX,
         )
     assert len([r for r in caplog.records if "cannot map the region" in r.getMessage()]) == 1
     try:
@@ -225,7 +229,7 @@ region = os.memfd_create("region")
 os.ftruncate(region, mmap.PAGESIZE)
 mapping = mmap.mmap(region, mmap.PAGESIZE)
 recipe = StoreRecipe({PlainStore.__module__!r}, "PlainStore", {{"root_dir": {str(tmp_path)!r}}})
-store = ProcessIsolatedStore(recipe, region=memoryview(mapping), n_workers=1)
+store = ProcessIsolatedStore(recipe, region=memoryview(mapping), n_workers=1, deadline_s={WAIT_S_MAX})
 assert store.maps_region
 assert store.size("print") is None
 store.close()
@@ -543,7 +547,7 @@ def test_workers_killed_at_random(make: Make, region: Region) -> None:
 
 
 def test_a_fork_that_lives_does_not_hold_up_the_end(make: Make) -> None:
-    store = make(close_s=20.0)
+    store = make(close_s=2 * WAIT_S_MAX)
     store.put("f/a", [memoryview(b"data")])
     pids = store.worker_pids
     read_end, write_end = os.pipe()
@@ -556,9 +560,8 @@ def test_a_fork_that_lives_does_not_hold_up_the_end(make: Make) -> None:
         assert store.size("f/a") == 4
         started_at = time.monotonic()
         store.close()
-        assert (
-            time.monotonic() - started_at < 10.0
-        )  # idle workers see the end, and are not waited for until they are killed
+        # Idle workers see the end, and are not waited for until they are killed.
+        assert time.monotonic() - started_at < WAIT_S_MAX
         assert all(is_gone(pid) for pid in pids)
     finally:
         os.write(write_end, b"x")
@@ -787,7 +790,7 @@ def hang(*arguments):
     threading.Event().wait()
 WorkerProcess.start = hang
 threading.Thread(target=store.size, args=("die",), daemon=True).start()
-assert starting.wait(30)
+assert starting.wait(120)
 print("end")
 """
     done = run_to_its_end(code, tmp_path)
@@ -822,7 +825,8 @@ def test_nothing_leaks(make: Make, region: Region) -> None:
 
 def test_the_region_is_let_go(tmp_path: Path) -> None:
     region = Region()
-    store = ProcessIsolatedStore(StoreRecipe.of(LocalStore, root_dir=tmp_path), region=region.view, n_workers=1)
+    recipe = StoreRecipe.of(LocalStore, root_dir=tmp_path)
+    store = ProcessIsolatedStore(recipe, region=region.view, n_workers=1, deadline_s=WAIT_S_MAX)
     store.put("a", [region.block(0)])
     store.close()
     region.view.release()
@@ -859,7 +863,7 @@ def test_a_worker_imports_little(make: Make) -> None:
 
 def test_memory_store_works_too() -> None:
     """One worker, so that it is one memory."""
-    store = ProcessIsolatedStore(StoreRecipe.of(MemoryStore), n_workers=1)
+    store = ProcessIsolatedStore(StoreRecipe.of(MemoryStore), n_workers=1, deadline_s=WAIT_S_MAX)
     store.put("a", as_parts(b"1234"))
     assert fetch(store, "a", 4) == b"1234"
     store.close()

@@ -20,7 +20,7 @@ import pytest
 from connector.shared_region import SharedOffloadRegion
 from tests.identity import FakeSpec, block_key
 from tests.s3_clients import use_credentials
-from tests.waiting import wait_for
+from tests.waiting import PATIENT, wait_for
 from tiers import concurrency
 from tiers.base import JobMetadata, JobResult
 from tiers.block_mover import Batch, MoveTask
@@ -49,6 +49,7 @@ class Bench:
         self.root = root
         self.view = SharedOffloadRegion.anonymous(ROWS, ROW_BYTES).create_kv_memoryview()
         self.rows = np.asarray(self.view)
+        options = {**PATIENT, **options}
         self.tier = FileSystemTierManager(FakeSpec(), self.view, "fs", str(root), 1, 1, min_free=0, **options)
         self.jobs = 0
 
@@ -492,13 +493,12 @@ def test_far_storage_is_asked_for_more_at_once(monkeypatch: pytest.MonkeyPatch) 
     keys = [block_key(n) for n in range(count)]
     with HttpFaultServer() as server:
         use_credentials(monkeypatch)
-        server.answer_after_s = 0.05
         options = {"n_read_threads": 1, "n_write_threads": 1, "n_threads_max": 16, "job_deadline_s": 120.0}
         tier = S3TierManager(FakeSpec(), view, "s3", bucket="bucket", endpoint_url=server.endpoint_url, **options)
         assert isinstance(tier._mover, IsolatedMover)
         try:
             for submit, is_load in ((tier.submit_store, False), (tier.submit_load, True)):
-                server.most_under_way = 0
+                server.most_under_way, server.answer_after_s = 0, 0.05
                 job = 0
                 while tier._mover.batch_blocks(is_load=is_load)[0] < 2 * 16:
                     job += 1
@@ -506,6 +506,7 @@ def test_far_storage_is_asked_for_more_at_once(monkeypatch: pytest.MonkeyPatch) 
                     submit(JobMetadata(job, keys[:16], np.arange(16, dtype=np.int32)))
                     tier.drain_jobs()
                     assert [result.success for result in tier.get_finished()] == [True]
+                server.answer_after_s = 0.5  # long enough for a busy machine to begin several requests
                 submit(JobMetadata(99, keys, np.arange(count, dtype=np.int32)))
                 tier.drain_jobs()
                 assert [result.success for result in tier.get_finished()] == [True]

@@ -92,7 +92,8 @@ def test_it_is_looked_at_when_the_registry_is_imported() -> None:
 
 
 def test_a_killed_worker_is_not_replaced_by_one_of_other_code(package: Package, tmp_path: Path) -> None:
-    store = ProcessIsolatedStore(StoreRecipe.of(LocalStore, root_dir=tmp_path / "root"), n_workers=1)
+    recipe = StoreRecipe.of(LocalStore, root_dir=tmp_path / "root")
+    store = ProcessIsolatedStore(recipe, n_workers=1, deadline_s=120.0)
     try:
         store.put("a", [memoryview(b"1")])
         (package.folder / "a.py").write_text("a = 2\n")

@@ -28,7 +28,7 @@ class Storage:
     def __call__(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
         self.batches.append(list(keys))
         found: list[bool | None] = [key in self.present for key in keys]
-        assert self.open.wait(20)
+        assert self.open.wait(120)
         if self.error:
             raise self.error
         return found
@@ -179,7 +179,7 @@ def test_one_stuck_probe_does_not_stop_the_next(make: Make) -> None:
 
     def probe(keys: Sequence[OffloadKey]) -> list[bool | None]:
         if KEYS[0] in keys:
-            assert stuck.wait(20)
+            assert stuck.wait(120)
         return [True] * len(keys)
 
     lookup = make(probe, threads=2)

@@ -33,14 +33,14 @@ class Gate:
 
     def __call__(self) -> object:
         self.entered.set()
-        assert self.go.wait(20)
+        assert self.go.wait(120)
         return self.result
 
 
 def wait_entered(*gates: Gate) -> None:
     """Until they all run."""
     for gate in gates:
-        assert gate.entered.wait(20)
+        assert gate.entered.wait(120)
 
 
 def let_go(*gates: Gate) -> None:
@@ -113,7 +113,7 @@ def test_either_kind_of_thread_drains_the_others_queue(make: Callable[..., Pool]
     gates = [Gate(), Gate()]
     pool.submit(1, gates, is_read=is_read)
     for gate in gates:  # both run at once, so the thread of the other kind took one
-        assert gate.entered.wait(20)
+        assert gate.entered.wait(120)
         gate.go.set()
     assert set(finish(pool)) == {1}
 
@@ -216,7 +216,7 @@ def test_a_task_that_comes_between_two_looks_is_not_left_behind(
         return gate()
 
     pool.submit(1, [busy], is_read=True)
-    assert gate.entered.wait(20)
+    assert gate.entered.wait(120)
     busy_reads = "read" in names[0]
     take = pool_module._take
 
@@ -224,16 +224,16 @@ def test_a_task_that_comes_between_two_looks_is_not_left_behind(
         task = take(queue)
         if task is None and not looked.is_set() and threading.current_thread().name != names[0]:
             looked.set()
-            assert held.wait(20)
+            assert held.wait(120)
         return task
 
     monkeypatch.setattr(pool_module, "_take", slowly)
     second = Gate()
     pool.submit(2, [second], is_read=busy_reads)
-    assert looked.wait(20)
+    assert looked.wait(120)
     gate.go.set()
     pool.submit(3, [lambda: "third"], is_read=not busy_reads)
-    assert second.entered.wait(20)  # by the one that was busy: its kind comes first
+    assert second.entered.wait(120)  # by the one that was busy: its kind comes first
     held.set()
     second.go.set()
     assert set(finish(pool)) == {1, 2, 3}
@@ -440,12 +440,12 @@ def test_shutdown_reports_what_is_unfinished() -> None:
 
     def run(tasks: Sequence[int]) -> list[object]:
         entered.set()
-        assert go.wait(20)
+        assert go.wait(120)
         return [Unfinished(task) for task in tasks]
 
     pool = DualQueueThreadPool[int, object](1, 1, run=run, name="test", jobs_max=10, cost_max=10)
     pool.submit(1, [7], is_read=True)
-    assert entered.wait(20)
+    assert entered.wait(120)
     assert not pool.shutdown(0.0)
     go.set()
     assert pool.shutdown(20)

@@ -19,6 +19,7 @@ from connector.shared_region import SharedOffloadRegion
 from tests.identity import FakeSpec, block_key
 from tests.s3_clients import use_credentials
 from tests.tiers.test_store_tier import Bench as StoreBench
+from tests.waiting import PATIENT
 from tiers.base import JobMetadata, JobResult
 from tiers.errors import ConfigError, NamespaceMismatchError, StoreConfigError
 from tiers.keys import OffloadKey
@@ -43,7 +44,7 @@ class Bench:
         self.jobs = 0
 
     def tier(self, **options: Any) -> StoreTierManager:
-        made = SecondaryTierFactory.create_secondary_tier(self.options | options, self.view, FakeSpec())
+        made = SecondaryTierFactory.create_secondary_tier(PATIENT | self.options | options, self.view, FakeSpec())
         assert isinstance(made, StoreTierManager)
         self.tiers.append(made)
         return made

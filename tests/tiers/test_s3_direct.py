@@ -20,6 +20,7 @@ from botocore.awsrequest import AWSRequest
 from botocore.credentials import ReadOnlyCredentials
 
 from tests.s3_clients import choose, use_credentials
+from tests.waiting import in_time, wait_for
 from tiers.errors import (
     BlobCorruptError,
     BlobNotFoundError,
@@ -117,7 +118,13 @@ def test_hanging_connection_that_was_used_before_takes_the_idle_ones_with_it(
     server.answer_after_s = 0.05
     parts = [memoryview(bytearray(len(DATA)))]
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda _: reader.get_into("f/a", parts, len(DATA)), range(2)))
+
+        def two_are_idle() -> bool:
+            with suppress(StoreTimeoutError):
+                list(pool.map(lambda _: reader.get_into("f/a", parts, len(DATA)), range(2)))
+            return len(reader._idle) == 2
+
+        wait_for(two_are_idle)
     server.inject(Fault.STALL, times=1)
     with pytest.raises(StoreTimeoutError):
         reader.get_into("f/a", parts, len(DATA))
@@ -215,11 +222,11 @@ def test_get_that_begins_after_its_clients_were_replaced_is_given_up_in_time(
     session = S3Session(replace(store.options, request_timeout_s=0.6))
     reader = DirectReader(session)
     parts = [memoryview(bytearray(len(DATA)))]
-    reader.get_into("f/a", parts, len(DATA))
+    in_time(lambda: reader.get_into("f/a", parts, len(DATA)))
     (watchdog,) = [thread for thread in threading.enumerate() if thread is reader._watchdog._thread]
     reader.close()
     watchdog.join()
-    reader.get_into("f/a", parts, len(DATA))
+    in_time(lambda: reader.get_into("f/a", parts, len(DATA)))
     server.inject(Fault.STALL)
     with pytest.raises(StoreTimeoutError, match=r"did not answer within 0\.3 s"):
         reader.get_into("f/a", parts, len(DATA))

@@ -20,7 +20,7 @@ from tiers.stores.s3_lookup import (
 )
 
 PAGE_NAMES = 1000
-WAIT_S_MAX = 30.0
+WAIT_S_MAX = 120.0
 
 
 class Bucket:

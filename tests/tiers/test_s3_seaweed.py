@@ -146,7 +146,7 @@ def test_one_winner_of_many_writers(store: S3Store) -> None:
         barrier = threading.Barrier(RACERS)
 
         def race(data: bytes, key: str = f"race/{round_}", barrier: threading.Barrier = barrier) -> bytes:
-            barrier.wait(60)
+            barrier.wait(120)
             store.put(key, as_parts(data))
             return fetch(store, key, len(data))
 
@@ -222,7 +222,7 @@ def test_server_goes_away_and_comes_back(store: S3Store, seaweed: SeaweedServer)
             return False
         return True
 
-    wait_for(put_again, within_s=60)
+    wait_for(put_again)
     assert fetch(store, "a", len(data)) == data
     assert fetch(store, "b", len(data)) == data
 

@@ -192,7 +192,7 @@ class TestSizeMany:
 
         def spy(name: str) -> object:
             threads.add(threading.current_thread().name)
-            barrier.wait(30)  # passes only if so many are asked at once
+            barrier.wait(120)  # passes only if so many are asked at once
             return size(name)
 
         barrier = threading.Barrier(4)

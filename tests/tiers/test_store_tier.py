@@ -679,10 +679,10 @@ def test_shutdown_ends_batches_that_run(bench: Bench, monkeypatch: pytest.Monkey
     with ThreadPoolExecutor(1) as pool:
         ending = pool.submit(tier.shutdown)
         try:
-            wait_for(lambda: tier._mover.cut, within_s=5)
+            wait_for(lambda: tier._mover.cut)
         finally:
             slow.gate.set()
-        ending.result(20)
+        ending.result(120)
     assert slow.closed
     assert slow.entered == 2
     (result,) = tier.get_finished()
@@ -753,7 +753,7 @@ class GatedStore(Store):
 
     def _pass(self) -> None:
         self.entered += 1
-        assert self.gate.wait(20)
+        assert self.gate.wait(120)
         if self.error:
             raise self.error
 
@@ -905,7 +905,7 @@ class InStepStore(GatedStore):
 
     def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
         if key.endswith(".bin"):
-            self.both.wait(20)
+            self.both.wait(120)
             if self.rounds_left < 0:
                 raise StoreFullError("full")
         return super().put(key, parts, overwrite=overwrite)

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from connector.cli import app
 from tests.identity import FakeSpec, block_key
 from tests.tiers.test_local_store import TestLocalStore
-from tests.waiting import wait_for
+from tests.waiting import PATIENT, wait_for
 from tiers import vectored_io
 from tiers.base import JobMetadata, JobResult, SecondaryTierManager
 from tiers.conversion import Converter
@@ -188,7 +188,7 @@ class Tier:
 
     def __init__(self, root: Path, **options: Any) -> None:
         self.region = np.zeros((ROWS, ROW_BYTES), np.int8)
-        config = {"type": "fs", "root_dir": str(root), "min_free": 0, "format": "vllm-raw", **options}
+        config = PATIENT | {"type": "fs", "root_dir": str(root), "min_free": 0, "format": "vllm-raw", **options}
         config |= {"n_read_threads": 1, "n_write_threads": 1}  # a process each
         self.tier: SecondaryTierManager = SecondaryTierFactory.create_secondary_tier(
             config, self.region.data, VllmSpec()

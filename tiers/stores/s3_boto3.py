@@ -9,7 +9,7 @@ It keeps ObstoreClient's promises at two to six times the CPU, by these means:
 - boto3's timeouts are per socket call, so a server that trickles bytes never trips them. A watchdog shuts the socket of
   a body that is not complete in time. (Headers and error documents may still trickle: before an object's body there is
   no way to its socket.)
-- Checksums, but for SHA-256, are awscrt's (``botocore[crt]``), as in botocore itself.
+- Checksums, but for SHA-256, are awscrt's, as in botocore itself.
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ def _checksum(options: S3Options) -> tuple[str, Callable[[Sequence[memoryview]],
         checksums = importlib.import_module("awscrt.checksums")
     except ImportError:
         raise StoreConfigError(
-            f"checksum: {options.checksum} with client: boto3 needs awscrt: pip install 'botocore[crt]', or set sha256"
+            f"checksum: {options.checksum} with client: boto3 needs awscrt: pip install awscrt, or set sha256"
         ) from None
     name, step, width = {
         "crc32c": ("ChecksumCRC32C", checksums.crc32c, 4),
