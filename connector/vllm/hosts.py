@@ -22,8 +22,6 @@ def check_one_host(vllm_config: Any) -> None:
     Raises:
         ConfigError: the workers are on several hosts, or not where the scheduler is.
     """
-    if vllm_config is None:
-        return
     parallel = vllm_config.parallel_config
     count = getattr(parallel, "nnodes_within_dp", 1)  # read in 0.32 and 0.33; older ones may lack it
     if count > 1:

@@ -29,10 +29,7 @@ def has_window(config: Any) -> bool:
     Args:
         config: vLLM's OffloadingConfig.
     """
-    kinds = _layer_specs(config)
-    if kinds is None:  # 0.33 counts windows itself; a Mamba state is one to it, for which one block does no harm
-        return any(getattr(group, "sliding_window_size_in_chunks", None) is not None for group in config.groups)
-    return any(isinstance(kind, _WINDOWS) for kind in kinds)
+    return any(isinstance(kind, _WINDOWS) for kind in _layer_specs(config))
 
 
 def no_chunks_of_windows(blocks_per_chunk: int) -> ConfigError:
@@ -53,8 +50,6 @@ def is_in_token_order(config: Any) -> bool:
         config: vLLM's OffloadingConfig.
     """
     specs = _layer_specs(config)
-    if specs is None:
-        return False
     return all(spec.block_size <= translate.KERNEL_BLOCK_TOKENS for spec in specs) or _is_plain_mla(config, specs)
 
 
@@ -66,10 +61,9 @@ def _is_plain_mla(config: Any, specs: list[Any]) -> bool:
     have all layers in it. The indexer of sparse attention is MLA to vLLM, too, but its kernels order blocks in their
     own way.
     """
-    model = getattr(translate.find_vllm_config(), "model_config", None)
-    if model is None or not current_platform.is_cuda() or not hasattr(kv_cache_interface, "create_kv_cache_views"):
+    if not current_platform.is_cuda() or not hasattr(kv_cache_interface, "create_kv_cache_views"):
         return False
-    head_size = model.get_head_size()
+    head_size = translate.find_vllm_config().model_config.get_head_size()
     is_plain = all(
         type(spec) is MLAAttentionSpec
         and spec.head_size == head_size  # an indexer's is another
@@ -114,7 +108,7 @@ def check_attention(config: Any) -> None:
     Raises:
         ConfigError: says what may be done.
     """
-    kinds = _layer_specs(config) or []
+    kinds = _layer_specs(config)
     if any(map(is_non_causal, kinds)):
         raise no_prefixes()
     if any(isinstance(kind, _RSWA) for kind in kinds) and not config.extra_config.get("offload_prompt_only", True):
@@ -150,7 +144,7 @@ def check_pages(kv_caches: Any, config: Any) -> None:
         ConfigError: pages that are smaller than a block.
     """
     found = _kv_cache_config()
-    if found is not None and len(config.groups) < len(found.kv_cache_groups):
+    if len(config.groups) < len(found.kv_cache_groups):
         return  # a group that vLLM does not offload may have the rest
     page_bytes = sum(entry.page_size_bytes for entry in kv_caches.tensors)
     if page_bytes < config.worker_kv_bytes_per_block:
@@ -161,15 +155,14 @@ def check_pages(kv_caches: Any, config: Any) -> None:
         )
 
 
-def _kv_cache_config() -> Any | None:
+def _kv_cache_config() -> Any:
+    """Raises ConfigError as ``translate.find_arguments``."""
     return translate.find_argument("kv_cache_config", "KVCacheConfig")
 
 
-def _layer_specs(config: Any) -> list[Any] | None:
-    """The kind of each offloaded layer; None where they are not known."""
+def _layer_specs(config: Any) -> list[Any]:
+    """The kind of each offloaded layer."""
     found = _kv_cache_config()
-    if found is None:
-        return None
     specs: list[Any] = []
     for index, group in enumerate(config.groups):
         # Before 0.32 all groups are offloaded. A worker has the specs of each layer, the scheduler one for all.

@@ -48,8 +48,6 @@ from tiers.plain_logs import get_logger
 
 logger = get_logger(__name__)
 
-translate.check_version()
-
 LOOKUP_DEADLINE_S = 1.0
 LOAD_DEADLINE_S = 20.0
 FAILED_LOADS_MAX = 3  # of one request: where a bad chunk cannot be removed, its request must not load it for ever

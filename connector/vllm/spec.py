@@ -47,8 +47,6 @@ from tiers.plain_logs import get_logger
 
 logger = get_logger(__name__)
 
-translate.check_version()
-
 #: vLLM asserts that a transfer is accepted, so the handlers' own limit must not be met; vLLM's blocks bound the jobs.
 _JOBS_MAX = 1 << 20
 
@@ -91,13 +89,8 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
             pp_size = self.config.parallel.pp_size
             vllm_config = translate.find_vllm_config()
             siblings.check_none_makes_kv_up()
-            beside = siblings.loading_within_steps()
-            if beside and not siblings.STEPS_SAY_SO:
+            if beside := siblings.loading_within_steps():
                 raise siblings.refusal(beside)
-            steps_max, groups = translate.steps_max(vllm_config, pp_size), self.config.groups
-            tokens_per_block = [group.tokens_per_block for group in groups]
-            tokens_per_hash = self.config.cache.tokens_per_hash
-            doubtful = siblings.DoubtfulRequests(steps_max, tokens_per_block, tokens_per_hash) if beside else None
             spec = self._join(None)
             self._check_workers(spec)
             self._manager = KVTiersManager(
@@ -106,7 +99,6 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
                 tier_types=[tier.type for tier in self.deployment.tiers],
                 storage=self._storage,
                 role=translate.role_of(vllm_config),
-                doubtful=doubtful,
             )
         return self._manager
 
@@ -181,7 +173,6 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
         tier_types: of its tiers.
         storage: says when the tiers are not used any more.
         role: what the tiers are used for; the region is used for all.
-        doubtful: of which requests nothing is stored, where other connectors load within steps.
     """
 
     def __init__(
@@ -192,10 +183,8 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
         tier_types: Iterable[str] = (),
         storage: StorageSwitch | None = None,
         role: translate.Role | None = None,
-        doubtful: siblings.DoubtfulRequests | None = None,
     ) -> None:
         self._spec = spec
-        self._doubtful = doubtful
         self._role = role or translate.Role()
         self._storage = StorageSwitch({}) if storage is None else storage
         self._places = [(translate.medium(each), translate.locality(each)) for each in tier_types]
@@ -236,11 +225,6 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
     def prepare_store(self, keys: Collection[OffloadKey], req_context: Any) -> VllmPrepareStoreOutput | None:
         if self._stale_steps and any(key in self._stale_stores or key in self._stale_loads for key in keys):
             return None  # vLLM offers them again in its next step; what it is told is there it takes for stored
-        if self._doubtful is not None:
-            if self._doubtful.has_for_good(req_context.req_id):
-                return VllmPrepareStoreOutput(keys_to_store=[], store_spec=VllmCPULoadStoreSpec([]), evicted_keys=[])
-            if self._doubtful.has(req_context.req_id):
-                return None
         found = [key for key in keys if self.tiering.primary.find(key) is not None]
         output = self._blocks.prepare_store(keys, req_context)
         self._blocks.touch(found)
@@ -265,13 +249,9 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
         return translate.new_request_context()
 
     def on_request_finished(self, req_context: Any) -> None:
-        if self._doubtful is not None:
-            self._doubtful.forget(req_context.req_id)
         self.tiering.on_request_finished(req_context)
 
     def on_schedule_end(self, context: Any) -> None:  # noqa: ARG002
-        if self._doubtful is not None:
-            self._doubtful.look()
         if self._stale_steps:
             self._stale_steps -= 1
             if not self._stale_steps:
@@ -305,8 +285,6 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
         self._end_stale()
 
     def get_stats(self) -> Any:
-        if self._doubtful is not None:
-            self._doubtful.hear()  # vLLM asks when it has the outcome of a step, and tells it to no manager
         return self._stats.take()
 
     def shutdown(self) -> None:

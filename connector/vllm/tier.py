@@ -37,8 +37,6 @@ from tiers.tier_config import TIER_MODELS
 
 logger = get_logger(__name__)
 
-translate.check_version()
-
 _DRAIN_POLL_S = 0.01
 
 

@@ -37,6 +37,8 @@ from vllm.v1.kv_offload.tiering.base import JobResult as VllmJobResult
 from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
 
 from connector.base import CacheConfig, KVCacheGroup, ModelConfig, OffloadingConfig, ParallelConfig
+from connector.vllm import versions
+from connector.vllm.versions import check_version as check_version
 from connector.vllm.weights import kv_revision, value_digest
 from tiers.base import JobMetadata, JobResult, OffloadingEvent
 from tiers.errors import ConfigError
@@ -46,15 +48,13 @@ from tiers.plain_logs import get_logger
 
 logger = get_logger(__name__)
 
-SUPPORTED_VERSIONS = ("0.28", "0.29", "0.30", "0.31", "0.32", "0.33")
-
 #: Names of vLLM's metrics. 0.28 and 0.29 keep the same ones as BLOCK_…
 if hasattr(TieringOffloadingMetrics, "CHUNK_QUERIES"):
     CHUNK_QUERIES, CHUNK_HITS = TieringOffloadingMetrics.CHUNK_QUERIES, TieringOffloadingMetrics.CHUNK_HITS
 else:
     CHUNK_QUERIES, CHUNK_HITS = TieringOffloadingMetrics.BLOCK_QUERIES, TieringOffloadingMetrics.BLOCK_HITS
 
-_MISTAKES_BLOCKS_OF_STREAMS = int(vllm.__version__.split(".")[1]) < 33
+_MISTAKES_BLOCKS_OF_STREAMS = (versions.release() or (0, 0)) < (0, 33)
 _JOB_RESULT_FIELDS = frozenset(field.name for field in dataclasses.fields(VllmJobResult))
 _FRAMES_MAX = 32
 _URL_END = 150
@@ -89,20 +89,7 @@ class EngineSpec:
         return self.config.cache.blocks_per_chunk
 
 
-def check_version(version: str = vllm.__version__) -> None:
-    """Refuse a vLLM whose interface this module does not know.
-
-    Raises:
-        ConfigError: lists the versions it knows.
-    """
-    if ".".join(version.split(".")[:2]) not in SUPPORTED_VERSIONS:
-        raise ConfigError(
-            f"{version} is not supported; accepted: {', '.join(f'{known}.x' for known in SUPPORTED_VERSIONS)}",
-            field="vllm",
-        )
-
-
-def warn_of_seeded_hashes(version: str = vllm.__version__, environ: Mapping[str, str] = os.environ) -> None:
+def warn_of_seeded_hashes(version: str = versions.VERSION, environ: Mapping[str, str] = os.environ) -> None:
     """Say where no other process will find what this one stores."""
     if version.startswith("0.28.") and environ.get("PYTHONHASHSEED", "random") == "random":
         logger.warning(
@@ -174,38 +161,48 @@ def vllm_layout(spec: Any) -> VllmLayout:
     return VllmLayout(mapper.base_path.lstrip("/"), mapper.rank, mapper.get_run_config())
 
 
-def find_arguments(name: str, type_name: str) -> Iterator[Any]:
-    """The arguments and variables up the stack that have this name and type, the nearest first."""
+def find_arguments(name: str, type_name: str) -> list[Any]:
+    """The arguments and variables up the stack that have this name and type, the nearest first; at least one.
+
+    Raises:
+        ConfigError: there are none, so this vLLM calls kvtiers in a way that kvtiers does not know. Without them
+            models that differ would share their blocks, and models that must be refused would start.
+    """
+    found: list[Any] = []
     frame: FrameType | None = sys._getframe(1)
     for _ in range(_FRAMES_MAX):
         if frame is None:
             break
         candidate = frame.f_locals.get(name)
         if type(candidate).__name__ == type_name:
-            yield candidate
+            found.append(candidate)
         frame = frame.f_back
+    if not found:
+        raise ConfigError(
+            f"vLLM {versions.VERSION} was expected to call kvtiers with a {type_name} in a variable of this name, and "
+            "did not. Without it KV of different models could be mixed up. Run a release of vLLM that docs/vllm.md "
+            "lists, through one of the connectors that docs/vllm.md shows",
+            field=name,
+        )
+    return found
 
 
-def find_argument(name: str, type_name: str) -> Any | None:
-    """The nearest of them; None where there is none."""
-    return next(find_arguments(name, type_name), None)
+def find_argument(name: str, type_name: str) -> Any:
+    """The nearest of ``find_arguments``."""
+    return find_arguments(name, type_name)[0]
 
 
-def find_vllm_config() -> Any | None:
-    """The VllmConfig this engine is being built from, or None.
+def find_vllm_config() -> Any:
+    """The VllmConfig that this engine is being built from.
 
     OffloadingConfig carries neither the weights' revision nor the hash algorithm, and vLLM sets its current config
     only around some calls. The connector that builds us has it as an argument, some frames up the stack; inside a
     MultiConnector that is the one with our own ``kv_transfer_config``.
+
+    Raises:
+        ConfigError: see ``find_arguments``.
     """
-    candidate = find_argument("vllm_config", "VllmConfig")
-    if candidate is not None:
-        return candidate
-    try:
-        from vllm.config import get_current_vllm_config_or_none
-    except ImportError:  # older versions have no such function
-        return None
-    return get_current_vllm_config_or_none()
+    return find_argument("vllm_config", "VllmConfig")
 
 
 class Role(NamedTuple):
@@ -249,10 +246,9 @@ def _model_name(vllm_config: Any | None, name: str) -> str:
     return name
 
 
-def _model_revision(vllm_config: Any | None) -> str | None:
+def _model_revision(vllm_config: Any) -> str | None:
     if getattr(vllm_config, "model_config", None) is None:
-        logger.warning("the revision of the model's weights is not known; it is not part of the namespace")
-        return None
+        raise ConfigError("vLLM's config has none, so KV of different models could be mixed up", field="model_config")
     return kv_revision(vllm_config)
 
 
@@ -374,9 +370,10 @@ def new_request_context() -> RequestOffloadingContext:
     But nothing of one whose prompt comes in parts while it runs: with each part vLLM tells its connector all blocks of
     the request, which before 0.33 takes them for more of them, and so stores blocks under the names of later ones.
     """
-    request = find_argument("request", "Request")
-    if _MISTAKES_BLOCKS_OF_STREAMS and request is not None and getattr(request, "resumable", False):
-        request.kv_transfer_params = {**(request.kv_transfer_params or {}), "max_offload_tokens": 0}
+    if _MISTAKES_BLOCKS_OF_STREAMS:
+        request = find_argument("request", "Request")
+        if getattr(request, "resumable", False):
+            request.kv_transfer_params = {**(request.kv_transfer_params or {}), "max_offload_tokens": 0}
     return RequestOffloadingContext()
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -128,3 +129,23 @@ def spied_stores(monkeypatch: pytest.MonkeyPatch) -> list[JobMetadata]:
 
     monkeypatch.setattr(StoreTierManager, "submit_store", spied)
     return jobs
+
+
+class VllmConfig(SimpleNamespace):
+    """Has the name that is looked for, and what the doors look at. ``changes`` are its fields."""
+
+    def __init__(self, **changes: Any) -> None:
+        fields = {
+            "model_config": SimpleNamespace(model="org/model", hf_config=SimpleNamespace(_commit_hash="c0ffee")),
+            "kv_transfer_config": SimpleNamespace(kv_connector="OffloadingConnector", kv_role="kv_both"),
+            "parallel_config": SimpleNamespace(distributed_executor_backend="uni", world_size=1),
+        }
+        super().__init__(**fields | changes)
+
+
+#: By the name of an argument of vLLM's.
+STAND_INS: dict[str, Callable[[], Any]] = {
+    "vllm_config": VllmConfig,
+    "kv_cache_config": lambda: kv_cache_config(FULL, FULL, FULL),
+    "request": SimpleNamespace,
+}

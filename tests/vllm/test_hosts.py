@@ -22,7 +22,6 @@ def config(**changes: Any) -> Any:
 @pytest.mark.parametrize(
     "fine",
     [
-        None,
         config(),
         config(distributed_executor_backend="uni", world_size=1),
         config(distributed_executor_backend="external_launcher", world_size=1),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +24,7 @@ from vllm.v1.kv_offload.config import OffloadingGroupConfig, OffloadingModelConf
 
 from connector.vllm import translate, weights
 from tests.tiny_model import make_model_dir
-from tests.vllm.engines import keys, offloading_config, request
+from tests.vllm.engines import VllmConfig, keys, offloading_config, request
 from tiers.base import JobResult, OffloadingEvent
 from tiers.errors import ConfigError
 from tiers.file_mapper import FileMapper, strict_fields
@@ -33,10 +35,48 @@ def test_the_installed_version_is_accepted() -> None:
     translate.check_version(vllm.__version__)
 
 
-@pytest.mark.parametrize("version", ["0.27.1", "0.34.0", "1.0.0", "0.3.2", "dev"])
+@pytest.mark.parametrize("version", ["0.27.1", "0.34.0", "1.0.0", "0.3.2", "dev", "", "0", "0.x", "unknown", "None"])
 def test_another_version_is_refused_with_the_list(version: str) -> None:
     with pytest.raises(ConfigError, match=r"0\.28\.x, 0\.29\.x, 0\.30\.x, 0\.31\.x, 0\.32\.x, 0\.33\.x"):
         translate.check_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.28.0rc1", "0.33rc1", "v0.32.0", "0.33.1.dev5+g0123abc", "0.31.0+cpu"])
+def test_a_version_is_known_by_its_first_two_numbers(version: str) -> None:
+    translate.check_version(version)
+
+
+@pytest.mark.parametrize("module", ["spec", "tier", "shared_storage", "translate"])
+@pytest.mark.parametrize("version", ["'dev'", "'0.27.0'", "None", "'0'"])
+def test_each_door_says_which_versions_are_supported_before_it_needs_anything_of_vllm(
+    module: str, version: str
+) -> None:
+    """In place of vLLM is a package that has a version and nothing else."""
+    script = f"""
+import sys, types
+vllm = types.ModuleType("vllm")
+vllm.__version__ = {version}
+sys.modules["vllm"] = vllm
+import connector.vllm.{module}
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    error = run.stderr.strip().splitlines()[-1]
+    assert error.startswith("tiers.errors.ConfigError: vllm: ")
+    assert "is not supported; accepted: 0.28.x, " in error
+
+
+@pytest.mark.bare_stack
+@pytest.mark.parametrize("find", [translate.find_arguments, translate.find_argument])
+def test_what_vllm_does_not_hand_over_is_an_error(find: Any) -> None:
+    vllm_config = SimpleNamespace()  # of another type
+    with pytest.raises(ConfigError, match="vllm_config: .* with a VllmConfig in a variable of this name"):
+        find("vllm_config", "VllmConfig")
+    assert vllm_config
+
+
+def test_a_config_without_a_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match="model_config"):
+        built_by(VllmConfig(model_config=None))
 
 
 @pytest.mark.parametrize(
@@ -111,10 +151,6 @@ def test_locality_is_the_types_unless_asked_otherwise() -> None:
         translate.locality("fs", "elsewhere")
 
 
-class VllmConfig(SimpleNamespace):
-    """Has the name that is looked for."""
-
-
 def built_by(vllm_config: Any, **changes: Any) -> translate.EngineSpec:
     """What a spec is that is made while a connector with this config is under construction."""
     assert vllm_config is not None
@@ -122,11 +158,10 @@ def built_by(vllm_config: Any, **changes: Any) -> translate.EngineSpec:
 
 
 def test_the_role_is_that_of_the_connector_we_are_in(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """MultiConnector gives each of its connectors a config of its own; vLLM's current one is MultiConnector's."""
     outer, inner = (VllmConfig(kv_transfer_config=SimpleNamespace(kv_role=role)) for role in ("kv_both", "kv_consumer"))
-    monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: outer)
 
     def connector(vllm_config: Any) -> Any:
         assert vllm_config is inner
@@ -139,8 +174,7 @@ def test_the_role_is_that_of_the_connector_we_are_in(
     assert translate.role_of(multi_connector(outer)) == (True, False)
     assert "kv_role is kv_consumer: KV is only loaded from storage" in caplog.text
     caplog.clear()
-    assert translate.role_of(translate.find_vllm_config()) == (True, True)
-    assert translate.role_of(None) == (True, True)
+    assert translate.role_of(outer) == (True, True)
     assert not caplog.records
     producer = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_role="kv_producer"))
     assert translate.role_of(producer) == (False, True)
