@@ -179,7 +179,8 @@ class GuardedTier:
         except Exception as e:  # noqa: BLE001 - as above
             self.contain("get_finished", f"job {_shown(result.job_id)}: transfer_time or transfer_bytes: {_shown(e)}")
             moved = 0.0, 0
-        return JobResult(result.job_id, len(done) == len(set(keys)), tuple(done), *moved)
+        in_order = tuple(key for key in keys if key in done)
+        return JobResult(result.job_id, len(done) == len(set(keys)), in_order, *moved)
 
     def limit_shutdown(self, within_s: float) -> bool:
         """Tell the tier how long its shutdown may take, less what it closes after that.

@@ -51,7 +51,7 @@ class JobResult:
 
     Attributes:
         success: every key of the job succeeded.
-        successful_keys: the keys that did, also when ``success`` is False.
+        successful_keys: the keys that did, in the job's order, also when ``success`` is False.
         transfer_time: seconds from submission to the end of the last block.
         transfer_bytes: payload bytes moved (blocks that were already stored move none).
     """

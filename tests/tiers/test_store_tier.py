@@ -438,6 +438,15 @@ def test_a_key_given_twice_of_which_one_slot_was_not_filled_has_failed(bench: Be
     assert (result.success, result.successful_keys) == (False, (KEYS[1],))
 
 
+def test_successful_keys_are_in_the_order_of_the_job(bench: Bench) -> None:
+    """Batches take its blocks in turn, and end in any order."""
+    tier = bench.tier(n_write_threads=3, n_read_threads=3)
+    assert bench.store(tier, KEYS).successful_keys == tuple(KEYS)
+    assert bench.load(tier, KEYS[::-1]).successful_keys == tuple(KEYS[::-1])
+    tier.store.delete(tier.mapper.relative_name(KEYS[1]))
+    assert bench.load(tier, KEYS).successful_keys == (KEYS[0], *KEYS[2:])
+
+
 def test_an_empty_job_succeeds(bench: Bench) -> None:
     tier = bench.tier()
     assert bench.store(tier, []).success

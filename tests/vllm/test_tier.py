@@ -112,7 +112,7 @@ def engines() -> Iterator[Any]:
 
 
 def on_folder(root: Path) -> dict[str, Any]:
-    return {"tier": {"type": "fs", "root_dir": str(root), "min_free": 0}}
+    return {"tier": {"type": "fs", "root_dir": str(root), "min_free": 0, "lookup_deadline_s": 20}}
 
 
 def role(monkeypatch: pytest.MonkeyPatch, kv_role: str) -> None:
@@ -353,6 +353,36 @@ def test_what_a_tier_raises_stays_out_of_the_engine(
     assert engine.find(keys(2, first=50)) == [LookupResult.MISS] * 2
 
 
+def test_after_a_failed_load_of_a_request_that_was_aborted_the_next_one_is_told_that_the_block_is_gone(
+    engines: Any, tmp_path: Path
+) -> None:
+    """Where vLLM's tier asks storage anew for each request, ours remembers for all of them what is there.
+
+    So the second request may hear of a hit while the first one's load has not failed yet. Its own load fails as well,
+    and from the first failure on the block is a miss for all.
+    """
+    some = keys(1)
+    engines("writer", on_folder(tmp_path)).store(some)
+    tier = engines("reader", on_folder(tmp_path)).tier
+    aborted, behind = request("aborted"), request("behind")
+
+    def is_hit() -> bool:
+        tier.on_schedule_end(STEP)
+        return bool(tier.lookup(some[0], aborted) is LookupResult.HIT)
+
+    wait_for(is_hit)
+    next(tmp_path.rglob("*.bin")).unlink()
+    tier.submit_load(TransferJob(7, some, np.array([0]), True, aborted))
+    tier.on_request_finished(aborted)
+    assert tier.lookup(some[0], behind) is LookupResult.HIT
+    tier.submit_load(TransferJob(8, some, np.array([1]), True, behind))
+    ended: list[Any] = []
+    wait_for(lambda: ended.extend(tier.get_finished_jobs()) or len(ended) == 2)
+    assert [(each.success, each.successful_keys) for each in ended] == [(False, None)] * 2
+    assert tier.lookup(some[0], behind) is LookupResult.MISS
+    assert tier.lookup(some[0], request("later")) is LookupResult.MISS
+
+
 @pytest.mark.parametrize("end", ["reported", "deadline", "drained"])
 @pytest.mark.parametrize("method", ["submit_store", "submit_load"])
 def test_a_job_that_raised_when_it_was_begun_is_reported_once_it_has_ended(
@@ -381,6 +411,22 @@ def test_a_job_that_raised_when_it_was_begun_is_reported_once_it_has_ended(
     clock.advance(100)
     assert list(tier.get_finished_jobs()) == []
     assert not tier.has_pending_work()
+
+
+@pytest.mark.parametrize("method", ["submit_store", "submit_load"])
+def test_the_keys_that_succeeded_are_named_in_the_order_of_vllms_job(
+    engines: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """A store is handed on in the order of its prompt, and a tier may name keys in any order."""
+    tier = engines("order", on_folder(tmp_path)).tier
+    some = keys(9)
+    for key in reversed(some):
+        tier.lookup(key, request("r"))
+    monkeypatch.setattr(tier.tier, method, lambda job: None)
+    monkeypatch.setattr(tier.tier, "get_finished", lambda: [JobResult(7, False, tuple(sorted(some[1:])))])
+    getattr(tier, method)(TransferJob(7, some, np.arange(9), method == "submit_load", request("r")))
+    (told,) = tier.get_finished_jobs()
+    assert told.successful_keys == tuple(some[1:])
 
 
 @pytest.mark.parametrize(
