@@ -16,7 +16,7 @@ from typing import Any
 from tiers.block_mover import Rows
 from tiers.capacity.policy import CapacityPolicy
 from tiers.config import parse_tier
-from tiers.errors import ConfigError, RegionError, StoreError
+from tiers.errors import ConfigError, RegionError, StoreError, printable, public_url
 from tiers.file_mapper import FORMAT_VLLM_RAW, FileMapper, VllmFileMapper, strict_fields
 from tiers.keyring import KEY_VARIABLES, load_keys
 from tiers.lookup import LookupOptions
@@ -31,6 +31,7 @@ from tiers.store_tier import LOAD_ONLY_THREADS, CollectorEnd, StoreTierManager, 
 from tiers.tier_config import (
     BoundedTierConfig,
     ExternalTierConfig,
+    FsspecTierConfig,
     FsTierConfig,
     NetworkTierConfig,
     NfsTierConfig,
@@ -173,6 +174,7 @@ def _start(
         _check_room(name, policy)
     options = _tier_options(config, row_bytes, in_workers=mapped)
     store = _open_in_workers(name, config, options, view) if mapped or config.isolation == "process" else None
+    store_runs_here = store is None
     if store is None:
         if mapped:
             options = _tier_options(config, row_bytes, in_workers=False)
@@ -209,6 +211,26 @@ def _start(
         raise
     if policy is not None and policy.max_bytes is not None:
         tier.metrics.set("kvtiers_storage_max_bytes", tier.name, value=policy.max_bytes)
+    logger.info(
+        "tier %s: started: %s, namespace %s, %d read and %d write threads in %s%s",
+        name,
+        _shown_place(config),
+        f"{mapper.base_path}_r{mapper.rank}".rpartition("/")[2],
+        options.n_read_threads,
+        options.n_write_threads,
+        "this process" if store_runs_here else "worker processes",
+        ", read only" if config.read_only else "",
+    )
+
+
+def _shown_place(config: TierConfig) -> str:
+    """What a tier's storage is, for the log: without a URL's password."""
+    if isinstance(config, S3TierConfig):
+        at = f" at {public_url(config.endpoint_url)}" if config.endpoint_url else ""
+        return f"s3://{config.bucket}/{config.prefix or ''}{at}"
+    if isinstance(config, FsspecTierConfig):
+        return public_url(config.url)
+    return f"{config.type} in {printable(getattr(config, 'root_dir', 'memory'))}"
 
 
 def _open_in_workers(name: str, config: TierConfig, options: TierOptions, view: memoryview) -> Store | None:

@@ -217,7 +217,7 @@ class StoreTierManager(SecondaryTierManager):
         self._trace_failed = False
         self._probe_key = make_offload_key(bytes(32), 0)
         self._asks_another = False
-        self._counts = TierCounts(self.metrics, self.name, collects=collector is not None)
+        self._counts = TierCounts(self.metrics, self.name, collects=collector is not None, clock=clock)
 
     # -- lookups ---------------------------------------------------------------------------------------------------
 
@@ -423,7 +423,11 @@ class StoreTierManager(SecondaryTierManager):
         bytes_moved = sum(batch.bytes_moved for batch in batches)
         outcome = "ok" if ok else "partial" if succeeded else "failed"
         self._counts.job_ended(op, outcome, finished.duration_s, bytes_moved)
-        self._results.append(JobResult(finished.job_id, ok, tuple(succeeded), finished.duration_s, bytes_moved))
+        in_order = job.keys
+        if not ok:
+            done = set(succeeded)
+            in_order = tuple(key for key in job.keys if key in done)
+        self._results.append(JobResult(finished.job_id, ok, in_order, finished.duration_s, bytes_moved))
         self._trace(op, outcome, job.submitted_ns, finished.duration_s, len(job.keys), bytes_moved)
 
     def _note_loaded(

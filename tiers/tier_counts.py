@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 from tiers.block_mover import Batch
@@ -12,6 +14,10 @@ from tiers.metrics import Metrics
 from tiers.plain_logs import get_logger
 
 logger = get_logger(__name__)
+
+SAY_EVERY_S = 60.0  # a tier at its bound refuses blocks and takes others in turn
+#: By the circuit, by shutdown, and by BlockMover.
+_SAID_ELSEWHERE = frozenset({"circuit_open", "shutdown", "StoreConfigError", "StorePermissionError"})
 
 _SHOWN_FROM_THE_START: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
     ("kvtiers_blocks_total", tuple(("store", outcome) for outcome in ("moved", "already_stored", "failed", "dropped"))),
@@ -30,11 +36,17 @@ class TierCounts:
         metrics: where they are kept.
         name: the tier's.
         collects: whether it has a collector.
+        clock: seconds, monotonic.
     """
 
-    def __init__(self, metrics: Metrics, name: str, *, collects: bool) -> None:
+    def __init__(
+        self, metrics: Metrics, name: str, *, collects: bool, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._metrics = metrics
         self._name = name
+        self._clock = clock
+        self._not_stored = 0  # blocks that the storage refused, since the log says that it does
+        self._say_at = float("-inf")
         for series, values in _SHOWN_FROM_THE_START:
             for value in values:
                 metrics.inc(series, name, *value, by=0)
@@ -97,6 +109,8 @@ class TierCounts:
             metrics.inc("kvtiers_store_errors_total", tier, op, error, by=count)
             if op == "store":
                 metrics.inc("kvtiers_stores_dropped_total", tier, error, by=count)
+        if op == "store":
+            self._say_whether_stored(batch)
         for reason, count in batch.verify_failures.items():
             metrics.inc("kvtiers_verify_failures_total", tier, reason, by=count)
         if batch.healed:
@@ -110,3 +124,20 @@ class TierCounts:
         metrics.inc("kvtiers_jobs_total", tier, op, outcome)
         metrics.inc("kvtiers_bytes_total", tier, op, by=bytes_moved)
         metrics.observe("kvtiers_job_seconds", tier, op, value=duration_s)
+
+    def _say_whether_stored(self, batch: Batch) -> None:
+        """Log when the storage begins to refuse blocks, and when it takes them again."""
+        errors = batch.errors.keys() - _SAID_ELSEWHERE
+        self._not_stored += sum(batch.errors[error] for error in errors)
+        if self._clock() < self._say_at:
+            return
+        if errors:
+            logger.warning(
+                "tier %s: %d blocks were not stored: %s", self._name, self._not_stored, ", ".join(sorted(errors))
+            )
+        elif self._not_stored and batch.succeeded:
+            logger.info("tier %s: blocks are stored again; %d were not", self._name, self._not_stored)
+            self._not_stored = 0
+        else:
+            return
+        self._say_at = self._clock() + SAY_EVERY_S

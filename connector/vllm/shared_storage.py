@@ -32,6 +32,7 @@ from connector.prefix_limits import PrefixLimits
 from connector.prefix_place import seconds_of, shared_place
 from connector.prefix_store import PrefixStore, blocks_in_all
 from connector.vllm import translate, weights
+from connector.vllm.logs import log_as_vllm
 from connector.vllm.prefix_metrics import PrefixPromMetrics, PrefixReporter, PrefixStats
 from connector.vllm.prefix_model import kv_cache_spec_of
 from connector.vllm.prefix_requests import Request, SharedStorageMetadata, Transfer, salts_of, transfer_of
@@ -74,6 +75,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        log_as_vllm()
         check_none_makes_kv_up()
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         transfer = vllm_config.kv_transfer_config

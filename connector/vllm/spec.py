@@ -37,6 +37,7 @@ from connector.gpu_handler import create_handlers
 from connector.shared_region import reap_stale_regions
 from connector.spec import TieringOffloadingSpec
 from connector.vllm import ending, hosts, kv_groups, siblings, translate
+from connector.vllm.logs import log_as_vllm
 from connector.vllm.metrics import StatsExporter, definitions, tiering_definitions
 from connector.vllm.pacing import Pacer
 from connector.vllm.resets import StorageSwitch
@@ -65,6 +66,7 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
     """
 
     def __init__(self, config: Any) -> None:
+        log_as_vllm()
         translate.warn_of_adapters()
         self.deployment = deployment_from(config.extra_config)
         self._storage = StorageSwitch(config.extra_config)

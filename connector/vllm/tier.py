@@ -23,6 +23,7 @@ from vllm.v1.kv_offload.tiering.base import SecondaryTierManager as VllmTier
 
 from connector.tier_guard import RAISED, GuardedTier, load_deadline_s, shut_down_tiers
 from connector.vllm import ending, hosts, kv_groups, siblings, translate
+from connector.vllm.logs import log_as_vllm
 from connector.vllm.metrics import StatsExporter, definitions
 from connector.vllm.pacing import Pacer
 from connector.vllm.prefix_order import PrefixOrder
@@ -75,6 +76,7 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
         locality: str | None = None,
         enable_kv_events: bool = True,
     ) -> None:
+        log_as_vllm()
         vllm_config = translate.find_vllm_config()
         hosts.check_one_host(vllm_config)
         siblings.check_none_makes_kv_up()
@@ -140,7 +142,7 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
         keys = list(job.keys)
         places = self._order.places(keys, job.req_context)
         job = replace(job, keys=[keys[i] for i in places], block_ids=np.asarray(job.block_ids)[places])
-        self._stores[job.job_id] = job.keys
+        self._stores[job.job_id] = keys  # in vLLM's order, in which the result names them
         self._hand_over("submit_store", job)
 
     def submit_load(self, job_metadata: Any) -> None:

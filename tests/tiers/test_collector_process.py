@@ -196,7 +196,12 @@ def test_it_ends_when_its_input_ends_within_a_line(root: Path) -> None:
         stdout=subprocess.DEVNULL,
         text=True,
     )
-    config = {**StoreRecipe.of(LocalStore, root_dir=root).encode(), "policy": {"ttl_s": 1000.0}, "prefix": "m_"}
+    config = {
+        **StoreRecipe.of(LocalStore, root_dir=root).encode(),
+        "policy": {"ttl_s": 1000.0},
+        "prefix": "m_",
+        "log_level": 30,
+    }
     try:
         process.communicate(f'{json.dumps(config)}\n["a block that was us', timeout=60)
         assert process.returncode == 0

@@ -7,6 +7,7 @@ import gc
 import logging
 import mmap
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -867,3 +868,18 @@ def test_memory_store_works_too() -> None:
     store.put("a", as_parts(b"1234"))
     assert fetch(store, "a", 4) == b"1234"
     store.close()
+
+
+def test_what_a_child_logs_says_which_process_and_when(capfd: pytest.CaptureFixture[str]) -> None:
+    script = """
+import logging
+from tiers.layers.isolate_worker import log_to_stderr
+log_to_stderr("kvtiers-worker", logging.INFO)
+logging.getLogger("tiers.capacity.room").info("the storage is full")
+logging.getLogger("elsewhere").info("not of ours")
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert re.fullmatch(
+        r"\(kvtiers-worker pid=\d+\) INFO \d\d-\d\d \d\d:\d\d:\d\d \[.*:\d+\] the storage is full", line
+    )

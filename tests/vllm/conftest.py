@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,3 +53,14 @@ def surrounded_by_a_connector(request: pytest.FixtureRequest, monkeypatch: pytes
             return [engines.STAND_INS[name]()]
 
     monkeypatch.setattr(translate, "find_arguments", find_or_stand_in)
+
+
+@pytest.fixture(autouse=True)
+def own_loggers() -> Iterator[None]:
+    """Give the loggers that a door configures back as they were: ``caplog`` hears what reaches the root."""
+    loggers = [logging.getLogger(name) for name in ("vllm", "tiers", "connector")]
+    before = [(each.handlers[:], each.level, each.propagate) for each in loggers]
+    loggers[0].propagate = True
+    yield
+    for each, (each.handlers[:], level, each.propagate) in zip(loggers, before, strict=True):
+        each.setLevel(level)

@@ -40,7 +40,7 @@ class Engine:
             "spec_name": "KVTiersSpec",
             "spec_module_path": "connector.vllm.spec",
             "cpu_bytes_to_use": blocks * BLOCK_BYTES,
-            "tiers": [{"type": "fs", "root_dir": str(root), "min_free": 0}],
+            "tiers": [{"type": "fs", "root_dir": str(root), "min_free": 0, "lookup_deadline_s": 20}],
             **extra,
         }
         self.tensors, canonical = kv_caches(32)
@@ -437,7 +437,10 @@ def test_what_does_not_fit_the_engine_is_refused() -> None:
 def of_two(tmp_path: Path) -> Iterator[Any]:
     """Makes one process' spec of an engine of two workers."""
     engine = {"engine_id": f"pytest-hosts-{os.getpid()}", "tp_size": 2, "world_size": 2}
-    config = {"cpu_bytes_to_use": "1MiB", "tiers": [{"type": "fs", "root_dir": str(tmp_path / "root"), "min_free": 0}]}
+    config = {
+        "cpu_bytes_to_use": "1MiB",
+        "tiers": [{"type": "fs", "root_dir": str(tmp_path / "root"), "min_free": 0, "lookup_deadline_s": 20}],
+    }
 
     def spec(rank: int, **changes: Any) -> KVTiersSpec:
         return KVTiersSpec(offloading_config(config | changes, **engine, rank=rank))

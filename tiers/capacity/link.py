@@ -16,6 +16,7 @@ from typing import Any
 from tiers.capacity.policy import CapacityPolicy
 from tiers.file_mapper import FileMapper
 from tiers.keys import OffloadKey
+from tiers.layers.isolate_worker import own_log_level
 from tiers.layers.loaded_code import OWN_CODE
 from tiers.layers.worker_process import StoreRecipe, environment_without, python_command
 from tiers.plain_logs import get_logger
@@ -59,7 +60,8 @@ class CollectorLink:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._name = name
-        self._config = json.dumps({**recipe.encode(), "policy": asdict(policy), "prefix": mapper.block_prefix})
+        config = {"policy": asdict(policy), "prefix": mapper.block_prefix, "log_level": own_log_level()}
+        self._config = json.dumps(recipe.encode() | config)
         self._mapper = mapper
         # A use must be noted well before the block would be taken for unused.
         self._touch_every_s = min(TOUCH_EVERY_S, policy.ttl_s / 4) if policy.ttl_s else TOUCH_EVERY_S

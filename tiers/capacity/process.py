@@ -24,7 +24,7 @@ from tiers.capacity.account import read_measured, used_bytes
 from tiers.capacity.collector import Collector
 from tiers.capacity.policy import CapacityPolicy
 from tiers.errors import StoreError
-from tiers.layers.isolate_worker import die_with_parent, make_store, own_output
+from tiers.layers.isolate_worker import die_with_parent, log_to_stderr, make_store, own_output
 from tiers.plain_logs import get_logger
 from tiers.store import Store, SupportsTouch
 
@@ -46,6 +46,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # by an exception, so that the lease is released
     tell = partial(_tell, own_output())
     config = json.loads(sys.stdin.readline())
+    log_to_stderr("kvtiers-collector", config["log_level"])
     touches: deque[str] = deque(maxlen=TOUCHES_MAX)
     threading.Thread(target=_read_touches, args=(touches,), name="kvtiers-collector-input", daemon=True).start()
     policy = CapacityPolicy(**config["policy"])

@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import json
+import logging
 import mmap
 import os
 import select
@@ -31,6 +32,8 @@ from typing import Any, TextIO
 
 from tiers import errors
 from tiers.errors import StoreError
+
+_LOGGER = "tiers"  # the one above all of this package's
 
 FRAME_BYTES_MAX = 1 << 28  # a length beyond it is no frame of ours
 LISTING_PAGE_KEYS = 256
@@ -141,6 +144,7 @@ def main() -> None:
     with socket.socket(fileno=fd) as sock:
         try:
             config, _ = receive_frame(sock)
+            log_to_stderr("kvtiers-worker", config["log_level"])
             worker = _Worker(config)
             worker.open_early()
             preparing = worker.prepare()
@@ -162,6 +166,22 @@ def die_with_parent(parent_pid: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # the parent was gone before
         sys.exit()
+
+
+def log_to_stderr(process_name: str, level: int) -> None:
+    """Log what this process has to say as an engine's lines are: with process, level, time and place.
+
+    Args:
+        level: of the loggers of kvtiers in the parent.
+    """
+    text = f"({process_name} pid=%(process)d) %(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s"
+    logging.basicConfig(format=text, datefmt="%m-%d %H:%M:%S")
+    logging.getLogger(_LOGGER).setLevel(level)
+
+
+def own_log_level() -> int:
+    """For ``log_to_stderr`` in a child of this process."""
+    return logging.getLogger(_LOGGER).getEffectiveLevel()
 
 
 def own_output() -> TextIO:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from tiers.errors import RegionError, StoreConfigError
-from tiers.layers.isolate_worker import receive_frame, send_frame
+from tiers.layers.isolate_worker import own_log_level, receive_frame, send_frame
 from tiers.layers.mapped_file import address_of, open_mapped_file
 from tiers.plain_logs import get_logger
 from tiers.posix import STDERR, occupy_standard_streams
@@ -119,7 +119,7 @@ class WorkerProcess:
                 os.close(bounce_fd)
             raise
         try:
-            send_frame(ours, {**config, "bounce_fd": bounce_fd, "region": place})
+            send_frame(ours, {**config, "bounce_fd": bounce_fd, "region": place, "log_level": own_log_level()})
         except ConnectionError:
             pass  # it is dead already, as its first call will find
         return worker
