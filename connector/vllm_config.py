@@ -20,6 +20,9 @@ from tiers.tier_config import FsspecTierConfig, S3TierConfig, TierConfig
 
 logger = get_logger(__name__)
 
+#: Names the deployment's file where the connector's options do not.
+CONFIG_VARIABLE = "KVTIERS_CONFIG"
+_WAYS = ("spec", "tier")
 _INLINE = ("cpu_bytes_to_use", "eviction_policy", "tiers")
 #: What is read elsewhere: in the file, or by other connectors.
 _ELSEWHERE = {*DeploymentConfig.model_fields, *RegionConfig.model_fields, "secondary_tiers", "tier"}
@@ -45,30 +48,10 @@ def vllm_config(deployment_path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     deployment = load_config(deployment_path, SecondaryTierFactory.tier_types())
     path = os.path.abspath(deployment_path)
-    offloading = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
-    entry = {"type": "KVTiersTier", "module_path": "connector.vllm.tier", "config_file": path}
-    several = len(deployment.tiers) > 1
+    offloading = {"kv_connector": "KVTiersConnector", "kv_role": "kv_both"}
     ways: dict[str, Any] = {
-        "spec": {
-            **offloading,
-            "kv_connector_extra_config": {
-                "spec_name": "KVTiersSpec",
-                "spec_module_path": "connector.vllm.spec",
-                "config_file": path,
-            },
-        },
-        "tier": {
-            **offloading,
-            "kv_connector_extra_config": {
-                "spec_name": "TieringOffloadingSpec",
-                "cpu_bytes_to_use": deployment.region.size,
-                "eviction_policy": deployment.region.eviction_policy,
-                "blocks_per_chunk": deployment.blocks_per_chunk,
-                "secondary_tiers": [
-                    {**entry, "index": index} if several else dict(entry) for index in range(len(deployment.tiers))
-                ],
-            },
-        },
+        "spec": {**offloading, "kv_connector_extra_config": {"config_file": path}},
+        "tier": {**offloading, "kv_connector_extra_config": {"way": "tier", "config_file": path}},
     }
     if _vllms_own_format(deployment):
         del ways["spec"]
@@ -82,6 +65,53 @@ def vllm_config(deployment_path: str | os.PathLike[str]) -> dict[str, Any]:
             "kv_connector_extra_config": shared,
         }
     return ways
+
+
+def connector_options(extra_config: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """What vLLM's OffloadingConnector is to read, from the ``kv_connector_extra_config`` of KVTiersConnector.
+
+    Args:
+        extra_config: ``way`` (``spec``, the default, or ``tier``), and what ``deployment_from`` takes. Where it names
+            no deployment, the file in ``KVTIERS_CONFIG`` counts.
+
+    Raises:
+        ConfigError: as ``deployment_from``; or the way is not one of them.
+    """
+    options = dict(extra_config)
+    way = options.pop("way", _WAYS[0])
+    if way not in _WAYS:
+        raise ConfigError(f"{way!r} is not accepted; write {' or '.join(_WAYS)}", field="way")
+    if not {"config_file", *_INLINE} & options.keys() and environ.get(CONFIG_VARIABLE):
+        options["config_file"] = environ[CONFIG_VARIABLE]
+    if options.get("sync_load_budget_bytes"):
+        raise ConfigError("is not accepted: kvtiers loads between steps; leave it out", field="sync_load_budget_bytes")
+    if way == "spec":
+        for name in ("spec_name", "spec_module_path"):
+            if name in options:
+                raise ConfigError('is not accepted beside "way": "spec"; leave it out', field=name)
+        return {"spec_name": "KVTiersSpec", "spec_module_path": "connector.vllm.spec", **options}
+    if "storage_after_reset" in options:
+        raise ConfigError(
+            "is for the way spec: vLLM tells no tier of a reset; leave it out", field="storage_after_reset"
+        )
+    deployment = deployment_from(options)
+    chunk = {} if "block_size" in options else {"blocks_per_chunk": deployment.blocks_per_chunk}
+    entry = {"type": "KVTiersTier", "module_path": "connector.vllm.tier"}
+    file = options.get("config_file")
+    several = len(deployment.tiers) > 1
+    return {
+        "spec_name": "TieringOffloadingSpec",
+        "cpu_bytes_to_use": deployment.region.size,
+        "eviction_policy": deployment.region.eviction_policy,
+        **chunk,
+        **{name: value for name, value in options.items() if name in _VLLMS},
+        "secondary_tiers": [
+            {**entry, "tier": dict(tier)}
+            if file is None
+            else {**entry, "config_file": file} | ({"index": index} if several else {})
+            for index, tier in enumerate(deployment.tiers)
+        ],
+    }
 
 
 def deployment_from(extra_config: Mapping[str, Any]) -> DeploymentConfig:

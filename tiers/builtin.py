@@ -219,7 +219,7 @@ def _start(
         options.n_read_threads,
         options.n_write_threads,
         "this process" if store_runs_here else "worker processes",
-        ", read only" if config.read_only else "",
+        ", read only" if options.read_only else "",
     )
 
 

@@ -1,7 +1,8 @@
-"""The three ways into vLLM. The only package here that imports vllm.
+"""The ways into vLLM. With ``connector.vllm_plugin``, the only place that imports vllm.
 
-``connector.vllm.tier`` puts our tiers behind vLLM's own TieringOffloadingSpec, ``connector.vllm.spec`` is a spec of
-our own in vLLM's OffloadingConnector, ``connector.vllm.shared_storage`` is a connector of its own.
+``connector.vllm.connector`` is the door for two of them: ``connector.vllm.spec`` is a spec of kvtiers' own, and
+``connector.vllm.tier`` puts tiers behind vLLM's own TieringOffloadingSpec. ``connector.vllm.shared_storage`` is a
+connector of its own.
 
 Importing any of them checks vLLM's version first: another version may lack the very names that they import.
 """

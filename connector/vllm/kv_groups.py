@@ -1,7 +1,6 @@
 """What the groups of a model's KV cache, and how vLLM lays them out, rule out.
 
-vLLM's OffloadingConfig does not say of what kind a group is. The connector that builds us has the KVCacheConfig that
-does as an argument; see ``translate.find_argument``.
+vLLM's OffloadingConfig does not say of what kind a group is; the KVCacheConfig that vLLM hands to a connector does.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from vllm.v1 import kv_cache_interface
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 
 from connector.vllm import translate
+from connector.vllm.handed import HandedOver
 from tiers.errors import ConfigError
 
 # R-SWA, of newer releases, keeps a window of what it has generated.
@@ -20,7 +20,7 @@ _RSWA = getattr(kv_cache_interface, "RSWASpec", ())
 _WINDOWS = (ChunkedLocalAttentionSpec, SlidingWindowSpec, _RSWA)
 
 
-def has_window(config: Any) -> bool:
+def has_window(config: Any, kv_cache_config: Any) -> bool:
     """Whether a group keeps only the blocks of a window.
 
     Of such a group vLLM stores a chunk whose last block is there, though its first ones may be gone: what is stored in
@@ -28,8 +28,9 @@ def has_window(config: Any) -> bool:
 
     Args:
         config: vLLM's OffloadingConfig.
+        kv_cache_config: vLLM's KVCacheConfig.
     """
-    return any(isinstance(kind, _WINDOWS) for kind in _layer_specs(config))
+    return any(isinstance(kind, _WINDOWS) for kind in _layer_specs(config, kv_cache_config))
 
 
 def no_chunks_of_windows(blocks_per_chunk: int) -> ConfigError:
@@ -41,7 +42,7 @@ def no_chunks_of_windows(blocks_per_chunk: int) -> ConfigError:
     )
 
 
-def is_in_token_order(config: Any) -> bool:
+def is_in_token_order(config: Any, handed: HandedOver) -> bool:
     """Whether blocks have their bytes in the order of tokens on every GPU, however CUDA's kernels cut them.
 
     So have blocks that no kernel cuts. (``config`` counts the tokens of all DCP ranks, a spec those of one.)
@@ -49,11 +50,12 @@ def is_in_token_order(config: Any) -> bool:
     Args:
         config: vLLM's OffloadingConfig.
     """
-    specs = _layer_specs(config)
-    return all(spec.block_size <= translate.KERNEL_BLOCK_TOKENS for spec in specs) or _is_plain_mla(config, specs)
+    specs = _layer_specs(config, handed.kv_cache_config)
+    are_small = all(spec.block_size <= translate.KERNEL_BLOCK_TOKENS for spec in specs)
+    return are_small or _is_plain_mla(config, specs, handed.vllm_config)
 
 
-def _is_plain_mla(config: Any, specs: list[Any]) -> bool:
+def _is_plain_mla(config: Any, specs: list[Any], vllm_config: Any) -> bool:
     """Whether all layers are MLA that keeps one vector a token, and nothing else.
 
     With one head a kernel's block is its tokens one after the other, and all of CUDA's backends write these by one
@@ -63,7 +65,7 @@ def _is_plain_mla(config: Any, specs: list[Any]) -> bool:
     """
     if not current_platform.is_cuda() or not hasattr(kv_cache_interface, "create_kv_cache_views"):
         return False
-    head_size = translate.find_vllm_config().model_config.get_head_size()
+    head_size = vllm_config.model_config.get_head_size()
     is_plain = all(
         type(spec) is MLAAttentionSpec
         and spec.head_size == head_size  # an indexer's is another
@@ -74,11 +76,12 @@ def _is_plain_mla(config: Any, specs: list[Any]) -> bool:
     return is_plain and sum(spec.page_size_bytes for spec in specs) == config.worker_kv_bytes_per_block
 
 
-def check_layout(config: Any) -> None:
+def check_layout(config: Any, kv_cache_config: Any) -> None:
     """Refuse a layout of which vLLM hands over other bytes than a block's.
 
     Args:
         config: vLLM's OffloadingConfig.
+        kv_cache_config: vLLM's KVCacheConfig.
 
     Raises:
         ConfigError: says which layout to take.
@@ -90,7 +93,7 @@ def check_layout(config: Any) -> None:
             "set VLLM_KV_CACHE_LAYOUT to LBHNC or LBNHC, or leave it out",
             field="kv_cache_layout",
         )
-    kinds = _layer_specs(config)
+    kinds = _layer_specs(config, kv_cache_config)
     if layout and layout.startswith("B") and kinds and all(isinstance(kind, MambaSpec) for kind in kinds):
         raise ConfigError(
             f"is {layout}, and this model has Mamba states only, of which vLLM hands over other rows in that layout: "
@@ -99,16 +102,17 @@ def check_layout(config: Any) -> None:
         )
 
 
-def check_attention(config: Any) -> None:
+def check_attention(config: Any, kv_cache_config: Any) -> None:
     """Refuse models whose KV depends on more than the tokens before it.
 
     Args:
         config: vLLM's OffloadingConfig.
+        kv_cache_config: vLLM's KVCacheConfig.
 
     Raises:
         ConfigError: says what may be done.
     """
-    kinds = _layer_specs(config)
+    kinds = _layer_specs(config, kv_cache_config)
     if any(map(is_non_causal, kinds)):
         raise no_prefixes()
     if any(isinstance(kind, _RSWA) for kind in kinds) and not config.extra_config.get("offload_prompt_only", True):
@@ -133,18 +137,18 @@ def no_prefixes() -> ConfigError:
     )
 
 
-def check_pages(kv_caches: Any, config: Any) -> None:
+def check_pages(kv_caches: Any, config: Any, kv_cache_config: Any) -> None:
     """Refuse KV tensors that are not all of a block, whatever layout that comes from.
 
     Args:
         kv_caches: vLLM's canonical KV caches.
         config: vLLM's OffloadingConfig.
+        kv_cache_config: vLLM's KVCacheConfig.
 
     Raises:
         ConfigError: pages that are smaller than a block.
     """
-    found = _kv_cache_config()
-    if len(config.groups) < len(found.kv_cache_groups):
+    if len(config.groups) < len(kv_cache_config.kv_cache_groups):
         return  # a group that vLLM does not offload may have the rest
     page_bytes = sum(entry.page_size_bytes for entry in kv_caches.tensors)
     if page_bytes < config.worker_kv_bytes_per_block:
@@ -155,17 +159,11 @@ def check_pages(kv_caches: Any, config: Any) -> None:
         )
 
 
-def _kv_cache_config() -> Any:
-    """Raises ConfigError as ``translate.find_arguments``."""
-    return translate.find_argument("kv_cache_config", "KVCacheConfig")
-
-
-def _layer_specs(config: Any) -> list[Any]:
+def _layer_specs(config: Any, kv_cache_config: Any) -> list[Any]:
     """The kind of each offloaded layer."""
-    found = _kv_cache_config()
     specs: list[Any] = []
     for index, group in enumerate(config.groups):
         # Before 0.32 all groups are offloaded. A worker has the specs of each layer, the scheduler one for all.
-        spec = found.kv_cache_groups[getattr(group, "group_id", index)].kv_cache_spec
+        spec = kv_cache_config.kv_cache_groups[getattr(group, "group_id", index)].kv_cache_spec
         specs += getattr(spec, "kv_cache_specs", dict.fromkeys(group.layer_names, spec)).values()
     return specs

@@ -23,7 +23,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 
@@ -31,7 +30,7 @@ from connector.prefix_format import FORMAT
 from connector.prefix_limits import PrefixLimits
 from connector.prefix_place import seconds_of, shared_place
 from connector.prefix_store import PrefixStore, blocks_in_all
-from connector.vllm import translate, weights
+from connector.vllm import siblings, translate, weights
 from connector.vllm.logs import log_as_vllm
 from connector.vllm.prefix_metrics import PrefixPromMetrics, PrefixReporter, PrefixStats
 from connector.vllm.prefix_model import kv_cache_spec_of
@@ -40,7 +39,7 @@ from connector.vllm.prefix_saves import PrefixSaves
 from connector.vllm.prefix_uses import PrefixUses
 from connector.vllm.prefix_worker import PrefixWorker
 from connector.vllm.resets import StorageSwitch
-from connector.vllm.siblings import check_none_makes_kv_up
+from connector.vllm_plugin import register
 from tiers.capacity.link import CollectorLink
 from tiers.daemon_pool import DaemonPool
 from tiers.errors import ConfigError, StoreError
@@ -76,7 +75,6 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         log_as_vllm()
-        check_none_makes_kv_up()
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         extra = transfer.kv_connector_extra_config
@@ -93,7 +91,9 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         self._block_size = int(kv_cache_spec.block_size)
         self._lookup_deadline_s = seconds_of(extra, "lookup_deadline_s", LOOKUP_DEADLINE_S)
         self._load_deadline_s = seconds_of(extra, "load_deadline_s", LOAD_DEADLINE_S)
-        self._spec = translate.engine_spec(build_offloading_config(vllm_config, kv_cache_config), by_token=True)
+        self._spec = translate.engine_spec(
+            build_offloading_config(vllm_config, kv_cache_config), vllm_config, by_token=True
+        )
         self._revision = self._spec.config.model.revision
         parallel = self._spec.config.parallel
         if parallel.dcp_size > 1 or parallel.pcp_size > 1:
@@ -317,7 +317,8 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
     # -- worker ------------------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """The paged buffers, by layer."""
+        """The paged buffers, by layer. By now vLLM has made all connectors of the process."""
+        siblings.check_none_makes_kv_up()
         self._worker.register(kv_caches)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002
@@ -382,13 +383,4 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         self._revision = revision  # this was said once
 
 
-def _register() -> None:
-    """MultiConnector, when it reads stats, looks the classes of its connectors up by name only."""
-    name = SharedStorageConnector.__name__
-    try:
-        KVConnectorFactory.register_connector(name, __name__, name)
-    except ValueError as e:  # the name is taken: a vLLM that has such a connector, or this module imported again
-        logger.debug("not registered: %s", e)
-
-
-_register()
+register()  # MultiConnector looks classes up by name only when it reads stats

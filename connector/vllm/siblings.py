@@ -1,25 +1,25 @@
 """Loads of the connectors beside ours, where vLLM has several (``MultiConnector``).
 
 One that loads within a step says only after it which blocks it could not fill. vLLM then computes them again; what that
-step has computed over them, for whichever request that shares them, is wrong and must not be stored.
+step has computed over them, for whichever request that shares them, is wrong and must not be stored. KVTiersConnector
+refuses such a connector; SharedStorageConnector stores nothing while it is not known that the load came.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from typing import Any
 
-from connector.vllm import translate
+from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group, has_kv_transfer_group
+
 from tiers.errors import ConfigError
 
-_SEVERAL = "MultiConnector"
-_MAKES_KV_UP = "DecodeBenchConnector"
-
-#: Those of vLLM's connectors that load between steps, or nothing (read in 0.28 to 0.33).
+#: Those of vLLM's connectors that load between steps, or nothing (read in 0.28 to 0.33), and kvtiers' own.
 _BETWEEN_STEPS = (
     "ExampleHiddenStatesConnector",
     "HF3FSKVConnector",
+    "KVTiersConnector",
     "LMCacheMPConnector",
     "MooncakeConnector",
     "MooncakeStoreConnector",
@@ -27,6 +27,7 @@ _BETWEEN_STEPS = (
     "NixlPullConnector",
     "NixlPushConnector",
     "OffloadingConnector",  # from 0.33 on also within steps where it is told to, but its loads never fail
+    "SharedStorageConnector",
     "SimpleCPUOffloadConnector",
 )
 
@@ -34,53 +35,61 @@ _BETWEEN_STEPS = (
 def check_none_makes_kv_up() -> None:
     """Refuse vLLM's benchmark of decoding: it fills blocks with a constant and calls them loaded.
 
+    To be called in a worker, once vLLM has made the connectors of its process.
+
     Raises:
-        ConfigError: it is beside the connector that is under construction.
+        ConfigError: it is one of them.
     """
-    if any(each.get("kv_connector") == _MAKES_KV_UP for each in _all_connectors()):
+    if any(type(each).__name__ == "DecodeBenchConnector" for each in _all_connectors()):
         raise ConfigError(
-            f"{_MAKES_KV_UP} makes KV up, which would be stored as good: use one of both", field="connectors"
+            "DecodeBenchConnector makes KV up, which would be stored as good: use one of both", field="connectors"
         )
 
 
-def loading_within_steps() -> list[str]:
-    """Names of the connectors that may load within a step, beside the one that is under construction."""
-    return [str(each.get("kv_connector")) for each in _all_connectors() if not _loads_between_steps(each)]
+def check_none_loads_within_steps() -> None:
+    """Refuse connectors that may load within a step: what is computed over a load that failed would be stored.
+
+    To be called as ``check_none_makes_kv_up``.
+
+    Raises:
+        ConfigError: names them.
+    """
+    check_none_makes_kv_up()
+    names = [type(each).__name__ for each in _all_connectors() if not _loads_between_steps(each)]
+    if names:
+        raise no_loads_within_steps(", ".join(names))
 
 
-def refusal(names: list[str]) -> ConfigError:
-    """The error for an engine with such connectors, where what is wrong could not be kept out."""
+def no_loads_within_steps(who: str) -> ConfigError:
+    """The refusal of such a connector."""
     return ConfigError(
-        f"{', '.join(names)} may load within a step, and what is computed over a load that failed would be stored as "
-        f"good. Accepted beside this way: SharedStorageConnector, {', '.join(_BETWEEN_STEPS)} (the Mooncake store with "
-        "load_async). Beside others use SharedStorageConnector",
+        f"{who} may load within a step, and what is computed over a load that failed would be stored as good. Accepted "
+        f"beside KVTiersConnector: {', '.join(_BETWEEN_STEPS)} (the Mooncake store with load_async). Beside others use "
+        "SharedStorageConnector",
         field="connectors",
     )
 
 
-def _all_connectors() -> list[Mapping[str, Any]]:
-    """Those of the engine that is under construction, where it has several, ours included."""
-    vllm_configs = translate.find_arguments("vllm_config", "VllmConfig")
-    configs = [each.kv_transfer_config for each in vllm_configs]
-    several = [each for each in configs if getattr(each, "kv_connector", None) == _SEVERAL]
-    # One MultiConnector may be in another, and each gives its connectors a config of their own: the engine's has all.
-    return list(_leaves(several[-1].kv_connector_extra_config)) if several else []
-
-
-def _leaves(extra_config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    for each in extra_config.get("connectors", ()):
-        if each.get("kv_connector") == _SEVERAL and not each.get("kv_connector_module_path"):
-            yield from _leaves(each.get("kv_connector_extra_config") or {})
+def _all_connectors() -> list[Any]:
+    """The connectors of this worker; of a MultiConnector those that it holds."""
+    left = [get_kv_transfer_group()] if has_kv_transfer_group() else []
+    leaves = []
+    while left:
+        each = left.pop()
+        inside = getattr(each, "_connectors", None)
+        if type(each).__name__ == "MultiConnector" and inside is not None:
+            left += inside
         else:
-            yield each
+            leaves.append(each)
+    return leaves
 
 
-def _loads_between_steps(connector: Mapping[str, Any]) -> bool:
-    name, module = connector.get("kv_connector"), connector.get("kv_connector_module_path")
-    if module:
-        return (module, name) == ("connector.vllm.shared_storage", "SharedStorageConnector")
-    options = connector.get("kv_connector_extra_config") or {}
-    return name in _BETWEEN_STEPS and (name != "MooncakeStoreConnector" or bool(options.get("load_async", True)))
+def _loads_between_steps(connector: Any) -> bool:
+    name = type(connector).__name__
+    if name == "MooncakeStoreConnector":
+        options = connector._kv_transfer_config.kv_connector_extra_config or {}
+        return bool(options.get("load_async", True))
+    return name in _BETWEEN_STEPS and type(connector).__module__.startswith(("vllm.", "connector.vllm."))
 
 
 class SiblingLoads:

@@ -1,12 +1,7 @@
 """KVTiersSpec: region, primary tier, tiering and handlers of ours inside vLLM's OffloadingConnector.
 
-::
-
-    "kv_connector_extra_config": {"spec_name": "KVTiersSpec", "spec_module_path": "connector.vllm.spec",
-                                  "config_file": "configs/local-fs.yaml"}
-
-or inline, ``"cpu_bytes_to_use": "4GiB", "tiers": [{"type": "fs", …}]``; ``deployment_from`` says what is accepted.
-Works on CUDA and on vLLM's CPU platform.
+KVTiersConnector makes it where its options do not ask for another way. ``deployment_from`` says what is accepted. Works
+on CUDA and on vLLM's CPU platform.
 """
 
 from __future__ import annotations
@@ -16,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from vllm.v1.kv_offload.base import LookupResult, OffloadingMetricMetadata
+from vllm.v1.kv_offload.base import LookupResult, OffloadingMetricMetadata, RequestOffloadingContext
 from vllm.v1.kv_offload.base import OffloadingManager as VllmManager
 from vllm.v1.kv_offload.base import OffloadingSpec as VllmSpec
 from vllm.v1.kv_offload.base import OffloadingWorker as VllmWorker
@@ -36,8 +31,8 @@ from connector.base import (
 from connector.gpu_handler import create_handlers
 from connector.shared_region import reap_stale_regions
 from connector.spec import TieringOffloadingSpec
-from connector.vllm import ending, hosts, kv_groups, siblings, translate
-from connector.vllm.logs import log_as_vllm
+from connector.vllm import ending, hosts, kv_groups, translate
+from connector.vllm.handed import handed_over
 from connector.vllm.metrics import StatsExporter, definitions, tiering_definitions
 from connector.vllm.pacing import Pacer
 from connector.vllm.resets import StorageSwitch
@@ -66,14 +61,14 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
     """
 
     def __init__(self, config: Any) -> None:
-        log_as_vllm()
-        translate.warn_of_adapters()
+        self._handed = handed_over()
+        translate.warn_of_adapters(self._handed.vllm_config)
         self.deployment = deployment_from(config.extra_config)
         self._storage = StorageSwitch(config.extra_config)
         # vLLM's single-copy region for MLA is not ours: here every worker has a cell.
         config = dataclasses.replace(config, replicated_layout=False)
-        kv_groups.check_layout(config)
-        kv_groups.check_attention(config)
+        kv_groups.check_layout(config, self._handed.kv_cache_config)
+        kv_groups.check_attention(config, self._handed.kv_cache_config)
         cache = dataclasses.replace(config.cache, blocks_per_chunk=self._chunk_of(config))
         super().__init__(dataclasses.replace(config, cache=cache))
         if getattr(config, "canonical_layout", False):
@@ -89,10 +84,6 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
     def get_manager(self) -> KVTiersManager:
         if self._manager is None:
             pp_size = self.config.parallel.pp_size
-            vllm_config = translate.find_vllm_config()
-            siblings.check_none_makes_kv_up()
-            if beside := siblings.loading_within_steps():
-                raise siblings.refusal(beside)
             spec = self._join(None)
             self._check_workers(spec)
             self._manager = KVTiersManager(
@@ -100,13 +91,13 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
                 steps_in_flight=pp_size + _STEPS_IN_FLIGHT,
                 tier_types=[tier.type for tier in self.deployment.tiers],
                 storage=self._storage,
-                role=translate.role_of(vllm_config),
+                role=translate.role_of(self._handed.vllm_config),
             )
         return self._manager
 
     def get_worker(self, kv_caches: Any) -> KVTiersWorker:
         if self._worker is None:
-            kv_groups.check_pages(kv_caches, self.config)
+            kv_groups.check_pages(kv_caches, self.config, self._handed.kv_cache_config)
             region = self._join(self.config.parallel.rank).region
             try:
                 self._worker = KVTiersWorker(
@@ -121,7 +112,7 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
         """Blocks of a chunk: what vLLM was told, else what the deployment says; one where a group has a window."""
         is_told = bool({"blocks_per_chunk", "block_size"} & set(config.extra_config))
         wanted: int = config.cache.blocks_per_chunk if is_told else self.deployment.blocks_per_chunk
-        if wanted == 1 or not kv_groups.has_window(config):
+        if wanted == 1 or not kv_groups.has_window(config, self._handed.kv_cache_config):
             return wanted
         if is_told and any(hasattr(group, "sliding_window_size_in_chunks") for group in config.groups):
             raise kv_groups.no_chunks_of_windows(wanted)  # 0.33 has counted the window in such chunks
@@ -143,8 +134,9 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
         for path in reap_stale_regions():
             logger.warning("removed %s: its engine died while it was starting", path)
         try:
+            by_token = kv_groups.is_in_token_order(self.config, self._handed)
             return TieringOffloadingSpec(
-                translate.engine_spec(self, by_token=kv_groups.is_in_token_order(self.config)).config,
+                translate.engine_spec(self, self._handed.vllm_config, by_token=by_token).config,
                 self.deployment.model_copy(update={"blocks_per_chunk": self.blocks_per_chunk}),
                 self._cell_bytes,
                 rank=rank,
@@ -248,7 +240,7 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
         self._blocks.touch(keys)
 
     def on_new_request(self, req_context: Any) -> Any:  # noqa: ARG002
-        return translate.new_request_context()
+        return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
         self.tiering.on_request_finished(req_context)

@@ -1,12 +1,6 @@
 """KVTiersTier: any tier of ours behind vLLM's own TieringOffloadingSpec, without a patch.
 
-::
-
-    "secondary_tiers": [{"type": "KVTiersTier", "module_path": "connector.vllm.tier",
-                         "tier": {"type": "s3", "bucket": "kv"}}]
-
-or ``"config_file": "configs/s3.yaml"`` instead of ``tier``, with ``"index": 1`` for the second tier of a file that has
-several: vLLM asks and fills its tiers one by one, so each gets an entry of its own.
+KVTiersConnector writes an entry of vLLM's ``secondary_tiers`` for each tier: vLLM asks and fills its tiers one by one.
 """
 
 from __future__ import annotations
@@ -22,8 +16,8 @@ from vllm.v1.kv_offload.tiering.base import JobResult as VllmJobResult
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager as VllmTier
 
 from connector.tier_guard import RAISED, GuardedTier, load_deadline_s, shut_down_tiers
-from connector.vllm import ending, hosts, kv_groups, siblings, translate
-from connector.vllm.logs import log_as_vllm
+from connector.vllm import ending, hosts, kv_groups, translate
+from connector.vllm.handed import handed_over
 from connector.vllm.metrics import StatsExporter, definitions
 from connector.vllm.pacing import Pacer
 from connector.vllm.prefix_order import PrefixOrder
@@ -76,16 +70,12 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
         locality: str | None = None,
         enable_kv_events: bool = True,
     ) -> None:
-        log_as_vllm()
-        vllm_config = translate.find_vllm_config()
+        handed = handed_over()
+        vllm_config, kv_cache_config = handed.vllm_config, handed.kv_cache_config
         hosts.check_one_host(vllm_config)
-        siblings.check_none_makes_kv_up()
-        # vLLM's own region takes each store first, and loads are served from there: nothing could be kept out.
-        if beside := siblings.loading_within_steps():
-            raise siblings.refusal(beside)
-        kv_groups.check_layout(offloading_spec.config)
-        kv_groups.check_attention(offloading_spec.config)
-        if offloading_spec.blocks_per_chunk > 1 and kv_groups.has_window(offloading_spec.config):
+        kv_groups.check_layout(offloading_spec.config, kv_cache_config)
+        kv_groups.check_attention(offloading_spec.config, kv_cache_config)
+        if offloading_spec.blocks_per_chunk > 1 and kv_groups.has_window(offloading_spec.config, kv_cache_config):
             raise kv_groups.no_chunks_of_windows(offloading_spec.blocks_per_chunk)
         self._role = translate.role_of(vllm_config)
         configs = getattr(offloading_spec, "secondary_tier_configs", ())
@@ -96,9 +86,9 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
         detector = () if backpressure_detector is None else (backpressure_detector,)  # before 0.31 there is none
         super().__init__(offloading_spec, primary_kv_view, own_type, *detector)
         self.locality = translate.locality(str(options["type"]), locality)
-        translate.warn_of_adapters()
-        by_token = kv_groups.is_in_token_order(offloading_spec.config)
-        spec = translate.engine_spec(offloading_spec, by_token=by_token)
+        translate.warn_of_adapters(vllm_config)
+        by_token = kv_groups.is_in_token_order(offloading_spec.config, handed)
+        spec = translate.engine_spec(offloading_spec, vllm_config, by_token=by_token)
         if options.get("format") == FORMAT_VLLM_RAW:
             spec = replace(spec, vllm_layout=translate.vllm_layout(offloading_spec))
         self.tier: SecondaryTierManager = SecondaryTierFactory.create_secondary_tier(options, primary_kv_view, spec)
@@ -186,7 +176,7 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
         self._guard.call("touch", keys)
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:  # noqa: ARG002
-        return translate.new_request_context()
+        return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
         self._guard.on_request_finished(req_context)

@@ -8,7 +8,7 @@ What changed (source: ``vllm/v1/kv_offload`` of each release):
 - 0.31: ``block_ids`` of a job became ``chunk_ids``; ``transfer_bytes`` of a result and ``backpressure_detector`` came.
 - 0.32: ``cache_hit_source`` came.
 - 0.33: ``expedited`` loads, ``on_reset_flushed``, ``config_info`` and the manager's ``lock`` came. Blocks of a prompt
-  that comes in parts are not mistaken any more (see ``new_request_context``).
+  that comes in parts are not mistaken any more (see ``hold_back_stream``).
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +28,6 @@ from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
     Medium,
-    RequestOffloadingContext,
 )
 from vllm.v1.kv_offload.base import OffloadingEvent as VllmEvent
 from vllm.v1.kv_offload.tiering.base import JobResult as VllmJobResult
@@ -56,7 +53,6 @@ else:
 
 _MISTAKES_BLOCKS_OF_STREAMS = (versions.release() or (0, 0)) < (0, 33)
 _JOB_RESULT_FIELDS = frozenset(field.name for field in dataclasses.fields(VllmJobResult))
-_FRAMES_MAX = 32
 _URL_END = 150
 KERNEL_BLOCK_TOKENS = 16  # all of CUDA's attention kernels take such a block whole
 
@@ -98,25 +94,28 @@ def warn_of_seeded_hashes(version: str = versions.VERSION, environ: Mapping[str,
         )
 
 
-@cache
-def warn_of_adapters() -> None:
+def warn_of_adapters(vllm_config: Any) -> None:
     """Say, once in a process, that vLLM's block hashes know adapters by name and path."""
-    if getattr(find_vllm_config(), "lora_config", None) is not None:
-        logger.warning(
-            "LoRA adapters are known by name and path, as in vLLM's own prefix cache: give an adapter that was trained "
-            "again another name or path, or KV of the one before is loaded for it"
-        )
+    if getattr(vllm_config, "lora_config", None) is not None:
+        _warn_of_adapters()
 
 
-def engine_spec(spec: Any, *, by_token: bool = False) -> EngineSpec:
-    """The engine's identity out of a spec of vLLM's (or the OffloadingConfig in it).
+@cache
+def _warn_of_adapters() -> None:
+    logger.warning(
+        "LoRA adapters are known by name and path, as in vLLM's own prefix cache: give an adapter that was trained "
+        "again another name or path, or KV of the one before is loaded for it"
+    )
+
+
+def engine_spec(spec: Any, vllm_config: Any, *, by_token: bool = False) -> EngineSpec:
+    """The engine's identity out of a spec of vLLM's (or the OffloadingConfig in it) and its VllmConfig.
 
     Args:
         by_token: what is stored is in the order of tokens, however kernels cut pages.
     """
     warn_of_seeded_hashes()
     config = getattr(spec, "config", spec)
-    vllm_config = find_vllm_config()
     parallel = config.parallel
     canonical = bool(getattr(config, "canonical_layout", False))
     return EngineSpec(
@@ -159,50 +158,6 @@ def vllm_layout(spec: Any) -> VllmLayout:
     # As that tier calls it. By position: the third parameter had other names.
     mapper = VllmsFileMapper.from_offloading_spec("", spec, spec.blocks_per_chunk, True)
     return VllmLayout(mapper.base_path.lstrip("/"), mapper.rank, mapper.get_run_config())
-
-
-def find_arguments(name: str, type_name: str) -> list[Any]:
-    """The arguments and variables up the stack that have this name and type, the nearest first; at least one.
-
-    Raises:
-        ConfigError: there are none, so this vLLM calls kvtiers in a way that kvtiers does not know. Without them
-            models that differ would share their blocks, and models that must be refused would start.
-    """
-    found: list[Any] = []
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(_FRAMES_MAX):
-        if frame is None:
-            break
-        candidate = frame.f_locals.get(name)
-        if type(candidate).__name__ == type_name:
-            found.append(candidate)
-        frame = frame.f_back
-    if not found:
-        raise ConfigError(
-            f"vLLM {versions.VERSION} was expected to call kvtiers with a {type_name} in a variable of this name, and "
-            "did not. Without it KV of different models could be mixed up. Run a release of vLLM that docs/vllm.md "
-            "lists, through one of the connectors that docs/vllm.md shows",
-            field=name,
-        )
-    return found
-
-
-def find_argument(name: str, type_name: str) -> Any:
-    """The nearest of ``find_arguments``."""
-    return find_arguments(name, type_name)[0]
-
-
-def find_vllm_config() -> Any:
-    """The VllmConfig that this engine is being built from.
-
-    OffloadingConfig carries neither the weights' revision nor the hash algorithm, and vLLM sets its current config
-    only around some calls. The connector that builds us has it as an argument, some frames up the stack; inside a
-    MultiConnector that is the one with our own ``kv_transfer_config``.
-
-    Raises:
-        ConfigError: see ``find_arguments``.
-    """
-    return find_argument("vllm_config", "VllmConfig")
 
 
 class Role(NamedTuple):
@@ -364,17 +319,14 @@ def job_result(result: JobResult) -> VllmJobResult:
     return VllmJobResult(**{name: value for name, value in fields.items() if name in _JOB_RESULT_FIELDS})
 
 
-def new_request_context() -> RequestOffloadingContext:
-    """How our tiers like requests to be offloaded: chunk by chunk, which is vLLM's default.
+def hold_back_stream(request: Any) -> None:
+    """Offload nothing of a request whose prompt comes in parts while it runs, where vLLM mistakes its blocks.
 
-    But nothing of one whose prompt comes in parts while it runs: with each part vLLM tells its connector all blocks of
-    the request, which before 0.33 takes them for more of them, and so stores blocks under the names of later ones.
+    With each part vLLM tells its connector all blocks of the request. Before 0.33 it takes them for more of them, and
+    so stores blocks under the names of later ones.
     """
-    if _MISTAKES_BLOCKS_OF_STREAMS:
-        request = find_argument("request", "Request")
-        if getattr(request, "resumable", False):
-            request.kv_transfer_params = {**(request.kv_transfer_params or {}), "max_offload_tokens": 0}
-    return RequestOffloadingContext()
+    if _MISTAKES_BLOCKS_OF_STREAMS and getattr(request, "resumable", False):
+        request.kv_transfer_params = {**(request.kv_transfer_params or {}), "max_offload_tokens": 0}
 
 
 def medium(name: str) -> Medium:

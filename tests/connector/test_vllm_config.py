@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from connector.cli import app
 from connector.commands.places import EXIT_BAD_INPUT
 from connector.prefix_place import shared_place
-from connector.vllm_config import deployment_from, vllm_config
+from connector.vllm_config import connector_options, deployment_from, vllm_config
 from tiers.errors import ConfigError
 from tiers.tier_config import FsspecTierConfig, FsTierConfig, NfsTierConfig, S3TierConfig
 
@@ -36,7 +36,7 @@ def test_each_tier_behind_vllms_spec_has_an_entry_and_an_index(tmp_path: Path) -
         "tiers: [{type: fs, root_dir: /mnt/a}, {type: s3, bucket: kvs, endpoint_url: 'http://127.0.0.1:9000'}]\n"
     )
     ways = vllm_config(path)
-    extra = ways["tier"]["kv_connector_extra_config"]
+    extra = connector_options(ways["tier"]["kv_connector_extra_config"])
     assert extra["cpu_bytes_to_use"] == 1 << 30
     assert extra["eviction_policy"] == "arc"
     assert extra["blocks_per_chunk"] == 4
@@ -65,7 +65,7 @@ def test_a_buckets_tier_is_given_whole_and_its_place_is_a_folder_of_the_tiers(
     tier = {"type": "s3", "bucket": "kvs", "prefix": "team", "endpoint_url": "http://127.0.0.1:9000", **options}
     path.write_text(f"region: {{size: 1GiB}}\ntiers: [{json.dumps(tier)}]\n")
     ways = vllm_config(path)
-    assert "index" not in ways["tier"]["kv_connector_extra_config"]["secondary_tiers"][0]
+    assert "index" not in connector_options(ways["tier"]["kv_connector_extra_config"])["secondary_tiers"][0]
     extra = ways["shared_storage"]["kv_connector_extra_config"]
     assert extra == {"tier": tier}
     for place in (shared_place(json.loads(json.dumps(extra))), shared_place({"config_file": str(path)})):

@@ -10,6 +10,12 @@ from typing import Any
 
 REGION_BYTES = 300 << 20
 _OFFLOADING: dict[str, Any] = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+_OURS: dict[str, Any] = {
+    "kv_connector": "KVTiersConnector",
+    "kv_connector_module_path": "connector.vllm.connector",
+    "kv_role": "kv_both",
+}
+_CPU_SPEC = {"spec_name": "CpuTieringOffloadingSpec", "spec_module_path": "tests.e2e.cpu_spec"}
 
 
 @dataclass(frozen=True)
@@ -58,8 +64,7 @@ def behind_vllm(tiers: list[dict[str, Any]], *, region_bytes: int = REGION_BYTES
     return {
         **_OFFLOADING,
         "kv_connector_extra_config": {
-            "spec_name": "CpuTieringOffloadingSpec",
-            "spec_module_path": "tests.e2e.cpu_spec",
+            **_CPU_SPEC,
             "cpu_bytes_to_use": region_bytes,
             "secondary_tiers": tiers,
         },
@@ -69,25 +74,33 @@ def behind_vllm(tiers: list[dict[str, Any]], *, region_bytes: int = REGION_BYTES
 def on_cpu(transfer: dict[str, Any]) -> dict[str, Any]:
     """A configuration for users, with vLLM's own spec replaced by its form for CPU tensors."""
     extra = transfer["kv_connector_extra_config"]
-    if extra.get("spec_name") != "TieringOffloadingSpec":
+    if transfer["kv_connector"] != "KVTiersConnector":
         return transfer
-    spec = {"spec_name": "CpuTieringOffloadingSpec", "spec_module_path": "tests.e2e.cpu_spec"}
-    return {**transfer, "kv_connector_extra_config": {**extra, **spec}}
+    # From a checkout: nothing is installed that vLLM would find the name by.
+    transfer = {**transfer, **_OURS}
+    if extra.get("way") == "tier":
+        transfer["kv_connector_extra_config"] = {**extra, **_CPU_SPEC}
+    return transfer
 
 
 def ours_behind_vllm(*tiers: dict[str, Any], region_bytes: int = REGION_BYTES) -> dict[str, Any]:
-    """Our tiers by the plug-in."""
-    adapter = {"type": "KVTiersTier", "module_path": "connector.vllm.tier"}
-    return behind_vllm([{**adapter, "tier": tier} for tier in tiers], region_bytes=region_bytes)
+    """Our tiers there, through our connector."""
+    return {
+        **_OURS,
+        "kv_connector_extra_config": {
+            "way": "tier",
+            **_CPU_SPEC,
+            "cpu_bytes_to_use": region_bytes,
+            "tiers": list(tiers),
+        },
+    }
 
 
 def our_spec(*tiers: dict[str, Any], region_bytes: int = REGION_BYTES) -> dict[str, Any]:
     """Our own spec. Rows reset engines to empty them of all but their storage."""
     return {
-        **_OFFLOADING,
+        **_OURS,
         "kv_connector_extra_config": {
-            "spec_name": "KVTiersSpec",
-            "spec_module_path": "connector.vllm.spec",
             "cpu_bytes_to_use": region_bytes,
             "tiers": list(tiers),
             "storage_after_reset": "keep",

@@ -6,7 +6,6 @@ import importlib.util
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -33,26 +32,19 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 
 @pytest.fixture(autouse=True)
-def surrounded_by_a_connector(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let tests make a spec or a tier without the frames of vLLM around it: what they leave out has a stand-in.
+def inside_a_connector(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Let tests make a spec or a tier by themselves: what a connector would hand over has a stand-in.
 
-    A test marked ``bare_stack`` sees what is found without it.
+    A test marked ``outside`` makes them outside any connector.
     """
-    if importlib.util.find_spec("vllm") is None or request.node.get_closest_marker("bare_stack"):
+    if importlib.util.find_spec("vllm") is None or request.node.get_closest_marker("outside"):
+        yield
         return
-    from connector.vllm import translate
+    from connector.vllm.handed import handing_over
     from tests.vllm import engines
-    from tiers.errors import ConfigError
 
-    find = translate.find_arguments
-
-    def find_or_stand_in(name: str, type_name: str) -> list[Any]:
-        try:
-            return find(name, type_name)
-        except ConfigError:
-            return [engines.STAND_INS[name]()]
-
-    monkeypatch.setattr(translate, "find_arguments", find_or_stand_in)
+    with handing_over(engines.VllmConfig(), engines.kv_cache_config(*[engines.FULL] * 3)):
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -62,5 +54,7 @@ def own_loggers() -> Iterator[None]:
     before = [(each.handlers[:], each.level, each.propagate) for each in loggers]
     loggers[0].propagate = True
     yield
-    for each, (each.handlers[:], level, each.propagate) in zip(loggers, before, strict=True):
-        each.setLevel(level)
+    for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
+        logger.handlers[:] = handlers
+        logger.setLevel(level)
+        logger.propagate = propagate

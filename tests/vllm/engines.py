@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -71,7 +71,7 @@ def offloading_config(extra: Mapping[str, Any] | None = None, **changes: Any) ->
 
 
 def kv_cache_config(*kinds: KVCacheSpec) -> KVCacheConfig:
-    """vLLM's KVCacheConfig of a model with a group of each kind. What is built beside a variable with it sees it."""
+    """vLLM's KVCacheConfig of a model with a group of each kind."""
     groups = [KVCacheGroupSpec([f"layer{number}"], kind) for number, kind in enumerate(kinds)]
     return KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=groups)
 
@@ -132,7 +132,7 @@ def spied_stores(monkeypatch: pytest.MonkeyPatch) -> list[JobMetadata]:
 
 
 class VllmConfig(SimpleNamespace):
-    """Has the name that is looked for, and what the doors look at. ``changes`` are its fields."""
+    """What kvtiers looks at of vLLM's. ``changes`` are its fields."""
 
     def __init__(self, **changes: Any) -> None:
         fields = {
@@ -141,11 +141,3 @@ class VllmConfig(SimpleNamespace):
             "parallel_config": SimpleNamespace(distributed_executor_backend="uni", world_size=1),
         }
         super().__init__(**fields | changes)
-
-
-#: By the name of an argument of vLLM's.
-STAND_INS: dict[str, Callable[[], Any]] = {
-    "vllm_config": VllmConfig,
-    "kv_cache_config": lambda: kv_cache_config(FULL, FULL, FULL),
-    "request": SimpleNamespace,
-}

@@ -6,8 +6,8 @@ They are in vLLM's source distribution, unpacked somewhere as ``$SOURCE``::
         --rootdir $SOURCE $SOURCE/tests/v1/kv_offload/tiering/test_fs_tier.py
 
 with the interpreter of ``make e2e``'s environment, in this repository's folder. What cannot hold is marked below with
-its reason. With vLLM 0.32.0: 32 of 44 pass, 6 look at insides, and 6 (four tests) differ on purpose; with 0.33.0: 33 of 46,
-6, and 7 (five tests).
+its reason. With vLLM 0.32.0: 32 of 44 pass, 6 look at insides, and 6 (four tests) differ on purpose; with 0.33.0: 33 of
+46, 6, and 7 (five tests).
 """
 
 from __future__ import annotations
@@ -17,13 +17,9 @@ from typing import Any
 import pytest
 from vllm.v1.kv_offload.tiering.fs import manager
 
+from connector.vllm.handed import handing_over
 from connector.vllm.tier import KVTiersTier
-from tests.vllm import engines
-from tests.vllm.engines import FULL, VllmConfig
-
-
-class Request:
-    """Has the name that is looked for."""
+from tests.vllm.engines import FULL, VllmConfig, kv_cache_config
 
 
 class InItsPlace(KVTiersTier):
@@ -51,27 +47,18 @@ class InItsPlace(KVTiersTier):
             "parallel_agnostic": True,  # as vLLM's own always
             "absent_ttl_s": 60.0,  # longer than the tests' helper waits for a question that needs no asking
         }
-        # Where vLLM's own frames have them.
-        vllm_config = VllmConfig()
-        kv_cache_config = engines.kv_cache_config(*(FULL for _ in offloading_spec.config.groups))
-        assert vllm_config
-        assert kv_cache_config
-        super().__init__(
-            offloading_spec,
-            primary_kv_view,
-            tier_type,
-            backpressure_detector,
-            tier=tier,
-            locality=locality,
-            enable_kv_events=enable_kv_events,
-        )
+        with handing_over(VllmConfig(), kv_cache_config(*(FULL for _ in offloading_spec.config.groups))):
+            super().__init__(
+                offloading_spec,
+                primary_kv_view,
+                tier_type,
+                backpressure_detector,
+                tier=tier,
+                locality=locality,
+                enable_kv_events=enable_kv_events,
+            )
         self.file_mapper = self.tier.mapper  # type: ignore[attr-defined]
         self._lookup_manager = _Lookups(self.tier)
-
-    def on_new_request(self, req_context: Any) -> Any:
-        request = Request()
-        assert request
-        return super().on_new_request(req_context)
 
 
 class _Lookups:

@@ -1,4 +1,4 @@
-"""What vLLM must hand over before an engine starts: without it KV of different models would be mixed up."""
+"""A spec or a tier that does not see vLLM's whole config: KV of different models would be mixed up."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
-from connector.vllm import translate
+from connector.vllm.handed import handed_over, handing_over
 from connector.vllm.spec import KVTiersSpec
 from connector.vllm.tier import KVTiersTier
 from tests.vllm import engines
 from tests.vllm.engines import offloading_config
 from tiers.errors import ConfigError
 
-pytestmark = pytest.mark.bare_stack
+pytestmark = pytest.mark.outside
+
+BOTH = (engines.VllmConfig(), engines.kv_cache_config(engines.FULL))
 
 
 def spec() -> None:
@@ -31,23 +33,24 @@ def tier() -> None:
     KVTiersTier(offloading_spec, view, "KVTiersTier", tier={"type": "memory"}).shutdown()
 
 
-def between(vllm_config: Any, kv_cache_config: Any, make: Any) -> None:
-    """Make something below a frame that has these."""
-    assert (vllm_config or kv_cache_config) is not None
-    make()
+@pytest.mark.parametrize("make", [spec, tier])
+def test_outside_a_connector_it_is_refused_and_the_error_shows_what_to_write(make: Any) -> None:
+    with handing_over(*BOTH):
+        make()
+    with pytest.raises(ConfigError, match='kv_connector: .*"kv_connector": "KVTiersConnector"'):
+        make()
 
 
 @pytest.mark.parametrize("make", [spec, tier])
-@pytest.mark.parametrize("missing", ["vllm_config", "kv_cache_config"])
-def test_a_start_that_does_not_see_the_whole_config_is_refused(make: Any, missing: str) -> None:
-    found = {"vllm_config": engines.VllmConfig(), "kv_cache_config": engines.kv_cache_config(engines.FULL)}
-    between(**found, make=make)
-    translate.warn_of_adapters.cache_clear()
-    with pytest.raises(ConfigError, match=f"^{missing}: .* was expected to call kvtiers with"):
-        between(**found | {missing: None}, make=make)
+@pytest.mark.parametrize("handed", [(None, BOTH[1]), (BOTH[0], None)])
+def test_a_part_of_the_config_is_not_enough(make: Any, handed: Any) -> None:
+    with handing_over(*handed), pytest.raises(ConfigError, match="whole config"):
+        make()
 
 
-@pytest.mark.skipif(not translate._MISTAKES_BLOCKS_OF_STREAMS, reason="this vLLM takes no block for another")
-def test_a_request_that_is_not_handed_over_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="^request: "):
-        translate.new_request_context()
+def test_of_several_connectors_each_hands_over_its_own() -> None:
+    outer, inner = (engines.VllmConfig(kv_transfer_config=SimpleNamespace(kv_role=role)) for role in ("a", "b"))
+    with handing_over(outer, BOTH[1]):
+        with handing_over(inner, BOTH[1]):
+            assert handed_over().vllm_config is inner
+        assert handed_over().vllm_config is outer

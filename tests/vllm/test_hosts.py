@@ -8,9 +8,10 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
-from connector.vllm import hosts, translate
+from connector.vllm import hosts
+from connector.vllm.handed import handing_over
 from connector.vllm.tier import KVTiersTier
-from tests.vllm.engines import offloading_config
+from tests.vllm.engines import FULL, kv_cache_config, offloading_config
 from tiers.errors import ConfigError
 
 
@@ -71,7 +72,9 @@ def test_rays_nodes_are_looked_up(monkeypatch: pytest.MonkeyPatch, places: dict[
         hosts.check_one_host(engine)
 
 
-def test_a_tier_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(translate, "find_vllm_config", lambda: config(nnodes_within_dp=2))
-    with pytest.raises(ConfigError, match="on 2 hosts"):
+def test_a_tier_asks() -> None:
+    with (
+        handing_over(config(nnodes_within_dp=2), kv_cache_config(FULL)),
+        pytest.raises(ConfigError, match="on 2 hosts"),
+    ):
         KVTiersTier(offloading_config(), memoryview(bytearray(4096)), "KVTiersTier", tier={"type": "memory"})

@@ -17,10 +17,11 @@ from vllm.v1.kv_offload.config import OffloadingCacheConfig
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from connector.vllm import kv_groups, translate
+from connector.vllm.handed import handed_over, handing_over
 from connector.vllm.spec import KVTiersSpec
 from tests.vllm import engines
-from tests.vllm.engines import BLOCK_BYTES, CHUNKED, FULL, MAMBA, SLIDING, offloading_config
-from tests.vllm.test_translate import VllmConfig, some_vllm_config
+from tests.vllm.engines import BLOCK_BYTES, CHUNKED, FULL, MAMBA, SLIDING, VllmConfig, offloading_config
+from tests.vllm.test_translate import some_vllm_config
 from tiers.errors import ConfigError
 
 CHUNK = 4
@@ -43,8 +44,8 @@ WINDOWS = pytest.mark.parametrize(
 
 def made_by(kv_cache_config: KVCacheConfig, make: Any) -> Any:
     """What is made while a connector with this config is under construction."""
-    assert kv_cache_config is not None
-    return make()
+    with handing_over(VllmConfig(), kv_cache_config):
+        return make()
 
 
 def config_of(kinds: list[Any], extra: dict[str, Any], blocks_per_chunk: int = CHUNK, **changes: Any) -> Any:
@@ -58,7 +59,7 @@ def test_a_window_of_what_was_generated_is_one() -> None:
     rswa = engines.attention(kv_cache_interface.RSWASpec, rswa_window=32)
     extra = {"cpu_bytes_to_use": 1 << 20, "blocks_per_chunk": 1, "tiers": [{"type": "memory"}]}
     config = config_of([rswa], extra)
-    assert made_by(engines.kv_cache_config(rswa), lambda: kv_groups.has_window(config))
+    assert kv_groups.has_window(config, engines.kv_cache_config(rswa))
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["told", "from_the_file"])
@@ -153,11 +154,13 @@ def test_what_an_rswa_model_has_generated_is_not_stored() -> None:
 def test_pages_that_are_less_than_a_block_are_refused() -> None:
     _, whole = engines.kv_caches(4)
     part = CanonicalKVCaches(whole.tensors[:1], [whole.group_data_refs[0][:1]])
-    spec = KVTiersSpec(offloading_config({"cpu_bytes_to_use": "1MiB"}))
+    one, two = (
+        made_by(engines.kv_cache_config(*kinds), lambda: KVTiersSpec(offloading_config({"cpu_bytes_to_use": "1MiB"})))
+        for kinds in ([FULL], [FULL, MAMBA])
+    )
     with pytest.raises(ConfigError, match=f"{BLOCK_BYTES // 2} bytes of a block that has {BLOCK_BYTES}"):
-        made_by(engines.kv_cache_config(FULL), lambda: spec.get_worker(part))
-    # A second group, which vLLM does not offload, may have the rest.
-    made_by(engines.kv_cache_config(FULL, MAMBA), lambda: spec.get_worker(part)).shutdown()
+        one.get_worker(part)
+    two.get_worker(part).shutdown()  # a second group, which vLLM does not offload, may have the rest
 
 
 MLA = replace(engines.attention(MLAAttentionSpec), block_size=32)
@@ -171,11 +174,6 @@ SINCE_29 = pytest.mark.skipif(
 
 def on_gpus(make: Any, kinds: list[Any], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What is made on two generations of GPUs, by engines with two attention backends, for a model of these kinds."""
-
-    def start(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Any:
-        assert vllm_config
-        assert kv_cache_config
-        return make()
 
     made = []
     for backend, capability in (("FLASHMLA", (9, 0)), ("CUTLASS_MLA", (10, 0))):
@@ -191,7 +189,8 @@ def on_gpus(make: Any, kinds: list[Any], monkeypatch: pytest.MonkeyPatch) -> lis
         vllm_config = some_vllm_config(get_head_size=lambda: 64)
         vllm_config.attention_config = SimpleNamespace(backend=backend)
         vllm_config.parallel_config = SimpleNamespace(distributed_executor_backend="uni")
-        made.append(start(vllm_config, engines.kv_cache_config(*kinds)))
+        with handing_over(vllm_config, engines.kv_cache_config(*kinds)):
+            made.append(make())
     return made
 
 
@@ -202,8 +201,10 @@ def platforms_of(
     config = offloading_config(groups=(group,), worker_kv_bytes_per_block=block_bytes)
 
     def make() -> str | None:
-        by_token = kv_groups.is_in_token_order(config)
-        return translate.engine_spec(SimpleNamespace(config=config), by_token=by_token).config.platform
+        handed = handed_over()
+        by_token = kv_groups.is_in_token_order(config, handed)
+        spec = translate.engine_spec(SimpleNamespace(config=config), handed.vllm_config, by_token=by_token)
+        return spec.config.platform
 
     return set(on_gpus(make, kinds, monkeypatch))
 

@@ -34,10 +34,11 @@ circuit.take_probe()
 circuit.succeed("store")
 """
 TIER = """
-from tests.vllm.test_handed_over import between
 from tests.vllm import engines
 from types import SimpleNamespace
-from connector.vllm import shared_storage, spec, tier
+from connector.vllm import connector, shared_storage, spec, tier
+from connector.vllm.handed import handing_over
+from connector.vllm.logs import log_as_vllm
 
 for name in ("tiers", "connector"):
     ours = logging.getLogger(name)
@@ -50,7 +51,9 @@ def make():
     tier.KVTiersTier(spec, view, "x", tier=options).shutdown()
 
 for _ in range(2):
-    between(engines.VllmConfig(), engines.kv_cache_config(engines.FULL), make)
+    log_as_vllm()
+    with handing_over(engines.VllmConfig(), engines.kv_cache_config(engines.FULL)):
+        make()
 """
 STARTED = "tier fs: started: fs in "
 OPENED = "tier fs: circuit open: 1 failures in a row, the last: no answer"

@@ -15,7 +15,7 @@ from vllm.v1.kv_offload.file_mapper import FileMapper as VllmsFileMapper
 
 from connector.cli import app
 from connector.vllm import translate
-from tests.vllm.engines import keys, offloading_config
+from tests.vllm.engines import VllmConfig, keys, offloading_config
 from tests.vllm.test_tier import Engine
 from tiers.file_mapper import FORMAT_SEALED, FORMAT_VLLM_RAW, VllmFileMapper, strict_fields
 
@@ -99,7 +99,7 @@ def test_names_are_those_of_the_installed_file_mapper(tmp_path: Path, changes: d
         blocks_per_chunk = 4
 
     vllms_own = VllmsFileMapper.from_offloading_spec(str(tmp_path), Spec, 4, True)
-    spec = translate.engine_spec(Spec)
+    spec = translate.engine_spec(Spec, VllmConfig())
     object.__setattr__(spec, "vllm_layout", translate.vllm_layout(Spec))
     mapper = VllmFileMapper.from_offloading_spec(str(tmp_path), spec, extra_fields=strict_fields(spec))
     for key in [*keys(20), *keys(20, first=100)]:

@@ -38,7 +38,7 @@ from connector.vllm.paged_buffer import extract_slots, inject_slots, token_pages
 from connector.vllm.prefix_loads import Load
 from connector.vllm.prefix_requests import SharedStorageMetadata
 from connector.vllm.shared_storage import SharedStorageConnector
-from tests.vllm.engines import LAYERS, offloading_config
+from tests.vllm.engines import LAYERS, VllmConfig, offloading_config
 from tests.waiting import wait_for
 from tiers.errors import ConfigError, KVTiersError, StoreConfigError, StoreUnavailableError
 from tiers.keys import hash_blocks
@@ -97,6 +97,7 @@ class Rig:
         extra: dict[str, Any] | None = None,
         layers: tuple[str, ...] = LAYERS,
         kv_role: str = "kv_both",
+        model: Any = None,
         **parallel: Any,
     ) -> None:
         scheduler = offloading_config(**parallel)
@@ -112,7 +113,7 @@ class Rig:
         )
         kv_cache_group = SimpleNamespace(kv_cache_spec=kv_cache_spec or FullAttentionSpec(**ATTENTION))
         cache = SimpleNamespace(kv_cache_groups=[kv_cache_group], num_blocks=BLOCKS)
-        vllm_config = SimpleNamespace(kv_transfer_config=transfer)
+        vllm_config = VllmConfig(kv_transfer_config=transfer, **({} if model is None else {"model_config": model}))
         self.scheduler, self.worker = (
             SharedStorageConnector(vllm_config, role, cache)
             for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER)
@@ -981,13 +982,12 @@ def test_a_request_that_reads_no_prefix_cache_loads_nothing_and_is_stored(
 
 
 def test_a_config_that_models_change_in_workers_keeps_them_in_the_schedulers_namespace(
-    rigs: Any, monkeypatch: pytest.MonkeyPatch
+    rigs: Any,
 ) -> None:
     made = itertools.count()  # a scheduler's connector, a worker's, and so on
     hf_config = SimpleNamespace(_commit_hash=None, to_dict=lambda: {"max_model_len": next(made) % 2})
     model = SimpleNamespace(model="cache/ab12cd34", model_weights="s3://bucket/model", hf_config=hf_config)
-    monkeypatch.setattr(translate, "find_vllm_config", lambda: SimpleNamespace(model_config=model))
-    writer, reader = rigs(), rigs()
+    writer, reader = rigs(model=model), rigs(model=model)
     store_whole(writer, TOKENS, [3, 7, 1, 9, 5])
     request = prompt(TOKENS)
     assert reader.matched(request) == (16, True)

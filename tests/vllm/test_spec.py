@@ -20,9 +20,20 @@ from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from connector.host_copy import HostCopier
 from connector.vllm import translate
+from connector.vllm.handed import handing_over
 from connector.vllm.resets import StorageSwitch
 from connector.vllm.spec import KVTiersManager, KVTiersSpec, KVTiersWorker
-from tests.vllm.engines import BLOCK_BYTES, keys, kv_caches, offloading_config, request, spied_stores
+from tests.vllm.engines import (
+    BLOCK_BYTES,
+    FULL,
+    VllmConfig,
+    keys,
+    kv_cache_config,
+    kv_caches,
+    offloading_config,
+    request,
+    spied_stores,
+)
 from tests.waiting import wait_for
 from tiers.errors import ConfigError
 from tiers.keys import OffloadKey
@@ -117,14 +128,12 @@ def engines(tmp_path: Path) -> Iterator[Any]:
         engine.close()
 
 
-def test_a_producer_only_stores_and_a_consumer_only_loads(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_producer_only_stores_and_a_consumer_only_loads(engines: Any) -> None:
     some, others = keys(3), keys(6)[3:]
 
     def with_role(kv_role: str) -> Engine:
-        config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_role=kv_role))
-        monkeypatch.setattr(translate, "find_vllm_config", lambda: config)
-        monkeypatch.setattr(translate, "_model_revision", lambda _: None)
-        made = engines()
+        with handing_over(VllmConfig(kv_transfer_config=SimpleNamespace(kv_role=kv_role)), kv_cache_config(FULL)):
+            made = engines()
         assert isinstance(made, Engine)
         return made
 

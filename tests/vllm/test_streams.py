@@ -19,6 +19,7 @@ from vllm.v1.kv_offload.base import make_offload_key
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.request import Request
 
+from connector.vllm.translate import hold_back_stream
 from tests.vllm.engines import BLOCK_BYTES, BLOCK_TOKENS, FULL, kv_cache_config, offloading_config
 from tests.waiting import wait_for
 
@@ -66,6 +67,7 @@ def test_no_block_of_a_prompt_that_comes_in_parts_is_stored_as_another(way: dict
         block_hasher=get_request_block_hasher(BLOCK_TOKENS, sha256),
         resumable=is_stream,
     )
+    hold_back_stream(request)  # as KVTiersConnector does
     scheduler.on_new_request(request)
 
     def is_answered() -> bool:

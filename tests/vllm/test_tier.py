@@ -19,11 +19,19 @@ from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from connector.tiering_options import LOAD_GRACE_S
-from connector.vllm import hosts, translate
+from connector.vllm.handed import handing_over
 from connector.vllm.prefix_order import PrefixOrder
 from connector.vllm.tier import tier_options
 from tests.clock import Clock
-from tests.vllm.engines import keys, offloading_config, request, spied_stores
+from tests.vllm.engines import (
+    FULL,
+    VllmConfig,
+    keys,
+    kv_cache_config,
+    offloading_config,
+    request,
+    spied_stores,
+)
 from tests.waiting import wait_for
 from tiers.base import JobResult, OffloadingEvent
 from tiers.errors import ConfigError, StoreUnavailableError
@@ -115,27 +123,22 @@ def on_folder(root: Path) -> dict[str, Any]:
     return {"tier": {"type": "fs", "root_dir": str(root), "min_free": 0, "lookup_deadline_s": 20}}
 
 
-def role(monkeypatch: pytest.MonkeyPatch, kv_role: str) -> None:
-    config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_role=kv_role))
-    monkeypatch.setattr(translate, "find_vllm_config", lambda: config)
-    monkeypatch.setattr(hosts, "check_one_host", lambda _: None)
-    monkeypatch.setattr(translate, "_model_revision", lambda _: None)
+def as_role(kv_role: str) -> Any:
+    """A context in which engines are made that have it."""
+    return handing_over(VllmConfig(kv_transfer_config=SimpleNamespace(kv_role=kv_role)), kv_cache_config(FULL))
 
 
-def test_a_producer_only_stores_and_a_consumer_only_loads(
-    engines: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_producer_only_stores_and_a_consumer_only_loads(engines: Any, tmp_path: Path) -> None:
     some, others = keys(3), keys(6)[3:]
-    role(monkeypatch, "kv_producer")
-    engines("producer", on_folder(tmp_path)).store(some)
-    assert engines("other-producer", on_folder(tmp_path)).find(some) == [LookupResult.MISS] * 3
-    role(monkeypatch, "kv_consumer")
-    consumer = engines("consumer", on_folder(tmp_path))
+    with as_role("kv_producer"):
+        engines("producer", on_folder(tmp_path)).store(some)
+        assert engines("other-producer", on_folder(tmp_path)).find(some) == [LookupResult.MISS] * 3
+    with as_role("kv_consumer"):
+        consumer = engines("consumer", on_folder(tmp_path))
     assert consumer.find(some) == [LookupResult.HIT] * 3
     assert consumer.read(some[2]) == bytes([3]) * 4096
     consumer.store(others, fill=7)
     assert consumer.find(others) == [LookupResult.HIT] * 3  # in vLLM's region
-    role(monkeypatch, "kv_both")
     assert engines("later", on_folder(tmp_path)).find([*some, *others]) == [
         *[LookupResult.HIT] * 3,
         *[LookupResult.MISS] * 3,

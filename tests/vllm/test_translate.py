@@ -46,7 +46,7 @@ def test_a_version_is_known_by_its_first_two_numbers(version: str) -> None:
     translate.check_version(version)
 
 
-@pytest.mark.parametrize("module", ["spec", "tier", "shared_storage", "translate"])
+@pytest.mark.parametrize("module", ["connector", "spec", "tier", "shared_storage", "translate"])
 @pytest.mark.parametrize("version", ["'dev'", "'0.27.0'", "None", "'0'"])
 def test_each_door_says_which_versions_are_supported_before_it_needs_anything_of_vllm(
     module: str, version: str
@@ -63,15 +63,6 @@ import connector.vllm.{module}
     error = run.stderr.strip().splitlines()[-1]
     assert error.startswith("tiers.errors.ConfigError: vllm: ")
     assert "is not supported; accepted: 0.28.x, " in error
-
-
-@pytest.mark.bare_stack
-@pytest.mark.parametrize("find", [translate.find_arguments, translate.find_argument])
-def test_what_vllm_does_not_hand_over_is_an_error(find: Any) -> None:
-    vllm_config = SimpleNamespace()  # of another type
-    with pytest.raises(ConfigError, match="vllm_config: .* with a VllmConfig in a variable of this name"):
-        find("vllm_config", "VllmConfig")
-    assert vllm_config
 
 
 def test_a_config_without_a_model_is_refused() -> None:
@@ -97,14 +88,10 @@ def test_hashes_that_no_other_process_has_are_warned_of(
 
 @pytest.mark.parametrize("lora", [None, SimpleNamespace(max_loras=1)])
 def test_adapters_that_are_known_by_name_are_warned_of_once(lora: Any, caplog: pytest.LogCaptureFixture) -> None:
-    def start(vllm_config: Any) -> None:
-        assert vllm_config is not None
-        translate.warn_of_adapters()
-
-    translate.warn_of_adapters.cache_clear()
+    translate._warn_of_adapters.cache_clear()
     for _ in range(2):
-        start(VllmConfig(lora_config=lora))
-    translate.warn_of_adapters.cache_clear()
+        translate.warn_of_adapters(VllmConfig(lora_config=lora))
+    translate._warn_of_adapters.cache_clear()
     assert caplog.text.count("LoRA adapters are known by name and path") == (lora is not None)
 
 
@@ -153,28 +140,19 @@ def test_locality_is_the_types_unless_asked_otherwise() -> None:
 
 def built_by(vllm_config: Any, **changes: Any) -> translate.EngineSpec:
     """What a spec is that is made while a connector with this config is under construction."""
-    assert vllm_config is not None
-    return translate.engine_spec(SimpleNamespace(config=offloading_config(**changes)))
+    return translate.engine_spec(SimpleNamespace(config=offloading_config(**changes)), vllm_config)
 
 
 def test_the_role_is_that_of_the_connector_we_are_in(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """MultiConnector gives each of its connectors a config of its own; vLLM's current one is MultiConnector's."""
-    outer, inner = (VllmConfig(kv_transfer_config=SimpleNamespace(kv_role=role)) for role in ("kv_both", "kv_consumer"))
-
-    def connector(vllm_config: Any) -> Any:
-        assert vllm_config is inner
-        return translate.find_vllm_config()
-
-    def multi_connector(vllm_config: Any) -> Any:
-        assert vllm_config is outer
-        return connector(inner)
-
-    assert translate.role_of(multi_connector(outer)) == (True, False)
+    both, consumer = (
+        VllmConfig(kv_transfer_config=SimpleNamespace(kv_role=role)) for role in ("kv_both", "kv_consumer")
+    )
+    assert translate.role_of(consumer) == (True, False)
     assert "kv_role is kv_consumer: KV is only loaded from storage" in caplog.text
     caplog.clear()
-    assert translate.role_of(outer) == (True, True)
+    assert translate.role_of(both) == (True, True)
     assert not caplog.records
     producer = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_role="kv_producer"))
     assert translate.role_of(producer) == (False, True)

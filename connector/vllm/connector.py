@@ -1,0 +1,88 @@
+"""KVTiersConnector: kvtiers' door into vLLM's offloading.
+
+::
+
+    {"kv_connector": "KVTiersConnector", "kv_role": "kv_both",
+     "kv_connector_extra_config": {"config_file": "/etc/kvtiers.yaml"}}
+
+or inline, ``"cpu_bytes_to_use": "4GiB", "tiers": [{"type": "fs", …}]``. ``"way": "tier"`` puts the tiers behind vLLM's
+own TieringOffloadingSpec; the default, ``spec``, brings region and tiering too. Where kvtiers is installed, vLLM knows
+the name from its plug-in entry points; elsewhere add ``"kv_connector_module_path": "connector.vllm.connector"``.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+
+from connector.vllm import siblings, translate
+from connector.vllm.handed import handing_over
+from connector.vllm.logs import log_as_vllm
+from connector.vllm_config import connector_options
+from connector.vllm_plugin import register
+
+logger = logging.getLogger(__name__)
+
+
+class KVTiersConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is not installed where mypy runs
+    """vLLM's OffloadingConnector over KVTiersSpec or KVTiersTier, which it tells of vLLM's whole config.
+
+    One object in the scheduler's process, one in each worker's; vLLM calls each from one thread.
+
+    Args:
+        vllm_config, role, kv_cache_config: from vLLM.
+
+    Raises:
+        ConfigError: names what is wrong in ``kv_connector_extra_config`` or does not fit the engine.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        log_as_vllm()
+        vllm_config = _with_spec(vllm_config)
+        with handing_over(vllm_config, kv_cache_config):
+            super().__init__(vllm_config, role, kv_cache_config)
+
+    def register_kv_caches(self, kv_caches: Any) -> None:
+        """Take a worker's KV tensors. By now vLLM has made all connectors of the process."""
+        siblings.check_none_loads_within_steps()
+        super().register_kv_caches(kv_caches)
+
+    @classmethod
+    def build_prom_metrics(cls, vllm_config: Any, *arguments: Any) -> Any:
+        """Make the metrics of the spec that the options choose, in the process that exports them."""
+        return super().build_prom_metrics(_with_spec(vllm_config), *arguments)
+
+    def on_new_request(self, request: Any) -> None:
+        """Begin a request, before anything of it is looked up."""
+        translate.hold_back_stream(request)
+        super().on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
+        """Say how many tokens of a request can be loaded."""
+        translate.hold_back_stream(request)  # releases that do not announce requests begin them here
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        """Decide a step's loads and stores.
+
+        Raises:
+            ConfigError: another connector loads within this step.
+        """
+        if getattr(scheduler_output, "has_sync_kv_loads", False):
+            raise siblings.no_loads_within_steps("a connector beside KVTiersConnector")
+        return super().build_connector_meta(scheduler_output)
+
+
+def _with_spec(vllm_config: Any) -> Any:
+    """A VllmConfig whose connector options name the spec; ``vllm_config`` itself is left as it is."""
+    transfer = copy.copy(vllm_config.kv_transfer_config)
+    transfer.kv_connector_extra_config = connector_options(transfer.kv_connector_extra_config)
+    changed = copy.copy(vllm_config)
+    changed.kv_transfer_config = transfer
+    return changed
+
+
+register()  # MultiConnector looks classes up by name only when it reads stats, also where a module path was given

@@ -1,0 +1,183 @@
+"""KVTiersConnector: from what an operator writes to the spec or the tiers inside it."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
+
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from connector.vllm import translate
+from connector.vllm.connector import KVTiersConnector
+from connector.vllm.handed import handed_over
+from connector.vllm_config import vllm_config as printed
+from tests.vllm.engines import FULL, VllmConfig, kv_cache_config
+from tiers.errors import ConfigError
+
+pytestmark = pytest.mark.outside
+
+PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+(ENTRY_POINT,) = (
+    EntryPoint(*entry, "vllm.general_plugins") for entry in PROJECT["entry-points"]["vllm.general_plugins"].items()
+)
+
+
+def config_of(extra: dict[str, Any]) -> VllmConfig:
+    transfer = KVTransferConfig(kv_connector="KVTiersConnector", kv_role="kv_both", kv_connector_extra_config=extra)
+    return VllmConfig(kv_transfer_config=transfer)
+
+
+def made(extra: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """A connector without vLLM's part of it; and the options that this part gets."""
+    told: list[Any] = []
+
+    def make_vllms_part(_: Any, vllm_config: Any, role: Any, kv_caches: Any) -> None:
+        assert handed_over().vllm_config is vllm_config
+        assert handed_over().kv_cache_config is kv_caches
+        told.append(vllm_config.kv_transfer_config.kv_connector_extra_config)
+
+    monkeypatch.setattr(OffloadingConnector, "__init__", make_vllms_part)
+    connector = KVTiersConnector(config_of(extra), KVConnectorRole.SCHEDULER, kv_cache_config(FULL))
+    (options,) = told
+    with pytest.raises(ConfigError):
+        handed_over()  # only while it is made
+    return connector, options
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "kvtiers.yaml"
+    tiers = [{"type": "fs", "root_dir": str(tmp_path / name)} for name in "ab"]
+    path.write_text(f"region: {{size: 1GiB, eviction_policy: arc}}\nblocks_per_chunk: 4\ntiers: {json.dumps(tiers)}\n")
+    return path
+
+
+def test_its_own_spec_is_what_it_makes_unless_told_otherwise(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    extra = {"config_file": str(file), "offload_prompt_only": False}
+    _, options = made(extra, monkeypatch)
+    assert options == {"spec_name": "KVTiersSpec", "spec_module_path": "connector.vllm.spec", **extra}
+
+
+def test_the_file_in_the_environment_counts_where_no_other_is_named(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVTIERS_CONFIG", str(file))
+    assert made({}, monkeypatch)[1]["config_file"] == str(file)
+    assert made({"way": "tier"}, monkeypatch)[1]["cpu_bytes_to_use"] == 1 << 30
+    inline = {"cpu_bytes_to_use": 1 << 20, "tiers": []}
+    assert "config_file" not in made(inline, monkeypatch)[1]
+
+
+def test_the_way_tier_makes_vllms_own_spec_with_an_entry_for_each_tier(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, options = made({"way": "tier", "config_file": str(file), "offload_prompt_only": False}, monkeypatch)
+    entries = options.pop("secondary_tiers")
+    assert options == {
+        "spec_name": "TieringOffloadingSpec",
+        "cpu_bytes_to_use": 1 << 30,
+        "eviction_policy": "arc",
+        "blocks_per_chunk": 4,
+        "offload_prompt_only": False,
+    }
+    entry = {"type": "KVTiersTier", "module_path": "connector.vllm.tier", "config_file": str(file)}
+    assert entries == [{**entry, "index": index} for index in range(2)]
+
+
+def test_inline_tiers_go_the_way_tier_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    extra = {"way": "tier", "cpu_bytes_to_use": "1MiB", "block_size": 64, "tiers": [{"type": "memory"}]}
+    _, options = made(extra, monkeypatch)
+    assert "blocks_per_chunk" not in options  # vLLM takes one of both
+    assert options["block_size"] == 64
+    (entry,) = options["secondary_tiers"]
+    assert entry["tier"]["type"] == "memory"
+
+
+@pytest.mark.parametrize(
+    ("extra", "field"),
+    [
+        ({"way": "shared_storage"}, "way"),
+        ({"way": "spec", "spec_name": "CPUOffloadingSpec", "cpu_bytes_to_use": 1, "tiers": []}, "spec_name"),
+        ({"way": "tier", "storage_after_reset": "keep", "cpu_bytes_to_use": 1, "tiers": []}, "storage_after_reset"),
+        ({"way": "tier", "tierz": []}, "tierz"),
+        ({"way": "tier"}, "cpu_bytes_to_use"),
+        ({"sync_load_budget_bytes": 1 << 20, "cpu_bytes_to_use": 1, "tiers": []}, "sync_load_budget_bytes"),
+    ],
+)
+def test_options_that_are_not_accepted_are_named(
+    extra: dict[str, Any], field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KVTIERS_CONFIG", raising=False)
+    with pytest.raises(ConfigError, match=f"^{field}: "):
+        made(extra, monkeypatch)
+
+
+def test_what_the_engine_was_told_is_left_as_it_is(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    extra = {"way": "tier", "config_file": str(file)}
+    before = config_of(extra)
+    with monkeypatch.context() as patch:
+        patch.setattr(OffloadingConnector, "__init__", lambda *_: None)
+        KVTiersConnector(before, KVConnectorRole.WORKER, kv_cache_config(FULL))
+    assert before.kv_transfer_config.kv_connector_extra_config == extra
+
+
+def test_what_is_printed_for_a_file_is_taken(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = printed(file)
+    for way in ("spec", "tier"):
+        assert ways[way]["kv_connector"] == "KVTiersConnector"
+        _, options = made(ways[way]["kv_connector_extra_config"], monkeypatch)
+        assert options["spec_name"] == {"spec": "KVTiersSpec", "tier": "TieringOffloadingSpec"}[way]
+
+
+def test_vllm_knows_it_by_the_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KVConnectorFactory, "_registry", {})
+    for _ in range(2):  # vLLM may call it several times
+        ENTRY_POINT.load()()
+    for name in ("KVTiersConnector", "SharedStorageConnector"):
+        assert KVConnectorFactory.get_connector_class_by_name(name).__name__ == name
+
+
+def test_a_step_in_which_another_connector_loads_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    connector, _ = made({"cpu_bytes_to_use": 1 << 20, "tiers": []}, monkeypatch)
+    monkeypatch.setattr(OffloadingConnector, "build_connector_meta", lambda _, step: step)
+    step = SchedulerOutput.make_empty()
+    assert connector.build_connector_meta(step) is step
+    step.has_sync_kv_loads = True
+    with pytest.raises(ConfigError, match="connectors: .* may load within a step"):
+        connector.build_connector_meta(step)
+
+
+@pytest.mark.skipif(not translate._MISTAKES_BLOCKS_OF_STREAMS, reason="this vLLM takes no block for another")
+@pytest.mark.parametrize("call", ["on_new_request", "get_num_new_matched_tokens"])
+def test_a_request_that_comes_in_parts_is_held_back_before_vllm_sees_it(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connector, _ = made({"cpu_bytes_to_use": 1 << 20, "tiers": []}, monkeypatch)
+    seen: list[Any] = []
+    monkeypatch.setattr(OffloadingConnector, call, lambda _, request, *__: seen.append(request.kv_transfer_params))
+    for resumable in (True, False):
+        request = SimpleNamespace(resumable=resumable, kv_transfer_params=None)
+        getattr(connector, call)(request, *([0] if call != "on_new_request" else []))
+    assert seen == [{"max_offload_tokens": 0}, None]
+
+
+def test_the_api_process_gets_the_metrics_of_the_spec_that_is_made(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        OffloadingConnector,
+        "build_prom_metrics",
+        classmethod(lambda _, config, *__: config.kv_transfer_config.kv_connector_extra_config["spec_name"]),
+    )
+    config = config_of({"config_file": str(file)})
+    assert KVTiersConnector.build_prom_metrics(config, {}, [], {}) == "KVTiersSpec"
