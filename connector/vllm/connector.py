@@ -13,7 +13,6 @@ the name from its plug-in entry points; elsewhere add ``"kv_connector_module_pat
 from __future__ import annotations
 
 import copy
-import logging
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
@@ -23,8 +22,6 @@ from connector.vllm.handed import handing_over
 from connector.vllm.logs import log_as_vllm
 from connector.vllm_config import connector_options
 from connector.vllm_plugin import register
-
-logger = logging.getLogger(__name__)
 
 
 class KVTiersConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is not installed where mypy runs

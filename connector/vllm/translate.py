@@ -35,6 +35,7 @@ from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
 
 from connector.base import CacheConfig, KVCacheGroup, ModelConfig, OffloadingConfig, ParallelConfig
 from connector.vllm import versions
+from connector.vllm.identity import identity, identity_digest, log_identity
 from connector.vllm.versions import check_version as check_version
 from connector.vllm.weights import kv_revision, value_digest
 from tiers.base import JobMetadata, JobResult, OffloadingEvent
@@ -204,7 +205,9 @@ def _model_name(vllm_config: Any | None, name: str) -> str:
 def _model_revision(vllm_config: Any) -> str | None:
     if getattr(vllm_config, "model_config", None) is None:
         raise ConfigError("vLLM's config has none, so KV of different models could be mixed up", field="model_config")
-    return kv_revision(vllm_config)
+    found = identity(vllm_config)
+    log_identity(found)
+    return "+".join(filter(None, (kv_revision(vllm_config), identity_digest(found)))) or None
 
 
 def kv_platform(vllm_config: Any | None, block_sizes: Iterable[int], *, by_token: bool = False) -> str:

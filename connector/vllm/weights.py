@@ -33,7 +33,7 @@ _KV_SCALE = re.compile(r"(.*\.)?((kv|[qkv]|prob)(_cache)?[._](scale|zero_point)|
 HEADER_BYTES_MAX = 100 << 20  # of safetensors' own
 _SCALE_BYTES_MAX = 1 << 16
 
-_CONFIG_DIGEST = re.compile(rf"config:[0-9a-f]{{{_DIGEST_HEX_DIGITS}}}(?=\+|$)")  # a commit has 40
+_OF_SCHEDULER = re.compile(rf"(config|engine):[0-9a-f]{{{_DIGEST_HEX_DIGITS}}}(?=\+|$)")  # a commit has 40
 _WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
 #: What else decides what the weights mean. Not a tokenizer: blocks are named by token ids.
 _CONFIGS = re.compile(r"config\.json|params\.json|.*quant.*config\.json|(video_)?(pre)?processor_config\.json|.*\.py")
@@ -386,8 +386,8 @@ def config_digest(hf_config: Any) -> str | None:
 
 
 def without_config(revision: str | None) -> str:
-    """A ``kv_revision`` without its ``config_digest``."""
-    return _CONFIG_DIGEST.sub("", revision or "")
+    """A revision without what may differ in workers: a ``config_digest``, and an ``identity_digest``."""
+    return _OF_SCHEDULER.sub("", revision or "").strip("+")
 
 
 def _contents(file: Path, *, samples: int) -> Iterator[bytes]:

@@ -131,6 +131,7 @@ def spied_stores(monkeypatch: pytest.MonkeyPatch) -> list[JobMetadata]:
     return jobs
 
 
+@dataclasses.dataclass(init=False)
 class VllmConfig(SimpleNamespace):
     """What kvtiers looks at of vLLM's. ``changes`` are its fields."""
 

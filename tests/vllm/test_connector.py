@@ -30,7 +30,8 @@ pytestmark = pytest.mark.outside
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 (ENTRY_POINT,) = (
-    EntryPoint(*entry, "vllm.general_plugins") for entry in PROJECT["entry-points"]["vllm.general_plugins"].items()
+    EntryPoint(name, value, "vllm.general_plugins")
+    for name, value in PROJECT["entry-points"]["vllm.general_plugins"].items()
 )
 
 

@@ -35,7 +35,7 @@ def ours(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def prefixes() -> Any:
-    connector = SharedStorageConnector.__new__(SharedStorageConnector)
+    connector: Any = SharedStorageConnector.__new__(SharedStorageConnector)
     connector._worker = SimpleNamespace(register=lambda _: None)
     return connector
 

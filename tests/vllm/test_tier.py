@@ -380,7 +380,12 @@ def test_after_a_failed_load_of_a_request_that_was_aborted_the_next_one_is_told_
     assert tier.lookup(some[0], behind) is LookupResult.HIT
     tier.submit_load(TransferJob(8, some, np.array([1]), True, behind))
     ended: list[Any] = []
-    wait_for(lambda: ended.extend(tier.get_finished_jobs()) or len(ended) == 2)
+
+    def have_ended() -> bool:
+        ended.extend(tier.get_finished_jobs())
+        return len(ended) == 2
+
+    wait_for(have_ended)
     assert [(each.success, each.successful_keys) for each in ended] == [(False, None)] * 2
     assert tier.lookup(some[0], behind) is LookupResult.MISS
     assert tier.lookup(some[0], request("later")) is LookupResult.MISS

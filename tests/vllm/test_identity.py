@@ -1,0 +1,164 @@
+"""identity: every field of vLLM's config objects counts, unless the table says why it does not."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pkgutil
+import subprocess
+import sys
+from importlib import import_module
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
+
+import vllm.config
+
+from connector.vllm import identity as module
+from connector.vllm import versions
+from connector.vllm.identity import IGNORED, IGNORED_VARIABLES, identity, identity_digest, is_ignored
+from tests.vllm.engines import VllmConfig
+from tiers.errors import ConfigError
+
+
+def config_classes() -> list[type]:
+    """All config objects of the installed vLLM."""
+    found: dict[str, type] = {}
+    for each in pkgutil.iter_modules(vllm.config.__path__, "vllm.config."):
+        for value in vars(import_module(each.name)).values():
+            if (
+                isinstance(value, type)
+                and dataclasses.is_dataclass(value)
+                and value.__module__.startswith("vllm.config")
+            ):
+                found[value.__name__] = value
+    return [found[name] for name in sorted(found)]
+
+
+CLASSES = config_classes()
+FIELDS = [(cls, field) for cls in CLASSES for field in dataclasses.fields(cls)]
+
+
+@dataclasses.dataclass
+class Holder:
+    """Stands for a VllmConfig that has one of these."""
+
+    held: Any = None
+
+
+def at_defaults(cls: type) -> Any:
+    """One without what its constructor derives."""
+    made: Any = object.__new__(cls)
+    for field in dataclasses.fields(cls):
+        try:
+            object.__setattr__(made, field.name, module._default(field))
+        except Exception:  # a default that needs the others
+            object.__setattr__(made, field.name, None)
+    return made
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_a_changed_field_changes_the_namespace_unless_it_is_in_the_table(cls: type) -> None:
+    before = identity(Holder(at_defaults(cls)), {})
+    for field in dataclasses.fields(cls):
+        changed = at_defaults(cls)
+        object.__setattr__(changed, field.name, "another value")
+        differs = identity(Holder(changed), {}) != before
+        assert differs != is_ignored(cls, field.name), f"{cls.__name__}.{field.name}"
+
+
+def test_every_line_of_the_table_names_what_some_supported_release_has() -> None:
+    """Classes and fields of other releases than the installed one are few: most lines are of this one."""
+    known = {cls.__name__: {field.name for field in dataclasses.fields(cls)} for cls in CLASSES}
+    lines = [(cls, name) for cls, by_why in IGNORED.items() for names in by_why.values() for name in names.split()]
+    elsewhere = [(cls, name) for cls, name in lines if cls not in known or (name != "*" and name not in known[cls])]
+    assert len(elsewhere) <= ELSEWHERE_MAX, elsewhere
+    assert len(lines) == len(set(lines))
+    variables = [name for names in IGNORED_VARIABLES.values() for name in names.split()]
+    assert len(variables) == len(set(variables))
+
+
+ELSEWHERE_MAX = 30
+
+
+def test_a_field_that_no_release_has_yet_counts() -> None:
+    cls = dataclasses.make_dataclass(
+        "SchedulerConfig", [("max_num_seqs", int, 1), ("new", bool, False)], bases=(), frozen=False
+    )
+    assert identity(Holder(cls(max_num_seqs=8)), {}) == {}
+    assert identity(Holder(cls(new=True)), {}) == {"held.new": True}
+
+
+def test_variables_that_are_set_count() -> None:
+    environ = {
+        "VLLM_LOGGING_LEVEL": "DEBUG",
+        "VLLM_PORT": "1",
+        "VLLM_DIST_IDENT": "of a process",
+        "HOME": "/root",
+        "VLLM_NEVER_HEARD_OF": "1",
+    }
+    assert identity(VllmConfig(), environ) == {"VLLM_NEVER_HEARD_OF": "1"}
+
+
+def test_an_unknown_release_is_on_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert identity(VllmConfig(), {}) == {}
+    monkeypatch.setattr(versions, "release", lambda: (0, 99))
+    monkeypatch.setattr(versions, "VERSION", "0.99.0")
+    assert identity(VllmConfig(), {}) == {"vllm": "0.99.0"}
+
+
+def test_a_config_of_another_kind_is_refused() -> None:
+    with pytest.raises(ConfigError, match="vllm_config: .*not a dataclass"):
+        identity(object(), {})
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "are_alike"),
+    [
+        ({"b": 1, "a": {2, 1}}, {"a": {1, 2}, "b": 1}, True),
+        ((1, 2), [1, 2], True),
+        ([1, 2], [2, 1], False),
+        ({"a": 1}, {"a": "1"}, False),
+        (os.path.join, os.path.split, False),
+    ],
+)
+def test_values_are_the_same_in_whatever_order_they_were_written(one: Any, other: Any, are_alike: bool) -> None:
+    digests = {identity_digest(identity(Holder(value), {})) for value in (one, other)}
+    assert (len(digests) == 1) == are_alike
+
+
+def test_an_object_that_cannot_be_told_from_others_counts_by_its_type_and_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    module._say_that_the_type_counts.cache_clear()
+    first, second = (identity(Holder({"plugin": object()}), {}) for _ in range(2))
+    assert first == second
+    assert "held is a builtins.object, of which the namespace has the type alone" in caplog.text
+
+
+def test_two_processes_agree() -> None:
+    script = """
+import json, vllm.config
+from connector.vllm.identity import identity
+print("ID", json.dumps(identity(vllm.config.VllmConfig(), {}), default=str))
+"""
+    printed = []
+    for seed in ("1", "2"):
+        run = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, env={**os.environ, "PYTHONHASHSEED": seed}
+        )
+        printed.append([json.loads(line[3:]) for line in run.stdout.splitlines() if line.startswith("ID ")])
+    assert len(printed[0]) == 1, run.stderr
+    assert printed[0] == printed[1]
+
+
+def test_what_is_logged_has_no_secret(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    module._log_identity.cache_clear()
+    module.log_identity({"a": True, "b": "triton", "c": "hf_0123456789abcdefghijkl", "d": {"key": "secret"}})
+    assert "a=True, b=triton, c=(" in caplog.text
+    assert "hf_" not in caplog.text
+    assert "secret" not in caplog.text
