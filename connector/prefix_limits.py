@@ -16,7 +16,7 @@ from tiers.capacity.link import TOUCH_EVERY_S, CollectorLink
 from tiers.capacity.policy import CapacityPolicy
 from tiers.file_mapper import FileMapper
 from tiers.layers.worker_process import StoreRecipe
-from tiers.open_store import open_tool_store, tool_recipe
+from tiers.open_store import for_engine, open_tool_store, tool_recipe
 from tiers.tier_config import BoundedTierConfig, NfsTierConfig
 
 USE_NOTED_S = 3600.0
@@ -57,7 +57,8 @@ class PrefixLimits:
         with self._lock:
             if self._account is None:
                 newcomer_s = NFS_NEWCOMER_S if isinstance(self._place, NfsTierConfig) else 0.0
-                self._account = Account(open_tool_store(self._place), self.policy.max_bytes, newcomer_s=newcomer_s)
+                store = open_tool_store(for_engine(self._place))
+                self._account = Account(store, self.policy.max_bytes, newcomer_s=newcomer_s)
             return self._account
 
     def start_collector(self, mapper: FileMapper) -> CollectorLink:

@@ -321,7 +321,9 @@ class BlockMover:
                 self._seal.open_in_place(key, row, trailer, seen)
                 return True
             except (SealError, BlobCorruptError) as e:
-                failure = e
+                # Without its traceback, which refers to this frame: that circle would keep the region's memory until
+                # the cyclic collector runs.
+                failure = e.with_traceback(None)
             except BlobNotFoundError:
                 batch.gone.append(key)
                 return False

@@ -22,7 +22,7 @@ from tiers.keyring import KEY_VARIABLES, load_keys
 from tiers.lookup import LookupOptions
 from tiers.mounts import missing_mount
 from tiers.namespace import open_namespace
-from tiers.open_store import store_recipe, tool_recipe
+from tiers.open_store import for_engine, open_store, store_recipe, tool_recipe
 from tiers.plain_logs import get_logger
 from tiers.seal import TRAILER_BYTES, Checksum, Seal
 from tiers.seal_kinds import seal_factory
@@ -45,6 +45,8 @@ logger = get_logger(__name__)
 
 BEGIN_SHARE_MIN = 0.2  # of job_deadline_s, however long one call may take
 TASKS_OF_BOUND = 64  # at least so many batches fill a bounded tier
+CORE_BYTES = 4 << 20  # of a worker's memory, for obstore's thread on each core
+FSSPEC_COPIES = 4  # of a block, by a driver that moves it
 AT_ONCE_BYTES_MAX = 256 << 20  # under way, in one direction of a worker that waits
 NFS_NEWCOMER_S = 60.0  # acdirmax's default: so long other hosts may not see a new name
 
@@ -178,8 +180,8 @@ def _start(
     if store is None:
         if mapped:
             options = _tier_options(config, row_bytes, in_workers=False)
-        store_class, store_options = store_recipe(config)
-        store = store_class(**store_options)
+        why = f"isolation: {config.isolation}"
+        store = open_store(for_engine(config, f"tier {name}", f"{why}, and {unmappable}" if unmappable else why))
     collector = None
     try:
         mapper_class = VllmFileMapper if _is_raw(config) else FileMapper
@@ -252,6 +254,7 @@ def _open_in_workers(name: str, config: TierConfig, options: TierOptions, view: 
             n_workers=options.n_read_threads + options.n_write_threads + LOAD_ONLY_THREADS + config.lookup_threads,
             deadline_s=config.job_deadline_s,
             hidden_variables=frozenset(KEY_VARIABLES),
+            memory_bytes_max=_worker_bytes_max(config, options, Rows(view).row_bytes),
         )
     except WorkersUnavailableError as e:
         if config.isolation == "process":
@@ -262,6 +265,16 @@ def _open_in_workers(name: str, config: TierConfig, options: TierOptions, view: 
             ) from e
         logger.warning("tier %s: isolation: auto is threads of this process here: %s", name, e)
         return None
+
+
+def _worker_bytes_max(config: TierConfig, options: TierOptions, row_bytes: int) -> int | None:
+    """How much memory of its own a worker may have beyond what it starts with; None: it asks no server."""
+    if not isinstance(config, NetworkTierConfig):
+        return None
+    copies = FSSPEC_COPIES if isinstance(config, FsspecTierConfig) else 0
+    copies += config.protection == "aes-gcm"  # a block is encrypted into its thread's buffer
+    cores = os.cpu_count() or 1
+    return config.worker_memory + cores * CORE_BYTES + copies * options.worker_threads_max * row_bytes
 
 
 def _check_room(name: str, policy: CapacityPolicy) -> None:

@@ -5,12 +5,17 @@ The store's module is imported here and not before, so that a process pays only 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from tiers.errors import ConfigError
 from tiers.file_mapper import FORMAT_VLLM_RAW
+from tiers.plain_logs import get_logger
 from tiers.store import Store
 from tiers.tier_config import FsspecTierConfig, FsTierConfig, MemoryTierConfig, NfsTierConfig, S3TierConfig, TierConfig
+
+logger = get_logger(__name__)
+
+C = TypeVar("C", bound=TierConfig)
 
 
 def store_recipe(config: TierConfig) -> tuple[type[Store], dict[str, Any]]:
@@ -48,6 +53,29 @@ def store_recipe(config: TierConfig) -> tuple[type[Store], dict[str, Any]]:
         options = {"url": config.url, "storage_options": config.storage_options, "read_only": config.read_only}
         return FsspecStore, options
     raise ConfigError(f"{config.type!r} has no store of ours", field="type")
+
+
+def for_engine(config: C, name: str = "", why: str = "") -> C:
+    """A tier's options for a store in the engine's own process, which no server's answer may end.
+
+    obstore allocates what an answer's Content-Length says, and aborts its process where that cannot be had. So boto3
+    takes its place, with the bounds of ``tiers.stores.s3_boto_http``.
+
+    Args:
+        name: whose store it is; "": this was logged before.
+        why: the store is in this process.
+    """
+    if not isinstance(config, S3TierConfig) or config.client != "obstore":
+        return config
+    if name:
+        logger.warning(
+            "%s: boto3 moves blocks instead of obstore, at more CPU time: in the engine's own process (%s) a server's "
+            "answer could make obstore abort the engine. Set isolation: process where workers can be had, or client: "
+            "boto3",
+            name,
+            why,
+        )
+    return config.model_copy(update={"client": "boto3"})
 
 
 def _folder_options(config: FsTierConfig | NfsTierConfig) -> dict[str, Any]:

@@ -310,6 +310,11 @@ class NetworkTierConfig(BoundedTierConfig):
     n_threads_max: Threads = Field(
         64, description="Up to so many of each, where the storage is far and more of them bring more."
     )
+    worker_memory: Annotated[Size, Field(ge=64 << 20)] = Field(
+        512 << 20,
+        description="Memory that a worker process may take beside what its blocks and cores need. A worker that takes "
+        "more, because a server's answer has no end, is ended and replaced.",
+    )
     absent_ttl_s: Annotated[float, Field(ge=0, le=86_400)] = Field(5.0, description="How long 'absent' is believed.")
     gc_every_s: Annotated[float, Field(ge=1, le=30 * 86_400)] = Field(
         3600.0, description="How often the collector lists everything, for ttl and to measure."
@@ -321,7 +326,9 @@ class S3TierConfig(NetworkTierConfig):
 
     type: Literal["s3"] = "s3"
     isolation: Literal["auto", "thread", "process"] = Field(
-        "auto", description="process: as fast beside a busy engine as beside an idle one. auto: where it can be."
+        "auto",
+        description="process: as fast beside a busy engine as beside an idle one. auto: where it can be. In threads of "
+        "the engine's process boto3 moves the blocks, whatever client says.",
     )
     job_deadline_s: Seconds = Field(15.0, description="As for every tier; longer, for its retries.")
     lookup_deadline_s: Seconds = Field(0.5, description=LOOKUP_DEADLINE)

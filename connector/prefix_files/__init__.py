@@ -8,7 +8,7 @@ from connector.prefix_files.base import FILES_AT_ONCE, Files
 from connector.prefix_files.bucket import BucketFiles
 from connector.prefix_files.folder import FolderFiles
 from connector.prefix_files.fsspec_url import FsspecFiles
-from tiers.open_store import open_store
+from tiers.open_store import for_engine, open_store
 from tiers.tier_config import BoundedTierConfig, FsspecTierConfig, FsTierConfig, NfsTierConfig, S3TierConfig
 
 __all__ = ["FILES_AT_ONCE", "Files", "files_for"]
@@ -23,7 +23,7 @@ def files_for(place: BoundedTierConfig) -> Files:
         ConfigError: fsspec does not know the URL, or a package is missing.
     """
     if isinstance(place, S3TierConfig):
-        store: Any = open_store(place)
+        store: Any = open_store(for_engine(place, "prefixes", "they have no worker processes"))
         return BucketFiles(
             store, max(place.n_read_threads, place.n_write_threads), min(THREADS_MAX, place.n_threads_max)
         )

@@ -1620,6 +1620,29 @@ def test_a_batch_that_fails_as_a_whole_holds_no_rows() -> None:
         gc.enable()
 
 
+@pytest.mark.parametrize("damage", [b"", b"short"])
+def test_a_bad_block_holds_no_rows(damage: bytes) -> None:
+    """At every flipped bit the region could not be unmapped before the cyclic collector ran."""
+    store = MemoryStore()
+    rows = bytearray(ROWS * ROW_BYTES)
+    tier = StoreTierManager(FakeSpec(), memoryview(rows).cast("b", (ROWS, ROW_BYTES)), "test", store=store)
+    bench = Bench(lambda: store)
+    assert bench.store(tier, KEYS[:1]).success
+    name = tier.mapper.relative_name(KEYS[0])
+    blob = bytearray(store.size(name) or 0)
+    store.get_into(name, [memoryview(blob)])
+    blob[0] ^= 1
+    store.put(name, [memoryview(damage or blob)], overwrite=True)
+    gc.disable()
+    try:
+        assert not bench.load(tier, KEYS[:1]).success
+        tier.primary_kv_view.release()
+        tier.shutdown()
+        rows.extend(b"x")  # a BufferError where somebody still has a view
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize(("name", "label"), [(1, "1"), (0, "0"), (None, "test"), ("", "test")])
 def test_a_tiers_name_is_text_whatever_yaml_makes_of_it(name: Any, label: str) -> None:
     tier = Bench(MemoryStore).tier(name=name)

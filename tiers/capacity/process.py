@@ -24,7 +24,7 @@ from tiers.capacity.account import read_measured, used_bytes
 from tiers.capacity.collector import Collector
 from tiers.capacity.policy import CapacityPolicy
 from tiers.errors import StoreError
-from tiers.layers.isolate_worker import die_with_parent, log_to_stderr, make_store, own_output
+from tiers.layers.isolate_worker import die_with_parent, limit_memory, log_to_stderr, make_store, own_output
 from tiers.plain_logs import get_logger
 from tiers.store import Store, SupportsTouch
 
@@ -36,12 +36,14 @@ RUN_SHARE = 1 / 3  # of the time that runs may take, whatever there is to do
 NOTE_S_MAX = 2.0  # at a time; the lease is renewed in between
 ERROR_PAUSE_S_MAX = 60.0
 EXIT_S = 0.3
+MEMORY_BYTES_MAX = 2 << 30  # of this process, whatever a server answers; uses that wait take a tenth of it
 
 
 def main() -> None:
     """Serve standard input and output until the input ends. The argument is the parent's pid."""
     die_with_parent(int(sys.argv[1]))
     os.nice(NICENESS)
+    limit_memory(MEMORY_BYTES_MAX)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to handle
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # by an exception, so that the lease is released
     tell = partial(_tell, own_output())

@@ -71,6 +71,8 @@ class ProcessIsolatedStore(Store):
             not part of it, so that none is killed because others hang, but takes as long at most.
         close_s: how long ``close`` takes at most; calls under way have half of it to end.
         hidden_variables: environment variables that workers do not get.
+        memory_bytes_max: of each worker's own, beyond what it has at its start; None: no limit. A worker that wants
+            more dies, as one that is killed does.
         clock: monotonic seconds.
 
     Raises:
@@ -89,6 +91,7 @@ class ProcessIsolatedStore(Store):
         deadline_s: float = 10.0,
         close_s: float = 3.0,
         hidden_variables: Collection[str] = (),
+        memory_bytes_max: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if n_workers < 1 or deadline_s <= 0 or close_s <= 0:
@@ -100,7 +103,7 @@ class ProcessIsolatedStore(Store):
         self._listings = 0
         self._region = MappedRegion(region) if region is not None else None
         imports = RUN_MODULES if region is not None else ()
-        config = {**recipe.encode(), "imports": imports}
+        config = {**recipe.encode(), "imports": imports, "memory_bytes_max": memory_bytes_max}
         self._pool = WorkerPool(
             config, region=self._region, n_workers=n_workers, clock=clock, hidden_variables=hidden_variables
         )

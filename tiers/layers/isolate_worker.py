@@ -19,11 +19,13 @@ import json
 import logging
 import mmap
 import os
+import resource
 import select
 import signal
 import socket
 import struct
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -42,6 +44,8 @@ OPTIONAL_METHODS = ("get_tail", "quarantine")  # the parent has them only where 
 _LENGTHS = struct.Struct("!II")
 _PR_SET_PDEATHSIG = 1
 _MADV_POPULATE_WRITE = 23  # not in the mmap module
+_THREAD_STACK_BYTES = 1 << 20  # not the usual 8 MiB, which count for ``limit_memory`` though hardly used
+_OUT_OF_MEMORY_STATUS = 3
 _TOUCH_BYTES = 64 << 20  # takes a millisecond or two, which a request may have to wait for
 
 
@@ -94,6 +98,9 @@ def _receive(sock: socket.socket, size: int, wait: Callable[[], None]) -> memory
 
 def encode_error(error: BaseException) -> list[str]:
     """An error as ``[class, message, key]``; one that is no StoreError becomes one, as only those leave a store."""
+    if isinstance(error, MemoryError):
+        # By ``limit_memory``: the next call is to have a worker that has memory. The caller hears that this one died.
+        os._exit(_OUT_OF_MEMORY_STATUS)
     if not isinstance(error, StoreError):
         return ["StoreError", f"{type(error).__name__}: {error}", ""]
     # Other people's stores may have subclasses of their own, which the parent may not know.
@@ -184,6 +191,21 @@ def own_log_level() -> int:
     return logging.getLogger(_LOGGER).getEffectiveLevel()
 
 
+def limit_memory(bytes_max: int) -> None:
+    """Let this process have so much more memory of its own: what a library asks for beyond it makes the process fail.
+
+    Shared memory, such as the region, does not count. Nor is a core file written when it is aborted.
+    """
+    threading.stack_size(_THREAD_STACK_BYTES)
+    os.environ.setdefault("RUST_BACKTRACE", "0")  # obstore's last words are a line then, not a screen
+    with open("/proc/self/status", encoding="ascii") as f:
+        used_kib = next(int(line.split()[1]) for line in f if line.startswith("VmData:"))
+    for kind, limit in ((resource.RLIMIT_DATA, (used_kib << 10) + bytes_max), (resource.RLIMIT_CORE, 0)):
+        hard = resource.getrlimit(kind)[1]
+        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(kind, (limit, hard))
+
+
 def own_output() -> TextIO:
     """Standard output, for this process's messages alone; what libraries print goes to standard error from now on."""
     output = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -196,7 +218,8 @@ class _Worker:
 
     Args:
         config: ``module``, ``name`` and ``options`` of the store, ``bounce_fd``, ``region``: [descriptor, offset,
-            length] or null, and ``imports``: modules that ``run`` will want.
+            length] or null, ``imports``: modules that ``run`` will want, and ``memory_bytes_max`` for
+            ``limit_memory``, or null.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -234,6 +257,10 @@ class _Worker:
 
     def open_early(self) -> None:
         """Make the store before anybody waits for it. If that fails, a request will hear why."""
+        if self._config["memory_bytes_max"] is not None:
+            for module in self._config["imports"]:  # before: numpy's threads take what the number of cores needs
+                importlib.import_module(module)
+            limit_memory(self._config["memory_bytes_max"])
         try:
             self._open()
         except Exception:  # noqa: BLE001 - the next request raises it again, and reports it

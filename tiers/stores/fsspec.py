@@ -426,7 +426,10 @@ class FsspecStore(Store):
             error = type(e)(str(e), key=key)
         except Exception as e:  # noqa: BLE001 - any driver, any exception
             error = translate(e, key)
-        raise error
+        try:
+            raise error
+        finally:
+            del error  # it refers to this frame, and so to the caller's memory
 
 
 def _outcome(call: Callable[[str], Any], path: str) -> Any:

@@ -46,6 +46,8 @@ __all__ = ["S3Options", "S3Store"]
 
 logger = get_logger(__name__)
 
+SCRATCH_BYTES: Final = 1 << 20
+SKIPPED_BYTES_MAX: Final = 1 << 30  # of a blob whose tail is wanted, from a server that ignores ranges
 CHECK_S_MAX: Final = 3.0  # `kvtiers check` answers within 5 s, imports included
 TRY_S_MAX: Final = 5.0  # where the bucket has answered
 
@@ -97,7 +99,10 @@ class S3Store(Store):
             except RequestRefusedError as e:
                 refused = e.with_traceback(None)
             if self._clock() > latest_start:
-                raise refused
+                try:
+                    raise refused
+                finally:
+                    refused = None  # it refers to this frame, and so to the caller's memory
         if not overwrite and self._size(key, latest_start) is not None:
             return False
         published = self._put(key, plain, latest_start, create=False)
@@ -128,7 +133,7 @@ class S3Store(Store):
 
         self._get_into(key, parts, careful)
         if raised:
-            raise raised[0]
+            raise raised.pop()  # none is kept: it refers to this frame, and so to the caller's memory
 
     def size(self, key: str) -> int | None:
         return self._size(key, self._attempts.latest_start())
@@ -178,9 +183,14 @@ class S3Store(Store):
         size = self._size(key, latest_start)
         if size is None or min(size, length) == 0:
             return None if size is None else (size, b"")
-        whole = bytearray(size)
-        self._get_into(key, [memoryview(whole)], None, latest_start)
-        return size, bytes(whole[-length:])
+        if size > SKIPPED_BYTES_MAX:
+            raise BlobCorruptError(f"{size} bytes are stored, and the server sends no parts of them", key=key)
+        # What comes before the tail goes into the same memory again and again: the size is only what the server says.
+        tail = bytearray(min(size, length))
+        skipped, rest = divmod(size - len(tail), SCRATCH_BYTES)
+        scratch = memoryview(bytearray(SCRATCH_BYTES))
+        self._get_into(key, [*[scratch] * skipped, scratch[:rest], memoryview(tail)], None, latest_start)
+        return size, bytes(tail)
 
     def size_many(self, keys: Sequence[str], *, may_list: bool = True) -> list[int | Exception | None]:
         """See ``SupportsSizeMany``. A LIST may answer many keys of one folder; HEADs answer the rest.
@@ -349,7 +359,10 @@ class S3Store(Store):
                 logger.warning("%r: %s", self, refusal_in_words(refused, forms[0], form, self.options.checksum))
             return published
         assert refused is not None
-        raise refused
+        try:
+            raise refused
+        finally:
+            del refused  # as in ``put``
 
     def _put_as(self, form: PutForm, key: str, plain: list[memoryview], latest_start: float, *, create: bool) -> bool:
         name = self._name(key)
@@ -361,7 +374,10 @@ class S3Store(Store):
             missing = e.with_traceback(None)
         if self._is_listed(name, parts_size(plain), latest_start):
             return True
-        raise missing
+        try:
+            raise missing
+        finally:
+            del missing  # as in ``put``
 
     def _is_listed(self, name: str, size: int, latest_start: float) -> bool:
         """Whether an object is there, by the listing: the answer to a put may lack what proves it."""
@@ -409,7 +425,10 @@ class S3Store(Store):
             with contextlib.suppress(BlobCorruptError):  # an empty object, or a server without ranges
                 tail = self._attempts.run(key, lambda clients: clients.data.get_tail(name, 1), latest_start)
                 return tail and tail[0]
-        raise refused
+        try:
+            raise refused
+        finally:
+            del refused  # as in ``put``, which may be the caller
 
 
 def _as_bytes(parts: Sequence[memoryview]) -> list[memoryview]:

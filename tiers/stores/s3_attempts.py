@@ -71,12 +71,16 @@ class Attempts:
                 # Made anew, to name the caller's key and not the object; raised outside of this handler, to drop the
                 # client's exception, which quotes the server and whose frames hold the caller's memory.
                 error = type(e)(str(e), key=key)
+                e.__traceback__ = None  # where a frame below keeps it, that is a circle
             if isinstance(error, (CredentialsRefusedError, CredentialsLateError)):
                 self._renew(process)
             pause_s = self._rng() * min(BACKOFF_S_MAX, BACKOFF_S_FIRST * 2**attempt)
             out_of_time = isinstance(error, StoreTimeoutError) or self._clock() + pause_s > latest_start
             if not error.retryable or attempt == self._options.retries or out_of_time:
-                raise error
+                try:
+                    raise error
+                finally:
+                    del error  # it refers to this frame, and so to the caller's memory
             attempt += 1
             self._sleep(pause_s)
 

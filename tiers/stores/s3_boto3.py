@@ -2,14 +2,12 @@
 
 It keeps ObstoreClient's promises at two to six times the CPU, by these means:
 
-- A put reads the parts through a file object that hands out views of them, so botocore never joins them. Where the
-  server takes them too slowly, the file object hands out no more, which ends the put.
+- A put reads the parts through a file object that hands out views of them, so botocore never joins them.
 - A get receives from the socket straight into the slot: the body is read from the response of http.client underneath.
   botocore's own ``readinto`` reads into a new bytes object and copies that, at half the speed.
-- boto3's timeouts are per socket call, so a server that trickles bytes never trips them. A watchdog shuts the socket of
-  a body that is not complete in time. (Headers and error documents may still trickle: before an object's body there is
-  no way to its socket.)
-- Checksums, but for SHA-256, are awscrt's, as in botocore itself.
+- boto3's timeouts are per socket call, so a server that trickles bytes never trips them. ``BoundedHttp`` ends requests
+  that are late, and a watchdog here those whose body is.
+- Checksums, but for SHA-256, are awscrt's as in botocore itself.
 """
 
 from __future__ import annotations
@@ -83,7 +81,7 @@ class Boto3Client:
             arguments[name] = base64.b64encode(compute(parts)).decode()
         if form is PutForm.CHECKED:
             client = self._unsigned
-        body = _Body(parts, self._clock, self._clock() + self._options.attempt_timeout_s)
+        body = _Body(parts)
         try:
             answer = client.put_object(Bucket=self._options.bucket, Key=key, Body=body, **arguments)
         except boto_errors.ClientError as e:
@@ -92,8 +90,6 @@ class Boto3Client:
                 raise without_absence(self._session.translate(e), self._session.place) from None
             return False
         except BOTO_ERRORS as e:
-            if body.is_late:
-                raise deadline_error(self._options.attempt_timeout_s, self._session.place) from None
             raise self._session.translate(e) from None
         self._raise_unless_object(answer)
         return True
@@ -188,19 +184,12 @@ class Boto3Client:
 
 
 class _Body:
-    """The joined parts as the seekable file that botocore wants. Every read is a view of one part.
+    """The joined parts as the seekable file that botocore wants. Every read is a view of one part."""
 
-    Attributes:
-        is_late: a read after the deadline has failed. (One at the end, when all is sent, does not fail.)
-    """
-
-    def __init__(self, parts: Sequence[memoryview], clock: Callable[[], float], deadline: float) -> None:
+    def __init__(self, parts: Sequence[memoryview]) -> None:
         self._parts = parts
-        self._clock = clock
-        self._deadline = deadline
         self._size = parts_size(parts)
         self._position = 0
-        self.is_late = False
 
     def __len__(self) -> int:
         return self._size
@@ -213,9 +202,6 @@ class _Body:
         return self._position
 
     def read(self, amount: int | None = None) -> memoryview | bytes:
-        if self._position < self._size and self._clock() >= self._deadline:
-            self.is_late = True
-            raise TimeoutError
         start = self._position
         for part in self._parts:
             if start < len(part):

@@ -11,6 +11,7 @@ from botocore.credentials import EnvProvider, ReadOnlyCredentials
 from botocore.exceptions import BotoCoreError
 
 from tiers.errors import ConfigError, StoreConfigError, StorePermissionError, printable
+from tiers.stores.s3_boto_http import BoundedBotocoreSession, BoundedHttp
 from tiers.stores.s3_options import check_region
 
 _PROFILE_VARIABLES: Final = ("AWS_DEFAULT_PROFILE", "AWS_PROFILE")  # botocore looks for them in this order
@@ -50,15 +51,15 @@ class BotoConfig:
     def __str__(self) -> str:
         return printable(f"profile {self._profile!r} of {self._config_file}")
 
-    def make_session(self) -> botocore.session.Session:
-        """A botocore session that ignores empty variables."""
+    def make_session(self, http: BoundedHttp) -> botocore.session.Session:
+        """A botocore session that ignores empty variables, and whose clients are bounded."""
         variables = {}
         for name, (key, variable, default, convert) in botocore.session.Session.SESSION_VARIABLES.items():
             names = [variable] if isinstance(variable, str) else variable or []
             set_ones = [name for name in names if os.environ.get(name) != ""]
             if len(set_ones) < len(names):
                 variables[name] = (key, set_ones or None, default, convert)
-        return botocore.session.Session(session_vars=variables, profile=self._given)
+        return BoundedBotocoreSession(http, session_vars=variables, profile=self._given)
 
     def may_ask_others(self, role_arn: str | None) -> bool:
         """Whether the credential chain may start programs or ask servers; not where the keys are simply there."""

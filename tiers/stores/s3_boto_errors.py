@@ -23,6 +23,7 @@ from tiers.errors import (
     printable,
     without_keys,
 )
+from tiers.stores.s3_boto_http import AnswerTooLongError
 from tiers.stores.s3_errors import (
     CODES,
     NO_S3,
@@ -72,6 +73,8 @@ def translate(error: Exception, place: Place, timeout_s: float) -> StoreError:
         return tls_error(str(error), place)
     if isinstance(error, (boto_errors.ConnectTimeoutError, boto_errors.ReadTimeoutError)):
         return deadline_error(timeout_s, place)
+    if isinstance(error, AnswerTooLongError):
+        return StoreUnavailableError(f"endpoint: {place.endpoint_url} sends a longer answer than S3 ever does")
     for kinds, ours, hint in _UNANSWERED:
         if isinstance(error, kinds):
             return ours(hint.format(place.endpoint_url))

@@ -1,6 +1,6 @@
 """S3Control: what is rare at an S3 bucket, by boto3: listing, deletion, checks and lifecycle rules.
 
-Each request is made in a thread of its own.
+Each request is made in a thread of its own: a name server that does not answer would keep its caller.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class S3Control:
     # -- private ---------------------------------------------------------------------------------------------------
 
     def _ask(self, call: Callable[..., dict[str, Any]], **arguments: Any) -> dict[str, Any]:
-        """Make a request of the control plane in an attempt's time. boto3 alone waits as long as bytes come."""
+        """Make a request of the control plane in an attempt's time."""
         timeout_s = self._options.attempt_timeout_s
         deadline = time.monotonic() + timeout_s
         # Requests that were given up count until they end, so that a server holds no more threads than may ask.

@@ -34,6 +34,7 @@ def delete_each(names: Sequence[str], delete: Callable[[str], None]) -> dict[str
         try:
             delete(name)
         except StoreError as e:
+            e = e.with_traceback(None)  # which refers to ``lasting``
             if e.retryable:
                 lasting.append(e)
             return e

@@ -132,7 +132,7 @@ class Lookups:
                     answered_at = self._clock()
                     fastest_s = min(fastest_s, answered_at - started)
                 except StoreError as e:
-                    answers[key] = e
+                    answers[key] = e.with_traceback(None)  # which refers to ``answers``
 
         if self._head_s == _ENDLESS:
             ask(2)  # in this thread alone, to see how far away the server is

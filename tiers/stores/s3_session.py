@@ -31,6 +31,7 @@ from tiers.errors import ConfigError, StoreConfigError, StoreError, StorePermiss
 from tiers.stores.chatty_loggers import cap_chatty_loggers
 from tiers.stores.s3_boto_config import BotoConfig
 from tiers.stores.s3_boto_errors import translate
+from tiers.stores.s3_boto_http import BoundedHttp
 from tiers.stores.s3_credentials import ChainCredentials
 from tiers.stores.s3_errors import Place
 from tiers.stores.s3_options import IDLE_S_MAX, S3Options, check_endpoint
@@ -60,6 +61,7 @@ class S3Session:
         cap_chatty_loggers()
         self.options = options
         self._proxies: dict[str, str] | None = None
+        self._http = BoundedHttp(options.attempt_timeout_s)
         # For errors; until the client is made, the options are all that is known.
         source = BotoConfig(options.profile)
         self.place = Place(options.bucket, options.region or "", options.endpoint_url or "AWS", str(source))
@@ -167,14 +169,15 @@ class S3Session:
         return translate(error, self.place, self.options.attempt_timeout_s)
 
     def close(self) -> None:
-        """Close idle connections."""
+        """Close idle connections and end the watchdog."""
         self.client.close()
+        self._http.close()
 
     # -- private ---------------------------------------------------------------------------------------------------
 
     def _make_botocore_session(self, source: BotoConfig) -> botocore.session.Session:
         options = self.options
-        session = source.make_session()
+        session = source.make_session(self._http)
         # For the clients of STS, SSO and web identity that the chain makes: a refresh must end within an attempt, too.
         session.set_default_client_config(
             Config(
@@ -194,7 +197,7 @@ class S3Session:
             refresh = create_assume_role_refresher(
                 sts, {"RoleArn": options.role_arn, "RoleSessionName": f"kvtiers-{int(time.time())}"}
             )
-            session = source.make_session()
+            session = source.make_session(self._http)
             assumed = DeferredRefreshableCredentials(refresh_using=refresh, method="assume-role")
             session.register_component("credential_provider", _Fixed(assumed))
         return session

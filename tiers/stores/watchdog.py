@@ -11,18 +11,21 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from tiers.errors import StoreUnavailableError
 
 T = TypeVar("T")
 
+IDLE_S: Final = 60.0
+
 
 class Watchdog:
     """Calls a function whose time is up, such as one that shuts a socket and so ends its reader.
 
-    One thread, which the first guard starts. After ``close`` it lives as long as something is guarded; a later guard
-    starts a new one. ``_changed`` owns every field. A block that ends in time, as nearly all do, does not wake it.
+    One thread, which the first guard starts. It ends when nothing was guarded for ``IDLE_S``, and after ``close`` when
+    nothing is; a later guard starts a new one. ``_changed`` owns every field. A block that ends in time, as nearly all
+    do, does not wake it.
 
     Args:
         interval_s: it looks so often at least; best as long as deadlines usually are.
@@ -36,6 +39,7 @@ class Watchdog:
         self._guarded: dict[object, tuple[float, Callable[[], None]]] = {}
         self._thread: threading.Thread | None = None
         self._wakes_at = float("inf")
+        self._used_at = clock()
         self._closed = False
 
     @contextmanager
@@ -53,6 +57,7 @@ class Watchdog:
             elif deadline < self._wakes_at:
                 self._changed.notify()
             self._guarded[guard] = deadline, end
+            self._used_at = self._clock()
         try:
             yield
         finally:
@@ -71,6 +76,8 @@ class Watchdog:
         with self._changed:
             while self._guarded or not self._closed:
                 now = self._clock()
+                if not self._guarded and now - self._used_at > IDLE_S:
+                    break
                 for guard, (deadline, end) in list(self._guarded.items()):
                     if deadline <= now:
                         del self._guarded[guard]

@@ -27,6 +27,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
+from tiers.testing.hostile import Hostile, send_hostile
 from tiers.testing.tiny_s3 import Answer, Request, TinyS3, error
 
 LORIS_INTERVAL_S = 0.02  # between two bytes: far below any read timeout
@@ -97,7 +98,7 @@ _INSTEAD: Mapping[Fault, Answer] = {
 
 @dataclass(slots=True)
 class _Rule:
-    fault: Fault
+    fault: Fault | Hostile
     methods: Collection[str] | None
     path_contains: str
     times: int | None
@@ -112,7 +113,7 @@ class _Rule:
         )
 
 
-def _strikes(fault: Fault, request: Request) -> bool:
+def _strikes(fault: Fault | Hostile, request: Request) -> bool:
     """Whether the request has what the fault is about."""
     headers = request.headers
     proofs = [name for name in headers if name.startswith("x-amz-checksum-") or name == "content-md5"]
@@ -152,7 +153,7 @@ class HttpFaultServer:
         self.stopping = threading.Event()
         self.answer_after_s = 0.0
         self.most_under_way = 0
-        self.struck: Counter[Fault] = Counter()
+        self.struck: Counter[Fault | Hostile] = Counter()
         self._random = random.Random(0)
         self._under_way = 0
         self._lock = threading.Lock()
@@ -186,7 +187,7 @@ class HttpFaultServer:
 
     def inject(
         self,
-        fault: Fault,
+        fault: Fault | Hostile,
         *,
         methods: Collection[str] | None = None,
         path_contains: str = "",
@@ -219,7 +220,7 @@ class HttpFaultServer:
         """Store behind the clients' back."""
         self.s3.put_object(bucket, key, data)
 
-    def begin(self, request: Request) -> Fault | None:
+    def begin(self, request: Request) -> Fault | Hostile | None:
         """For the handlers: record a request and take the first fault that fits."""
         with self._lock:
             self._requests.append(request)
@@ -296,8 +297,12 @@ class _Handler(BaseHTTPRequestHandler):
             client_port=self.client_address[1],
         )
 
-    def _answer(self, request: Request, fault: Fault | None) -> None:
+    def _answer(self, request: Request, fault: Fault | Hostile | None) -> None:
         self.server.owner.stopping.wait(self.server.owner.answer_after_s)
+        if isinstance(fault, Hostile):
+            self.close_connection = True
+            send_hostile(fault, self.wfile.write, self.server.owner.stopping)
+            return
         if fault is not None and fault in _INSTEAD:
             self._send(_INSTEAD[fault])
             return
