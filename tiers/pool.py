@@ -280,10 +280,9 @@ class DualQueueThreadPool(Generic[P, T]):
             has_run = False
             if self._take_token():  # else the threads that have the tokens are about to take tasks
                 has_run = self._run_some(seat, self._take_some(self._reads))
-                if has_run:
-                    self._offer_read()
-                else:
+                if not has_run:
                     self._tokens.put(None)  # it may be a write's
+                    self._offer_read()  # another read-only thread may have found no token meanwhile
             if not has_run and self._closing:
                 self._read_tokens.put(None)  # for the next thread's end
                 return
