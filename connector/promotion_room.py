@@ -52,7 +52,6 @@ class PromotionRoom:
         by_tier: dict[int, list[Block]] = {}
         for block in blocks:
             by_tier.setdefault(request.hits.pop(block.key), []).append(block)
-            request.await_block(block)
         request.loading += len(blocks)
         if len(blocks) < len(wanted):
             request.starved_for = wanted[len(blocks)]

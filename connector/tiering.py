@@ -285,6 +285,11 @@ class TieringOffloadingManager(OffloadingManager):
 
     def _serve(self, request: Request, now: float) -> None:
         for job in self._room.begin_loads(request, now):
+            for block in job.blocks:
+                if self._failed.failed_at and self._failed.has_failed(request, block.key, job.tier):
+                    request.has_news = True  # of another request meanwhile: it waits for this one as little
+                else:
+                    request.await_block(block)
             self._submit("submit_load", job, request.context)
         if not request.hits and not request.loading and (not request.held or now >= request.held_until):
             self._requests.release(request)

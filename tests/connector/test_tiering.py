@@ -1832,3 +1832,20 @@ def test_a_request_that_found_no_room_waits_for_what_another_request_loads() -> 
     engine.manager.on_schedule_end()
     assert engine.lookup(KEYS[10:13], loads) == [None] * 3
     assert engine.lookup(KEYS[10:13], waits)[:2] == [None, None]
+
+
+def test_a_request_does_not_wait_for_its_own_load_where_anothers_has_failed_while_its_hit_had_no_room() -> None:
+    engine = Engine(num_blocks=2, auto=False, load_share=1, promotion_wait_s=5.0)
+    assert engine.manager.prepare_store(KEYS[40:42], REQ) is not None
+    engine.tier.put(KEYS[1])
+    waits = ReqContext("waits")
+    assert engine.lookup(KEYS[1:2], waits) == [None]
+    engine.clock.advance(0.1)
+    engine.manager._failed.failed_at[KEYS[1], 0] = engine.clock.now  # a load of another request
+    engine.manager.complete_store(KEYS[40:42], success=False)
+    engine.manager.on_schedule_end()
+    assert [job_keys(job) for job in engine.tier.jobs.values()] == [KEYS[1:2]]
+    assert not engine.manager.is_waiting(waits.req_id)
+    for _ in range(2):
+        assert engine.lookup(KEYS[1:2], waits) == [False]
+    assert engine.manager.lookup(KEYS[1], ReqContext("later")) is None
