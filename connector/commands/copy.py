@@ -15,12 +15,12 @@ import typer
 
 from connector.commands.places import EXIT_FAILED, Place, Ticker, complain, human_bytes, refuse, say
 from connector.commands.storage import AsJson, Config, open_places
-from tiers.builtin import bound_store
+from tiers.builtin import bound_store, record_keys
 from tiers.capacity.account import read_measured
 from tiers.capacity.collector import listed_bytes
 from tiers.conversion import Converter
 from tiers.copying import Copier, CopyReport, find_blocks
-from tiers.errors import StoreError
+from tiers.errors import ConfigError, StoreError
 from tiers.file_mapper import FORMAT_SEALED
 from tiers.open_store import open_store
 from tiers.store import Store
@@ -122,7 +122,7 @@ def _copy(command: str, source: Place, target: Place, prefixes: Iterable[str], a
                     report = copier.copy(find_blocks(from_store, prefixes))
             finally:
                 to_store.close()
-    except StoreError as e:
+    except (StoreError, ConfigError) as e:
         complain(command, f"{source.name} at {source.where} to {target.name} at {target.where}: {e}")
         raise typer.Exit(EXIT_FAILED) from e
     result = {"from": source.where, "to": target.where, **asdict(report)}
@@ -165,7 +165,7 @@ def _open_target(place: Place) -> tuple[Store, int | None]:
     try:
         if max_bytes is None:
             return store, None
-        if read_measured(store) is not None and not isinstance(config, NfsTierConfig):
+        if read_measured(store, keys=record_keys(config)) is not None and not isinstance(config, NfsTierConfig):
             return bound_store(store, config, max_bytes), None
         with Ticker(f"listing {place.name}", unit="blobs"):
             return store, max(0, max_bytes - listed_bytes(store))

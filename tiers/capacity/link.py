@@ -15,6 +15,7 @@ from queue import Full, Queue
 from typing import Any
 
 from tiers.capacity.policy import CapacityPolicy
+from tiers.capacity.records import RecordKeys
 from tiers.file_mapper import FileMapper
 from tiers.keys import OffloadKey
 from tiers.layers.loaded_code import OWN_CODE
@@ -44,6 +45,7 @@ class CollectorLink:
         mapper: names the tier's own blocks, the only ones whose removal is told.
         notes_uses: whether the store can record uses.
         hidden_variables: of the environment, that the process is not to have.
+        keys: what records are authenticated with; handed to the process by its standard input.
         clock: monotonic seconds.
     """
 
@@ -56,10 +58,12 @@ class CollectorLink:
         *,
         notes_uses: bool = True,
         hidden_variables: Collection[str] = (),
+        keys: RecordKeys | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._name = name
-        self._config = json.dumps({**recipe.encode(), "policy": asdict(policy), "prefix": mapper.block_prefix})
+        config = {**recipe.encode(), "policy": asdict(policy), "prefix": mapper.block_prefix}
+        self._config = json.dumps(config | {"record_keys": None if keys is None else keys.to_json()})
         self._mapper = mapper
         # A use must be noted well before the block would be taken for unused.
         self._touch_every_s = min(TOUCH_EVERY_S, policy.ttl_s / 4) if policy.ttl_s else TOUCH_EVERY_S

@@ -24,6 +24,7 @@ from typing import Any, TextIO
 from tiers.capacity.account import read_measured, used_bytes
 from tiers.capacity.collector import Collector
 from tiers.capacity.policy import CapacityPolicy
+from tiers.capacity.records import RecordKeys
 from tiers.errors import StoreError
 from tiers.layers.isolate_worker import die_with_parent, make_store, own_output
 from tiers.store import Store, SupportsTouch
@@ -49,6 +50,7 @@ def main() -> None:
     touches: deque[str] = deque(maxlen=TOUCHES_MAX)
     threading.Thread(target=_read_touches, args=(touches,), name="kvtiers-collector-input", daemon=True).start()
     policy = CapacityPolicy(**config["policy"])
+    keys = RecordKeys.from_json(config["record_keys"]) if config.get("record_keys") else None
 
     def tell_removed(names: list[str]) -> None:
         own = [name for name in names if name.startswith(config["prefix"])]
@@ -61,28 +63,32 @@ def main() -> None:
         try:
             if store is None:
                 store = make_store(config)
-                collector = make_collector(store, policy, touches, tell_removed)
+                collector = make_collector(store, policy, touches, tell_removed, keys)
             _note_uses(store, touches, NOTE_S_MAX)
             started_at = time.monotonic()
             report = collector.run() if collector.is_due() else None
             pause_s = error_pause_s = 0.0
             if report is not None:
                 pause_s = (time.monotonic() - started_at) * (1 / RUN_SHARE - 1)
-                tell({"report": asdict(report), "used": _used(store)})
+                tell({"report": asdict(report), "used": _used(store, keys)})
         except StoreError as e:
             tell({"error": f"{type(e).__name__}: {e}"})
             pause_s = error_pause_s = min(ERROR_PAUSE_S_MAX, max(1.0, 2 * error_pause_s))
         time.sleep(max(policy.poll_s, pause_s))
 
 
-def _used(store: Store) -> int | None:
-    used = used_bytes(store)
-    measured = read_measured(store) if used is None else None
+def _used(store: Store, keys: RecordKeys | None) -> int | None:
+    used = used_bytes(store, keys=keys)
+    measured = read_measured(store, keys=keys) if used is None else None
     return used if measured is None else measured.bytes
 
 
 def make_collector(
-    store: Store, policy: CapacityPolicy, touches: deque[str], on_removed: Callable[[list[str]], None]
+    store: Store,
+    policy: CapacityPolicy,
+    touches: deque[str],
+    on_removed: Callable[[list[str]], None],
+    keys: RecordKeys | None = None,
 ) -> Collector:
     """One that notes uses while it lists: a run takes long, and what is used meanwhile must not look old by its end."""
 
@@ -94,7 +100,7 @@ def make_collector(
         _note_uses(store, touches, min(NOTE_S_MAX, time.monotonic() - noted_at) if listed else NOTE_S_MAX)
         noted_at = time.monotonic()
 
-    return Collector(store, policy, on_removed=on_removed, on_progress=note_uses)
+    return Collector(store, policy, on_removed=on_removed, on_progress=note_uses, keys=keys)
 
 
 def _note_uses(store: Store, touches: deque[str], limit_s: float) -> None:
