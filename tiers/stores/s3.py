@@ -15,8 +15,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
+import re
 import time
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -43,6 +44,8 @@ __all__ = ["S3Options", "S3Store"]
 
 logger = logging.getLogger(__name__)
 
+USED_AT: Final = "kvtiers-used-at"  # name of the metadata; Unix seconds
+_UNIX_S: Final = re.compile(r"[0-9]{1,12}(\.[0-9]{1,9})?")
 CHECK_S_MAX: Final = 3.0  # `kvtiers check` answers within 5 s, imports included
 
 
@@ -102,6 +105,17 @@ class S3Store(Store):
             self.capabilities = replace(self.capabilities, exclusive_create=False)
             logger.warning("%r: the server refuses If-None-Match; it is asked what is there before each put", self)
         return published
+
+    def put_aged(self, key: str, parts: Sequence[memoryview], *, used_at: float) -> bool:
+        """See ``SupportsAges``. The age is metadata, because S3 sets the time of each object itself."""
+        metadata = {USED_AT: f"{used_at:.6f}"}
+        return self._put(key, _as_bytes(parts), self._attempts.latest_start(), create=False, metadata=metadata)
+
+    def used_at(self, info: KeyInfo) -> float:
+        """See ``SupportsAges``."""
+        name = self._name(info.key)
+        noted = self._attempts.run(info.key, lambda clients: clients.control.metadata(name)).get(USED_AT, "")
+        return min(info.mtime, float(noted)) if _UNIX_S.fullmatch(noted) else info.mtime
 
     def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
         self._get_into(key, parts, None)
@@ -309,12 +323,22 @@ class S3Store(Store):
                 outcomes[key] = e
         return names
 
-    def _put(self, key: str, plain: list[memoryview], latest_start: float, *, create: bool) -> bool:
+    def _put(
+        self,
+        key: str,
+        plain: list[memoryview],
+        latest_start: float,
+        *,
+        create: bool,
+        metadata: Mapping[str, str] | None = None,
+    ) -> bool:
         name = self._name(key)
 
         def put(*, checked: bool) -> bool:
             return self._attempts.run(
-                key, lambda clients: clients.data.put(name, plain, create=create, checked=checked), latest_start
+                key,
+                lambda clients: clients.data.put(name, plain, create=create, checked=checked, metadata=metadata),
+                latest_start,
             )
 
         checked = self.options.checksum != "none" and not self._checksum_refused

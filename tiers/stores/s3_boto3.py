@@ -60,7 +60,7 @@ class Boto3Client:
         self._checksum = _checksum(session.options)
         self._signing = session.client if self._checksum is None else session.make_client(sign_payload=True)
         self._watchdog = Watchdog(session.options.attempt_timeout_s, clock)
-        self._put_arguments = {
+        self._put_arguments: dict[str, Any] = {
             name: value
             for name, value in (
                 ("ServerSideEncryption", session.options.sse),
@@ -70,11 +70,21 @@ class Boto3Client:
             if value is not None
         }
 
-    def put(self, key: str, parts: Sequence[memoryview], *, create: bool, checked: bool) -> bool:
+    def put(
+        self,
+        key: str,
+        parts: Sequence[memoryview],
+        *,
+        create: bool,
+        checked: bool,
+        metadata: Mapping[str, str] | None = None,
+    ) -> bool:
         """Put an object; with ``create`` only if there is none. False: there is one."""
         arguments = dict(self._put_arguments)
         if create:
             arguments["IfNoneMatch"] = "*"
+        if metadata:
+            arguments["Metadata"] = metadata
         client = self._signing
         if checked and self._checksum is not None:
             client = self._client

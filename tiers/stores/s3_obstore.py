@@ -17,7 +17,7 @@ import asyncio
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
@@ -94,7 +94,15 @@ class ObstoreClient:
         self._direct = DirectReader(session, clock=clock) if session.proxy is None else None
         self._attributes: dict[str, str] | None = {"Storage-Class": storage_class} if storage_class else None
 
-    def put(self, key: str, parts: Sequence[memoryview], *, create: bool, checked: bool) -> bool:
+    def put(
+        self,
+        key: str,
+        parts: Sequence[memoryview],
+        *,
+        create: bool,
+        checked: bool,
+        metadata: Mapping[str, str] | None = None,
+    ) -> bool:
         """Put an object; with ``create`` only if there is none. False: there is one."""
         store = self._checked if checked else self._plain
         started = self._clock()
@@ -103,7 +111,7 @@ class ObstoreClient:
                 store,
                 key,
                 parts,
-                attributes=self._attributes,
+                attributes={**(self._attributes or {}), **(metadata or {})} or None,
                 mode="create" if create else "overwrite",
                 use_multipart=False,
             )
