@@ -366,8 +366,9 @@ def test_a_time_to_come_is_now_in_the_target(near: Path, far: Path) -> None:
 def test_blocks_keep_their_age_in_a_bucket_and_back(near: Path, far: Path, tmp_path: Path, bucket: str) -> None:
     before = make_old(far)
     there, further = tmp_path / "s3.yaml", tmp_path / "further.yaml"
-    there.write_text(f"region: {{size: 1MiB}}\ntiers:\n- {{{bucket}}}\n")
-    further.write_text(there.read_text().replace("prefix: p", "prefix: q"))
+    for path in (there, further):
+        own = bucket.replace("prefix: p", f"prefix: aged/{path.stem}")
+        path.write_text(f"region: {{size: 1MiB}}\ntiers:\n- {{{own}}}\n")
     config = write_config(near, far)
     ok("migrate", config, str(there), "--from", "far")
     ok("migrate", str(there), str(further))

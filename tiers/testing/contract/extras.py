@@ -170,7 +170,7 @@ class ExtraRules(StorePlace):
             pytest.skip("no SupportsAges")
         self.plant(store, "f/a", b"before")
         used_at = time.time() - 7 * 86_400.25
-        store.put_aged("f/a", as_parts(b"12", b"34"), used_at=used_at)
+        store.put_aged("f/a", as_parts(b"1234"), used_at=used_at)
         assert self.peek(store, "f/a") == b"1234"
         (info,) = store.keys()
         assert abs(store.used_at(info) - used_at) < 1e-3
