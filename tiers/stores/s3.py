@@ -108,7 +108,7 @@ class S3Store(Store):
 
     def put_aged(self, key: str, parts: Sequence[memoryview], *, used_at: float) -> bool:
         """See ``SupportsAges``. The age is metadata, because S3 sets the time of each object itself."""
-        metadata = {USED_AT: f"{used_at:.6f}"}
+        metadata = {USED_AT: f"{used_at:.9f}"}
         return self._put(key, _as_bytes(parts), self._attempts.latest_start(), create=False, metadata=metadata)
 
     def used_at(self, info: KeyInfo) -> float:
