@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 
-from tiers.builtin import NFS_NEWCOMER_S
+from tiers.builtin import NFS_NEWCOMER_S, record_keys
 from tiers.capacity.account import Account
 from tiers.capacity.link import TOUCH_EVERY_S, CollectorLink
 from tiers.capacity.policy import CapacityPolicy
@@ -58,7 +58,8 @@ class PrefixLimits:
             if self._account is None:
                 newcomer_s = NFS_NEWCOMER_S if isinstance(self._place, NfsTierConfig) else 0.0
                 store = open_tool_store(for_engine(self._place))
-                self._account = Account(store, self.policy.max_bytes, newcomer_s=newcomer_s)
+                keys = record_keys(self._place)
+                self._account = Account(store, self.policy.max_bytes, newcomer_s=newcomer_s, keys=keys)
             return self._account
 
     def start_collector(self, mapper: FileMapper) -> CollectorLink:
@@ -69,7 +70,7 @@ class PrefixLimits:
         """
         store_class, options = tool_recipe(self._place)
         recipe = StoreRecipe("connector.prefix_chunks", "open_chunks", {"root": StoreRecipe.of(store_class, **options)})
-        return CollectorLink("prefixes", recipe, self.policy, mapper, notes_uses=False)
+        return CollectorLink("prefixes", recipe, self.policy, mapper, notes_uses=False, keys=record_keys(self._place))
 
 
 def use_noted_s(policy: CapacityPolicy | None) -> float:

@@ -299,8 +299,13 @@ class PrefixStore:
         """Whether ``note_uses`` does anything."""
         return self._files.has_uses and not self._read_only
 
-    def note_uses(self, chunks: Sequence[Chunk]) -> None:
-        """Make the files of chunks new, where they have not been for ``use_noted_s``: what is old then is not used."""
+    def note_uses(self, chunks: Sequence[Chunk]) -> bool:
+        """Make the files of chunks new, where they have not been for ``use_noted_s``: what is old then is not used.
+
+        Returns:
+            Whether all are noted.
+        """
+        all_noted = True
         for chunk in reversed(chunks) if self.notes_uses else ():  # without its beginning the rest is of no use
             try:
                 if self._files.unused_s(chunk.path) < self.use_noted_s:
@@ -311,6 +316,8 @@ class PrefixStore:
                     self._files.touch(path)
             except (SealError, StoreError) as e:  # whoever loads it will see
                 logger.debug("a use of %s is not noted: %s", chunk.path, e)
+                all_noted = False
+        return all_noted
 
     # -- privates ----------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from tiers.block_mover import Rows
 from tiers.capacity.policy import CapacityPolicy
+from tiers.capacity.records import RecordKeys
 from tiers.config import parse_tier
 from tiers.errors import ConfigError, RegionError, StoreError, printable, public_url
 from tiers.file_mapper import FORMAT_VLLM_RAW, FileMapper, VllmFileMapper, strict_fields
@@ -308,7 +309,18 @@ def bound_store(store: Store, config: TierConfig, max_bytes: int) -> Store:
     from tiers.layers.bound import BoundedStore
 
     newcomer_s = NFS_NEWCOMER_S if isinstance(config, NfsTierConfig) else 0.0
-    return BoundedStore(store, Account(store, max_bytes, newcomer_s=newcomer_s))
+    return BoundedStore(store, Account(store, max_bytes, newcomer_s=newcomer_s, keys=record_keys(config)))
+
+
+def record_keys(config: TierConfig) -> RecordKeys | None:
+    """What the capacity records of a root are authenticated with; None where the tier has no keys.
+
+    Raises:
+        ConfigError: the keys cannot be read.
+    """
+    if config.protection == "none":
+        return None
+    return RecordKeys.of(load_keys(keys_file=config.keys_file, keys_env=config.keys_env))
 
 
 def _start_collector(
@@ -328,6 +340,7 @@ def _start_collector(
         mapper,
         notes_uses=issubclass(store_class, SupportsTouch),
         hidden_variables=frozenset(KEY_VARIABLES),
+        keys=record_keys(config),
     )
 
 

@@ -45,13 +45,17 @@ class Converter:
     Args:
         to_format: the target's, ``sealed-1`` or ``vllm-raw``; the source has the other one.
         takes_unverified: blocks that vLLM's own tier wrote are those of the one engine of ours that uses their folder.
+        dry_run: the target is only read; a namespace that it lacks would be made.
     """
 
-    def __init__(self, source: Store, target: Store, to_format: str, *, takes_unverified: bool = False) -> None:
+    def __init__(
+        self, source: Store, target: Store, to_format: str, *, takes_unverified: bool = False, dry_run: bool = False
+    ) -> None:
         self._source = source
         self._target = target
         self._to_format = to_format
         self._takes_unverified = takes_unverified
+        self._dry_run = dry_run
         self._identities: dict[str, dict[bytes, dict[str, Any]]] = {}
         self._targets: dict[bytes, tuple[str, bytes]] = {}
 
@@ -100,7 +104,11 @@ class Converter:
         if self._to_format == FORMAT_SEALED:
             namespace = namespace_of(fields)
             content = json.dumps(fields, indent=2, sort_keys=True).encode()
-            self._target.put(f"{namespace}/{CONFIG_FILE_NAME}", [memoryview(content)])  # what is there stays
+            name = f"{namespace}/{CONFIG_FILE_NAME}"
+            if not self._dry_run:
+                self._target.put(name, [memoryview(content)])  # what is there stays
+            elif self._target.size(name) is None:
+                return namespace, fingerprint
         else:
             namespace = self._find_folder(fields, fingerprint)
         if fingerprint not in read_identities(self._target, namespace):

@@ -3,10 +3,13 @@
 A block is copied as it is stored, trailer and all: name and seal say which block it is in every tier alike, and what is
 encrypted stays so. Only from one format to another it gets another name and seal (``tiers.conversion``). Each is
 checked on its way; what fails is not copied. Nothing is removed from the source.
+
+A block keeps its age (``SupportsAges``): to the target's collector it is as old as to the source's.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -26,7 +29,7 @@ from tiers.errors import (
 from tiers.file_mapper import CONFIG_FILE_NAME, identity_file_name
 from tiers.inventory import BlockName, list_blocks
 from tiers.seal import NO_TRAILER, TRAILER_BYTES, Seal, fingerprint_in
-from tiers.store import KeyInfo, Store, SupportsTail, sizes_of
+from tiers.store import KeyInfo, Store, SupportsAges, SupportsTail, sizes_of
 
 THREADS = 8  # reading or writing mostly waits, on one side at least
 BATCH_BLOCKS = 256  # asked for at once, whether the target has them
@@ -52,6 +55,8 @@ class CopyReport:
     """What became of the source's blocks.
 
     Attributes:
+        dry_run: nothing was written. ``copied`` is then what the target lacks and has room for; payloads were not read,
+            so some of these blocks may turn out to be bad.
         copied, copied_bytes: with their trailers.
         present: blocks that the target had, of the same size and with a good trailer. (Of a store that cannot read a
             blob's end by itself, of the same size.)
@@ -62,6 +67,7 @@ class CopyReport:
         no_room: the target is full, or its bound reached; the rest was not looked at.
     """
 
+    dry_run: bool = False
     copied: int = 0
     copied_bytes: int = 0
     present: int = 0
@@ -89,7 +95,9 @@ class Copier:
         room_bytes: how much may be copied; None: until the target refuses.
         converter: where the target's format is another.
         takes_unverified: copy blocks without a seal, too.
+        dry_run: only find out what would be copied; the target is only read.
         on_progress: called with the report now and then.
+        now: Unix seconds.
     """
 
     def __init__(
@@ -100,7 +108,9 @@ class Copier:
         room_bytes: int | None = None,
         converter: Converter | None = None,
         takes_unverified: bool = False,
+        dry_run: bool = False,
         on_progress: Callable[[CopyReport], None] = lambda _: None,
+        now: Callable[[], float] = time.time,
     ) -> None:
         self._source = source
         self._target = target
@@ -114,7 +124,8 @@ class Copier:
             BlockReader(source, takes_unverified=takes_unverified, takes_protected=as_stored) for _ in range(THREADS)
         ]
         self._namespaces: set[str] = set()
-        self.report = CopyReport()
+        self._now = now
+        self.report = CopyReport(dry_run=dry_run)
 
     def copy(self, blocks: Iterable[Block]) -> CopyReport:
         """Copy what the target does not have.
@@ -127,6 +138,10 @@ class Copier:
             while not self.report.no_room and (batch := list(islice(left, BATCH_BLOCKS))):
                 moves = [move for block in batch if (move := self._plan(*block)) is not None]
                 wanted = self._take_wanted(moves, self._look(moves, pool))
+                if self.report.dry_run:
+                    self.report.copied += len(wanted)
+                    self.report.copied_bytes += sum(move.info.size for move in wanted)
+                    wanted = []
                 parts = [wanted[seat::THREADS] for seat in range(THREADS)]
                 for report in pool.map(self._copy_some, parts, self._readers):
                     self._add(report)
@@ -239,9 +254,10 @@ class Copier:
         own = [identity_file_name(namespace, each) for each in identities if self._source.shares_folders]
         for key in (f"{namespace}/{CONFIG_FILE_NAME}", *own):
             data = read_small(self._source, key)
-            if data is not None:
+            if data is not None and not self.report.dry_run:
                 self._target.put(key, [memoryview(data)])  # what is there stays
-        if not read_identities(self._target, namespace):
+        is_new = self.report.dry_run and read_small(self._target, f"{namespace}/{CONFIG_FILE_NAME}") is None
+        if not is_new and not read_identities(self._target, namespace):
             raise _Unusable(f"the target's {namespace}/{CONFIG_FILE_NAME} is damaged or another namespace's")
         self._namespaces.add(namespace)
 
@@ -263,8 +279,7 @@ class Copier:
                         report.errors += 1
                         continue
                     trailer = memoryview(move.seal.trailer(move.name.offload_key, payload))
-                # What is there is no good block of this namespace.
-                self._target.put(move.target, [payload, trailer], overwrite=True)
+                self._put(move, [payload, trailer])
             except BlobNotFoundError:
                 continue  # removed since it was listed
             except StoreFullError:
@@ -278,6 +293,14 @@ class Copier:
             report.copied += 1
             report.copied_bytes += move.info.size
         return report
+
+    def _put(self, move: _Move, parts: list[memoryview]) -> None:
+        """Replace what is there, which is no good block of this namespace."""
+        used_at = self._source.used_at(move.info) if isinstance(self._source, SupportsAges) else move.info.mtime
+        if used_at > 0 and isinstance(self._target, SupportsAges):
+            self._target.put_aged(move.target, parts, used_at=min(used_at, self._now()))
+        else:
+            self._target.put(move.target, parts, overwrite=True)
 
     def _add(self, part: CopyReport) -> None:
         total = self.report

@@ -10,7 +10,6 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 
 from tiers.errors import (
     BlobCorruptError,
@@ -106,6 +105,14 @@ class FolderStore(Store):
 
     def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
         return self._put(key, parts, None, overwrite=overwrite)
+
+    def put_aged(self, key: str, parts: Sequence[memoryview], *, used_at: float) -> bool:
+        """See ``SupportsAges``."""
+        return self._put(key, parts, None, overwrite=True, used_at=used_at)
+
+    def used_at(self, info: KeyInfo) -> float:
+        """See ``SupportsAges``."""
+        return info.mtime
 
     def put_pieces(self, key: str, parts: Sequence[memoryview], look: Look, *, overwrite: bool = False) -> bool:
         """See ``SupportsPieces``."""
@@ -227,9 +234,22 @@ class FolderStore(Store):
         except OSError as e:
             raise store_error(e, "") from e
 
-    def _put(self, key: str, parts: Sequence[memoryview], look: Look | None, *, overwrite: bool) -> bool:
+    def _put(
+        self,
+        key: str,
+        parts: Sequence[memoryview],
+        look: Look | None,
+        *,
+        overwrite: bool,
+        used_at: float | None = None,
+    ) -> bool:
         root = self._use_root(key)
-        write = partial(self._write, key=key, parts=parts, look=look)
+
+        def write(fd: int) -> None:
+            self._write(fd, key=key, parts=parts, look=look)
+            if used_at is not None:
+                os.utime(fd, (used_at, used_at))
+
         try:
             if self._space is None:
                 return self._publish(root, key, write, overwrite=overwrite)

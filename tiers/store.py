@@ -238,6 +238,22 @@ class SupportsTouch(Protocol):
 
 
 @runtime_checkable
+class SupportsAges(Protocol):
+    """A store in which a copied blob keeps its age."""
+
+    def put_aged(self, key: str, parts: Sequence[memoryview], *, used_at: float) -> bool:
+        """As ``put`` with ``overwrite``, of a blob that was last used then (Unix seconds, not in the future)."""
+        ...
+
+    def used_at(self, info: KeyInfo) -> float:
+        """When a listed blob was last used or, where that is not known, written; 0.0: nobody says.
+
+        Its ``mtime``, where the storage's times can be set. Else what ``put_aged`` noted, which costs a request.
+        """
+        ...
+
+
+@runtime_checkable
 class SupportsSweep(Protocol):
     """A store that keeps things of its own beside the blobs: what dead writers left, and bad blobs."""
 

@@ -15,20 +15,22 @@ import typer
 
 from connector.commands.places import EXIT_FAILED, Place, Ticker, complain, human_bytes, refuse, say
 from connector.commands.storage import AsJson, Config, open_places
-from tiers.builtin import bound_store
-from tiers.capacity.account import read_measured
+from tiers.builtin import bound_store, record_keys
+from tiers.capacity.account import read_measured, used_bytes
 from tiers.capacity.collector import listed_bytes
 from tiers.conversion import Converter
 from tiers.copying import Copier, CopyReport, find_blocks
-from tiers.errors import StoreError
+from tiers.errors import ConfigError, StoreError
 from tiers.file_mapper import FORMAT_SEALED
-from tiers.open_store import open_store
-from tiers.store import Store
-from tiers.tier_config import BoundedTierConfig, NfsTierConfig
+from tiers.open_store import open_store, open_tool_store
+from tiers.store import Store, SupportsFreeBytes
+from tiers.stores.memory import MemoryStore
+from tiers.tier_config import BoundedTierConfig, FsTierConfig, NfsTierConfig
 from tiers.tier_place import place_of
 
 From = Annotated[str | None, typer.Option("--from", help="The tier to copy from.")]
 To = Annotated[str | None, typer.Option("--to", help="The tier to copy to.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be copied; nothing is written.")]
 
 
 def warm(
@@ -39,6 +41,7 @@ def warm(
     names: Annotated[
         Path | None, typer.Option(help="Only blocks whose names begin as a line of this file does; - is stdin.")
     ] = None,
+    dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
     """Fill a near tier from a far one: by default the first from the last. Stops where the near tier is full."""
@@ -47,7 +50,7 @@ def warm(
     if namespace is not None and names is not None:
         raise refuse("warm", "--namespace and --names exclude each other")
     prefixes = _read_names(names) if names is not None else [f"{namespace}_r" if namespace else ""]
-    report = _copy("warm", source, target, prefixes, as_json)
+    report = _copy("warm", source, target, prefixes, as_json=as_json, dry_run=dry_run)
     if report.found_none and prefixes != [""]:
         complain("warm", f"{source.name} at {source.where} has no block whose name begins so; du shows the namespaces")
         raise typer.Exit(EXIT_FAILED)
@@ -58,6 +61,7 @@ def migrate(
     target_config: Annotated[Path | None, typer.Argument(help="The target's YAML file; by default the same.")] = None,
     from_tier: From = None,
     to_tier: To = None,
+    dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
     """Copy everything from one tier to another, of the same file or of two. The source keeps what it has.
@@ -69,7 +73,7 @@ def migrate(
     source = _choose("migrate", places, from_tier, 0)
     targets = places if target_config is None else open_places("migrate", target_config, None, tells=to_tier is None)
     target = _choose("migrate", targets, to_tier, -1)
-    _copy("migrate", source, target, [""], as_json)
+    _copy("migrate", source, target, [""], as_json=as_json, dry_run=dry_run)
 
 
 def _choose(command: str, places: list[Place], name: str | None, default: int) -> Place:
@@ -94,7 +98,9 @@ def _read_names(path: Path) -> list[str]:
     return names
 
 
-def _copy(command: str, source: Place, target: Place, prefixes: Iterable[str], as_json: bool) -> CopyReport:
+def _copy(
+    command: str, source: Place, target: Place, prefixes: Iterable[str], *, as_json: bool, dry_run: bool
+) -> CopyReport:
     if _is_one_place(source, target):
         raise refuse(command, f"{source.name} and {target.name} are one place: {source.where}; accepted are two tiers")
     if target.read_only:
@@ -108,21 +114,22 @@ def _copy(command: str, source: Place, target: Place, prefixes: Iterable[str], a
     started_at = time.monotonic()
     try:
         with source.open() as from_store:
-            to_store, room = _open_target(target)
+            to_store, room = _look_into_target(target) if dry_run else _open_target(target)
             try:
                 with Ticker(f"{source.name} to {target.name}") as ticker:
                     copier = Copier(
                         from_store,
                         to_store,
                         room_bytes=room,
-                        converter=_make_converter(source, target, from_store, to_store),
+                        converter=_make_converter(source, target, from_store, to_store, dry_run=dry_run),
                         takes_unverified=source.config.takes_unverified,
+                        dry_run=dry_run,
                         on_progress=lambda r: _tell(ticker, r),
                     )
                     report = copier.copy(find_blocks(from_store, prefixes))
             finally:
                 to_store.close()
-    except StoreError as e:
+    except (StoreError, ConfigError) as e:
         complain(command, f"{source.name} at {source.where} to {target.name} at {target.where}: {e}")
         raise typer.Exit(EXIT_FAILED) from e
     result = {"from": source.where, "to": target.where, **asdict(report)}
@@ -146,11 +153,13 @@ def _format(place: Place) -> str:
     return getattr(place.config, "format", FORMAT_SEALED)
 
 
-def _make_converter(source: Place, target: Place, from_store: Store, to_store: Store) -> Converter | None:
+def _make_converter(
+    source: Place, target: Place, from_store: Store, to_store: Store, *, dry_run: bool
+) -> Converter | None:
     if _format(source) == _format(target):
         return None
     takes_unverified = source.config.takes_unverified
-    return Converter(from_store, to_store, _format(target), takes_unverified=takes_unverified)
+    return Converter(from_store, to_store, _format(target), takes_unverified=takes_unverified, dry_run=dry_run)
 
 
 def _open_target(place: Place) -> tuple[Store, int | None]:
@@ -165,10 +174,30 @@ def _open_target(place: Place) -> tuple[Store, int | None]:
     try:
         if max_bytes is None:
             return store, None
-        if read_measured(store) is not None and not isinstance(config, NfsTierConfig):
+        if read_measured(store, keys=record_keys(config)) is not None and not isinstance(config, NfsTierConfig):
             return bound_store(store, config, max_bytes), None
         with Ticker(f"listing {place.name}", unit="blobs"):
             return store, max(0, max_bytes - listed_bytes(store))
+    except BaseException:
+        store.close()
+        raise
+
+
+def _look_into_target(place: Place) -> tuple[Store, int | None]:
+    """As ``_open_target``, without writing anything there. A root folder that is missing would be made."""
+    config = place.config
+    if isinstance(config, FsTierConfig | NfsTierConfig) and not os.path.lexists(config.root_dir):
+        store: Store = MemoryStore()
+    else:
+        store = open_tool_store(config, read_only=True)
+    try:
+        rooms = []
+        if isinstance(config, FsTierConfig | NfsTierConfig) and isinstance(store, SupportsFreeBytes):
+            rooms.append(store.free_bytes() - config.min_free)
+        if isinstance(config, BoundedTierConfig) and config.max_bytes is not None:
+            used = used_bytes(store)
+            rooms.append(config.max_bytes - (listed_bytes(store) if used is None else used))
+        return store, max(0, min(rooms)) if rooms else None
     except BaseException:
         store.close()
         raise
@@ -192,7 +221,10 @@ def _tell(ticker: Ticker, report: CopyReport) -> None:
 def _show(result: dict[str, Any]) -> None:
     speed = human_bytes(result["copied_bytes"] / max(1e-9, result["seconds"]))
     say(f"{result['from']} to {result['to']}:")
-    say(f"  copied: {result['copied']:,} blocks, {human_bytes(result['copied_bytes'])} at {speed}/s")
+    if result["dry_run"]:
+        say(f"  would be copied: {result['copied']:,} blocks, {human_bytes(result['copied_bytes'])}")
+    else:
+        say(f"  copied: {result['copied']:,} blocks, {human_bytes(result['copied_bytes'])} at {speed}/s")
     for name, text in (
         ("present", "were there already"),
         ("bad", "not copied, their seal failed, or is missing, or a newer version made it (see kvtiers verify)"),
@@ -201,4 +233,5 @@ def _show(result: dict[str, Any]) -> None:
         if result[name]:
             say(f"  {text}: {result[name]:,} blocks")
     if result["no_room"]:
-        say("  stopped: the target is full (max_bytes, or its reserve of free space)")
+        would = "would stop" if result["dry_run"] else "stopped"
+        say(f"  {would}: the target is full (max_bytes, or its reserve of free space)")

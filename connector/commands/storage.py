@@ -30,10 +30,11 @@ from connector.commands.places import (
     refuse,
     say,
 )
+from tiers.builtin import record_keys
 from tiers.capacity.account import used_bytes
 from tiers.capacity.collector import Collector
 from tiers.capacity.removal import CollectReport
-from tiers.errors import KVTiersError, StoreError, printable
+from tiers.errors import ConfigError, KVTiersError, StoreError, printable
 from tiers.inventory import UNKNOWN_AGE, Inventory, block_beginnings, list_blocks
 from tiers.tier_config import BoundedTierConfig, S3TierConfig
 
@@ -135,7 +136,8 @@ def _collect(place: Place, *, dry_run: bool) -> dict[str, Any]:
     if policy is None:
         return {"skipped": "is read_only" if place.read_only else "has neither max_bytes nor ttl"}
     with place.open(writes=not dry_run) as store, Ticker(f"collecting {place.name}", unit="listed") as ticker:
-        report = _run(Collector(store, policy, on_progress=ticker.count), dry_run, policy.lease_s)
+        keys = None if dry_run else record_keys(place.config)  # who only looks needs none
+        report = _run(Collector(store, policy, on_progress=ticker.count, keys=keys), dry_run, policy.lease_s)
     return {"skipped": "another collector is at work"} if report is None else asdict(report)
 
 
@@ -203,7 +205,7 @@ class Results:
         """While its storage is asked."""
         try:
             yield
-        except StoreError as e:
+        except (StoreError, ConfigError) as e:
             complain(self._command, f"tier {place.name} at {place.where}: {e}")
             self.add({"tier": place.name, "where": place.where, "error": str(e)})
 

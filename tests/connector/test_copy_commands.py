@@ -334,6 +334,87 @@ def test_to_a_bucket_and_back(near: Path, far: Path, tmp_path: Path, bucket: str
     assert stored(near) == stored(far)
 
 
+def make_old(root: Path) -> dict[str, float]:
+    """Block n was used n hours ago."""
+    for number, path in enumerate(sorted(root.rglob("*.bin"))):
+        os.utime(path, (time.time() - 3600 * number,) * 2)
+    return used_at(root)
+
+
+def used_at(root: Path) -> dict[str, float]:
+    return {name: (root / name).stat().st_mtime for name in stored(root)}
+
+
+@pytest.mark.parametrize("command", [("warm",), ("migrate", "--from", "far", "--to", "near")])
+def test_blocks_keep_their_age(near: Path, far: Path, command: tuple[str, ...]) -> None:
+    before = make_old(far)
+    config = write_config(near, far, "ttl: 2.5h", "max_bytes: 100MiB")
+    ok(command[0], config, *command[1:])
+    assert used_at(near) == pytest.approx(before, abs=1e-3)
+    # What its source's collector would remove, the target's removes as well.
+    assert f"removed by ttl: {COUNT - 3} blocks" in ok("gc", config, "--tier", "near")
+
+
+def test_a_time_to_come_is_now_in_the_target(near: Path, far: Path) -> None:
+    """Clocks differ, and nobody has used a block tomorrow."""
+    for path in far.rglob("*.bin"):
+        os.utime(path, (time.time() + 86_400,) * 2)
+    ok("warm", write_config(near, far))
+    assert all(at <= time.time() + 1 for at in used_at(near).values())
+
+
+def test_blocks_keep_their_age_in_a_bucket_and_back(near: Path, far: Path, tmp_path: Path, bucket: str) -> None:
+    before = make_old(far)
+    there, further = tmp_path / "s3.yaml", tmp_path / "further.yaml"
+    for path in (there, further):
+        own = bucket.replace("prefix: p", f"prefix: aged/{path.stem}")
+        path.write_text(f"region: {{size: 1MiB}}\ntiers:\n- {{{own}}}\n")
+    config = write_config(near, far)
+    ok("migrate", config, str(there), "--from", "far")
+    ok("migrate", str(there), str(further))
+    ok("migrate", str(further), config, "--to", "near")
+    assert used_at(near) == pytest.approx(before, abs=1e-3)
+
+
+@pytest.mark.parametrize("command", [("warm",), ("migrate", "--from", "far", "--to", "near")])
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_dry_run_writes_nothing(near: Path, far: Path, command: tuple[str, ...], exists: bool) -> None:
+    if exists:
+        LocalStore(near).close()
+        shutil.copytree(far / Path(NAMES[0]).parent, near / Path(NAMES[0]).parent)
+        shutil.copytree(far / NAMESPACE, near / NAMESPACE)
+    config = write_config(near, far)
+    before = sorted(near.rglob("*"))
+    present = len(stored(near))
+    assert f"would be copied: {COUNT - present} blocks" in ok(*command[:1], config, *command[1:], "--dry-run")
+    result = json.loads(ok(*command[:1], config, *command[1:], "--dry-run", "--json"))
+    assert (result["dry_run"], result["copied"], result["present"]) == (True, COUNT - present, present)
+    assert result["copied_bytes"] == (COUNT - present) * BLOB
+    assert sorted(near.rglob("*")) == before
+    assert near.exists() == exists
+    done = json.loads(ok(*command[:1], config, *command[1:], "--json"))
+    assert {**done, "seconds": 0} == {**result, "seconds": 0, "dry_run": False}
+
+
+@pytest.mark.usefixtures("no_least")
+def test_a_dry_run_says_where_it_would_stop(near: Path, far: Path) -> None:
+    config = write_config(near, far, f"max_bytes: {10 * BLOB + 3000}")
+    out = ok("warm", config, "--dry-run")
+    assert "would be copied: 10 blocks" in out
+    assert "would stop: the target is full" in out
+    assert not near.exists()
+    code, out = run("migrate", config, "--from", "far", "--to", "near", "--dry-run")
+    assert code == 1
+
+
+def test_a_dry_run_tells_what_is_left_out(near: Path, far: Path) -> None:
+    (far / NAMESPACE / "config.json").unlink()
+    code, out = run("warm", write_config(near, far), "--dry-run")
+    assert code == 1
+    assert f"{NAMESPACE} is left out" in out
+    assert not near.exists()
+
+
 def test_from_a_web_server(near: Path, far: Path, tmp_path: Path) -> None:
     """Whose listings have names and no sizes."""
     config = write_config(near, far)

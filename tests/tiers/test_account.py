@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import secrets
 import threading
@@ -20,7 +21,9 @@ from tests.waiting import wait_for
 from tiers.capacity.account import (
     GRANT_SHARE,
     MEASURED,
+    OLD_PREFIXES,
     USAGE_PREFIX,
+    WRITERS_PREFIX,
     Account,
     Baseline,
     Measured,
@@ -31,7 +34,7 @@ from tiers.capacity.account import (
     read_measured,
     used_bytes,
 )
-from tiers.capacity.records import OWN_PREFIX, put_record
+from tiers.capacity.records import OWN_PREFIX, RecordKeys, get_record, put_record
 from tiers.errors import (
     StoreError,
     StoreFullError,
@@ -39,6 +42,7 @@ from tiers.errors import (
     StoreTimeoutError,
     StoreUnavailableError,
 )
+from tiers.keyring import KeyRing
 from tiers.layers.bound import BoundedStore
 from tiers.store import KeyInfo, Store
 from tiers.stores.memory import MemoryStore
@@ -84,6 +88,12 @@ def measure(store: Store, now: float, *, at: float = 0.0) -> Baseline:
     if publish_measured(store, measured, baseline.measured_id):
         forget_writers(store, baseline)
     return baseline
+
+
+def read_blob(store: Store, key: str) -> bytes:
+    data = bytearray(store.size(key) or 0)
+    store.get_into(key, [memoryview(data)])
+    return bytes(data)
 
 
 def stored_bytes(store: Store) -> int:
@@ -429,25 +439,144 @@ def test_records_of_the_dead_are_removed() -> None:
     assert used_bytes(store) == 200
 
 
-def test_an_unreadable_record_stops_stores_until_it_is_measured_again() -> None:
+@pytest.mark.parametrize("heals", [True, False])
+def test_a_damaged_record_stops_stores_until_its_writer_publishes_or_is_dead(heals: bool) -> None:
+    """It may have reserved anything, and it may go on with what it has."""
     store, bounded, clock = make()
     measure(store, clock())
     bounded.put("a", as_parts(b"1"))
-    (usage,) = [key for key in list_keys(store) if key.startswith(USAGE_PREFIX)]
+    (usage,) = list_keys(store, USAGE_PREFIX)
     store.put(usage, as_parts(b"\0" * 512), overwrite=True)
+    other = BoundedStore(store, Account(store, 1000, clock=clock))
     assert used_bytes(store) is None
     measure(store, clock())
-    assert used_bytes(store) == 1
+    with pytest.raises(StoreFullError, match="not measured"):
+        other.put("b", as_parts(bytes(10)))
+    if heals:
+        bounded.put("c", as_parts(bytes(900)))
+        assert used_bytes(store) == 902  # what it had stored before is counted twice until the next measurement
+    else:
+        clock.now += WRITER_S + 1
+        assert len(measure(store, clock()).dead) == 2
+        other.put("b", as_parts(bytes(900)))
+        assert used_bytes(store) == 901
 
 
-def test_a_record_that_no_storage_could_hold_is_unreadable() -> None:
+def test_no_flipped_bit_of_a_record_takes_a_root_beyond_its_bound() -> None:
+    clock = Clock()
+    for kind in (MEASURED, USAGE_PREFIX, WRITERS_PREFIX):
+        store = MemoryStore(clock=clock)
+        measure(store, clock())
+        first, second = (BoundedStore(store, Account(store, 4000, clock=clock)) for _ in range(2))
+        first.put("a", as_parts(bytes(500)))
+        second.put("b", as_parts(bytes(400)))
+        measure(store, clock())
+        first.put("c", as_parts(bytes(400)))
+        used = used_bytes(store)
+        (key, *_) = list_keys(store, kind)
+        good = read_blob(store, key)
+        for bit in range(8 * len(good)):
+            bad = bytearray(good)
+            bad[bit // 8] ^= 1 << bit % 8
+            store.put(key, as_parts(bytes(bad)), overwrite=True)
+            assert get_record(store, key) == {}
+            assert used_bytes(store) == (used if kind == WRITERS_PREFIX else None)
+        store.put(key, as_parts(good), overwrite=True)
+        assert used_bytes(store) == used
+
+
+def test_a_record_under_another_ones_name_is_none() -> None:
+    store, bounded, clock = make()
+    measure(store, clock())
+    bounded.put("a", as_parts(bytes(900)))
+    (usage,) = list_keys(store, USAGE_PREFIX)
+    Account(store, 1000, clock=clock).take(10, "b")
+    (other,) = set(list_keys(store, USAGE_PREFIX)) - {usage}
+    store.put(usage, as_parts(read_blob(store, other)), overwrite=True)
+    assert get_record(store, usage) == {}
+    assert used_bytes(store) is None
+
+
+RING = KeyRing(b"k" * 32)
+KEYS, OTHER_KEYS = RecordKeys.of(RING), RecordKeys.of(KeyRing(b"x" * 32))
+
+
+@pytest.mark.parametrize("keys", [None, OTHER_KEYS])
+@pytest.mark.parametrize("size", [-(10**9), -1, 0, 1])
+def test_a_measurement_without_the_key_is_none(size: int, keys: RecordKeys | None) -> None:
+    store = MemoryStore()
+    put_record(store, MEASURED, {"id": "a", "bytes": size, "blobs": 0, "base": {}, "at": 0}, keys=keys)
+    assert read_measured(store, keys=KEYS) is None
+    with pytest.raises(StoreFullError, match="not measured"):
+        Account(store, 1000, keys=KEYS).take(1, "b")
+
+
+def test_writers_and_collector_with_one_of_the_keys_share_an_account() -> None:
+    clock = Clock()
+    store = MemoryStore(clock=clock)
+    new_ring = RecordKeys.of(KeyRing(b"n" * 32, b"k" * 32))
+    baseline = read_baseline(store, now=clock(), writer_s=WRITER_S, keys=KEYS)
+    assert publish_measured(store, Measured("m", 0, 0, baseline.base, 0.0), None, keys=KEYS)
+    for keys in (new_ring, RecordKeys.from_json(new_ring.to_json())):
+        Account(store, 1000, clock=clock, keys=keys).take(400, "b")
+    assert used_bytes(store, keys=new_ring) == 800
+    assert used_bytes(store) == 800  # a tool without keys compares the checksums
+    assert used_bytes(store, keys=KEYS) is None  # it does not know the new key
+
+
+def test_a_writers_record_without_the_key_is_not_believed() -> None:
+    clock = Clock()
+    store = MemoryStore(clock=clock)
+    assert publish_measured(store, Measured("m", 0, 0, {}, 0.0), None, keys=KEYS)
+    account = Account(store, 1000, clock=clock, keys=KEYS)
+    account.take(900, "b")
+    put_record(store, USAGE_PREFIX + account._writer, {"reserved": 0, "settled": 0, "wanted": 0})
+    assert used_bytes(store, keys=KEYS) is None
+
+
+@pytest.mark.parametrize(
+    "usage",
+    [
+        {"reserved": -1, "settled": -1, "wanted": 0},
+        {"reserved": 10, "settled": 11, "wanted": 0},
+        {"reserved": 10, "settled": -5, "wanted": 0},
+        {"reserved": 10, "settled": 0, "wanted": -1},
+        {"reserved": 10.0, "settled": 0, "wanted": 0},
+        {"reserved": True, "settled": 0, "wanted": 0},
+        {"reserved": 10**400, "settled": 0, "wanted": 10**400},
+        {"reserved": 10},
+    ],
+)
+def test_a_record_that_no_writer_can_have_is_none(usage: dict[str, object]) -> None:
     store, bounded, clock = make()
     measure(store, clock())
     bounded.put("a", as_parts(b"1"))
-    (usage,) = [key for key in list_keys(store) if key.startswith(USAGE_PREFIX)]
-    put_record(store, usage, {"reserved": 10**400, "settled": 0, "wanted": 10**400})
+    (key,) = list_keys(store, USAGE_PREFIX)
+    put_record(store, key, usage)
     assert used_bytes(store) is None
     assert held_and_wanted(store) == (0, 0)
+
+
+def test_records_of_older_versions_are_not_believed_and_go() -> None:
+    store, bounded, clock = make()
+    old = {prefix + "0123456789abcdef": b'{"reserved":-900,"settled":0,"wanted":0}' for prefix in OLD_PREFIXES}
+    for key, text in {**old, MEASURED: b'{"id":"a","bytes":-99999,"blobs":0,"base":{},"at":0}'}.items():
+        store.put(key, as_parts(text.ljust(512)))
+    with pytest.raises(StoreFullError, match="not measured"):
+        bounded.put("a", as_parts(b"1"))
+    measure(store, clock())
+    clock.now += 1
+    bounded.put("a", as_parts(bytes(1000)))
+    assert used_bytes(store) == 1000
+    assert [key for prefix in OLD_PREFIXES for key in list_keys(store, prefix)] == sorted(old)
+    clock.now += WRITER_S + 1
+    measure(store, clock())
+    assert list_keys(store) == [MEASURED, "a"]
+
+
+def test_record_keys_show_themselves_nowhere() -> None:
+    assert "kkkk" not in repr(KEYS)
+    assert (b"k" * 32).hex() not in json.dumps(KEYS.to_json())  # what a root's records are signed with opens no block
 
 
 class BadSectors(MemoryStore):
@@ -507,6 +636,12 @@ def test_an_unreadable_measurement_is_none(garbage: bytes) -> None:
         {"bytes": 10**400},
         {"blobs": -(10**400)},
         {"base": {"w": 10**400}},
+        {"bytes": -1},
+        {"bytes": True},
+        {"bytes": 1.0},
+        {"blobs": -1},
+        {"base": {"w": -1}},
+        {"base": {"w": 1.5}},
     ],
 )
 def test_a_measurement_of_wrong_types_is_none_and_the_next_one_counts(wrong: dict[str, object]) -> None:

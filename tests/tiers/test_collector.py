@@ -1104,6 +1104,13 @@ def test_a_name_that_no_holder_gives_its_lease_is_none(name: str) -> None:
     assert not second.try_acquire()
 
 
+@pytest.mark.parametrize("content", [b"", b"{}", b'{"owner":"a","renewals":0}', b"\0" * 512])
+def test_a_lease_that_cannot_be_believed_is_none(content: bytes) -> None:
+    store = MemoryStore()
+    store.put(f"{LEASE_PREFIX}{1:012}", as_parts(content))
+    assert lease(store, "b", [0.0]).try_acquire()
+
+
 def test_a_dead_holders_lease_that_cannot_be_read_is_taken_over() -> None:
     store, now = FaultyStore(MemoryStore()), [0.0]
     dead = lease(store, "dead", now)

@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -21,9 +23,10 @@ from tests.waiting import wait_for
 from tiers.base import JobMetadata, OffloadingEvent
 from tiers.capacity.link import CollectorLink
 from tiers.capacity.policy import CapacityPolicy
+from tiers.capacity.process import _note_uses
 from tiers.capacity.records import OWN_PREFIX
 from tiers.config import parse_config, parse_tier
-from tiers.errors import ConfigError
+from tiers.errors import ConfigError, StoreUnavailableError
 from tiers.file_mapper import FileMapper
 from tiers.layers.worker_process import StoreRecipe, python_command
 from tiers.metrics import Metrics
@@ -110,6 +113,83 @@ def test_a_collector_that_dies_is_started_again(root: Path, link: CollectorLink)
     wait_for(lambda: link._process is not None and link._process.pid != process.pid)
     assert [message["runs"] for message in link.take_reports() if "error" in message] == [1]  # its end
     wait_for(lambda: any("report" in message for message in link.take_reports()))
+
+
+def test_uses_while_the_collector_is_down_are_noted_by_the_next_one(
+    root: Path, link: CollectorLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = LocalStore(root)
+    paths = [root / MAPPER.relative_name(key) for key in KEYS[:2]]
+    for key in KEYS[:2]:
+        store.put(MAPPER.relative_name(key), as_parts(b"1"))
+    make_old(root, 900)
+    wait_for(lambda: bool(link.take_reports()))
+    process = link._process
+    assert process is not None
+    # One use is handed to a process that dies before it notes it, the other comes while there is none.
+    process.send_signal(signal.SIGSTOP)
+    link.touch([KEYS[0]])
+    wait_for(lambda: len(link._unnoted) == 1)
+    process.kill()
+    wait_for(lambda: link._process is not process)
+    link.touch([KEYS[1]])
+    wait_for(lambda: all(time.time() - path.stat().st_mtime < 100 for path in paths))
+    wait_for(lambda: not link._unnoted)
+
+
+def test_uses_while_no_collector_can_be_started_are_noted_later(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiers.capacity.link.RESTART_S", (0.01, 60.0))
+    real, may_start = subprocess.Popen, threading.Event()
+
+    def start(command: list[str], **options: Any) -> subprocess.Popen[str]:
+        if not may_start.is_set():
+            raise BlockingIOError("no more processes")
+        return real(command, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr("tiers.capacity.link.UNNOTED_KEYS_MAX", 1)
+    store = LocalStore(root)
+    paths = [root / MAPPER.relative_name(key) for key in KEYS[:2]]
+    for path in paths:
+        store.put(str(path.relative_to(root)), as_parts(b"1"))
+    make_old(root, 900)
+    link = make_link(root, ttl_s=1000.0)
+    try:
+        link.touch([KEYS[0]])
+        link.touch([KEYS[1]])  # there is no room for it now, so it is not taken for noted
+        may_start.set()
+        wait_for(lambda: time.time() - paths[0].stat().st_mtime < 100)
+        wait_for(lambda: not link._unnoted)
+        link.touch([KEYS[1]])
+        wait_for(lambda: time.time() - paths[1].stat().st_mtime < 100)
+    finally:
+        link.close()
+
+
+class Untouchable(MemoryStore):
+    """Notes no uses of some blocks."""
+
+    def __init__(self, bad: set[str]) -> None:
+        super().__init__()
+        self.bad = bad
+        self.touched: list[str] = []
+
+    def touch(self, key: str) -> None:
+        if key in self.bad:
+            raise StoreUnavailableError("Input/output error (EIO)", key=key)
+        self.touched.append(key)
+
+
+def test_uses_wait_for_a_storage_that_does_not_answer_and_not_for_one_block() -> None:
+    names = [f"b{n}" for n in range(20)]
+    store = Untouchable(set(names))
+    touches = deque(names)
+    assert _note_uses(store, touches, 60.0) == 0
+    assert list(touches) == names
+    store.bad = {"b0", "b7"}
+    assert _note_uses(store, touches, 60.0) == 20
+    assert not touches
+    assert store.touched == [name for name in names if name not in store.bad]
 
 
 @pytest.mark.parametrize("said", ['{"removed": ["a', '{"used": 1}', "no JSON\\n", "5\\n"])

@@ -19,12 +19,16 @@ from typer.testing import CliRunner
 from connector.cli import app
 from connector.vllm_config import vllm_config
 from tests.identity import FakeSpec, block_key
+from tests.waiting import wait_for
 from tiers import block_mover, protected_seal, vectored_io
 from tiers.base import JobMetadata
 from tiers.builtin import FileSystemTierManager
+from tiers.capacity.account import MEASURED, Account, read_measured
+from tiers.capacity.records import RecordKeys, put_record
 from tiers.config import parse_config, parse_tier
-from tiers.errors import ConfigError
+from tiers.errors import ConfigError, StoreFullError
 from tiers.file_mapper import fingerprint_of, identity_file_name, namespace_of
+from tiers.keyring import parse_keys
 from tiers.keys import OffloadKey
 from tiers.seal import CHECK_AT, TRAILER_BYTES, Authentication, Seal
 from tiers.stores.local import LocalStore
@@ -388,3 +392,36 @@ def test_no_tiers_processes_have_the_keys_of_another(bench: Bench, monkeypatch: 
     assert len(started) > 1  # a worker and the collector
     for pid in started:
         assert OLD.encode() not in Path(f"/proc/{pid}/environ").read_bytes()
+
+
+@both
+def test_a_measurement_that_was_written_without_the_key_is_replaced(tmp_path: Path, options: dict[str, str]) -> None:
+    """A stranger who may write to the storage must not make room that is not there."""
+    bench = Bench(tmp_path)
+    tier = bench.tier(OLD, **options, max_bytes="1MiB")
+    try:
+        bench.fill()
+        wait_for(lambda: bench.run(tier, "store", KEYS) == set(KEYS))
+        store, keys = LocalStore(bench.root), RecordKeys.of(parse_keys(OLD, "keys"))
+        put_record(store, MEASURED, {"id": "a", "bytes": 0, "blobs": 0, "base": {}, "at": 0})
+        with pytest.raises(StoreFullError, match="not measured"):
+            Account(store, 1 << 20, keys=keys).take(1, "b")
+        wait_for(lambda: read_measured(store, keys=keys) is not None)
+    finally:
+        tier.shutdown()
+
+
+@both
+def test_gc_needs_the_keys_and_a_dry_run_does_not(tmp_path: Path, options: dict[str, str]) -> None:
+    config = tmp_path / "c.yaml"
+    LocalStore(tmp_path / "kv")
+    tier = {"type": "fs", "root_dir": str(tmp_path / "kv"), "ttl": "1d", "keys_file": str(tmp_path / "keys"), **options}
+    config.write_text(yaml.safe_dump({"region": {"size": "1MiB"}, "tiers": [tier]}))
+    assert CliRunner().invoke(app, ["gc", str(config), "--dry-run"]).exit_code == 0
+    result = CliRunner().invoke(app, ["gc", str(config)])
+    assert result.exit_code == 1
+    assert "keys_file" in result.output
+    (tmp_path / "keys").write_text(OLD)
+    (tmp_path / "keys").chmod(0o600)
+    assert CliRunner().invoke(app, ["gc", str(config)]).exit_code == 0
+    assert read_measured(LocalStore(tmp_path / "kv"), keys=RecordKeys.of(parse_keys(OLD, "keys"))) is not None

@@ -3,9 +3,9 @@
 Records (``tiers.capacity.records``), each written by one process at a time::
 
     measured          {id, bytes, base}     by the collector: the sizes it listed, less what it removed since
-    usage/<writer>    {reserved, settled,   by that writer: bytes it may have put so far, bytes whose put has ended,
+    grants/<writer>   {reserved, settled,   by that writer: bytes it may have put so far, bytes whose put has ended,
                        wanted}              and the size it was refused last, or 0
-    writers/<writer>  {}                    by that writer, once: that there is such a record
+    members/<writer>  {}                    by that writer, once: that there is such a record
 
     what is stored  <=  measured.bytes + sum over the writers of (reserved - base[writer])
 
@@ -29,8 +29,14 @@ has published meanwhile is seen, and its record stays.
 A collector makes room also where less than its high mark is used but a writer was refused what it ``wanted``: blobs
 larger than what is left above that mark would be refused for ever otherwise.
 
-Writers are found by listing ``writers/``, where nothing is ever replaced: a listing need not show a name that is
+Writers are found by listing ``members/``, where nothing is ever replaced: a listing need not show a name that is
 replaced meanwhile (tmpfs gives it a new place in the folder).
+
+A record that cannot be believed (see ``tiers.capacity.records``), or that says what no storage can hold, is as good as
+none. Without a measurement nothing is granted until the next one. A writer whose record is lost may have reserved any
+number of bytes, so nothing is granted until it publishes the record anew, which it does before each grant, or is taken
+for dead. Earlier versions kept records without a checksum in ``writers/`` and ``usage/``. Those are never read, and the
+collector removes them.
 """
 
 from __future__ import annotations
@@ -40,9 +46,15 @@ import threading
 import time
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-from tiers.capacity.records import OWN_PREFIX, READ_ATTEMPTS_MAX, UNREADABLE, get_record, put_record
+from tiers.capacity.records import (
+    OWN_PREFIX,
+    READ_ATTEMPTS_MAX,
+    UNREADABLE,
+    RecordKeys,
+    get_record,
+    put_record,
+)
 from tiers.errors import StoreError, StoreFullError, StoreUnavailableError
 from tiers.plain_logs import get_logger
 from tiers.store import Store
@@ -50,8 +62,9 @@ from tiers.store import Store
 logger = get_logger(__name__)
 
 MEASURED = f"{OWN_PREFIX}measured"
-USAGE_PREFIX = f"{OWN_PREFIX}usage/"
-WRITERS_PREFIX = f"{OWN_PREFIX}writers/"
+USAGE_PREFIX = f"{OWN_PREFIX}grants/"
+WRITERS_PREFIX = f"{OWN_PREFIX}members/"
+OLD_PREFIXES = (f"{OWN_PREFIX}usage/", f"{OWN_PREFIX}writers/")  # of versions whose records had no checksum
 GRANT_SHARE = 256
 GRANT_BYTES_MAX = 256 << 20
 AT_S_MAX = 1e15  # no NaN, and nothing that a float cannot be subtracted from
@@ -85,25 +98,27 @@ class Baseline:
     Attributes:
         base: for ``Measured``.
         dead: writers whose records can go once the measurement is published.
+        old: records of versions whose records had no checksum, not renewed for as long; they can go as well.
         measured_id: of the last measurement before it; None: there was none, or none that can be read.
     """
 
     base: dict[str, int | None] = field(default_factory=dict)
     dead: list[str] = field(default_factory=list)
+    old: list[str] = field(default_factory=list)
     measured_id: str | None = None
 
 
-def read_measured(store: Store) -> Measured | None:
-    """The last measurement; None where there is none that can be understood."""
-    match get_record(store, MEASURED):
-        case {"id": str(id_), "bytes": int(size), "blobs": int(blobs), "base": dict(base), "at": int(at) | float(at)}:
+def read_measured(store: Store, *, keys: RecordKeys | None = None) -> Measured | None:
+    """The last measurement; None where there is none that can be believed."""
+    match get_record(store, MEASURED, keys=keys):
+        case {"id": str(id_), "bytes": size, "blobs": blobs, "base": dict(base), "at": int(at) | float(at)}:
             counts = (size, blobs, *(count for count in base.values() if count is not None))
             if abs(at) < AT_S_MAX and all(map(_is_count, counts)):
                 return Measured(id_, size, blobs, base, at)
     return None
 
 
-def publish_measured(store: Store, measured: Measured, before: str | None) -> bool:
+def publish_measured(store: Store, measured: Measured, before: str | None, keys: RecordKeys | None = None) -> bool:
     """Make a measurement the one that counts, unless another was published since its listing began.
 
     An older one could not be believed then: the records of writers that died meanwhile may be gone.
@@ -111,31 +126,32 @@ def publish_measured(store: Store, measured: Measured, before: str | None) -> bo
     Args:
         before: ``Baseline.measured_id``, or the measurement's own id to take off what was removed since.
     """
-    if _measured_id(store) != before:
+    if _measured_id(store, keys) != before:
         return False
     content = {name: getattr(measured, name) for name in ("id", "bytes", "blobs", "base", "at")}
-    put_record(store, MEASURED, content)
+    put_record(store, MEASURED, content, keys=keys)
     return True
 
 
-def _measured_id(store: Store) -> str | None:
+def _measured_id(store: Store, keys: RecordKeys | None) -> str | None:
     """None also where it cannot be read, as from a bad sector: the next measurement takes its place."""
     try:
-        measured = read_measured(store)
+        measured = read_measured(store, keys=keys)
     except UNREADABLE as e:
         logger.warning("the last measurement cannot be read: %s", e)
         return None
     return None if measured is None else measured.id
 
 
-def read_baseline(store: Store, *, now: float, writer_s: float) -> Baseline:
+def read_baseline(store: Store, *, now: float, writer_s: float, keys: RecordKeys | None = None) -> Baseline:
     """To be read before the listing begins.
 
     Args:
         now: Unix seconds by the clock that stamps blobs.
         writer_s: a record not renewed for so long is a dead writer's.
+        keys: what records are authenticated with.
     """
-    baseline = Baseline(measured_id=_measured_id(store))
+    baseline = Baseline(measured_id=_measured_id(store, keys))
     renewed_at = {info.key.removeprefix(USAGE_PREFIX): info.mtime for info in store.keys(USAGE_PREFIX)}
     for info in list(store.keys(WRITERS_PREFIX)):
         writer = info.key.removeprefix(WRITERS_PREFIX)
@@ -143,54 +159,61 @@ def read_baseline(store: Store, *, now: float, writer_s: float) -> Baseline:
         dead = min(abs(now - at) for at in (info.mtime, renewed_at.get(writer, info.mtime))) > writer_s
         if dead:
             baseline.dead.append(writer)
-        try:
-            record = get_record(store, USAGE_PREFIX + writer)
-        except UNREADABLE as e:
-            logger.warning("the record of a writer cannot be read: %s", e)
-            record = {} if dead else None  # of one that may live all counts that will be read of it
-        if record is not None:
-            baseline.base[writer] = _count(record, "reserved" if dead else "settled")
+        usage = _read_usage(store, writer, keys)
+        if isinstance(usage, _Usage):
+            baseline.base[writer] = usage.reserved if dead else usage.settled
+        elif usage is UNKNOWN and dead:
+            baseline.base[writer] = None
+        # A living writer of which nothing is known gets no base: all will count that is read of it later.
+    for prefix in OLD_PREFIXES:
+        baseline.old.extend(info.key for info in store.keys(prefix) if abs(now - info.mtime) > writer_s)
     return baseline
 
 
-def forget_writers(store: Store, baseline: Baseline) -> None:
+def forget_writers(store: Store, baseline: Baseline, *, keys: RecordKeys | None = None) -> None:
     """Remove the records of the dead; only once a measurement without them is published."""
     for writer in baseline.dead:
-        try:
-            record = get_record(store, USAGE_PREFIX + writer)
-        except UNREADABLE:
-            record = None
-        if record is not None and _count(record, "reserved") != baseline.base.get(writer):
+        usage = _read_usage(store, writer, keys)
+        if isinstance(usage, _Usage) and usage.reserved != baseline.base.get(writer):
             continue  # it lives: what it reserved meanwhile is in no measurement
-        try:
-            store.delete(WRITERS_PREFIX + writer)
-            store.delete(USAGE_PREFIX + writer)
-        except UNREADABLE as e:
-            logger.warning("the record of a writer stays: %s", e)
+        _delete(store, WRITERS_PREFIX + writer, USAGE_PREFIX + writer)
+    for key in baseline.old:
+        _delete(store, key)
 
 
-def used_bytes(store: Store, *, own: tuple[str, int] | None = None) -> int | None:
+def _delete(store: Store, *keys: str) -> None:
+    try:
+        for key in keys:
+            store.delete(key)
+    except UNREADABLE as e:
+        logger.warning("the record of a writer stays: %s", e)
+
+
+def used_bytes(store: Store, *, own: tuple[str, int] | None = None, keys: RecordKeys | None = None) -> int | None:
     """The most that can be stored at this moment; None: nobody has measured yet, or nobody since a record was lost.
 
     Args:
         own: writer and its ``reserved``, which need not be read.
+        keys: what records must be authenticated with.
     """
-    usage = read_usage(store, own=own)
+    usage = read_usage(store, own=own, keys=keys)
     return None if usage is None else usage[0]
 
 
-def read_usage(store: Store, *, own: tuple[str, int] | None = None) -> tuple[int, int] | None:
+def read_usage(
+    store: Store, *, own: tuple[str, int] | None = None, keys: RecordKeys | None = None
+) -> tuple[int, int] | None:
     """As ``used_bytes``, and the largest size that a writer was refused last."""
     for _ in range(READ_ATTEMPTS_MAX):
-        measured = read_measured(store)
+        measured = read_measured(store, keys=keys)
         if measured is None:
             return None
         used = measured.bytes
         wanted = 0
         reserved: dict[str, int | None] = {} if own is None else {own[0]: own[1]}
-        for writer, record in _records(store, without=tuple(reserved)):
-            reserved[writer] = _count(record, "reserved")
-            wanted = max(wanted, _count(record, "wanted") or 0)
+        for writer, usage in _usages(store, keys, without=tuple(reserved)):
+            reserved[writer] = None if usage is UNKNOWN else usage.reserved
+            wanted = max(wanted, usage.wanted)
         for writer, count in reserved.items():
             base = measured.base.get(writer, 0)
             if base is None:
@@ -198,46 +221,65 @@ def read_usage(store: Store, *, own: tuple[str, int] | None = None) -> tuple[int
             if count is None:
                 return None
             used += max(0, count - base)
-        again = read_measured(store)
+        again = read_measured(store, keys=keys)
         if again is not None and again.id == measured.id:
             return used - measured.bytes + again.bytes, wanted
     raise StoreUnavailableError("it is measured faster than it can be read", key=MEASURED)
 
 
-def held_and_wanted(store: Store, *, dead: Container[str] = ()) -> tuple[int, int]:
+def held_and_wanted(store: Store, *, dead: Container[str] = (), keys: RecordKeys | None = None) -> tuple[int, int]:
     """What living writers keep from each other: reserved and, by their records, neither stored nor given back.
 
     Returns:
         That, and the largest size that one of them was refused last.
     """
     held = wanted = 0
-    for _, record in _records(store, without=dead):
-        held += max(0, (_count(record, "reserved") or 0) - (_count(record, "settled") or 0))
-        wanted = max(wanted, _count(record, "wanted") or 0)
+    for _, usage in _usages(store, keys, without=dead):
+        held += usage.reserved - usage.settled
+        wanted = max(wanted, usage.wanted)
     return held, wanted
 
 
-def _records(store: Store, *, without: Container[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Writers that have a name, and what they published, {} where it cannot be read; those of some are not read."""
+@dataclass(frozen=True, slots=True)
+class _Usage:
+    """A writer's record. ``settled`` is never more than ``reserved``."""
+
+    reserved: int
+    settled: int
+    wanted: int
+
+
+UNKNOWN = _Usage(0, 0, 0)  # told by identity: the writer has a record, and it cannot be believed
+
+
+def _usages(store: Store, keys: RecordKeys | None, *, without: Container[str]) -> Iterator[tuple[str, _Usage]]:
+    """Writers that have a name, and what they published; those of some are not read."""
     for info in store.keys(WRITERS_PREFIX):
         writer = info.key.removeprefix(WRITERS_PREFIX)
-        try:
-            record = None if writer in without else get_record(store, USAGE_PREFIX + writer)
-        except UNREADABLE as e:
-            logger.debug("the record of a writer cannot be read: %s", e)
-            record = {}
-        if record is not None:
-            yield writer, record
+        usage = None if writer in without else _read_usage(store, writer, keys)
+        if usage is not None:
+            yield writer, usage
 
 
-def _count(record: Mapping[str, Any], name: str) -> int | None:
-    count = record.get(name)
-    return count if _is_count(count) else None
+def _read_usage(store: Store, writer: str, keys: RecordKeys | None) -> _Usage | None:
+    """What a writer published; None: nothing."""
+    try:
+        record = get_record(store, USAGE_PREFIX + writer, keys=keys)
+        match record:
+            case None:
+                return None
+            case {"reserved": reserved, "settled": settled, "wanted": wanted}:
+                if all(map(_is_count, (reserved, settled, wanted))) and settled <= reserved:
+                    return _Usage(reserved, settled, wanted)
+        logger.warning("the record of the writer %s is damaged or was not written by a writer of this root", writer)
+    except UNREADABLE as e:
+        logger.warning("the record of the writer %s cannot be read: %s", writer, e)
+    return UNKNOWN
 
 
 def _is_count(count: object) -> bool:
     """Whether it may be a storage's bytes: others may have written it, and what is far beyond fits no float."""
-    return isinstance(count, int) and abs(count) <= BYTES_MAX
+    return isinstance(count, int) and not isinstance(count, bool) and 0 <= count <= BYTES_MAX
 
 
 def _since_boot() -> float:
@@ -256,6 +298,7 @@ class Account:
         newcomer_s: how long other writers may not see that this one exists: names are cached on NFS. Nothing is
             granted before.
         clock: monotonic seconds, the machine's sleep among them.
+        keys: what records are authenticated with.
     """
 
     def __init__(
@@ -266,8 +309,10 @@ class Account:
         writer_s: float = 900.0,
         newcomer_s: float = 0.0,
         clock: Callable[[], float] = _since_boot,
+        keys: RecordKeys | None = None,
     ) -> None:
         self._store = store
+        self._keys = keys
         self._max_bytes = max_bytes
         self._grant_bytes = min(GRANT_BYTES_MAX, max_bytes // GRANT_SHARE)
         self._name_s = writer_s * 2 / 3
@@ -365,7 +410,7 @@ class Account:
             self._reserved = before + more - self._available
             try:
                 named_at = self._publish()
-                used = used_bytes(self._store, own=(self._writer, self._reserved))
+                used = used_bytes(self._store, own=(self._writer, self._reserved), keys=self._keys)
             except StoreError:
                 self._reserved = before  # what others may read is more: it errs to the safe side
                 raise
@@ -391,9 +436,9 @@ class Account:
         renewed_at = self._clock()
         named_at = self._named_at
         if named_at is None:
-            put_record(self._store, WRITERS_PREFIX + self._writer, {}, overwrite=False)
+            put_record(self._store, WRITERS_PREFIX + self._writer, {}, overwrite=False, keys=self._keys)
             named_at = self._named_at = renewed_at
         content = {"reserved": self._reserved, "settled": self._settled, "wanted": self._wanted}
-        put_record(self._store, f"{USAGE_PREFIX}{self._writer}", content)
+        put_record(self._store, f"{USAGE_PREFIX}{self._writer}", content, keys=self._keys)
         self._renewed_at = renewed_at
         return named_at

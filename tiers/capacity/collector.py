@@ -37,7 +37,7 @@ from tiers.capacity.account import (
 from tiers.capacity.histogram import AgeHistogram, bucket_of
 from tiers.capacity.lease import Lease
 from tiers.capacity.policy import CapacityPolicy
-from tiers.capacity.records import OWN_PREFIX, PREFIXES_FOLDER, UNREADABLE
+from tiers.capacity.records import OWN_PREFIX, PREFIXES_FOLDER, UNREADABLE, RecordKeys
 from tiers.capacity.removal import CollectReport, Removal
 from tiers.capacity.room import FREE_HIGH, FREE_LOW, TRIAL_EVERY_S, Room
 from tiers.errors import StoreConfigError, StoreError, StoreFullError
@@ -63,6 +63,7 @@ class Collector:
         policy: the limits.
         on_removed: told the names of removed blocks, batch by batch.
         on_progress: told how many blobs were listed so far; before each listing, 0.
+        keys: what records are authenticated with.
         clock: Unix seconds.
         monotonic: seconds.
     """
@@ -74,10 +75,12 @@ class Collector:
         *,
         on_removed: Callable[[list[str]], None] = lambda _: None,
         on_progress: Callable[[int], None] = lambda _: None,
+        keys: RecordKeys | None = None,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
+        self._keys = keys
         self._is_block = store.is_block if isinstance(store, NamesBlocks) else is_block
         self._policy = policy
         self._on_removed = on_removed
@@ -97,7 +100,7 @@ class Collector:
         self._offset_s: float | None = None  # of the storage's clock and the monotonic one, when it ran last
         self._stepped_at = float("-inf")
         self._stuck_bytes = 0  # what the last run was to remove and could not
-        self.lease = Lease(store, secrets.token_hex(8), lease_s=policy.lease_s, clock=monotonic)
+        self.lease = Lease(store, secrets.token_hex(8), lease_s=policy.lease_s, clock=monotonic, keys=keys)
 
     def is_due(self) -> bool:
         """Whether a run would find something to do, by the records; cheap beside a run.
@@ -109,7 +112,7 @@ class Collector:
             StoreError: they cannot be read.
         """
         try:
-            measured = read_measured(self._store)
+            measured = read_measured(self._store, keys=self._keys)
         except UNREADABLE:  # a run replaces it; it lists everything, so not whenever the storage is not there
             if self._monotonic() - self._began_at < self._policy.every_s:
                 raise
@@ -197,7 +200,7 @@ class Collector:
         if isinstance(self._store, SupportsSweep):
             # A dry run leaves what is in quarantine, and what dead writers left in a store that is only read.
             report.own_bytes = self._store.sweep(float("inf") if report.dry_run else self._policy.quarantine_s)
-        baseline = read_baseline(self._store, now=now, writer_s=writer_s)
+        baseline = read_baseline(self._store, now=now, writer_s=writer_s, keys=self._keys)
         histogram = self._measure(report, now)
         kept = report.bytes + report.own_bytes - report.removed_bytes["ttl"]
         self._room.note_stored(kept)
@@ -215,7 +218,7 @@ class Collector:
         if excess > 0 and report.own_bytes and isinstance(self._store, SupportsSweep):
             left = 0 if report.dry_run else self._store.sweep(0.0)  # bad blocks go before good ones
             excess -= report.own_bytes - left
-            measured = replace(measured, bytes=measured.bytes - (report.own_bytes - left))
+            measured = replace(measured, bytes=max(0, measured.bytes - (report.own_bytes - left)))
             report.own_bytes = left
         if excess > 0:
             stuck_bytes = self._stuck_bytes
@@ -288,7 +291,8 @@ class Collector:
         counted_s = self._ttl_s if self._ttl_s is not None else float("inf")
 
         def publish(removed_bytes: int) -> None:
-            left = replace(measured, bytes=measured.bytes - removed_bytes)
+            # What was stored after it was measured may be among what is removed.
+            left = replace(measured, bytes=max(0, measured.bytes - removed_bytes))
             # The storage may have been too full for the measurement so far.
             is_published = self._measured_id == measured.id
             report.gave_up = not self._publish(left, Baseline(measured_id=measured.id) if is_published else baseline)
@@ -316,7 +320,7 @@ class Collector:
             return True
         if self._policy.max_bytes is None:
             return False
-        usage = read_usage(self._store)
+        usage = read_usage(self._store, keys=self._keys)
         if usage is None:
             return True
         used, wanted = usage
@@ -335,7 +339,7 @@ class Collector:
         limit = self._policy.max_bytes
         if limit is not None and not self._others_exceed(limit):
             # Not used_bytes(): what was stored since the listing began may be listed as well, and would go twice.
-            held, wanted = held_and_wanted(self._store, dead=baseline.dead)
+            held, wanted = held_and_wanted(self._store, dead=baseline.dead, keys=self._keys)
             most = int(HELD_SHARE_MAX * limit)
             used = measured.bytes + min(held, most)
             missing = used + min(wanted, most) - limit
@@ -368,10 +372,10 @@ class Collector:
     def _publish(self, measured: Measured, baseline: Baseline) -> bool:
         """False: another collector's measurement counts now."""
         try:
-            if not publish_measured(self._store, measured, baseline.measured_id):
+            if not publish_measured(self._store, measured, baseline.measured_id, self._keys):
                 return False
             self._measured_id, self._is_crammed = measured.id, False
-            forget_writers(self._store, baseline)
+            forget_writers(self._store, baseline, keys=self._keys)
         except StoreFullError as e:
             self._is_crammed = True
             logger.debug("no room for the measurement: %s", e)  # the writers' accounts stay too high meanwhile

@@ -14,7 +14,7 @@ import re
 import time
 from collections.abc import Callable
 
-from tiers.capacity.records import OWN_PREFIX, UNREADABLE, get_record, put_record
+from tiers.capacity.records import OWN_PREFIX, UNREADABLE, RecordKeys, get_record, put_record
 from tiers.errors import StoreError
 from tiers.plain_logs import get_logger
 from tiers.store import KeyInfo, Store
@@ -34,12 +34,20 @@ class Lease:
         owner: what tells this process from all others.
         lease_s: see ``CapacityPolicy``.
         clock: monotonic seconds.
+        keys: what records are authenticated with.
     """
 
     def __init__(
-        self, store: Store, owner: str, *, lease_s: float = 30.0, clock: Callable[[], float] = time.monotonic
+        self,
+        store: Store,
+        owner: str,
+        *,
+        lease_s: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+        keys: RecordKeys | None = None,
     ) -> None:
         self._store = store
+        self._keys = keys
         self._owner = owner
         self._lease_s = lease_s
         self._clock = clock
@@ -55,21 +63,12 @@ class Lease:
             StoreError: the store cannot be asked.
         """
         found = self._newest()
-        if found is not None:
-            try:
-                content = get_record(self._store, found.key)
-            except UNREADABLE:
-                content = None
-            state = f"{found.key} {found.mtime} {content}"
-            if self._seen is None or self._seen[0] != state:
-                self._seen = state, self._clock()
-                return False
-            if self._clock() - self._seen[1] < self._lease_s:
-                return False
+        if found is not None and self._may_be_held(found):
+            return False
         generation = int(found.key.removeprefix(LEASE_PREFIX)) + 1 if found is not None else 1
         key = f"{LEASE_PREFIX}{generation:0{_DIGITS}}"
-        put_record(self._store, key, self._content(), overwrite=False)
-        if get_record(self._store, key) != self._content():
+        put_record(self._store, key, self._content(), overwrite=False, keys=self._keys)
+        if get_record(self._store, key, keys=self._keys) != self._content():
             return False  # another one was faster
         self._seen = None
         self._held = key
@@ -89,7 +88,7 @@ class Lease:
             self._renewals += 1
             self._renewed_at = self._clock()
             try:
-                put_record(self._store, self._held, self._content())
+                put_record(self._store, self._held, self._content(), keys=self._keys)
             except StoreError as e:
                 logger.debug("the lease is not renewed: %s", e)  # another collector may begin, which does no harm
 
@@ -103,6 +102,20 @@ class Lease:
         """Unix seconds by the clock that stamps blobs, as of ``try_acquire``; None where the lease is not held."""
         held = next((info for info in self._store.keys(LEASE_PREFIX) if info.key == self._held), None)
         return None if held is None else held.mtime
+
+    def _may_be_held(self, found: KeyInfo) -> bool:
+        """Whether another's lease has not been unchanged for long enough. One that cannot be believed is no lease."""
+        try:
+            content = get_record(self._store, found.key, keys=self._keys)
+        except UNREADABLE:
+            content = None
+        if content == {}:
+            return False
+        state = f"{found.key} {found.mtime} {content}"
+        if self._seen is None or self._seen[0] != state:
+            self._seen = state, self._clock()
+            return True
+        return self._clock() - self._seen[1] < self._lease_s
 
     def _newest(self) -> KeyInfo | None:
         leases = (info for info in self._store.keys(LEASE_PREFIX) if _NAME.fullmatch(info.key))

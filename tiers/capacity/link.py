@@ -14,6 +14,7 @@ from queue import Full, Queue
 from typing import Any
 
 from tiers.capacity.policy import CapacityPolicy
+from tiers.capacity.records import RecordKeys
 from tiers.file_mapper import FileMapper
 from tiers.keys import OffloadKey
 from tiers.layers.isolate_worker import own_log_level
@@ -25,6 +26,8 @@ logger = get_logger(__name__)
 
 TOUCH_EVERY_S = 600.0
 TOUCHED_KEYS_MAX = 262_144  # remembered, so that they are not noted again too soon
+UNNOTED_KEYS_MAX = 262_144  # handed over and not noted yet; a use beyond them is noted when the block is used again
+NAMES_A_LINE = 4096
 TOUCH_BATCHES_MAX = 64  # that wait to be handed over; more are dropped
 REMOVED_KEYS_MAX = 65_536  # removals that wait to be told; older ones are dropped
 RESTART_S = (1.0, 60.0)  # first and longest pause before a collector that died is started again
@@ -35,8 +38,11 @@ class CollectorLink:
     """Starts the process, starts it again when it dies, hands uses to it and removals to the tier.
 
     ``touch``, ``take_removed``, ``note_stored``, ``take_reports`` and ``close`` are the scheduler's. ``_feeder`` owns
-    the table of keys touched lately and the process's input, ``_reader`` the process and its output. Between them are
-    queues, and containers of which each operation is one step.
+    the table of keys touched lately, ``_reader`` the process and its output. Whichever holds ``_input`` writes to the
+    process. Between the threads are queues, and containers of which each operation is one step.
+
+    A use is in ``_unnoted`` until the process says that it is noted. A process that follows one that died is told all
+    of them again.
 
     Args:
         name: the tier's, for logs and threads' names.
@@ -45,6 +51,7 @@ class CollectorLink:
         mapper: names the tier's own blocks, the only ones whose removal is told.
         notes_uses: whether the store can record uses.
         hidden_variables: of the environment, that the process is not to have.
+        keys: what records are authenticated with; handed to the process by its standard input.
         clock: monotonic seconds.
     """
 
@@ -57,10 +64,12 @@ class CollectorLink:
         *,
         notes_uses: bool = True,
         hidden_variables: Collection[str] = (),
+        keys: RecordKeys | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._name = name
         config = {"policy": asdict(policy), "prefix": mapper.block_prefix, "log_level": own_log_level()}
+        config["record_keys"] = None if keys is None else keys.to_json()
         self._config = json.dumps(recipe.encode() | config)
         self._mapper = mapper
         # A use must be noted well before the block would be taken for unused.
@@ -70,6 +79,8 @@ class CollectorLink:
         self._clock = clock
         self._touched: OrderedDict[OffloadKey, float] = OrderedDict()
         self._uses: Queue[tuple[OffloadKey, ...] | None] = Queue(TOUCH_BATCHES_MAX)
+        self._unnoted: deque[OffloadKey] = deque()  # in the order in which the process has them
+        self._input = threading.Lock()
         self._removed: OrderedDict[OffloadKey, None] = OrderedDict()  # an ordered set
         self._reports: deque[dict[str, Any]] = deque()  # one of each kind at most: the reader merges them
         self._closed = threading.Event()
@@ -157,7 +168,9 @@ class CollectorLink:
         try:
             process.stdin.write(self._config + "\n")
             process.stdin.flush()
-            self._process = process
+            with self._input:
+                self._process = process
+                self._tell_uses(process, list(self._unnoted))
             if self._closed.is_set():  # close() may have looked before there was a process
                 process.kill()
             for line in process.stdout:
@@ -178,6 +191,8 @@ class CollectorLink:
                 pass  # what was not written goes nowhere
 
     def _hear(self, message: dict[str, Any]) -> None:
+        for _ in range(min(message.pop("noted", 0), len(self._unnoted))):
+            self._unnoted.popleft()
         for name in message.pop("removed", ()):
             key = self._mapper.key_of(name)
             if key is not None:
@@ -199,18 +214,28 @@ class CollectorLink:
     def _feed(self) -> None:
         while (keys := self._uses.get()) is not None and not self._closed.is_set():
             now = self._clock()
-            names = [self._mapper.relative_name(key) for key in keys if self._is_due(key, now)]
-            process = self._process
-            if names and process is not None and process.stdin is not None:
-                try:
-                    process.stdin.write(json.dumps(names) + "\n")
-                    process.stdin.flush()
-                except (OSError, ValueError):
-                    pass  # it has died; the next one starts without
+            due = [key for key in keys if self._is_due(key, now)]
+            with self._input:
+                self._unnoted.extend(due)
+                if self._process is not None:
+                    self._tell_uses(self._process, due)
+
+    def _tell_uses(self, process: subprocess.Popen[str], keys: list[OffloadKey]) -> None:
+        """Under ``_input``. If the process has died, the next one is told."""
+        assert process.stdin is not None
+        try:
+            for start in range(0, len(keys), NAMES_A_LINE):
+                names = [self._mapper.relative_name(key) for key in keys[start : start + NAMES_A_LINE]]
+                process.stdin.write(json.dumps(names) + "\n")
+                process.stdin.flush()
+        except (OSError, ValueError):
+            pass
 
     def _is_due(self, key: OffloadKey, now: float) -> bool:
         at = self._touched.get(key)
         if at is not None and now - at < self._touch_every_s:
+            return False
+        if len(self._unnoted) >= UNNOTED_KEYS_MAX:
             return False
         self._touched[key] = now
         self._touched.move_to_end(key)

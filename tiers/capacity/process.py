@@ -1,9 +1,9 @@
 """The collector's process: a fresh interpreter at the lowest priority, so that a listing costs the engine no GIL.
 
 It reads JSON lines from its standard input: first its configuration, then lists of names of blocks that were used. It
-writes JSON lines: ``{"removed": [names]}``, ``{"report": {…}, "used": bytes}`` after a run, ``{"error": "…"}``. At
-SIGTERM, at the end of its input, and when its parent is gone, it ends whatever it is doing: a run that is cut short
-leaves nothing to repair.
+writes JSON lines: ``{"removed": [names]}``, ``{"noted": count}`` of uses, in the order in which they came,
+``{"report": {…}, "used": bytes}`` after a run, ``{"error": "…"}``. At SIGTERM, at the end of its input, and when its
+parent is gone, it ends whatever it is doing: a run that is cut short leaves nothing to repair.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any, TextIO
 from tiers.capacity.account import read_measured, used_bytes
 from tiers.capacity.collector import Collector
 from tiers.capacity.policy import CapacityPolicy
+from tiers.capacity.records import RecordKeys
 from tiers.errors import StoreError
 from tiers.layers.isolate_worker import die_with_parent, limit_memory, log_to_stderr, make_store, own_output
 from tiers.plain_logs import get_logger
@@ -31,7 +32,7 @@ from tiers.store import Store, SupportsTouch
 logger = get_logger(__name__)
 
 NICENESS = 19
-TOUCHES_MAX = 1_000_000  # that wait; a block whose use is not noted leaves somewhat early, no more
+FAILED_USES_MAX = 8  # in a row, before it is the storage that does not answer and not some blocks
 RUN_SHARE = 1 / 3  # of the time that runs may take, whatever there is to do
 NOTE_S_MAX = 2.0  # at a time; the lease is renewed in between
 ERROR_PAUSE_S_MAX = 60.0
@@ -49,14 +50,19 @@ def main() -> None:
     tell = partial(_tell, own_output())
     config = json.loads(sys.stdin.readline())
     log_to_stderr("kvtiers-collector", config["log_level"])
-    touches: deque[str] = deque(maxlen=TOUCHES_MAX)
+    touches: deque[str] = deque()  # bounded by the parent
     threading.Thread(target=_read_touches, args=(touches,), name="kvtiers-collector-input", daemon=True).start()
     policy = CapacityPolicy(**config["policy"])
+    keys = RecordKeys.from_json(config["record_keys"]) if config.get("record_keys") else None
 
     def tell_removed(names: list[str]) -> None:
         own = [name for name in names if name.startswith(config["prefix"])]
         if own:
             tell({"removed": own})
+
+    def tell_noted(count: int) -> None:
+        if count:
+            tell({"noted": count})
 
     store: Store | None = None
     pause_s = error_pause_s = 0.0
@@ -64,28 +70,34 @@ def main() -> None:
         try:
             if store is None:
                 store = make_store(config)
-                collector = make_collector(store, policy, touches, tell_removed)
-            _note_uses(store, touches, NOTE_S_MAX)
+                collector = make_collector(store, policy, touches, tell_removed, keys=keys, on_noted=tell_noted)
+            tell_noted(_note_uses(store, touches, NOTE_S_MAX))
             started_at = time.monotonic()
             report = collector.run() if collector.is_due() else None
             pause_s = error_pause_s = 0.0
             if report is not None:
                 pause_s = (time.monotonic() - started_at) * (1 / RUN_SHARE - 1)
-                tell({"report": asdict(report), "used": _used(store)})
+                tell({"report": asdict(report), "used": _used(store, keys)})
         except StoreError as e:
             tell({"error": f"{type(e).__name__}: {e}"})
             pause_s = error_pause_s = min(ERROR_PAUSE_S_MAX, max(1.0, 2 * error_pause_s))
         time.sleep(max(policy.poll_s, pause_s))
 
 
-def _used(store: Store) -> int | None:
-    used = used_bytes(store)
-    measured = read_measured(store) if used is None else None
+def _used(store: Store, keys: RecordKeys | None) -> int | None:
+    used = used_bytes(store, keys=keys)
+    measured = read_measured(store, keys=keys) if used is None else None
     return used if measured is None else measured.bytes
 
 
 def make_collector(
-    store: Store, policy: CapacityPolicy, touches: deque[str], on_removed: Callable[[list[str]], None]
+    store: Store,
+    policy: CapacityPolicy,
+    touches: deque[str],
+    on_removed: Callable[[list[str]], None],
+    *,
+    keys: RecordKeys | None = None,
+    on_noted: Callable[[int], None] = lambda _: None,
 ) -> Collector:
     """One that notes uses while it lists: a run takes long, and what is used meanwhile must not look old by its end."""
 
@@ -94,24 +106,44 @@ def make_collector(
     def note_uses(listed: int) -> None:
         nonlocal noted_at
         # While it lists no more than half of the time goes to uses, or they would make a long listing endless.
-        _note_uses(store, touches, min(NOTE_S_MAX, time.monotonic() - noted_at) if listed else NOTE_S_MAX)
+        on_noted(_note_uses(store, touches, min(NOTE_S_MAX, time.monotonic() - noted_at) if listed else NOTE_S_MAX))
         noted_at = time.monotonic()
 
-    return Collector(store, policy, on_removed=on_removed, on_progress=note_uses)
+    return Collector(store, policy, on_removed=on_removed, on_progress=note_uses, keys=keys)
 
 
-def _note_uses(store: Store, touches: deque[str], limit_s: float) -> None:
-    """Note what waits, for so long at most: uses may come faster than a network takes them."""
+def _note_uses(store: Store, touches: deque[str], limit_s: float) -> int:
+    """Note what waits, for so long at most: uses may come faster than a network takes them.
+
+    Where the storage does not answer, what waits goes on waiting. Where single blocks fail, they are given up.
+
+    Returns:
+        How many of those that waited longest are done with.
+    """
+    if not isinstance(store, SupportsTouch):
+        return 0
     until = time.monotonic() + limit_s
+    done = 0
+    failed: list[str] = []
     for _ in range(len(touches)):
         if time.monotonic() > until:
-            return
+            break
         name = touches.popleft()
-        if isinstance(store, SupportsTouch):
-            try:
-                store.touch(name)
-            except StoreError as e:
-                logger.debug("a use is not noted: %s", e)
+        try:
+            store.touch(name)
+            done += 1
+        except StoreError as e:
+            logger.debug("a use is not noted: %s", e)
+            if e.retryable:
+                failed.append(name)
+            else:
+                done += 1
+            if not done and len(failed) == FAILED_USES_MAX:
+                break
+    if done:
+        return done + len(failed)
+    touches.extendleft(reversed(failed))
+    return 0
 
 
 def _read_touches(touches: deque[str]) -> None:

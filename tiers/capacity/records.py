@@ -3,15 +3,31 @@
 They are ordinary blobs below ``_kvtiers/``, so that every store can keep them; no block's name begins like that, as a
 namespace's folder ends in a digest. A record is replaced as a whole (``put(overwrite=True)``), so a reader sees the old
 one or the new one.
+
+A record is a header line and a JSON object, padded with spaces::
+
+    kvtiers-record 1 <checksum> <key id> <tag>\n{...}
+
+- The checksum (xxh3_128) covers the record's name and everything behind the checksum. A rotten record, and a record
+  under another record's name, are as good as none.
+- The tag (HMAC-SHA256) covers the record's name and everything behind the tag. It is there where the tier has keys
+  (``auth`` or ``encrypt``); a reader with keys takes no record without a good tag. Without keys both fields are ``-``.
+
+An attacker who kept an older record can put it back: a tag says who wrote a record, not when.
 """
 
 from __future__ import annotations
 
+import hmac
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import xxhash
 
 from tiers.errors import BlobCorruptError, BlobNotFoundError, StorePermissionError, StoreUnavailableError
 from tiers.json_text import parse_json
+from tiers.keyring import KeyRing
 from tiers.store import Store
 
 OWN_PREFIX = "_kvtiers/"
@@ -22,21 +38,76 @@ RECORD_BYTES_MAX = 1 << 20
 #: A bad sector, or an object that another account has put: nothing that all others must wait for.
 UNREADABLE = (StorePermissionError, StoreUnavailableError)
 READ_ATTEMPTS_MAX = 8  # a record may be replaced by one of another size between the question and the read
+MAGIC = b"kvtiers-record 1 "
+HEADER_BYTES = len(MAGIC) + 32 + len(b" - -\n")
+KEYED_HEADER_BYTES = len(MAGIC) + 32 + len(b" %08x " % 0) + 64 + len(b"\n")
 
 
-def put_record(store: Store, key: str, content: dict[str, Any], *, overwrite: bool = True) -> None:
+class RecordKeys:
+    """What records are authenticated with. Immutable. Shows its keys nowhere but to ``to_json``.
+
+    Args:
+        keys: id -> 32 bytes; the first is for new records, all are good for reading.
+    """
+
+    __slots__ = ("_keys", "current_id")
+
+    def __init__(self, keys: Mapping[int, bytes]) -> None:
+        self._keys = dict(keys)
+        self.current_id = next(iter(keys))
+
+    @classmethod
+    def of(cls, ring: KeyRing) -> RecordKeys:
+        """The keys that a ring gives for records: those of all roots, as a root has no name of its own."""
+        return cls(ring.derive(b"records", b""))
+
+    def to_json(self) -> list[tuple[int, str]]:
+        """The keys, for a process of this one."""
+        return [(number, key.hex()) for number, key in self._keys.items()]
+
+    @classmethod
+    def from_json(cls, keys: Sequence[tuple[int, str]]) -> RecordKeys:
+        """The other end of ``to_json``."""
+        return cls({number: bytes.fromhex(key) for number, key in keys})
+
+    def header(self, name: str, text: bytes) -> bytes:
+        """Id and tag for a new record."""
+        return self._header(name, text, self.current_id)
+
+    def accepts(self, name: str, text: bytes, header: bytes) -> bool:
+        """Whether somebody with one of the keys wrote the record."""
+        try:
+            return hmac.compare_digest(self._header(name, text, int(header.partition(b" ")[0], 16)), header)
+        except (KeyError, ValueError):
+            return False  # of a key that is not known, or of none
+
+    def _header(self, name: str, text: bytes, key_id: int) -> bytes:
+        tag = hmac.digest(self._keys[key_id], name.encode() + b"\0" + text, "sha256")
+        return b"%08x %s" % (key_id, tag.hex().encode())
+
+
+def put_record(
+    store: Store, key: str, content: dict[str, Any], *, overwrite: bool = True, keys: RecordKeys | None = None
+) -> None:
     """Publish a record.
+
+    Args:
+        keys: what it is authenticated with.
 
     Raises:
         StoreError: as ``Store.put``.
     """
     text = json.dumps(content, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % RECORD_BYTES)
-    store.put(key, [memoryview(text)], overwrite=overwrite)
+    text += b" " * (-(len(text) + (HEADER_BYTES if keys is None else KEYED_HEADER_BYTES)) % RECORD_BYTES)
+    covered = (b"- -" if keys is None else keys.header(key, text)) + b"\n" + text
+    store.put(key, [memoryview(b"%s%s %s" % (MAGIC, _checksum(key, covered), covered))], overwrite=overwrite)
 
 
-def get_record(store: Store, key: str) -> dict[str, Any] | None:
-    """A record's content; None where there is none, {} where what is there cannot be understood.
+def get_record(store: Store, key: str, *, keys: RecordKeys | None = None) -> dict[str, Any] | None:
+    """A record's content; None where there is none, {} where what is there cannot be believed.
+
+    Args:
+        keys: what it must be authenticated with; None: only its checksum is compared.
 
     Raises:
         StoreError: as ``Store.get_into``.
@@ -55,9 +126,23 @@ def get_record(store: Store, key: str) -> dict[str, Any] | None:
         except BlobCorruptError:
             size = store.size(key)
             continue
-        try:
-            content = parse_json(data)
-        except ValueError:
-            return {}
-        return content if isinstance(content, dict) else {}
+        return _parse(key, bytes(data), keys)
     raise StoreUnavailableError("it changes faster than it can be read", key=key)
+
+
+def _parse(name: str, data: bytes, keys: RecordKeys | None) -> dict[str, Any]:
+    checksum, _, covered = data.removeprefix(MAGIC).partition(b" ")
+    header, _, text = covered.partition(b"\n")
+    if not data.startswith(MAGIC) or checksum != _checksum(name, covered):
+        return {}
+    if keys is not None and not keys.accepts(name, text, header):
+        return {}
+    try:
+        content = parse_json(text)
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _checksum(name: str, covered: bytes) -> bytes:
+    return xxhash.xxh3_128_hexdigest(name.encode() + b"\0" + covered).encode()

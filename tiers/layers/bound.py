@@ -34,12 +34,19 @@ class BoundedStore(Layer):
             self.abandon = inner.abandon
 
     def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
+        return self._put_within(key, parts, lambda: self.inner.put(key, parts, overwrite=overwrite))
+
+    def _put_aged(self, key: str, parts: Sequence[memoryview], *, used_at: float) -> bool:
+        inner: Any = self.inner
+        return self._put_within(key, parts, lambda: inner.put_aged(key, parts, used_at=used_at))
+
+    def _put_within(self, key: str, parts: Sequence[memoryview], put: Callable[[], bool]) -> bool:
         size = parts_size(parts)
 
         def put_bytes(published: bool) -> int:
             return 0 if published is False else size  # only a clear no: a store may not say
 
-        return self._within(size, key, lambda: self.inner.put(key, parts, overwrite=overwrite), put_bytes)
+        return self._within(size, key, put, put_bytes)
 
     def _run(self, function: WorkerFunction, argument: object, raw: bytes = b"", *, puts_bytes: int = 0) -> Any:
         inner: Any = self.inner

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 #: Methods of the optional protocols. What a batch's outcome says of one key is in its place, not raised.
 BATCH_METHODS: Final = ("size_many", "delete_many", "get_many_into")
-SINGLE_METHODS: Final = ("get_tail", "quarantine", "touch", "sweep", "free_bytes")
+SINGLE_METHODS: Final = ("get_tail", "quarantine", "touch", "sweep", "free_bytes", "used_at")
 #: These ask no storage, so there is nothing to change about them.
 PASSED_METHODS: Final = ("is_block", "prepare")
 
@@ -46,6 +46,8 @@ class Layer(Store):
         for name in PASSED_METHODS:
             if hasattr(inner, name):
                 setattr(self, name, getattr(inner, name))
+        if hasattr(inner, "put_aged"):
+            self.put_aged = self._put_aged
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.inner!r})"
@@ -67,6 +69,10 @@ class Layer(Store):
 
     def close(self) -> None:
         self.inner.close()
+
+    def _put_aged(self, key: str, parts: Sequence[memoryview], *, used_at: float) -> bool:
+        inner: Any = self.inner
+        return self._around("put_aged", lambda: inner.put_aged(key, parts, used_at=used_at), parts_size(parts))
 
     def _single(self, method: str, *arguments: Any) -> Any:
         return self._around(method, lambda: getattr(self.inner, method)(*arguments), 0)

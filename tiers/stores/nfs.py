@@ -66,8 +66,17 @@ class NfsStore(FolderStore):
             monotonic=monotonic,
         )
 
-    def _put(self, key: str, parts: Sequence[memoryview], look: Look | None, *, overwrite: bool) -> bool:
-        return _again_if_stale(lambda: super(NfsStore, self)._put(key, parts, look, overwrite=overwrite))
+    def _put(
+        self,
+        key: str,
+        parts: Sequence[memoryview],
+        look: Look | None,
+        *,
+        overwrite: bool,
+        used_at: float | None = None,
+    ) -> bool:
+        put = super()._put
+        return _again_if_stale(lambda: put(key, parts, look, overwrite=overwrite, used_at=used_at))
 
     def _get_into(self, key: str, parts: Sequence[memoryview], look: Look | None) -> None:
         try:

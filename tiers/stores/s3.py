@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 import time
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -48,6 +49,8 @@ logger = get_logger(__name__)
 
 SCRATCH_BYTES: Final = 1 << 20
 SKIPPED_BYTES_MAX: Final = 1 << 30  # of a blob whose tail is wanted, from a server that ignores ranges
+USED_AT: Final = "kvtiers-used-at"  # name of the metadata; Unix seconds
+_UNIX_S: Final = re.compile(r"[0-9]{1,12}(\.[0-9]{1,9})?")
 CHECK_S_MAX: Final = 3.0  # `kvtiers check` answers within 5 s, imports included
 TRY_S_MAX: Final = 5.0  # where the bucket has answered
 
@@ -111,6 +114,17 @@ class S3Store(Store):
             self.capabilities = replace(self.capabilities, exclusive_create=False)
             logger.warning("%r: the server refuses If-None-Match; it is asked what is there before each put", self)
         return published
+
+    def put_aged(self, key: str, parts: Sequence[memoryview], *, used_at: float) -> bool:
+        """See ``SupportsAges``. The age is metadata, because S3 sets the time of each object itself."""
+        metadata = {USED_AT: f"{used_at:.9f}"}
+        return self._put(key, _as_bytes(parts), self._attempts.latest_start(), create=False, metadata=metadata)
+
+    def used_at(self, info: KeyInfo) -> float:
+        """See ``SupportsAges``."""
+        name = self._name(info.key)
+        noted = self._attempts.run(info.key, lambda clients: clients.control.metadata(name)).get(USED_AT, "")
+        return min(info.mtime, float(noted)) if _UNIX_S.fullmatch(noted) else info.mtime
 
     def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
         self._get_into(key, parts, None)
@@ -343,12 +357,20 @@ class S3Store(Store):
                 outcomes[key] = e
         return names
 
-    def _put(self, key: str, plain: list[memoryview], latest_start: float, *, create: bool) -> bool:
+    def _put(
+        self,
+        key: str,
+        plain: list[memoryview],
+        latest_start: float,
+        *,
+        create: bool,
+        metadata: Mapping[str, str] | None = None,
+    ) -> bool:
         forms = self._forms
         refused: StoreError | None = None
         for form in forms:
             try:
-                published = self._put_as(form, key, plain, latest_start, create=create)
+                published = self._put_as(form, key, plain, latest_start, create=create, metadata=metadata)
             except REFUSALS as e:
                 refused = refused or e.with_traceback(None)
                 if self._clock() > latest_start or not may_be_of_the_form(e, form):
@@ -364,11 +386,22 @@ class S3Store(Store):
         finally:
             del refused  # as in ``put``
 
-    def _put_as(self, form: PutForm, key: str, plain: list[memoryview], latest_start: float, *, create: bool) -> bool:
+    def _put_as(
+        self,
+        form: PutForm,
+        key: str,
+        plain: list[memoryview],
+        latest_start: float,
+        *,
+        create: bool,
+        metadata: Mapping[str, str] | None,
+    ) -> bool:
         name = self._name(key)
         try:
             return self._attempts.run(
-                key, lambda clients: clients.data.put(name, plain, create=create, form=form), latest_start
+                key,
+                lambda clients: clients.data.put(name, plain, create=create, form=form, metadata=metadata),
+                latest_start,
             )
         except MissingHeaderError as e:
             missing = e.with_traceback(None)

@@ -59,7 +59,7 @@ class Boto3Client:
         self._checksum = _checksum(session.options)
         self._unsigned = session.client if self._checksum is None else session.make_client(sign_payload=False)
         self._watchdog = Watchdog(session.options.attempt_timeout_s, clock)
-        self._put_arguments = {
+        self._put_arguments: dict[str, Any] = {
             name: value
             for name, value in (
                 ("ServerSideEncryption", session.options.sse),
@@ -69,11 +69,21 @@ class Boto3Client:
             if value is not None
         }
 
-    def put(self, key: str, parts: Sequence[memoryview], *, create: bool, form: PutForm) -> bool:
+    def put(
+        self,
+        key: str,
+        parts: Sequence[memoryview],
+        *,
+        create: bool,
+        form: PutForm,
+        metadata: Mapping[str, str] | None = None,
+    ) -> bool:
         """Put an object; with ``create`` only if there is none. False: there is one."""
         arguments = dict(self._put_arguments)
         if create:
             arguments["IfNoneMatch"] = "*"
+        if metadata:
+            arguments["Metadata"] = metadata
         client = self._client
         proof = self._checksum if form is PutForm.CHECKED else _SHA256 if form is PutForm.SIGNED else None
         if proof is not None:

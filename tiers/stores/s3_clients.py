@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -37,7 +37,15 @@ RENEW_EVERY_S: Final = 2.0  # between two at least: the credential chain may sta
 class DataPlane(Protocol):
     """One attempt at one operation on one object. Keys are the objects' whole names; StoreErrors come out."""
 
-    def put(self, key: str, parts: Sequence[memoryview], *, create: bool, form: PutForm) -> bool:
+    def put(
+        self,
+        key: str,
+        parts: Sequence[memoryview],
+        *,
+        create: bool,
+        form: PutForm,
+        metadata: Mapping[str, str] | None = None,
+    ) -> bool:
         """Put an object; with ``create`` only if there is none. False: there is one."""
 
     def get_into(self, key: str, parts: Sequence[memoryview], size: int, look: Look | None = None) -> None:

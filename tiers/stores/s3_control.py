@@ -67,6 +67,11 @@ class S3Control:
         if self._ask_about(key, client.head_object) is not None:
             raise StoreConfigError(NO_S3.format(self._session.endpoint_url))
 
+    def metadata(self, key: str) -> dict[str, str]:
+        """An object's own metadata; none where it is absent."""
+        answer = self._ask_about(key, self._session.client.head_object)
+        return {} if answer is None else dict(answer.get("Metadata", {}))
+
     def delete_batch(self, keys: Sequence[str]) -> dict[str, StoreError]:
         """Delete up to ``DELETE_KEYS_MAX`` objects by their whole names; the errors of those that are still there.
 

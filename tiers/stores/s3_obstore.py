@@ -17,7 +17,7 @@ import asyncio
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING, Final
@@ -118,7 +118,15 @@ class ObstoreClient:
         self._direct = DirectReader(session, clock=clock) if session.proxy is None else None
         self._attributes: dict[str, str] | None = {"Storage-Class": storage_class} if storage_class else None
 
-    def put(self, key: str, parts: Sequence[memoryview], *, create: bool, form: PutForm) -> bool:
+    def put(
+        self,
+        key: str,
+        parts: Sequence[memoryview],
+        *,
+        create: bool,
+        form: PutForm,
+        metadata: Mapping[str, str] | None = None,
+    ) -> bool:
         """Put an object; with ``create`` only if there is none. False: there is one."""
         store = {PutForm.CHECKED: self._checked, PutForm.PLAIN: self._plain}.get(form) or self._signed
         started = self._clock()
@@ -127,7 +135,7 @@ class ObstoreClient:
                 store,
                 key,
                 parts,
-                attributes=self._attributes,
+                attributes={**(self._attributes or {}), **(metadata or {})} or None,
                 mode="create" if create else "overwrite",
                 use_multipart=False,
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from tiers.errors import BlobCorruptError, BlobNotFoundError, InvalidKeyError, StoreError
 from tiers.store import (
     Store,
+    SupportsAges,
     SupportsDeleteMany,
     SupportsFreeBytes,
     SupportsGetMany,
@@ -162,6 +164,19 @@ class ExtraRules(StorePlace):
             assert store.size(absent) is None
         assert [self.peek(store, key) for key in ("f/a", "f/ab")] == [b"1234", b"5"]
         assert list_keys(store) == ["f/a", "f/ab"]
+
+    def test_put_aged_keeps_an_age_and_replaces(self, store: Store) -> None:
+        if not isinstance(store, SupportsAges):
+            pytest.skip("no SupportsAges")
+        self.plant(store, "f/a", b"before")
+        used_at = time.time() - 7 * 86_400.25
+        store.put_aged("f/a", as_parts(b"1234"), used_at=used_at)
+        assert self.peek(store, "f/a") == b"1234"
+        (info,) = store.keys()
+        assert abs(store.used_at(info) - used_at) < 1e-3
+        store.put("f/a", as_parts(b"5"), overwrite=True)
+        (info,) = store.keys()
+        assert abs(store.used_at(info) - info.mtime) < 1e-3
 
     # ---- the place -----------------------------------------------------------------------------------------
 
