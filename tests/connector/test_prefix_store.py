@@ -672,7 +672,7 @@ def test_a_use_that_could_not_be_noted_is_noted_with_the_next_one() -> None:
     for expected in (1, 2):
         wait_for(lambda: not uses._pool._waiting and not uses._pool._began)
         uses.note([b"block"])
-        wait_for(lambda expected=expected: len(calls) == expected)
+        wait_for(lambda expected=expected: len(calls) == expected)  # type: ignore[misc]
     wait_for(lambda: not uses._pool._began)
     uses.note([b"block"])
     uses.shutdown()

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -236,7 +237,7 @@ TestWriters = Writers.TestCase
 TestWriters.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
 
 
-def make(max_bytes: int = 1000, **options: float) -> tuple[MemoryStore, BoundedStore, Clock]:
+def make(max_bytes: int = 1000, **options: Any) -> tuple[MemoryStore, BoundedStore, Clock]:
     clock = Clock()
     store = MemoryStore(clock=clock)
     return store, BoundedStore(store, Account(store, max_bytes, clock=clock, **options)), clock

@@ -160,10 +160,11 @@ def read_baseline(store: Store, *, now: float, writer_s: float, keys: RecordKeys
         if dead:
             baseline.dead.append(writer)
         usage = _read_usage(store, writer, keys)
-        if isinstance(usage, _Usage):
+        if usage is UNKNOWN:
+            if dead:
+                baseline.base[writer] = None
+        elif usage is not None:
             baseline.base[writer] = usage.reserved if dead else usage.settled
-        elif usage is UNKNOWN and dead:
-            baseline.base[writer] = None
         # A living writer of which nothing is known gets no base: all will count that is read of it later.
     for prefix in OLD_PREFIXES:
         baseline.old.extend(info.key for info in store.keys(prefix) if abs(now - info.mtime) > writer_s)
@@ -174,7 +175,7 @@ def forget_writers(store: Store, baseline: Baseline, *, keys: RecordKeys | None 
     """Remove the records of the dead; only once a measurement without them is published."""
     for writer in baseline.dead:
         usage = _read_usage(store, writer, keys)
-        if isinstance(usage, _Usage) and usage.reserved != baseline.base.get(writer):
+        if usage is not None and usage is not UNKNOWN and usage.reserved != baseline.base.get(writer):
             continue  # it lives: what it reserved meanwhile is in no measurement
         _delete(store, WRITERS_PREFIX + writer, USAGE_PREFIX + writer)
     for key in baseline.old:

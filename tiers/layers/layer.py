@@ -72,7 +72,10 @@ class Layer(Store):
 
     def _put_aged(self, key: str, parts: Sequence[memoryview], *, used_at: float) -> bool:
         inner: Any = self.inner
-        return self._around("put_aged", lambda: inner.put_aged(key, parts, used_at=used_at), parts_size(parts))
+        published: bool = self._around(
+            "put_aged", lambda: inner.put_aged(key, parts, used_at=used_at), parts_size(parts)
+        )
+        return published
 
     def _single(self, method: str, *arguments: Any) -> Any:
         return self._around(method, lambda: getattr(self.inner, method)(*arguments), 0)
