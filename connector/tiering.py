@@ -267,6 +267,7 @@ class TieringOffloadingManager(OffloadingManager):
             self._count_expired(key, request, owing)
         if hit is None:
             return False
+        request.owed.discard(key)  # where it was asked about twice in a round, and the answer came in between
         request.hits[key] = hit
         request.hit_tiers |= 1 << hit
         if request not in self._requests.waiting:
