@@ -411,7 +411,7 @@ def test_a_trickling_server_holds_no_threads(stored: S3Store, server: HttpFaultS
     server.inject(Fault.SLOW_LORIS)
     with pytest.raises(StoreTimeoutError, match=r"did not answer within 0\.3 s"):
         store.folders()
-    assert len(server.requests("GET")) == 1
+    assert len(server.requests("GET")) <= 1  # none where the time was up before it was sent
     wait_for(lambda: not [thread for thread in threading.enumerate() if thread.name == "kvtiers-s3-control"])
     store.close()
 

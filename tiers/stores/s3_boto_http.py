@@ -69,6 +69,8 @@ class BoundedHttp:
         """
         endpoint = client._endpoint
         endpoint.http_session._pool_classes_by_scheme.update(_POOLS)
+        with contextlib.suppress(AttributeError):  # not botocore's interface; without it, only ca_path is trusted
+            endpoint.http_session._manager.connection_pool_kw["ssl_context"].load_default_certs()
         endpoint.http_session = _BoundedSession(endpoint.http_session, self)
         client.meta.events.register("before-call", self._begin_call)
         return client

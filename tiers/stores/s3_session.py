@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import ssl
 import time
-from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -157,8 +156,6 @@ class S3Session:
                 user_agent_extra="kvtiers",
             ),
         )
-        with suppress(AttributeError):  # no part of botocore's interface; without it, ca_path alone is trusted
-            client._endpoint.http_session._manager.connection_pool_kw["ssl_context"].load_default_certs()
         client.meta.events.register("before-call.s3.HeadBucket", _follow_no_redirect)
         client.meta.events.register("before-send.s3", _IdleLimit(client))
         client.meta.events.register("before-sign.s3.PutObject", _expect_no_continue)
