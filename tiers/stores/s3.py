@@ -124,7 +124,9 @@ class S3Store(Store):
         """See ``SupportsAges``."""
         name = self._name(info.key)
         noted = self._attempts.run(info.key, lambda clients: clients.control.metadata(name)).get(USED_AT, "")
-        return min(info.mtime, float(noted)) if _UNIX_S.fullmatch(noted) else info.mtime
+        # S3 cuts the time of an object to whole seconds.
+        is_past = _UNIX_S.fullmatch(noted) is not None and float(noted) < info.mtime + 1.0
+        return float(noted) if is_past else info.mtime
 
     def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
         self._get_into(key, parts, None)
