@@ -463,6 +463,20 @@ def test_a_damaged_record_stops_stores_until_its_writer_publishes_or_is_dead(hea
         assert used_bytes(store) == 901
 
 
+@pytest.mark.parametrize("is_dead", [True, False])
+def test_a_writer_whose_record_cannot_be_read_has_no_known_base(is_dead: bool) -> None:
+    store, bounded, clock = make()
+    measure(store, clock())
+    bounded.put("a", as_parts(b"1"))
+    (usage,) = list_keys(store, USAGE_PREFIX)
+    store.put(usage, as_parts(bytes(512)), overwrite=True)
+    writer = usage.removeprefix(USAGE_PREFIX)
+    clock.now += is_dead * (WRITER_S + 1)
+    baseline = read_baseline(store, now=clock(), writer_s=WRITER_S)
+    assert (writer in baseline.dead) == is_dead
+    assert baseline.base == ({writer: None} if is_dead else {})
+
+
 def test_no_flipped_bit_of_a_record_takes_a_root_beyond_its_bound() -> None:
     clock = Clock()
     for kind in (MEASURED, USAGE_PREFIX, WRITERS_PREFIX):

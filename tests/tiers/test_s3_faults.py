@@ -407,11 +407,11 @@ def test_control_plane_of_a_server_that_trickles(stored: S3Store, server: HttpFa
 
 
 def test_a_trickling_server_holds_no_threads(stored: S3Store, server: HttpFaultServer) -> None:
-    store = S3Store(replace(stored.options, request_timeout_s=0.6))
+    store = S3Store(replace(stored.options, request_timeout_s=2.0))
     server.inject(Fault.SLOW_LORIS)
-    with pytest.raises(StoreTimeoutError, match=r"did not answer within 0\.3 s"):
+    with pytest.raises(StoreTimeoutError, match=r"did not answer within 1 s"):
         store.folders()
-    assert len(server.requests("GET")) <= 1  # none where the time was up before it was sent
+    assert len(server.requests("GET")) == 1
     wait_for(lambda: not [thread for thread in threading.enumerate() if thread.name == "kvtiers-s3-control"])
     store.close()
 
