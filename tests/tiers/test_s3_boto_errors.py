@@ -63,7 +63,7 @@ def make(kind: type[Any]) -> Exception:
     return error
 
 
-@pytest.mark.parametrize("kind", subclasses(boto_errors.BotoCoreError), ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", list(subclasses(boto_errors.BotoCoreError)), ids=lambda kind: kind.__name__)
 def test_only_connection_errors_are_retried(kind: type[Any]) -> None:
     told = translate(make(kind), PLACE, 1.0)
     is_of_connection = kind in CONNECTION_ERRORS
