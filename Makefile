@@ -109,8 +109,9 @@ e2e-env:
 	$(PYTHON) -m tests.e2e.make_env $(E2E_ENV)
 
 e2e:
-	$(PYTHON) -m tests.e2e.make_env $(E2E_ENV) --overlay 0.33
+	$(PYTHON) -m tests.e2e.make_env $(E2E_ENV) --overlay 0.33 0.34
 	$(E2E) --out build/e2e --versions 0.32,0.33
+	$(E2E) --out build/e2e-untested --versions 0.34 --only "tier on fs: reuse,spec on fs: reuse,on a folder: reuse"
 
 # The three ways in on a folder, with the releases before.
 e2e-older:

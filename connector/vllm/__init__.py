@@ -4,9 +4,9 @@
 ``connector.vllm.tier`` puts tiers behind vLLM's own TieringOffloadingSpec. ``connector.vllm.shared_storage`` is a
 connector of its own.
 
-Importing any of them checks vLLM's version first: another version may lack the very names that they import.
+Importing any of them checks first that vLLM has what they use: another release may lack the very names they import.
 """
 
-from connector.vllm.versions import check_version
+from connector.vllm.contract import check_contract
 
-check_version()
+check_contract()

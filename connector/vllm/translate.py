@@ -36,7 +36,6 @@ from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
 from connector.base import CacheConfig, KVCacheGroup, ModelConfig, OffloadingConfig, ParallelConfig
 from connector.vllm import versions
 from connector.vllm.identity import identity, identity_digest, log_identity
-from connector.vllm.versions import check_version as check_version
 from connector.vllm.weights import kv_revision, value_digest
 from tiers.base import JobMetadata, JobResult, OffloadingEvent
 from tiers.errors import ConfigError

@@ -62,20 +62,13 @@ def kv_revision(vllm_config: Any) -> str | None:
         vllm_config: vLLM's VllmConfig, or what has some of its fields.
 
     Raises:
-        ConfigError: ``calculate_kv_scales``: what is stored could only be read by the process that stored it;
-            ``weight_transfer_config``: the weights will be others; ``pooler_config``: KV of a prompt's beginning is of
-            no use; or pictures have names that mean others in the next process.
+        ConfigError: ``weight_transfer_config``: the weights will be others; ``pooler_config``: KV of a prompt's
+            beginning is of no use; or pictures have names that mean others in the next process.
     """
     model = vllm_config.model_config
     cache = getattr(vllm_config, "cache_config", None)
     _refuse_counted_pictures(model, cache)
     _refuse_pooling_of_whole_prompts(model)
-    if getattr(cache, "calculate_kv_scales", False) and getattr(cache, "cache_dtype", "auto") != "auto":
-        raise ConfigError(
-            "each process takes its scales from the first prompt that it sees, so KV that is stored means something "
-            "else in the next one; turn it off",
-            field="calculate_kv_scales",
-        )
     if getattr(vllm_config, "weight_transfer_config", None) is not None:
         raise ConfigError(
             "weights that are sent to an engine while it runs are not those that it was started with, and KV is stored "

