@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from connector.vllm import siblings, translate
 from connector.vllm.handed import handing_over
 from connector.vllm.logs import log_as_vllm
+from connector.vllm.spec import KVTiersManager
 from connector.vllm_config import connector_options
 from connector.vllm_plugin import register
 
@@ -41,6 +42,8 @@ class KVTiersConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is no
         vllm_config = _with_spec(vllm_config)
         with handing_over(vllm_config, kv_cache_config):
             super().__init__(vllm_config, role, kv_cache_config)
+        manager = None if self.connector_scheduler is None else self.connector_scheduler.manager
+        self._manager = manager if isinstance(manager, KVTiersManager) else None
 
     def register_kv_caches(self, kv_caches: Any) -> None:
         """Take a worker's KV tensors. By now vLLM has made all connectors of the process."""
@@ -58,9 +61,18 @@ class KVTiersConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is no
         super().on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
-        """Say how many tokens of a request can be loaded."""
+        """Say how many tokens of a request can be loaded; None: ask again.
+
+        vLLM asks in every step. While nothing has changed, its lookups of all keys are left out.
+        """
         translate.hold_back_stream(request)  # releases that do not announce requests begin them here
-        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if self._manager is None:
+            return super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if self._manager.is_waiting(request.request_id, num_computed_tokens):
+            return None, False
+        answer = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        self._manager.note_asked(request.request_id, num_computed_tokens, is_open=answer[0] is None)
+        return answer
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         """Decide a step's loads and stores.

@@ -190,6 +190,8 @@ READ: Mapping[str, str] = {
     ),
     f"{_TIERING}TransferJob": "chunk_ids>=0.30 job_id keys req_context",
     "vllm.v1.kv_offload.tiering.spec:TieringOffloadingSpec": "secondary_tier_configs",
+    f"{_CONNECTOR}offloading.scheduler:OffloadingConnectorScheduler": "manager",
+    f"{_CONNECTOR}offloading_connector:OffloadingConnector": "connector_scheduler",
     f"{_CONNECTOR}base:KVConnectorMetadata": "",
     f"{_CONNECTOR}base:KVConnectorRole": "SCHEDULER WORKER",
     f"{_CONNECTOR}metrics:KVConnectorStats": "data",

@@ -190,6 +190,8 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
         self._blocks: OffloadingManager = self.tiering  # the region alone once storage is off
         self._steps_in_flight = steps_in_flight
         self._pacer = Pacer()
+        self._left_open = False  # a lookup of the request that vLLM asks about
+        self._open: dict[str, int] = {}  # request -> tokens that the GPU had when its lookups were left open
         self._stats = StatsExporter(self.tiering.metrics, tiering_names=True)
         self._stores: set[OffloadKey] = set()
         self._loads: Counter[OffloadKey] = Counter()
@@ -203,7 +205,31 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
             return LookupResult.MISS
         answer = (self._blocks if self._role.loads else self.tiering.primary).lookup(key, req_context)
         self._pacer.asked(answer)
+        self._left_open |= answer is None
         return translate.lookup_result(answer, is_coming=answer is None and self.tiering.is_coming(key, req_context))
+
+    def note_asked(self, req_id: str, num_computed_tokens: int, *, is_open: bool) -> None:
+        """vLLM has looked a request's keys up.
+
+        Args:
+            num_computed_tokens: what the GPU had of it.
+            is_open: vLLM will ask again.
+        """
+        if is_open and self._left_open:
+            self._open[req_id] = num_computed_tokens
+        else:
+            self._open.pop(req_id, None)
+
+    def is_waiting(self, req_id: str, num_computed_tokens: int) -> bool:
+        """Whether its lookups would be left open again: nothing has changed since vLLM asked. O(1).
+
+        If not, vLLM is to look the keys up, and ``note_asked`` to be called.
+        """
+        if self._open.get(req_id) != num_computed_tokens or not self.tiering.is_waiting(req_id):
+            self._left_open = False
+            return False
+        self._pacer.asked(None)
+        return True
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: Any) -> VllmCPULoadStoreSpec:
         spec = self._blocks.prepare_load(keys, req_context)
@@ -243,6 +269,7 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
+        self._open.pop(req_context.req_id, None)
         self.tiering.on_request_finished(req_context)
 
     def on_schedule_end(self, context: Any) -> None:  # noqa: ARG002

@@ -44,9 +44,10 @@ def made(extra: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, A
     """A connector without vLLM's part of it; and the options that this part gets."""
     told: list[Any] = []
 
-    def make_vllms_part(_: Any, vllm_config: Any, role: Any, kv_caches: Any) -> None:
+    def make_vllms_part(made: Any, vllm_config: Any, role: Any, kv_caches: Any) -> None:
         assert handed_over().vllm_config is vllm_config
         assert handed_over().kv_cache_config is kv_caches
+        made.connector_scheduler = None
         told.append(vllm_config.kv_transfer_config.kv_connector_extra_config)
 
     monkeypatch.setattr(OffloadingConnector, "__init__", make_vllms_part)
@@ -129,7 +130,7 @@ def test_what_the_engine_was_told_is_left_as_it_is(file: Path, monkeypatch: pyte
     extra = {"way": "tier", "config_file": str(file)}
     before = config_of(extra)
     with monkeypatch.context() as patch:
-        patch.setattr(OffloadingConnector, "__init__", lambda *_: None)
+        patch.setattr(OffloadingConnector, "__init__", lambda made, *_: setattr(made, "connector_scheduler", None))
         KVTiersConnector(before, KVConnectorRole.WORKER, kv_cache_config(FULL))
     assert before.kv_transfer_config.kv_connector_extra_config == extra
 

@@ -15,11 +15,13 @@ from typing import Any
 import pytest
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, ScheduleEndContext
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from connector.host_copy import HostCopier
 from connector.vllm import translate
+from connector.vllm.connector import KVTiersConnector
 from connector.vllm.handed import handing_over
 from connector.vllm.resets import StorageSwitch
 from connector.vllm.spec import KVTiersManager, KVTiersSpec, KVTiersWorker
@@ -36,6 +38,7 @@ from tests.vllm.engines import (
 )
 from tests.waiting import wait_for
 from tiers.errors import ConfigError
+from tiers.folder_store import FolderStore
 from tiers.keys import OffloadKey
 from tiers.store_tier import StoreTierManager
 
@@ -240,6 +243,69 @@ def test_what_is_on_its_way_is_a_pending_hit_and_an_answer_that_is_owed_is_none(
 
     wait_for(is_hit)
     assert [each for each, _ in groupby(answers)] == [LookupResult.RETRY, LookupResult.HIT_PENDING, LookupResult.HIT]
+
+
+def test_a_request_that_waits_is_looked_up_again_only_when_something_changed(
+    engines: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    some = keys(6)
+    engines(blocks=64).store(some, list(range(6)))
+    tier = {"type": "fs", "root_dir": str(tmp_path / "root"), "min_free": 0, "isolation": "thread"}
+    manager = engines(blocks=64, tiers=[{**tier, "lookup_deadline_s": 60, "lookup_total_s": 60}]).manager
+    context = request("waits")
+    answers, size, rounds = threading.Event(), FolderStore.size, []
+
+    def size_when_told(store: FolderStore, key: str) -> int | None:
+        assert answers.wait(60)
+        found: int | None = size(store, key)
+        return found
+
+    def look_up_as_vllm(*_: object) -> tuple[int | None, bool]:
+        found = [manager.lookup(key, context) for key in some]
+        rounds.append(found)
+        return (24 if found == [LookupResult.HIT] * 6 else None), True
+
+    monkeypatch.setattr(FolderStore, "size", size_when_told)
+    monkeypatch.setattr(OffloadingConnector, "get_num_new_matched_tokens", look_up_as_vllm)
+    connector = object.__new__(KVTiersConnector)
+    connector._manager = manager
+
+    def ask(num_computed_tokens: int) -> int | None:
+        asked = SimpleNamespace(request_id="waits")
+        tokens: int | None = connector.get_num_new_matched_tokens(asked, num_computed_tokens)[0]
+        manager.on_schedule_end(STEP)
+        return tokens
+
+    assert [ask(0) for _ in range(50)] == [None] * 50
+    assert rounds == [[LookupResult.RETRY] * 6]
+    assert ask(4) is None
+    assert len(rounds) == 2, "the GPU has more of it"
+    answers.set()
+    assert wait_for(lambda: ask(4)) == 24
+    assert len(rounds) <= 2 + 2 * len(some), "it was looked up more often than something changed"
+    manager.on_request_finished(context)
+    assert not manager.is_waiting("waits", 4)
+
+
+def test_what_vllm_leaves_open_for_reasons_of_its_own_is_looked_up_again(
+    engines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits, say, until another request's load of the same blocks is over."""
+    some = keys(2)
+    engine = engines()
+    engine.store(some, [0, 1])
+    rounds = []
+
+    def look_up_as_vllm(*_: object) -> tuple[None, bool]:
+        rounds.append([engine.manager.lookup(key, request("own")) for key in some])
+        return None, False
+
+    monkeypatch.setattr(OffloadingConnector, "get_num_new_matched_tokens", look_up_as_vllm)
+    connector = object.__new__(KVTiersConnector)
+    connector._manager = engine.manager
+    for _ in range(3):
+        assert connector.get_num_new_matched_tokens(SimpleNamespace(request_id="own"), 0) == (None, False)
+    assert rounds == [[LookupResult.HIT] * 2] * 3
 
 
 def test_nothing_is_left_in_dev_shm_once_both_are_in(engines: Any) -> None:
