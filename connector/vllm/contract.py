@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -40,6 +40,7 @@ _STEP = "vllm.v1.core.sched.output:"
 IMPLEMENTED: Mapping[str, tuple[str, ...]] = {
     f"{_BASE}OffloadingManager": (
         "lookup(key, req_context)",
+        "get_load_source(key, req_context) >=0.32",
         "prepare_load(keys, req_context)",
         "complete_load(keys, req_context)",
         "prepare_store(keys, req_context)",
@@ -211,6 +212,7 @@ READ: Mapping[str, str] = {
     f"{_STEP}SchedulerOutput": (
         "has_sync_kv_loads>=0.29 num_scheduled_tokens scheduled_cached_reqs scheduled_new_reqs"
     ),
+    "vllm.v1.metrics.cache_hit_source:CacheHitSource": "DISK>=0.32 EXTERNAL_UNSPECIFIED>=0.32 HOST>=0.32",
     "vllm.v1.outputs:KVConnectorOutput": "finished_recving invalid_block_ids",
     "vllm.v1.request:Request": (
         "cache_salt kv_transfer_params lora_request mm_features prompt_embeds prompt_token_ids request_id resumable "
@@ -289,35 +291,32 @@ def changes(installed: tuple[int, int] | None) -> Iterator[str]:
         installed: the release; None, as an unknown one, must have everything.
     """
     for place, texts in IMPLEMENTED.items():
-        owner, problem = _find(place)
-        if problem:
-            yield problem
-            continue
-        wanted = [_Entry.of(text) for text in texts]
-        for entry in wanted:
-            if entry.is_in(installed):
-                yield from _changed(owner, entry, is_called=False)
-        known = {entry.name for entry in wanted}
+        yield from _changes_at(place, texts, installed, _changed_method)
+        owner, _ = _find(place)
+        known = {_Entry.of(text).name for text in texts}
         for name in sorted(getattr(owner, "__abstractmethods__", frozenset()) - known):
             yield f"{owner.__name__}.{name} is new and abstract"
     for place, texts in CALLED.items():
-        owner, problem = _find(place)
-        if problem:
-            yield problem
-            continue
-        for entry in map(_Entry.of, texts):
-            if entry.is_in(installed):
-                yield from _changed(owner, entry, is_called=True)
+        yield from _changes_at(place, texts, installed, _changed_function)
     for place, names in READ.items():
-        owner, problem = _find(place)
-        if problem:
-            yield problem
-            continue
-        there = _attributes(owner)
-        for entry in map(_Entry.of, names.split()):
-            # A module may make an attribute when it is asked for.
-            if entry.is_in(installed) and entry.name not in there and not hasattr(owner, entry.name):
-                yield f"{owner.__name__}.{entry.name} is gone"
+        yield from _changes_at(place, names.split(), installed, _gone_attribute)
+
+
+def _changes_at(
+    place: str,
+    texts: Sequence[str],
+    installed: tuple[int, int] | None,
+    changes_of: Callable[[Any, _Entry], Iterator[str]],
+) -> Iterator[str]:
+    entries = [entry for text in texts if (entry := _Entry.of(text)).is_in(installed)]
+    if texts and not entries:
+        return
+    owner, problem = _find(place)
+    if problem:
+        yield problem
+        return
+    for entry in entries:
+        yield from changes_of(owner, entry)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -365,7 +364,23 @@ def _find(place: str) -> tuple[Any, str]:
     return (getattr(module, name), "") if hasattr(module, name) else (None, f"{module_name}.{name} is gone")
 
 
-def _changed(owner: Any, entry: _Entry, *, is_called: bool) -> Iterator[str]:
+def _gone_attribute(owner: Any, entry: _Entry) -> Iterator[str]:
+    # A module may make an attribute when it is asked for.
+    if entry.name not in _attributes(owner) and not hasattr(owner, entry.name):
+        yield f"{owner.__name__}.{entry.name} is gone"
+
+
+def _changed_method(owner: Any, entry: _Entry) -> Iterator[str]:
+    return _changed(owner, entry, _is_called_with)
+
+
+def _changed_function(owner: Any, entry: _Entry) -> Iterator[str]:
+    return _changed(owner, entry, _takes)
+
+
+def _changed(
+    owner: Any, entry: _Entry, fits: Callable[[list[inspect.Parameter], Sequence[inspect.Parameter]], bool]
+) -> Iterator[str]:
     is_constructor = entry.name == "__init__"
     name = owner.__name__ if is_constructor else f"{owner.__name__}.{entry.name}"
     found = owner if is_constructor else getattr(owner, entry.name, None)
@@ -379,12 +394,12 @@ def _changed(owner: Any, entry: _Entry, *, is_called: bool) -> Iterator[str]:
     is_bound = isinstance(inspect.getattr_static(owner, entry.name), classmethod | staticmethod)
     if isinstance(owner, type) and not is_constructor and not is_bound:
         theirs = theirs[1:]  # self
-    if not (_takes if is_called else _is_called_with)(theirs, entry.parameters):
+    if not fits(theirs, entry.parameters):
         shown, known = (", ".join(map(_shown, each)) for each in (theirs, entry.parameters))
         yield f"{name}({shown}) is known as {entry.name}({known})"
 
 
-def _takes(theirs: list[inspect.Parameter], ours: Iterable[inspect.Parameter]) -> bool:
+def _takes(theirs: list[inspect.Parameter], ours: Sequence[inspect.Parameter]) -> bool:
     """Whether a function takes the arguments that kvtiers gives it, and asks for no others."""
     left = {each.name: each for each in theirs}
     for place, argument in enumerate(ours):
@@ -402,7 +417,7 @@ def _takes(theirs: list[inspect.Parameter], ours: Iterable[inspect.Parameter]) -
     return all(each.default is not inspect.Parameter.empty or each.kind in variable for each in left.values())
 
 
-def _is_called_with(theirs: list[inspect.Parameter], ours: Iterable[inspect.Parameter]) -> bool:
+def _is_called_with(theirs: list[inspect.Parameter], ours: Sequence[inspect.Parameter]) -> bool:
     """Whether whoever calls by vLLM's signature may call kvtiers' method: the names and their order are the same."""
     names = [each.name for each in theirs]
     optional = {each.name for each in ours if each.default is not inspect.Parameter.empty}

@@ -181,7 +181,8 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
         self._spec = spec
         self._role = role or translate.Role()
         self._storage = StorageSwitch({}) if storage is None else storage
-        self._places = [(translate.medium(each), translate.locality(each)) for each in tier_types]
+        self._tier_types = list(tier_types)
+        self._places = [(translate.medium(each), translate.locality(each)) for each in self._tier_types]
         try:
             self.tiering = spec.get_manager()
         except BaseException:
@@ -192,6 +193,7 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
         self._pacer = Pacer()
         self._left_open = False  # a lookup of the request that vLLM asks about
         self._open: dict[str, int] = {}  # request -> tokens that the GPU had when its lookups were left open
+        self._from_tiers: dict[OffloadKey, int] = {}  # key -> tier, of the load that was prepared last
         self._stats = StatsExporter(self.tiering.metrics, tiering_names=True)
         self._stores: set[OffloadKey] = set()
         self._loads: Counter[OffloadKey] = Counter()
@@ -231,9 +233,16 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
         self._pacer.asked(None)
         return True
 
+    def get_load_source(self, key: OffloadKey, req_context: Any) -> Any:  # noqa: ARG002
+        """Say where a block of the load that was prepared last came from. From vLLM 0.32."""
+        tier = self._from_tiers.get(key)
+        return translate.hit_source("CPU" if tier is None else self._tier_types[tier])
+
     def prepare_load(self, keys: Collection[OffloadKey], req_context: Any) -> VllmCPULoadStoreSpec:
         spec = self._blocks.prepare_load(keys, req_context)
         assert isinstance(spec, CPULoadStoreSpec)
+        blocks = {key: self.tiering.primary.find(key) for key in keys}
+        self._from_tiers = {key: block.tier for key, block in blocks.items() if block is not None and block.promoted}
         self._blocks.touch(keys)
         self._loads.update(keys)
         return VllmCPULoadStoreSpec(spec.block_ids.tolist())

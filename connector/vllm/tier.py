@@ -86,6 +86,8 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
         detector = () if backpressure_detector is None else (backpressure_detector,)  # before 0.31 there is none
         super().__init__(offloading_spec, primary_kv_view, own_type, *detector)
         self.locality = translate.locality(str(options["type"]), locality)
+        if hasattr(self, "cache_hit_source"):  # from 0.32; vLLM takes all that is STORAGE for a disk
+            self.cache_hit_source = translate.hit_source(str(options["type"]))
         translate.warn_of_adapters(vllm_config)
         by_token = kv_groups.is_in_token_order(offloading_spec.config, handed)
         spec = translate.engine_spec(offloading_spec, vllm_config, by_token=by_token)

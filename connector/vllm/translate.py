@@ -336,6 +336,15 @@ def medium(name: str) -> Medium:
     return Medium.CPU if name in ("CPU", "memory") else Medium.STORAGE
 
 
+def hit_source(name: str) -> Any:
+    """vLLM's ``CacheHitSource`` for a medium or a type of tier of ours. It has none for remote storage. From 0.32."""
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    if name in ("CPU", "memory"):
+        return CacheHitSource.HOST
+    return CacheHitSource.DISK if name == "fs" else CacheHitSource.EXTERNAL_UNSPECIFIED
+
+
 def locality(tier_type: str, asked: str | None = None) -> Locality | None:
     """Whether a tier's storage is this machine's: as asked for, else by the tier's type.
 

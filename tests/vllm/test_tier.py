@@ -13,12 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 from vllm.v1.kv_offload.base import LookupResult, ScheduleEndContext
+from vllm.v1.kv_offload.tiering.base import SecondaryTierManager as VllmTier
 from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from connector.tiering_options import LOAD_GRACE_S
+from connector.vllm import translate
 from connector.vllm.handed import handing_over
 from connector.vllm.prefix_order import PrefixOrder
 from connector.vllm.tier import tier_options
@@ -242,6 +244,14 @@ def test_vllm_publishes_stored_and_removed(engines: Any, tmp_path: Path) -> None
     reader = engines("reader", on_folder(tmp_path), enable_kv_cache_events=True)
     reader.find(some)
     assert [event.keys for event in reader.tier.take_events() if event.removed] == [[some[0]]]
+
+
+@pytest.mark.skipif(not hasattr(VllmTier, "cache_hit_source"), reason="vLLM asks for sources from 0.32 on")
+def test_vllm_is_told_of_what_kind_the_storage_is(engines: Any, tmp_path: Path) -> None:
+    assert engines("files", on_folder(tmp_path)).tier.cache_hit_source.value == "disk"
+    memory = {"type": "KVTiersTier", "module_path": "connector.vllm.tier", "tier": {"type": "memory"}}
+    assert engines("memory", memory).tier.cache_hit_source.value == "host"
+    assert translate.hit_source("s3").value == translate.hit_source("nfs").value == "external_unspecified"
 
 
 def test_what_a_storage_that_is_away_has_is_not_published_as_removed(engines: Any, tmp_path: Path) -> None:
