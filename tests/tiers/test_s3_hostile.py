@@ -30,15 +30,16 @@ JOB_DEADLINE_S = 8.0
 IN_TIME_S = 2 * JOB_DEADLINE_S + 20  # on a busy machine; without a deadline there is no end
 KINDS = ("load", "store", "head", "list", "lookup", "delete", "delete_many")
 
-#: client, row_bytes (large objects are read by the direct reader), isolation, whether the region can be mapped
+#: client, row_bytes (large objects are read by the direct reader), isolation, whether the region can be mapped.
+#: One of those in processes and one of those in threads run in ``make test``.
 WAYS = [
     pytest.param("obstore", 64 << 10, "process", True, id="obstore-process"),
-    pytest.param("obstore", 512 << 10, "process", True, id="direct-process"),
-    pytest.param("boto3", 64 << 10, "process", True, id="boto3-process"),
-    pytest.param("obstore", 64 << 10, "thread", True, id="obstore-thread"),
+    pytest.param("obstore", 512 << 10, "process", True, id="direct-process", marks=pytest.mark.full),
+    pytest.param("boto3", 64 << 10, "process", True, id="boto3-process", marks=pytest.mark.full),
+    pytest.param("obstore", 64 << 10, "thread", True, id="obstore-thread", marks=pytest.mark.full),
     pytest.param("boto3", 64 << 10, "thread", True, id="boto3-thread"),
-    pytest.param("obstore", 64 << 10, "auto", False, id="obstore-unmappable"),
-    pytest.param("boto3", 64 << 10, "auto", False, id="boto3-unmappable"),
+    pytest.param("obstore", 64 << 10, "auto", False, id="obstore-unmappable", marks=pytest.mark.full),
+    pytest.param("boto3", 64 << 10, "auto", False, id="boto3-unmappable", marks=pytest.mark.full),
 ]
 
 
