@@ -162,7 +162,7 @@ def examine_namespaces(where: str, config: TierConfig, store: Store) -> Iterator
     namespaces = list(itertools.islice(_namespaces(store, names), NAMESPACES_MAX + 1))
     is_cut = is_cut or len(namespaces) > NAMESPACES_MAX
     for fields in namespaces[:NAMESPACES_MAX]:
-        by_model.setdefault(str(fields.get("model_name")), []).append(fields)
+        by_model.setdefault(str(fields.get("model_name")), []).append(_with_options(fields))
     for model, found in sorted(by_model.items()):
         if len(found) == 1 and is_cut:
             yield Finding(
@@ -182,6 +182,16 @@ def examine_namespaces(where: str, config: TierConfig, store: Store) -> Iterator
         )  # fmt: skip
 
 
+def _with_options(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields, with each option of the engine in place of a digest of them all."""
+    engine = fields.get("engine")
+    if not isinstance(engine, dict):
+        return fields
+    told = {name: value for name, value in fields.items() if name != "engine"}
+    told["model_revision"] = re.sub(r"\+?engine:[0-9a-f]+", "", str(told.get("model_revision") or "")) or None
+    return told | {str(name): value for name, value in engine.items()}
+
+
 def _values(found: list[dict[str, Any]], name: str) -> str:
     values = sorted({_value(fields, name) for fields in found})
     return ", ".join(value if len(value) <= 40 else value[:39] + "…" for value in values)
@@ -189,7 +199,7 @@ def _values(found: list[dict[str, Any]], name: str) -> str:
 
 def _value(fields: dict[str, Any], name: str) -> str:
     """A field that an older release did not write makes another namespace than the same one without a value."""
-    return json.dumps(fields[name], sort_keys=True) if name in fields else "absent"
+    return json.dumps(fields[name], sort_keys=True) if name in fields else "not set"
 
 
 def _identity_files(config: TierConfig, store: Store) -> tuple[list[str], bool]:

@@ -27,7 +27,7 @@ from tiers.tier_config import (
 SETTINGS = ("read_only", "max_bytes", "ttl", "gc_high", "gc_low", "gc_every_s", "min_free")
 _WAYS = ("shared_storage_path", "tier", "config_file")
 #: What else ``kv_connector_extra_config`` may have.
-_OPTIONS = ("index", "storage_options", "lookup_deadline_s", "load_deadline_s", "storage_after_reset")
+_OPTIONS = ("index", "storage_options", "lookup_deadline_s", "load_deadline_s", "storage_after_reset", "identity")
 
 _PLACES = ("bucket", "prefix", "root_dir", "url")  # options that ``shared_storage_path`` became
 

@@ -27,7 +27,7 @@ _INLINE = ("cpu_bytes_to_use", "eviction_policy", "tiers")
 #: What is read elsewhere: in the file, or by other connectors.
 _ELSEWHERE = {*DeploymentConfig.model_fields, *RegionConfig.model_fields, "secondary_tiers", "tier"}
 #: What else KVTiersSpec reads, and what vLLM's OffloadingConnector does, whichever spec it runs.
-_OURS = ("config_file", "storage_after_reset")
+_OURS = ("config_file", "identity", "storage_after_reset")
 _VLLMS = (
     "spec_name", "spec_module_path", "blocks_per_chunk", "block_size", "canonical_layout", "offload_prompt_only",
     "self_describing_kv_events", "max_recompute_pending_tokens",
@@ -97,6 +97,7 @@ def connector_options(extra_config: Mapping[str, Any], environ: Mapping[str, str
     deployment = deployment_from(options)
     chunk = {} if "block_size" in options else {"blocks_per_chunk": deployment.blocks_per_chunk}
     entry = {"type": "KVTiersTier", "module_path": "connector.vllm.tier"}
+    ignored = ignored_options(options)
     file = options.get("config_file")
     several = len(deployment.tiers) > 1
     return {
@@ -105,6 +106,7 @@ def connector_options(extra_config: Mapping[str, Any], environ: Mapping[str, str
         "eviction_policy": deployment.region.eviction_policy,
         **chunk,
         **{name: value for name, value in options.items() if name in _VLLMS},
+        **({"identity": {"ignore": [*ignored]}} if ignored else {}),
         "secondary_tiers": [
             {**entry, "tier": dict(tier)}
             if file is None
@@ -151,7 +153,23 @@ def deployment_from(extra_config: Mapping[str, Any]) -> DeploymentConfig:
     region = {"size": extra_config["cpu_bytes_to_use"]}
     if "eviction_policy" in extra_config:
         region["eviction_policy"] = extra_config["eviction_policy"]
-    return parse_config({"region": region, "tiers": extra_config.get("tiers", [])}, registered)
+    inline = {name: extra_config[name] for name in ("identity", "tiers") if name in extra_config}
+    return parse_config({"region": region, **inline}, registered)
+
+
+def ignored_options(extra_config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The options of vLLM that do not count: from ``identity`` beside ``config_file``, else from that file.
+
+    Args:
+        extra_config: ``kv_connector_extra_config`` of any of the three ways.
+
+    Raises:
+        ConfigError: lists the mistakes.
+    """
+    if "identity" in extra_config:
+        return parse_config({"region": {"size": "1MiB"}, "identity": extra_config["identity"]}).identity.ignore
+    file = extra_config.get("config_file")
+    return () if file is None else load_config(file, SecondaryTierFactory.tier_types()).identity.ignore
 
 
 def why_not(way: str, deployment_path: str | os.PathLike[str]) -> str:

@@ -89,6 +89,17 @@ class HandlerConfig(Model):
         return {name: value for name, value in self if value is not None}
 
 
+class IdentityConfig(Model):
+    """Which of vLLM's options do not begin a namespace of their own, beyond those known to leave KV as it is."""
+
+    ignore: tuple[Annotated[str, Field(min_length=1, max_length=255)], ...] = Field(
+        (),
+        description="Options that do not count, by the names that the log shows at the start "
+        "(kernel_config.moe_backend, VLLM_SOMETHING). You vouch that KV is the same with any of their values; if it is "
+        "not, tokens are wrong.",
+    )
+
+
 class DeploymentConfig(Model):
     """One deployment: the region and the tiers behind it."""
 
@@ -106,6 +117,9 @@ class DeploymentConfig(Model):
         default_factory=HandlerConfig, description="How KV is copied between a GPU and the region."
     )
     metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="Where the engine serves its metrics.")
+    identity: IdentityConfig = Field(
+        default_factory=IdentityConfig, description="Options of vLLM that do not count as part of what blocks are."
+    )
 
 
 def load_config(path: str | os.PathLike[str], registered: Collection[str] = ()) -> DeploymentConfig:

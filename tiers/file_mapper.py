@@ -272,7 +272,10 @@ def strict_fields(offloading_spec: Any) -> dict[str, Any]:
     kernels pack KV in an order of their own.
     """
     config = getattr(offloading_spec, "config", None)
+    engine = getattr(config, "engine", None)
     return {
+        # Readable, for whoever compares two namespaces; model_revision has a digest of it.
+        **({"engine": dict(engine)} if engine else {}),
         "model_revision": getattr(getattr(config, "model", None), "revision", None),
         "kv_cache_layout": getattr(config, "kv_cache_layout", None),
         "platform": getattr(config, "platform", None),

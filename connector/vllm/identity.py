@@ -11,9 +11,11 @@ configs have ranks and what a model's loading changed, take the scheduler's.)
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import enum
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -152,14 +154,17 @@ IGNORED_VARIABLES: Mapping[str, str] = {
 }
 
 
-def identity(vllm_config: Any, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+def identity(
+    vllm_config: Any, environ: Mapping[str, str] = os.environ, *, ignore: Collection[str] = ()
+) -> dict[str, Any]:
     """What counts of an engine's configuration beyond its defaults: name -> value, as JSON has it.
 
     Args:
         vllm_config: vLLM's VllmConfig.
+        ignore: names that do not count, because an operator vouches for them.
 
     Raises:
-        ConfigError: it is not a dataclass, so its fields are not known.
+        ConfigError: the config is not a dataclass, so its fields are not known; or a name to ignore is not an option.
     """
     if not dataclasses.is_dataclass(vllm_config):
         raise ConfigError(
@@ -172,7 +177,10 @@ def identity(vllm_config: Any, environ: Mapping[str, str] = os.environ) -> dict[
             found[name] = value
     if versions.release() not in ERA:
         found["vllm"] = versions.VERSION
-    return dict(sorted(found.items()))
+    for name in ignore:
+        if name not in found:
+            _check_option(vllm_config, name)
+    return {name: value for name, value in sorted(found.items()) if name not in ignore}
 
 
 def identity_digest(found: Mapping[str, Any]) -> str | None:
@@ -180,10 +188,15 @@ def identity_digest(found: Mapping[str, Any]) -> str | None:
     return f"engine:{value_digest(found)}" if found else None
 
 
+def readable(found: Mapping[str, Any]) -> dict[str, str]:
+    """An ``identity`` that can be shown: of values that may be secrets it has digests."""
+    return {name: _shown(value) for name, value in found.items()}
+
+
 def log_identity(found: Mapping[str, Any]) -> None:
-    """Say, once in a process, what counts. Values may be secrets, so what is no number or short name is a digest."""
+    """Say, once in a process, what counts."""
     if found:
-        _log_identity(", ".join(f"{name}={_shown(value)}" for name, value in found.items()))
+        _log_identity(", ".join(f"{name}={value}" for name, value in readable(found).items()))
 
 
 @cache
@@ -194,6 +207,25 @@ def _log_identity(shown: str) -> None:
 def is_ignored(owner: type, name: str) -> bool:
     """Whether a field of a config class stands in the table."""
     return any(not {name, "*"}.isdisjoint(_ignored_fields(cls.__name__)) for cls in owner.__mro__)
+
+
+def _check_option(vllm_config: Any, name: str) -> None:
+    """Refuse a slip of the pen, of which an operator would believe that it has an effect."""
+    if name.startswith("VLLM_") or name == "vllm":
+        return
+    at = vllm_config
+    for part in name.split("."):
+        names = [field.name for field in dataclasses.fields(at)] if dataclasses.is_dataclass(at) else []
+        if part not in names:
+            if at is None:  # an object that this engine does not have
+                return
+            accepted = difflib.get_close_matches(part, names, n=3) or names
+            raise ConfigError(
+                f"{name} is not an option of vLLM {versions.VERSION}: {part} is not accepted, "
+                f"{type(at).__name__} has {', '.join(accepted)}",
+                field="identity.ignore",
+            )
+        at = getattr(at, part, None)
 
 
 def _counted(config: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -251,7 +283,8 @@ def _say_that_the_type_counts(place: str, kind: str) -> None:
 def _shown(value: Any) -> str:
     is_plain = value is None or isinstance(value, bool | int | float)
     is_name = isinstance(value, str) and len(value) <= SHOWN_CHARS_MAX and value.replace(".", "_").isidentifier()
-    return str(value) if is_plain or is_name else f"({value_digest(value)[:8]})"
+    is_number = isinstance(value, str) and re.fullmatch(r"[0-9.]{1,6}", value)  # as variables have them
+    return str(value) if is_plain or is_name or is_number else f"({value_digest(value)[:8]})"
 
 
 @cache

@@ -35,8 +35,9 @@ from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
 
 from connector.base import CacheConfig, KVCacheGroup, ModelConfig, OffloadingConfig, ParallelConfig
 from connector.vllm import versions
-from connector.vllm.identity import identity, identity_digest, log_identity
+from connector.vllm.identity import identity, identity_digest, log_identity, readable
 from connector.vllm.weights import kv_revision, value_digest
+from connector.vllm_config import ignored_options
 from tiers.base import JobMetadata, JobResult, OffloadingEvent
 from tiers.errors import ConfigError
 from tiers.file_mapper import MODEL_NAME_BYTES_MAX, VllmLayout
@@ -66,9 +67,11 @@ class VllmOffloadingConfig(OffloadingConfig):
 
     Attributes:
         platform: see ``kv_platform``.
+        engine: the engine's ``identity``, for those who read ``config.json``.
     """
 
     platform: str | None = None
+    engine: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -118,10 +121,13 @@ def engine_spec(spec: Any, vllm_config: Any, *, by_token: bool = False) -> Engin
     config = getattr(spec, "config", spec)
     parallel = config.parallel
     canonical = bool(getattr(config, "canonical_layout", False))
+    found = _identity_of(vllm_config)
     return EngineSpec(
         VllmOffloadingConfig(
             model=ModelConfig(
-                _model_name(vllm_config, config.model.name), config.model.dtype, _model_revision(vllm_config)
+                _model_name(vllm_config, config.model.name),
+                config.model.dtype,
+                "+".join(filter(None, (kv_revision(vllm_config), identity_digest(found)))) or None,
             ),
             cache=CacheConfig(
                 tokens_per_hash=config.cache.tokens_per_hash,
@@ -146,6 +152,7 @@ def engine_spec(spec: Any, vllm_config: Any, *, by_token: bool = False) -> Engin
             kv_cache_layout=getattr(config, "kv_cache_layout", None),
             replicated_layout=bool(getattr(config, "replicated_layout", False)),
             platform=kv_platform(vllm_config, [group.tokens_per_block for group in config.groups], by_token=by_token),
+            engine=readable(found),
         ),
         Metrics(),
     )
@@ -201,12 +208,14 @@ def _model_name(vllm_config: Any | None, name: str) -> str:
     return name
 
 
-def _model_revision(vllm_config: Any) -> str | None:
+def _identity_of(vllm_config: Any) -> dict[str, Any]:
     if getattr(vllm_config, "model_config", None) is None:
         raise ConfigError("vLLM's config has none, so KV of different models could be mixed up", field="model_config")
-    found = identity(vllm_config)
+    transfer = getattr(vllm_config, "kv_transfer_config", None)
+    ignore = ignored_options(getattr(transfer, "kv_connector_extra_config", None) or {})
+    found = identity(vllm_config, ignore=ignore)
     log_identity(found)
-    return "+".join(filter(None, (kv_revision(vllm_config), identity_digest(found)))) or None
+    return found
 
 
 def kv_platform(vllm_config: Any | None, block_sizes: Iterable[int], *, by_token: bool = False) -> str:

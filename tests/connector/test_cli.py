@@ -115,7 +115,9 @@ def test_check_of_nothing(tmp_path: Path) -> None:
 def test_schema_for_editors() -> None:
     code, out = run("check", "--schema")
     assert code == 0
-    assert json.loads(out)["properties"].keys() == {"region", "blocks_per_chunk", "tiers", "handler", "metrics"}
+    assert json.loads(out)["properties"].keys() == {
+        *("region", "blocks_per_chunk", "tiers", "handler", "metrics", "identity")
+    }
 
 
 def test_problems_of_this_machine_are_found(tmp_path: Path) -> None:

@@ -418,7 +418,17 @@ def test_a_field_that_one_namespace_lacks_is_named() -> None:
     for digest, fields in ("a" * 12, {}), ("b" * 12, {"revision": None}):
         store.put(f"m_{digest}/config.json", [memoryview(json.dumps({"model_name": "m", **fields}).encode())])
     (found,) = examine_namespaces("s3", MemoryTierConfig(), store)
-    assert found.message == "m: 2, which share nothing, by revision: absent, null"
+    assert found.message == "m: 2, which share nothing, by revision: not set, null"
+
+
+def test_options_of_the_engine_that_keep_replicas_apart_are_named() -> None:
+    store = MemoryStore()
+    triton, flags = {"kernel_config.moe_backend": "triton"}, {"VLLM_USE_NEW_ROPE": "1"}
+    for digest, engine in ("a" * 12, triton), ("b" * 12, triton | flags):
+        fields = {"model_name": "m", "model_revision": f"c0ffee+engine:{digest}", "engine": engine}
+        store.put(f"m_{digest}/config.json", [memoryview(json.dumps(fields).encode())])
+    (found,) = examine_namespaces("s3", MemoryTierConfig(), store)
+    assert found.message == 'm: 2, which share nothing, by VLLM_USE_NEW_ROPE: "1", not set'
 
 
 def test_namespaces_of_a_bucket_are_looked_for_within_bounds() -> None:

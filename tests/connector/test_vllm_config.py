@@ -252,6 +252,8 @@ def test_what_is_printed_for_the_way_spec_is_read_back(tmp_path: Path) -> None:
         ({"cpu_bytes_to_use": "10 Gigs"}, "region.size"),
         ({"cpu_bytes_to_use": "1GiB", "tiers": [{"type": "nosuch"}]}, r"tiers\[0\].type"),
         ({"cpu_bytes_to_use": "1GiB", "eviction_policy": "fifo"}, "region.eviction_policy"),
+        ({"cpu_bytes_to_use": "1GiB", "identity": {"ignor": []}}, "identity.ignor"),
+        ({"cpu_bytes_to_use": "1GiB", "identity": {"ignore": "VLLM_A"}}, "identity.ignore"),
         ({"config_file": "/nowhere.yaml"}, "/nowhere.yaml"),
         ({"config_file": "/x.yaml", "cpu_bytes_to_use": 1}, "config_file"),
         ({"config_file": "/x.yaml", "eviction_policy": "lru"}, "config_file"),

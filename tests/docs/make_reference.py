@@ -9,7 +9,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from connector.storage_monitor import STORAGE_METRICS
-from tiers.config import DeploymentConfig, HandlerConfig, MetricsConfig, RegionConfig
+from tiers.config import DeploymentConfig, HandlerConfig, IdentityConfig, MetricsConfig, RegionConfig
 from tiers.metrics import METRICS, MetricDef
 from tiers.tier_config import TIER_MODELS, ExternalTierConfig, Model, TierConfig
 
@@ -50,6 +50,7 @@ def configuration() -> str:
     parts = [HEAD, _section("The deployment", DeploymentConfig), _section("`region`", RegionConfig)]
     parts.append(_section("`handler`", HandlerConfig))
     parts.append(_section("`metrics`", MetricsConfig))
+    parts.append(_section("`identity`", IdentityConfig))
     parts.append(
         "## `tiers`\n\nA list, asked in its order; every stored block goes to all of them. "
         f"`type` is one of {', '.join(f'`{name}`' for name in sorted(TIER_MODELS))}, a tier registered by a plugin, or "

@@ -130,14 +130,14 @@ S3 = {"type": "s3", "bucket": "bucket"}
 @pytest.mark.parametrize(
     ("data", "expected"),
     [
-        (None, "a mapping with the keys blocks_per_chunk, handler, metrics, region, tiers is accepted"),
+        (None, "a mapping with the keys blocks_per_chunk, handler, identity, metrics, region, tiers is accepted"),
         ([], "a mapping with the keys"),
         ({}, "region: is required"),
         ({"region": 3}, "region: 3 is not accepted"),
         ({"region": {}}, "region.size: is required"),
         (
             {"region": REGION, "teirs": []},
-            "teirs: is no key; accepted: blocks_per_chunk, handler, metrics, region, tiers",
+            "teirs: is no key; accepted: blocks_per_chunk, handler, identity, metrics, region, tiers",
         ),
         ({"region": REGION | {"sise": 1}}, "region.sise: is no key; accepted: eviction_policy"),
         ({"region": REGION | {"eviction_policy": "fifo"}}, "region.eviction_policy: 'fifo' is not accepted"),

@@ -22,6 +22,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from connector.vllm import translate
 from connector.vllm.connector import KVTiersConnector
 from connector.vllm.handed import handed_over
+from connector.vllm_config import ignored_options
 from connector.vllm_config import vllm_config as printed
 from tests.vllm.engines import FULL, VllmConfig, kv_cache_config
 from tiers.errors import ConfigError
@@ -96,6 +97,17 @@ def test_the_way_tier_makes_vllms_own_spec_with_an_entry_for_each_tier(
     }
     entry = {"type": "KVTiersTier", "module_path": "connector.vllm.tier", "config_file": str(file)}
     assert entries == [{**entry, "index": index} for index in range(2)]
+
+
+@pytest.mark.parametrize("way", ["spec", "tier"])
+def test_options_that_somebody_vouches_for_are_known_in_both_ways(
+    way: str, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file.write_text(f"{file.read_text()}\nidentity: {{ignore: [VLLM_A]}}\n")
+    inline = {"cpu_bytes_to_use": "1MiB", "tiers": [{"type": "memory"}], "identity": {"ignore": ["VLLM_A"]}}
+    for extra in ({"config_file": str(file)}, inline, {"config_file": str(file), "identity": {"ignore": ["VLLM_A"]}}):
+        _, options = made({"way": way, **extra}, monkeypatch)
+        assert ignored_options(options) == ("VLLM_A",)
 
 
 def test_inline_tiers_go_the_way_tier_too(monkeypatch: pytest.MonkeyPatch) -> None:

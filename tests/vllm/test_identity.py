@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import pkgutil
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -108,6 +109,27 @@ def test_an_unknown_release_is_on_its_own(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(versions, "release", lambda: (0, 99))
     monkeypatch.setattr(versions, "VERSION", "0.99.0")
     assert identity(VllmConfig(), {}) == {"vllm": "0.99.0"}
+
+
+def test_what_an_operator_vouches_for_does_not_count() -> None:
+    config = Holder(vllm.config.KernelConfig(moe_backend="triton"))
+    environ = {"VLLM_NEVER_HEARD_OF": "1"}
+    told = {"VLLM_NEVER_HEARD_OF": "1", "held.moe_backend": "triton"}
+    assert identity(config, environ) == told
+    assert identity(config, environ, ignore=["held.moe_backend"]) == {"VLLM_NEVER_HEARD_OF": "1"}
+    assert identity(config, environ, ignore=["VLLM_NEVER_HEARD_OF"]) == {"held.moe_backend": "triton"}
+    assert identity(config, environ, ignore=["held.linear_backend", "VLLM_NOT_SET", "vllm"]) == told
+
+
+def test_an_option_to_ignore_of_an_object_that_this_engine_lacks_is_accepted() -> None:
+    assert identity(Holder(None), {}, ignore=["held.moe_backend"]) == {}
+
+
+@pytest.mark.parametrize("name", ["held.moe_backnd", "hold.moe_backend", "moe_backend", "held.moe_backend.more"])
+def test_a_slip_in_an_option_to_ignore_is_named(name: str) -> None:
+    config = Holder(vllm.config.KernelConfig())
+    with pytest.raises(ConfigError, match=rf"^identity\.ignore: {re.escape(name)} is not an option of vLLM"):
+        identity(config, {}, ignore=[name])
 
 
 def test_a_config_of_another_kind_is_refused() -> None:

@@ -126,6 +126,24 @@ def built_by(vllm_config: Any, **changes: Any) -> translate.EngineSpec:
     return translate.engine_spec(SimpleNamespace(config=offloading_config(**changes)), vllm_config)
 
 
+def test_an_option_begins_a_namespace_that_names_it_unless_somebody_vouches_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain = built_by(VllmConfig())
+    monkeypatch.setenv("VLLM_NEVER_HEARD_OF", "1")
+    counted = built_by(VllmConfig())
+    assert plain.config.engine == {}
+    assert "engine" not in strict_fields(plain)
+    assert strict_fields(counted)["engine"] == {"VLLM_NEVER_HEARD_OF": "1"}
+    assert str(counted.config.model.revision).startswith("c0ffee+engine:")
+    extra = {"tiers": [], "identity": {"ignore": ["VLLM_NEVER_HEARD_OF"]}}
+    transfer = SimpleNamespace(kv_connector_extra_config=extra)
+    vouched = built_by(VllmConfig(kv_transfer_config=transfer))
+    assert FileMapper.from_offloading_spec("", vouched, extra_fields=strict_fields(vouched)).base_path == (
+        FileMapper.from_offloading_spec("", plain, extra_fields=strict_fields(plain)).base_path
+    )
+
+
 def test_the_role_is_that_of_the_connector_we_are_in(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
