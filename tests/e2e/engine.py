@@ -126,6 +126,8 @@ def _act(step: dict[str, Any], llm: Any) -> None:
     match step["do"]:
         case "reset_prefix_cache":
             assert llm.reset_prefix_cache(reset_connector=step.get("connector", False)) is not False
+        case "abort":
+            _abort(llm, step["tokens"], step["after_s"])
         case "touch":
             Path(step["path"]).touch()
         case "wait_for":
@@ -134,6 +136,18 @@ def _act(step: dict[str, Any], llm: Any) -> None:
                 time.sleep(0.01)
         case other:
             raise ValueError(f"unknown step {other!r}")
+
+
+def _abort(llm: Any, tokens: list[int], after_s: float) -> None:
+    """Begin a request, and give it up while it waits for its KV."""
+    from vllm import SamplingParams
+
+    request_id = f"aborted after {after_s} s"
+    llm.llm_engine.add_request(request_id, {"prompt_token_ids": tokens}, SamplingParams(temperature=0.0, max_tokens=8))
+    deadline = time.monotonic() + after_s
+    while time.monotonic() < deadline:
+        assert not llm.llm_engine.step(), "it was answered: nothing was loaded slowly"
+    llm.llm_engine.abort_request([request_id])
 
 
 def _metrics(llm: Any) -> dict[str, float]:

@@ -14,7 +14,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from connector.vllm_config import vllm_config
 from tests.e2e.lab import EngineFailedError, Lab, Row, metric
 from tests.e2e.server import VllmServer, two_hosts_work
 from tests.e2e.ways import Place, on_cpu, shared_storage, way
+from tiers.testing.fuse import FuseFault, FuseMount, why_no_fuse
 from tiers.testing.servers import SeaweedServer
 
 Run = Callable[["Setting", str], Row]
@@ -31,6 +32,9 @@ SHORT_REGION_BYTES = 40 << 20  # 28 blocks of SmolLM2: less than half of the pro
 AGAIN = 5
 FILES_AT_KILL = 12  # of the document's 63, stored four at a time: its first ones are among them
 SHARE_BLOCKS = {"0.32", "0.33"}
+SLOW_READ_S = 0.05  # of 128 KiB: a block of SmolLM2 in float32 takes 12 of them
+ABORTS_AFTER_S = (0.3, 2.0, 5.0)
+_EMPTIED = [{"do": "reset_prefix_cache", "connector": True}]
 STALL_S_MAX = 20.0  # a tier's deadline on S3 is 15 s
 
 
@@ -124,8 +128,7 @@ def reuse(setting: Setting, name: str, *, place_suffix: str = "") -> Row:
     setting.written.setdefault(name, setting.copy(place, f"{name}{place_suffix}-written"))
     # Emptied of all but its storage, the engine answers again: one answer alone says little on a busy machine.
     asked = [prompts.document, prompts.half, *[prompts.document] * AGAIN]
-    empty = [{"do": "reset_prefix_cache", "connector": True}]
-    resets = {str(index): empty for index in range(2, len(asked))}
+    resets = {str(index): _EMPTIED for index in range(2, len(asked))}
     result = setting.lab.run(config, asked, warm_up=prompts.warm_up, before=resets)
     warm, half, *again = result["answers"]
     for answer in again:
@@ -299,6 +302,45 @@ def reset(setting: Setting, name: str) -> Row:
         row.figures[f"reused_tokens_{index}"] = answer["cached_tokens"]
         row.figures[f"ttft_{index}_s"] = answer["ttft_s"]
     row.expect(result["answers"][3]["cached_tokens"] > 0, "nothing was reused after a reset")
+    return row
+
+
+def aborted(setting: Setting, name: str) -> Row:
+    """Requests that are aborted while storage is slow (0.5 s a block): the next one has all, and nothing leaks."""
+    row = Row(f"{name}: aborted while loads are slow", setting.lab.version)
+    if reason := why_no_fuse():
+        row.figures["skipped"] = reason
+        return row
+    place, _ = _stored(setting, name, row)
+    document, mark = setting.prompts.document, setting.scratch / f"{_slug(row.name)}-{setting.lab.version}"
+    aborts = [{"do": "abort", "tokens": document, "after_s": seconds} for seconds in ABORTS_AFTER_S]
+    steps = {"0": [*aborts, {"do": "touch", "path": str(mark)}], "1": _EMPTIED}
+    with FuseMount(place.folder, setting.scratch / f"{mark.name}-mount") as mount:
+        mount.plan = [FuseFault("read", delay_s=SLOW_READ_S)]
+        running = setting.lab.start(
+            way(name, replace(place, folder=mount.path)),
+            [document, document],
+            warm_up=setting.prompts.warm_up,
+            before=steps,
+        )
+        running.wait_for(mark)
+        slow_reads = mount.calls()["read"]
+        mount.plan = []
+        result = running.result()
+    for index, answer in enumerate(result["answers"]):
+        row.expect(answer["tokens"] == setting.reference.document, f"tokens of answer {index} differ")
+        row.expect(
+            answer["cached_tokens"] == setting.prompts.full_blocks * BLOCK_TOKENS,
+            f"answer {index} reused {answer['cached_tokens']} tokens",
+        )
+        row.figures |= {f"reused_tokens_{index}": answer["cached_tokens"], f"ttft_{index}_s": answer["ttft_s"]}
+    row.expect(slow_reads > 0, "nothing was read before the aborts")
+    if name.startswith("spec"):
+        row.expect(metric(result, "vllm:kvtiers_slots", "state=ready") > 0, "no slots are counted")
+        for state in ("pinned", "pending", "quarantined"):
+            slots = metric(result, "vllm:kvtiers_slots", f"state={state}")
+            row.expect(not slots, f"{slots:g} slots are {state}")
+    row.figures["slow_reads"] = slow_reads
     return row
 
 
@@ -564,6 +606,7 @@ HARM: tuple[tuple[Run, tuple[str, ...]], ...] = (
     (longer_than_region, ("tier on fs", "spec on fs")),
     (reset, ("tier on fs", "spec on fs")),
     (two_engines, ("tier on fs", "spec on fs")),
+    (aborted, ("spec on fs", "tier on fs", "SharedStorageConnector on a folder")),
     (server_killed, ("tier on S3", "spec on S3", "SharedStorageConnector on S3")),
     (tensor_parallel, ("spec on fs", "tier on fs", "SharedStorageConnector on a folder")),
     (served, ("spec on fs", "tier on fs", "SharedStorageConnector on a folder")),
@@ -574,7 +617,7 @@ HARM: tuple[tuple[Run, tuple[str, ...]], ...] = (
     (two_hosts, ("spec on fs", "tier on fs", "SharedStorageConnector on a folder", "SharedStorageConnector on S3")),
 )
 #: A minute and a half a way: all ways on the first version, one on the others, none in the reduced run.
-SLOW = (tensor_parallel, served, several_connectors, roles, bounded, data_parallel, two_hosts)
+SLOW = (aborted, tensor_parallel, served, several_connectors, roles, bounded, data_parallel, two_hosts)
 
 
 def attempt(run: Run, setting: Setting, name: str) -> Row:

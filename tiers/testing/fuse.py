@@ -66,6 +66,7 @@ class FuseFault:
         flip_bit: number of a bit to flip in what ``read`` returns or ``write`` writes.
         drop: ``write`` says it wrote, and left a hole.
         hang: the call ends when the plan is replaced.
+        delay_s: the call takes so much longer, or until the plan is replaced.
         share: of the calls between ``first`` and the end of ``count``, the part it strikes in, by chance.
     """
 
@@ -79,6 +80,7 @@ class FuseFault:
     flip_bit: int | None = None
     drop: bool = False
     hang: bool = False
+    delay_s: float = 0.0
     share: float = 1.0
 
     def __post_init__(self) -> None:
@@ -255,8 +257,8 @@ class _Plan:
                         self._struck[i] += 1
                         striking.append(fault)
         for fault in striking:
-            if fault.hang:
-                replaced.wait()
+            if fault.hang or fault.delay_s:
+                replaced.wait(None if fault.hang else fault.delay_s)
             if fault.errno:
                 raise OSError(fault.errno, os.strerror(fault.errno))
         return striking
