@@ -58,6 +58,12 @@ def open_namespace(store: Store, mapper: FileMapper, *, read_only: bool = False)
 def _open(store: Store, name: str, fields: dict[str, Any], path: str, *, read_only: bool, others: bool) -> None:
     wanted = json.dumps(fields, indent=2, sort_keys=True).encode()
     found = _read(store, name, path)
+    if found is None and not others:
+        logger.info(
+            "%s is new: nothing is stored for this engine yet. If you expected hits, kvtiers doctor says in which "
+            "options this namespace differs from others of the same model",
+            path,
+        )
     torn = found is not None and not found.strip(b"\0")
     if torn and others:
         raise ConfigError(f"has no contents ({len(found or b'')} bytes); somebody else may be writing it", field=path)
