@@ -7,7 +7,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PIP_CONSTRAINT = constraints.txt
 
 .PHONY: setup demo plot test test-full test-rest test-gpu check lint bench bench-far bench-fs bench-gc bench-gpu bench-liveness \
-	bench-lookups bench-s3 bench-seal bench-steps docs soak e2e e2e-env e2e-older e2e-reduced test-vllm clean
+	bench-lookups bench-s3 bench-seal bench-steps bench-writers docs soak e2e e2e-env e2e-older e2e-reduced test-vllm clean
 
 setup: $(VENV)/.stamp
 
@@ -57,7 +57,7 @@ lint: setup
 
 check: lint test
 
-bench: bench-far bench-fs bench-gpu bench-liveness bench-lookups bench-s3 bench-seal bench-steps
+bench: bench-far bench-fs bench-gpu bench-liveness bench-lookups bench-s3 bench-seal bench-steps bench-writers
 
 # Takes nginx and its echo module.
 bench-far: setup
@@ -90,6 +90,9 @@ soak: setup
 bench-lookups: setup
 	$(BIN)/python -m tests.benchmarks.bench_engine_lookups
 	$(BIN)/python -m tests.benchmarks.bench_lookups
+
+bench-writers: setup
+	$(BIN)/python -m tests.benchmarks.bench_writers
 
 # What checksum, trailer and publishing cost by themselves: the most that bench-fs can reach.
 bench-steps: setup

@@ -9,6 +9,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -776,3 +777,32 @@ def test_who_waits_while_the_storage_does_not_answer_fails_with_the_first(monkey
     assert all("no answer" in str(error) for error in errors)
     store.plan = []
     account.take(1000, "b")
+
+
+class FarStore(MemoryStore):
+    """Answers no read of a writer's record before several are asked for at once, unless told to."""
+
+    capabilities = replace(MemoryStore.capabilities, latency_bound=True)
+
+    def __init__(self, at_once: int) -> None:
+        super().__init__()
+        self.meet: threading.Barrier | None = None
+        self._at_once = at_once
+
+    def hold(self) -> None:
+        self.meet = threading.Barrier(self._at_once)
+
+    def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
+        if self.meet is not None and key.startswith(USAGE_PREFIX):
+            self.meet.wait(60)
+        super().get_into(key, parts)
+
+
+def test_the_records_of_other_writers_are_read_at_once_from_a_far_storage() -> None:
+    store = FarStore(at_once=4)
+    publish_measured(store, Measured("m", 0, 0, {}, 0.0), None)
+    others = [Account(store, 10_000) for _ in range(4)]
+    for size, other in enumerate(others, 1):
+        other.take(size, "k")
+    store.hold()
+    assert used_bytes(store) == sum(max(size, 10_000 // GRANT_SHARE) for size in range(1, 5))

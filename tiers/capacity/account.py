@@ -55,6 +55,7 @@ from tiers.capacity.records import (
     get_record,
     put_record,
 )
+from tiers.daemon_pool import DaemonPool
 from tiers.errors import StoreError, StoreFullError, StoreUnavailableError
 from tiers.plain_logs import get_logger
 from tiers.store import Store
@@ -69,6 +70,7 @@ GRANT_SHARE = 256
 GRANT_BYTES_MAX = 256 << 20
 AT_S_MAX = 1e15  # no NaN, and nothing that a float cannot be subtracted from
 BYTES_MAX = 1 << 63
+READERS_MAX = 32  # records of other writers read at once, where each read waits for a network
 DENIED_S = 0.02  # after a refusal, so that a full root is not asked for every block; times 100 on a network
 
 
@@ -255,9 +257,19 @@ UNKNOWN = _Usage(0, 0, 0)  # told by identity: the writer has a record, and it c
 
 def _usages(store: Store, keys: RecordKeys | None, *, without: Container[str]) -> Iterator[tuple[str, _Usage]]:
     """Writers that have a name, and what they published; those of some are not read."""
-    for info in store.keys(WRITERS_PREFIX):
-        writer = info.key.removeprefix(WRITERS_PREFIX)
-        usage = None if writer in without else _read_usage(store, writer, keys)
+    writers = [info.key.removeprefix(WRITERS_PREFIX) for info in store.keys(WRITERS_PREFIX)]
+    writers = [writer for writer in writers if writer not in without]
+    readers = min(READERS_MAX, len(writers)) if store.capabilities.latency_bound else 1
+    if readers > 1:
+        pool = DaemonPool(readers, "kvtiers-account")
+        try:
+            reading = [pool.submit(_read_usage, store, writer, keys) for writer in writers]
+            found = [each.result() for each in reading]
+        finally:
+            pool.shutdown(0)
+    else:
+        found = [_read_usage(store, writer, keys) for writer in writers]
+    for writer, usage in zip(writers, found, strict=True):
         if usage is not None:
             yield writer, usage
 
