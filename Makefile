@@ -33,17 +33,17 @@ plot: setup
 	$(BIN)/kvtiers demo --json docs/demo.json
 	$(BIN)/python -m tests.docs.plot_demo docs/demo.json docs/demo.svg
 
-# A file's tests stay together, in one of two processes.
+# A file's tests stay together, in one of three processes: many of them mostly wait.
 test: setup
-	@echo "Running some 7,000 tests in two processes: 6 to 7 minutes on two idle cores, longer on a busy machine."
-	$(BIN)/python -m pytest -m "not full" -n 2 --dist loadfile
+	@echo "Running some 7,800 tests in three processes: 10 to 12 minutes on two cores, longer on a busy machine."
+	$(BIN)/python -m pytest -m "not full" -n 3 --dist loadfile
 
 test-full: setup
 	$(BIN)/python -m pytest
 
 # What test-full runs and test does not.
 test-rest: setup
-	$(BIN)/python -m pytest -m full -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m full -n 3 --dist loadfile
 
 # CONTRIBUTING.md says how to run it where nothing can be installed.
 test-gpu: setup
