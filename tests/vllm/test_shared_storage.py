@@ -999,7 +999,7 @@ def test_a_worker_with_other_weights_than_the_scheduler_sees_says_so_and_keeps_t
 ) -> None:
     digest = f"config:{'a' * 24}"
     revisions = itertools.cycle([f"files:one+{digest}", f"files:two+{digest}"])
-    monkeypatch.setattr(translate, "_model_revision", lambda _: next(revisions))
+    monkeypatch.setattr(translate, "kv_revision", lambda _: next(revisions))
     rig = rigs()
     for tokens in (TOKENS, TOKENS[1:]):
         store_whole(rig, tokens, [3, 7, 1, 9, 5])
