@@ -129,7 +129,11 @@ class TieringMachine(RuleBasedStateMachine):
 
     @rule(req=some_request)
     def ask_only_if_there_is_news(self, req: ReqContext) -> None:
-        """A request of which the manager says that it is waiting is told nothing new."""
+        """A request of which the manager says that it is waiting is told nothing new.
+
+        When it is asked about for the first time in a step: what tiers answer within one is heard in the next.
+        """
+        self.manager.on_schedule_end()
         is_waiting = self.manager.is_waiting(req.req_id)
         undecided = self.undecided.get(req.req_id, set())
         stored = {key for key in undecided if key in self.resident or self.primary.find(key)}  # by the engine meanwhile
