@@ -43,7 +43,7 @@ test-full: setup
 
 # What test-full runs and test does not.
 test-rest: setup
-	$(BIN)/python -m pytest -m full -n 3 --dist loadfile
+	$(BIN)/python -m pytest -m full -n 3 --dist loadfile $(PYTEST_OPTIONS)
 
 # CONTRIBUTING.md says how to run it where nothing can be installed.
 test-gpu: setup
