@@ -35,7 +35,7 @@ plot: setup
 
 # A file's tests stay together, in one of three processes: many of them mostly wait.
 test: setup
-	@echo "Running some 7,800 tests in three processes: 10 to 12 minutes on two cores, longer on a busy machine."
+	@echo "Running some 7,800 tests in three processes: about 12 minutes on two cores, longer on a busy machine."
 	$(BIN)/python -m pytest -m "not full" -n 3 --dist loadfile
 
 test-full: setup

@@ -183,7 +183,7 @@ def examine_namespaces(where: str, config: TierConfig, store: Store) -> Iterator
 
 
 def _with_options(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields, with each option of the engine in place of a digest of them all."""
+    """The fields, with one field for each option of the engine instead of a digest of all options."""
     engine = fields.get("engine")
     if not isinstance(engine, dict):
         return fields

@@ -97,7 +97,7 @@ class TieringOffloadingManager(OffloadingManager):
     def is_waiting(self, req_id: str) -> bool:
         """Whether ``lookup`` would answer a request as it did last: no answer, load or deadline has changed that.
 
-        To be asked before a step's lookups of the request: what tiers answer within a step is heard in the next one.
+        Ask before the step's first lookup of the request: answers that tiers give within a step count from the next.
         In O(1); counts as asking. False of a request that waits for nothing, or is not known.
         """
         return self._requests.is_waiting(req_id)

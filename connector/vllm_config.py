@@ -158,7 +158,7 @@ def deployment_from(extra_config: Mapping[str, Any]) -> DeploymentConfig:
 
 
 def ignored_options(extra_config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The options of vLLM that do not count: from ``identity`` beside ``config_file``, else from that file.
+    """``identity.ignore``: from the connector's options if they have ``identity``, else from the ``config_file``.
 
     Args:
         extra_config: ``kv_connector_extra_config`` of any of the three ways.

@@ -274,7 +274,7 @@ def strict_fields(offloading_spec: Any) -> dict[str, Any]:
     config = getattr(offloading_spec, "config", None)
     engine = getattr(config, "engine", None)
     return {
-        # Readable, for whoever compares two namespaces; model_revision has a digest of it.
+        # For people who compare two namespaces. model_revision already has a digest of these options.
         **({"engine": dict(engine)} if engine else {}),
         "model_revision": getattr(getattr(config, "model", None), "revision", None),
         "kv_cache_layout": getattr(config, "kv_cache_layout", None),

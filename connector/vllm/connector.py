@@ -63,7 +63,7 @@ class KVTiersConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is no
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
         """Say how many tokens of a request can be loaded; None: ask again.
 
-        vLLM asks in every step. While nothing has changed, its lookups of all keys are left out.
+        vLLM asks in every step. While nothing has changed for a waiting request, its keys are not looked up again.
         """
         translate.hold_back_stream(request)  # releases that do not announce requests begin them here
         if self._manager is None:

@@ -1,17 +1,19 @@
-"""What kvtiers uses of vLLM, as one table, and the check that the installed vLLM has all of it.
+"""Everything that kvtiers uses of vLLM, as one table, and the check that the installed vLLM has all of it.
 
-The check runs before anything else of ``connector.vllm`` is imported. So a vLLM in which something was renamed, removed
-or given another signature is refused at the start with what changed, and a release that nobody tried yet starts.
+The check runs before any other module of ``connector.vllm`` is imported. If vLLM renamed or removed something, or
+changed a signature, the engine refuses to start, and the error names the change. A release that kvtiers was not tested
+with starts if nothing in the table changed.
 
-How to read an entry:
+The table has three parts:
 
-- ``OffloadingManager`` → ``lookup(key, req_context)`` under ``IMPLEMENTED``: kvtiers' subclass has this method, and
-  vLLM calls it. vLLM's method must have these parameters, in this order and by these names. ``success=`` may be absent.
-  A parameter more, or an abstract method more, is a change.
-- under ``CALLED``: kvtiers calls it, with these arguments. Parameters more are fine if they have defaults. ``_`` stands
-  for any name.
-- under ``READ``: kvtiers reads these attributes.
-- ``>=0.31``: not in the releases before.
+- ``IMPLEMENTED``: methods of vLLM's base classes that kvtiers overrides and vLLM calls. vLLM's method must have the
+  same parameters, with the same names, in the same order. A parameter written ``success=`` may be missing. One more
+  parameter, or a new abstract method in the base class, is a change.
+- ``CALLED``: functions that kvtiers calls, with the arguments it passes. vLLM may have more parameters if they have
+  defaults. ``_`` stands for any name.
+- ``READ``: attributes that kvtiers reads. An empty text means that only the class itself is used.
+
+``>=0.31`` after an entry: releases before 0.31 do not have it.
 """
 
 from __future__ import annotations
@@ -218,7 +220,7 @@ READ: Mapping[str, str] = {
         "cache_salt kv_transfer_params lora_request mm_features prompt_embeds prompt_token_ids request_id resumable "
         "skip_reading_prefix_cache"
     ),
-    # weights.py and translate.py read these; what counts beside them does so by identity.py, whatever its name.
+    # Read by weights.py and translate.py. identity.py needs no names: every other field counts, whatever it is called.
     "vllm.config:AttentionConfig": (
         "backend backend_per_kind flash_attn_version indexer_kv_dtype use_non_causal use_trtllm_attention"
     ),
@@ -277,18 +279,18 @@ def check_contract(version: str = VERSION) -> None:
         )
     if not is_tested:
         logger.warning(
-            "vLLM %s was not tested with kvtiers (%s were). It has all that kvtiers uses, so the engine starts; KV of "
-            "this release is kept apart from that of others",
+            "vLLM %s was not tested with kvtiers (%s were). It has everything that kvtiers uses, so the engine starts. "
+            "Blocks that other releases stored are not read",
             version,
             tested,
         )
 
 
 def changes(installed: tuple[int, int] | None) -> Iterator[str]:
-    """What is not as the table says, a sentence each.
+    """Each difference between the installed vLLM and the table, as one sentence.
 
     Args:
-        installed: the release; None, as an unknown one, must have everything.
+        installed: the release. None: not a tested one, so it must have every entry.
     """
     for place, texts in IMPLEMENTED.items():
         yield from _changes_at(place, texts, installed, _changed_method)
@@ -353,7 +355,7 @@ def _parameters(texts: Iterable[str]) -> Iterator[inspect.Parameter]:
 
 
 def _find(place: str) -> tuple[Any, str]:
-    """The module or class of a place, and what is wrong with it."""
+    """The module or class of a place and "", or None and why it cannot be found."""
     module_name, _, name = place.partition(":")
     try:
         module = import_module(module_name)
@@ -365,7 +367,7 @@ def _find(place: str) -> tuple[Any, str]:
 
 
 def _gone_attribute(owner: Any, entry: _Entry) -> Iterator[str]:
-    # A module may make an attribute when it is asked for.
+    # hasattr: a module may create an attribute on first use, as vllm.platforms does.
     if entry.name not in _attributes(owner) and not hasattr(owner, entry.name):
         yield f"{owner.__name__}.{entry.name} is gone"
 
@@ -396,11 +398,11 @@ def _changed(
         theirs = theirs[1:]  # self
     if not fits(theirs, entry.parameters):
         shown, known = (", ".join(map(_shown, each)) for each in (theirs, entry.parameters))
-        yield f"{name}({shown}) is known as {entry.name}({known})"
+        yield f"{name} takes ({shown}), and kvtiers expects ({known})"
 
 
 def _takes(theirs: list[inspect.Parameter], ours: Sequence[inspect.Parameter]) -> bool:
-    """Whether a function takes the arguments that kvtiers gives it, and asks for no others."""
+    """Whether a function accepts the arguments that kvtiers passes, and requires no others."""
     left = {each.name: each for each in theirs}
     for place, argument in enumerate(ours):
         name = argument.name
@@ -418,7 +420,7 @@ def _takes(theirs: list[inspect.Parameter], ours: Sequence[inspect.Parameter]) -
 
 
 def _is_called_with(theirs: list[inspect.Parameter], ours: Sequence[inspect.Parameter]) -> bool:
-    """Whether whoever calls by vLLM's signature may call kvtiers' method: the names and their order are the same."""
+    """Whether kvtiers' method can be called by vLLM's signature: the names and their order are the same."""
     names = [each.name for each in theirs]
     optional = {each.name for each in ours if each.default is not inspect.Parameter.empty}
     return names == [each.name for each in ours if each.name in names or each.name not in optional]
@@ -432,7 +434,7 @@ def _shown(parameter: inspect.Parameter) -> str:
 
 
 def _attributes(owner: Any) -> set[str]:
-    """Names of a module or class, with those that a class's constructor assigns."""
+    """Attribute names of a module or class, including those that a class's constructor assigns."""
     names = set(dir(owner))
     for cls in getattr(owner, "__mro__", ()):
         names.update(vars(cls).get("__annotations__", ()))

@@ -161,7 +161,7 @@ def identity(
 
     Args:
         vllm_config: vLLM's VllmConfig.
-        ignore: names that do not count, because an operator vouches for them.
+        ignore: names of options that do not count, because the operator says that they leave KV as it is.
 
     Raises:
         ConfigError: the config is not a dataclass, so its fields are not known; or a name to ignore is not an option.
@@ -189,7 +189,7 @@ def identity_digest(found: Mapping[str, Any]) -> str | None:
 
 
 def readable(found: Mapping[str, Any]) -> dict[str, str]:
-    """An ``identity`` that can be shown: of values that may be secrets it has digests."""
+    """An ``identity`` that can be shown: values that may be secrets are replaced by digests."""
     return {name: _shown(value) for name, value in found.items()}
 
 
@@ -210,7 +210,7 @@ def is_ignored(owner: type, name: str) -> bool:
 
 
 def _check_option(vllm_config: Any, name: str) -> None:
-    """Refuse a slip of the pen, of which an operator would believe that it has an effect."""
+    """Refuse a misspelled option, which would silently have no effect."""
     if name.startswith("VLLM_") or name == "vllm":
         return
     at = vllm_config

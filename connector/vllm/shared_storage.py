@@ -145,7 +145,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
 
     def _mapper(self, spec: translate.EngineSpec) -> FileMapper:
         fields = strict_fields(spec) | {"format": FORMAT}
-        fields.pop("engine", None)  # a worker's may differ; the scheduler's digest is in the revision
+        fields.pop("engine", None)  # may differ in a worker; the revision has the scheduler's digest
         if spec.config.parallel.pp_size > 1:
             # A process knows the layers of its own stage. Files are named by layer, so one that is missing is noticed.
             groups = tuple(replace(group, layer_names=()) for group in spec.config.groups)

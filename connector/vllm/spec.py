@@ -191,9 +191,9 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
         self._blocks: OffloadingManager = self.tiering  # the region alone once storage is off
         self._steps_in_flight = steps_in_flight
         self._pacer = Pacer()
-        self._left_open = False  # a lookup of the request that vLLM asks about
-        self._open: dict[str, int] = {}  # request -> tokens that the GPU had when its lookups were left open
-        self._from_tiers: dict[OffloadKey, int] = {}  # key -> tier, of the load that was prepared last
+        self._left_open = False  # a lookup had no answer yet since ``is_waiting`` last returned False
+        self._open: dict[str, int] = {}  # waiting request -> tokens that the GPU had when it was looked up
+        self._from_tiers: dict[OffloadKey, int] = {}  # key -> tier that it was read from, in the latest prepare_load
         self._stats = StatsExporter(self.tiering.metrics, tiering_names=True)
         self._stores: set[OffloadKey] = set()
         self._loads: Counter[OffloadKey] = Counter()
@@ -211,11 +211,11 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
         return translate.lookup_result(answer, is_coming=answer is None and self.tiering.is_coming(key, req_context))
 
     def note_asked(self, req_id: str, num_computed_tokens: int, *, is_open: bool) -> None:
-        """vLLM has looked a request's keys up.
+        """Remember the outcome of the lookups that vLLM just made for a request.
 
         Args:
-            num_computed_tokens: what the GPU had of it.
-            is_open: vLLM will ask again.
+            num_computed_tokens: tokens of the request that the GPU already had.
+            is_open: vLLM does not know the result yet and will ask again.
         """
         if is_open and self._left_open:
             self._open[req_id] = num_computed_tokens
@@ -223,9 +223,9 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
             self._open.pop(req_id, None)
 
     def is_waiting(self, req_id: str, num_computed_tokens: int) -> bool:
-        """Whether its lookups would be left open again: nothing has changed since vLLM asked. O(1).
+        """Whether nothing has changed since vLLM's last lookups for a request, so that they would be left open again.
 
-        If not, vLLM is to look the keys up, and ``note_asked`` to be called.
+        O(1). If it returns False, let vLLM look the keys up and then call ``note_asked``.
         """
         if self._open.get(req_id) != num_computed_tokens or not self.tiering.is_waiting(req_id):
             self._left_open = False
@@ -234,15 +234,15 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
         return True
 
     def get_load_source(self, key: OffloadKey, req_context: Any) -> Any:  # noqa: ARG002
-        """Say where a block of the load that was prepared last came from. From vLLM 0.32."""
+        """Where a block of the latest ``prepare_load`` came from. vLLM asks from 0.32 on."""
         tier = self._from_tiers.get(key)
         return translate.hit_source("CPU" if tier is None else self._tier_types[tier])
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: Any) -> VllmCPULoadStoreSpec:
         spec = self._blocks.prepare_load(keys, req_context)
         assert isinstance(spec, CPULoadStoreSpec)
-        blocks = {key: self.tiering.primary.find(key) for key in keys}
-        self._from_tiers = {key: block.tier for key, block in blocks.items() if block is not None and block.promoted}
+        find = self.tiering.primary.find
+        self._from_tiers = {key: block.tier for key in keys if (block := find(key)) is not None and block.promoted}
         self._blocks.touch(keys)
         self._loads.update(keys)
         return VllmCPULoadStoreSpec(spec.block_ids.tolist())

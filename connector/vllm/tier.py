@@ -86,7 +86,7 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
         detector = () if backpressure_detector is None else (backpressure_detector,)  # before 0.31 there is none
         super().__init__(offloading_spec, primary_kv_view, own_type, *detector)
         self.locality = translate.locality(str(options["type"]), locality)
-        if hasattr(self, "cache_hit_source"):  # from 0.32; vLLM takes all that is STORAGE for a disk
+        if hasattr(self, "cache_hit_source"):  # from 0.32 on; by default vLLM calls every storage a disk
             self.cache_hit_source = translate.hit_source(str(options["type"]))
         translate.warn_of_adapters(vllm_config)
         by_token = kv_groups.is_in_token_order(offloading_spec.config, handed)

@@ -67,7 +67,7 @@ class VllmOffloadingConfig(OffloadingConfig):
 
     Attributes:
         platform: see ``kv_platform``.
-        engine: the engine's ``identity``, for those who read ``config.json``.
+        engine: the options in the engine's ``identity``, in a form that can be shown; written to ``config.json``.
     """
 
     platform: str | None = None
@@ -345,8 +345,9 @@ def medium(name: str) -> Medium:
     return Medium.CPU if name in ("CPU", "memory") else Medium.STORAGE
 
 
+@cache
 def hit_source(name: str) -> Any:
-    """vLLM's ``CacheHitSource`` for a medium or a type of tier of ours. It has none for remote storage. From 0.32."""
+    """vLLM's ``CacheHitSource`` for "CPU" or a tier's type. vLLM has none for remote storage. From vLLM 0.32 on."""
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     if name in ("CPU", "memory"):

@@ -306,7 +306,7 @@ def reset(setting: Setting, name: str) -> Row:
 
 
 def aborted(setting: Setting, name: str) -> Row:
-    """Requests that are aborted while storage is slow (0.5 s a block): the next one has all, and nothing leaks."""
+    """Abort requests while storage is slow (0.5 s a block): the next one reuses everything; ``spec`` leaks no slot."""
     row = Row(f"{name}: aborted while loads are slow", setting.lab.version)
     if reason := why_no_fuse():
         row.figures["skipped"] = reason
