@@ -24,7 +24,7 @@ $(VENV)/.stamp: pyproject.toml constraints.txt
 	@echo "Installed in $(VENV). Later calls skip this."
 
 demo: setup
-	@echo "Two processes answer the same prompt of 2,263 tokens, the second from KV on disk: under a minute on two cores."
+	@echo "Two processes answer the same prompt of 2,263 tokens, the second from KV on disk: 60 to 90 seconds on two idle cores."
 	@echo "The first run also converts the model, once (half a minute)."
 	$(BIN)/kvtiers demo
 
