@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.files import files_below
 from tests.identity import FakeSpec
 from tests.tiers import test_local_store
 from tests.tiers.test_account import measure
@@ -113,7 +114,7 @@ def collect(chunks: ChunkStore, **limits: Any) -> tuple[dict[str, int], int]:
 
 
 def bytes_below(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and "_kvtiers" not in path.parts)
+    return sum(status.st_size for path, status in files_below(folder) if "_kvtiers" not in path.parts)
 
 
 @pytest.mark.full

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.files import files_below
 
 REGION_BYTES = 300 << 20
 _OFFLOADING: dict[str, Any] = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
@@ -51,12 +51,7 @@ class Place:
     @property
     def bytes_stored(self) -> int:
         """Sizes of the files in the folder, kvtiers' records not among them."""
-        found = 0
-        for folder, _, names in os.walk(self.folder):
-            for name in names if "_kvtiers" not in folder else ():
-                with suppress(FileNotFoundError):  # removed meanwhile
-                    found += os.stat(os.path.join(folder, name)).st_size
-        return found
+        return sum(status.st_size for path, status in files_below(self.folder) if "_kvtiers" not in path.parts)
 
 
 def behind_vllm(tiers: list[dict[str, Any]], *, region_bytes: int = REGION_BYTES) -> dict[str, Any]:

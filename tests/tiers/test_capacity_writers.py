@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.files import files_below
 from tests.tiers.capacity_writer import ROW_BYTES
 from tiers.seal import TRAILER_BYTES
 
@@ -21,14 +21,7 @@ BLOB_BYTES = ROW_BYTES + TRAILER_BYTES
 
 def allocated_bytes(root: Path) -> int:
     """Bytes of the files below a folder, as the file system keeps them."""
-    total = 0
-    for folder, _, names in os.walk(root):
-        for name in names:
-            try:
-                total += os.stat(os.path.join(folder, name)).st_blocks * 512
-            except FileNotFoundError:
-                pass
-    return total
+    return sum(status.st_blocks * 512 for _, status in files_below(root))
 
 
 def run_writers(root: Path, seconds: float) -> tuple[int, list[dict[str, int]]]:

@@ -10,11 +10,12 @@ import hashlib
 import os
 import random
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.files import files_below
 from tests.promises import Record
 from tiers import posix
 from tiers.errors import BlobNotFoundError
@@ -51,17 +52,13 @@ def open_store(
     return open_store
 
 
-def files_below(folder: Path) -> Iterator[Path]:
-    return (path for path in folder.rglob("*") if not path.is_dir())
-
-
 def check_after_restart(store: LocalStore, root: Path) -> dict[str, bytes]:
     """Every file below the root is a listed and whole blob, or was quarantined. Returns the blobs."""
     blobs = {}
     for info in store.keys():  # noqa: SIM118 - a Store is no dict
         blobs[info.key] = fetch(store, info.key, info.size)
         assert is_blob_of(info.key, blobs[info.key]), f"{info.key} is bad"
-    found = {str(path.relative_to(root)) for path in files_below(root)}
+    found = {str(path.relative_to(root)) for path, _ in files_below(root)}
     assert {name for name in found if not name.startswith(".quarantine/")} == set(blobs), "something was left over"
     return blobs
 
