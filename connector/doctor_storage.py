@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tiers.block_reader import read_small
-from tiers.capacity.account import read_measured
 from tiers.capacity.collector import is_block
+from tiers.capacity.usage import read_measured
 from tiers.errors import ConfigError, StoreConfigError, StoreError, printable
 from tiers.file_mapper import CONFIG_FILE_NAME
 from tiers.inventory import NAMESPACE

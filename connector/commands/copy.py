@@ -16,8 +16,8 @@ import typer
 from connector.commands.places import EXIT_FAILED, Place, Ticker, complain, human_bytes, refuse, say
 from connector.commands.storage import AsJson, Config, open_places
 from tiers.builtin import bound_store, record_keys
-from tiers.capacity.account import read_measured, used_bytes
 from tiers.capacity.collector import listed_bytes
+from tiers.capacity.usage import read_measured, used_bytes
 from tiers.conversion import Converter
 from tiers.copying import Copier, CopyReport, find_blocks
 from tiers.errors import ConfigError, StoreError

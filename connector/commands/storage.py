@@ -31,9 +31,9 @@ from connector.commands.places import (
     say,
 )
 from tiers.builtin import record_keys
-from tiers.capacity.account import used_bytes
 from tiers.capacity.collector import Collector
 from tiers.capacity.removal import CollectReport
+from tiers.capacity.usage import used_bytes
 from tiers.errors import ConfigError, KVTiersError, StoreError, printable
 from tiers.inventory import UNKNOWN_AGE, Inventory, block_beginnings, list_blocks
 from tiers.tier_config import BoundedTierConfig, S3TierConfig

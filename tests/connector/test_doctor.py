@@ -25,7 +25,7 @@ from tests.connector.test_storage_commands import ok
 from tests.connector.test_verify_command import put_blocks
 from tests.identity import FakeSpec
 from tiers.builtin import FileSystemTierManager
-from tiers.capacity.account import MEASURED
+from tiers.capacity.usage import MEASURED
 from tiers.config import DeploymentConfig, parse_config
 from tiers.errors import StorePermissionError
 from tiers.exporter import MetricsServer

@@ -20,13 +20,13 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from tests.clock import Clock
 from tests.waiting import wait_for
-from tiers.capacity.account import (
-    GRANT_SHARE,
+from tiers.capacity.account import GRANT_SHARE, Account
+from tiers.capacity.records import OWN_PREFIX, RecordKeys, get_record, put_record
+from tiers.capacity.usage import (
     MEASURED,
     OLD_PREFIXES,
     USAGE_PREFIX,
     WRITERS_PREFIX,
-    Account,
     Baseline,
     Measured,
     forget_writers,
@@ -36,7 +36,6 @@ from tiers.capacity.account import (
     read_measured,
     used_bytes,
 )
-from tiers.capacity.records import OWN_PREFIX, RecordKeys, get_record, put_record
 from tiers.errors import (
     StoreError,
     StoreFullError,
@@ -106,6 +105,7 @@ class Writers(RuleBasedStateMachine):
     """Writers that come, put, die half-way; a collector whose listing takes its time; blobs that are removed."""
 
     MAX_BYTES = 2000
+    CLOCK_STEPS = True
     writers = Bundle("writers")
 
     def __init__(self) -> None:
@@ -185,6 +185,7 @@ class Writers(RuleBasedStateMachine):
     @rule(step_s=st.sampled_from([0.0, 0.0, 1000.0, -1000.0]))
     def begin_to_measure(self, step_s: float) -> None:
         """After a step of the storage's clock the living look dead."""
+        step_s *= self.CLOCK_STEPS
         self.baseline = read_baseline(self.store, now=self.clock() + step_s, writer_s=WRITER_S)
         self.listing = iter(list(self.store.keys()))
         self.listed = 0
@@ -234,8 +235,37 @@ class Writers(RuleBasedStateMachine):
         assert used >= stored
 
 
+class WritersOfSmallBlobs(Writers):
+    """A grant holds several blobs, so more is asked for before it is used up.
+
+    Without steps of the storage's clock: who has room left then does not ask before it is used.
+    """
+
+    CLOCK_STEPS = False
+
+    @rule(writer=Writers.writers, count=st.integers(1, 8))
+    def put_small(self, writer: Account, count: int) -> None:
+        for _ in range(count):
+            self.put(writer, 1)
+
+    @rule(writer=Writers.writers, other=Writers.writers, size=SIZES, calls=st.integers(0, 12))
+    def put_small_while_another_puts(self, writer: Account, other: Account, size: int, calls: int) -> None:
+        if writer is not other:
+            self.store.calls_left, self.store.interruption = calls, lambda: self.put(other, size)
+        self.put_small(writer, 4)
+        self.store.interruption = None
+
+    @rule(writer=Writers.writers, calls=st.integers(0, 12))
+    def put_small_while_it_is_measured(self, writer: Account, calls: int) -> None:
+        self.store.calls_left, self.store.interruption = calls, lambda: measure(self.store, self.clock())
+        self.put_small(writer, 4)
+        self.store.interruption = None
+
+
 TestWriters = Writers.TestCase
+TestWritersOfSmallBlobs = WritersOfSmallBlobs.TestCase
 TestWriters.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+TestWritersOfSmallBlobs.settings = TestWriters.settings
 
 
 def make(max_bytes: int = 1000, **options: Any) -> tuple[MemoryStore, BoundedStore, Clock]:
@@ -764,7 +794,7 @@ def test_who_waits_while_the_storage_does_not_answer_fails_with_the_first(monkey
             errors.append(e)
 
     lock = WatchedLock()
-    monkeypatch.setattr(account, "_lock", lock)
+    monkeypatch.setattr(account, "_records", lock)
     threads = [threading.Thread(target=take) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -806,3 +836,119 @@ def test_the_records_of_other_writers_are_read_at_once_from_a_far_storage() -> N
         other.take(size, "k")
     store.hold()
     assert used_bytes(store) == sum(max(size, 10_000 // GRANT_SHARE) for size in range(1, 5))
+
+
+def test_puts_go_on_while_more_room_is_asked_for() -> None:
+    store = FaultyStore(MemoryStore())
+    measure(store, 0.0)
+    account = Account(store, 1000 * GRANT_SHARE)
+    for _ in range(5):
+        account.take(100, "under way")
+    answer = threading.Event()
+    store.plan = [Fault("put", hang=answer, count=None)]
+    asked = store.calls["put"]
+    ending = threading.Thread(target=account.settle, args=(account.take(100, "b"), 100))
+    ending.start()
+    wait_for(lambda: store.calls["put"] > asked)
+    for _ in range(4):
+        account.settle(account.take(100, "b"), 100)
+    late = threading.Thread(target=account.take, args=(100, "beyond the grant"))
+    late.start()
+    assert ending.is_alive()
+    answer.set()
+    ending.join()
+    late.join()
+    assert used_bytes(store) == 1600  # what was left when it was asked, 400, was filled up to 1000
+    assert store.calls["put"] == asked + 1
+
+
+def test_a_grant_is_filled_up_before_it_is_used_up() -> None:
+    store, _, clock = make()
+    measure(store, clock())
+    account = Account(store, 1000 * GRANT_SHARE, clock=clock)
+    for n in range(100):
+        taken = account.take(100, "b")
+        assert used_bytes(store) == max(1000, (n // 6 * 6 + 10) * 100)
+        account.settle(taken, 100)
+    assert held_and_wanted(store)[0] <= 1000
+
+
+def test_blobs_of_which_a_grant_holds_few_are_reserved_one_by_one() -> None:
+    store, _, clock = make()
+    measure(store, clock())
+    account = Account(store, 1000 * GRANT_SHARE, clock=clock)
+    for n in range(10):
+        account.settle(account.take(1500, "b"), 1500)
+        assert used_bytes(store) == 1500 * (n + 1)
+        account.give_back(account.take(1500, "there already"), 1500)
+        assert held_and_wanted(store)[0] <= 1500
+
+
+def test_what_is_refused_ahead_is_nothing_that_others_must_make_room_for() -> None:
+    store, _, clock = make()
+    measure(store, clock())
+    first, second = (Account(store, 1000 * GRANT_SHARE, clock=clock) for _ in range(2))
+    second.take(254_500, "nearly all")
+    taken = [first.take(100, "b") for _ in range(6)]
+    for each in taken:
+        first.settle(each, 100)
+    assert used_bytes(store) == 255_500
+    assert held_and_wanted(store) == (255_400, 0)  # settled when it was refused: the first
+    for _ in range(4):
+        first.settle(first.take(100, "b"), 100)  # what it has is still good
+    assert first.take(500, "the last room")
+    with pytest.raises(StoreFullError):
+        first.take(100, "b")
+
+
+def test_a_record_is_renewed_before_a_put_has_to_wait_for_that() -> None:
+    clock = Clock()
+    store = FaultyStore(MemoryStore(clock=clock))
+    measure(store, clock())
+    account = Account(store, 1000 * GRANT_SHARE, writer_s=WRITER_S, clock=clock)
+    account.settle(account.take(1, "b"), 1)
+    for _ in range(20):
+        clock.now += WRITER_S / 10
+        asked = store.calls["put"]
+        taken = account.take(1, "b")
+        assert store.calls["put"] == asked
+        account.settle(taken, 1)
+        assert store.calls["put"] == asked + 1
+    assert not read_baseline(store, now=clock(), writer_s=WRITER_S).dead
+
+
+def test_a_put_that_ended_is_no_failure_where_more_cannot_be_asked_for() -> None:
+    store = FaultyStore(MemoryStore())
+    measure(store, 0.0)
+    account = Account(store, 1000 * GRANT_SHARE)
+    taken = account.take(600, "b")
+    store.plan = [Fault("put", count=None, error=lambda: StoreUnavailableError("lost"))]
+    for _ in range(3):
+        account.settle(taken, 200)
+    account.take(400, "what is left of the grant")
+    with pytest.raises(StoreUnavailableError, match="lost"):
+        account.take(1, "b")
+
+
+def test_threads_together_keep_the_bound() -> None:
+    store = MemoryStore()
+    measure(store, 0.0)
+    bounded = BoundedStore(store, Account(store, 100_000))
+    refused = []
+
+    def put(thread: int) -> None:
+        for n in range(400):
+            try:
+                bounded.put(f"b{thread}-{n}", as_parts(bytes(90)))
+            except StoreFullError:
+                refused.append(n)
+
+    threads = [threading.Thread(target=put, args=(thread,)) for thread in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    used = used_bytes(store)
+    assert used is not None
+    assert 99_000 < stored_bytes(store) <= used <= 100_000
+    assert len(refused) == 1600 - stored_bytes(store) // 90

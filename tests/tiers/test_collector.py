@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from connector.prefix_place import place_of_prefixes
 from tests.identity import FakeSpec, block_key
 from tests.s3_clients import use_credentials
-from tiers.capacity.account import MEASURED, USAGE_PREFIX, Account, read_measured
+from tiers.capacity.account import Account
 from tiers.capacity.collector import Collector, is_block, listed_bytes
 from tiers.capacity.histogram import AGE_S_MIN, AgeHistogram, bucket_of
 from tiers.capacity.lease import LEASE_PREFIX, Lease
@@ -31,6 +31,7 @@ from tiers.capacity.policy import CapacityPolicy
 from tiers.capacity.process import make_collector
 from tiers.capacity.records import OWN_PREFIX, put_record
 from tiers.capacity.removal import DELETE_BATCH_KEYS, CollectReport
+from tiers.capacity.usage import MEASURED, USAGE_PREFIX, read_measured
 from tiers.errors import StoreConfigError, StoreFullError, StorePermissionError, StoreUnavailableError
 from tiers.file_mapper import FileMapper
 from tiers.layers.bound import BoundedStore
@@ -445,6 +446,25 @@ def test_what_a_writer_was_refused_is_wanted_until_it_gets_it(store: LocalStore)
     report = run(collector)
     assert 5 <= report.removed_blobs["capacity"] <= 6  # down to low: 85
     account.give_back(account.take(15 * SIZE, "a"), 15 * SIZE)
+    assert not collector.is_due()
+
+
+def test_an_idle_root_is_asked_twice_whatever_its_writers_are(tmp_path: Path) -> None:
+    store = FaultyStore(LocalStore(tmp_path / "kv"))
+    collector = Collector(store, CapacityPolicy(max_bytes=1000 * SIZE))
+    collector.run()
+    accounts = [Account(store, 1000 * SIZE) for _ in range(20)]
+    for account in accounts:
+        account.settle(account.take(SIZE, "a"), SIZE)
+    for used in (20, 900):
+        assert collector.is_due() is (used == 900)
+        before = store.calls.copy()
+        assert collector.is_due() is (used == 900)
+        calls = store.calls - before
+        if used == 20:
+            assert calls == {"get_into": 1, "keys": 1}  # the measurement, and which records were replaced
+            accounts[7].take(880 * SIZE, "nearly all")
+    collector.run()
     assert not collector.is_due()
 
 

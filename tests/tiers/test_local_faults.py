@@ -26,9 +26,9 @@ from tests.identity import FakeSpec, block_key
 from tests.promises import Record
 from tiers import folder_cleanup, folder_listing, mounts, posix, publish
 from tiers.base import JobMetadata, JobResult
-from tiers.capacity.account import read_measured
 from tiers.capacity.collector import Collector
 from tiers.capacity.policy import CapacityPolicy
+from tiers.capacity.usage import read_measured
 from tiers.errors import (
     StoreConfigError,
     StoreError,

@@ -23,8 +23,9 @@ from tests.waiting import wait_for
 from tiers import block_mover, protected_seal, vectored_io
 from tiers.base import JobMetadata
 from tiers.builtin import FileSystemTierManager
-from tiers.capacity.account import MEASURED, Account, read_measured
+from tiers.capacity.account import Account
 from tiers.capacity.records import RecordKeys, put_record
+from tiers.capacity.usage import MEASURED, read_measured
 from tiers.config import parse_config, parse_tier
 from tiers.errors import ConfigError, StoreFullError
 from tiers.file_mapper import fingerprint_of, identity_file_name, namespace_of

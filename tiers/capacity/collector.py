@@ -23,8 +23,15 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from tiers.capacity.account import (
+from tiers.capacity.histogram import AgeHistogram, bucket_of
+from tiers.capacity.lease import Lease
+from tiers.capacity.policy import CapacityPolicy
+from tiers.capacity.records import OWN_PREFIX, PREFIXES_FOLDER, UNREADABLE, RecordKeys
+from tiers.capacity.removal import CollectReport, Removal
+from tiers.capacity.room import FREE_HIGH, FREE_LOW, TRIAL_EVERY_S, Room
+from tiers.capacity.usage import (
     MEASURED,
+    USAGE_PREFIX,
     Baseline,
     Measured,
     forget_writers,
@@ -34,12 +41,6 @@ from tiers.capacity.account import (
     read_measured,
     read_usage,
 )
-from tiers.capacity.histogram import AgeHistogram, bucket_of
-from tiers.capacity.lease import Lease
-from tiers.capacity.policy import CapacityPolicy
-from tiers.capacity.records import OWN_PREFIX, PREFIXES_FOLDER, UNREADABLE, RecordKeys
-from tiers.capacity.removal import CollectReport, Removal
-from tiers.capacity.room import FREE_HIGH, FREE_LOW, TRIAL_EVERY_S, Room
 from tiers.errors import StoreConfigError, StoreError, StoreFullError
 from tiers.inventory import parse_block_name
 from tiers.plain_logs import get_logger
@@ -99,6 +100,8 @@ class Collector:
         self._told_others = False
         self._offset_s: float | None = None  # of the storage's clock and the monotonic one, when it ran last
         self._stepped_at = float("-inf")
+        # The measurement and the writers' records by which there was room enough.
+        self._enough_for: tuple[str, int, set[tuple[str, int, float]]] | None = None
         self._stuck_bytes = 0  # what the last run was to remove and could not
         self.lease = Lease(store, secrets.token_hex(8), lease_s=policy.lease_s, clock=monotonic, keys=keys)
 
@@ -122,7 +125,7 @@ class Collector:
             return not self._is_crammed or self._monotonic() - self._ran_at >= min(self._rest_s, TRIAL_EVERY_S)
         # One collector of a root tries for all of them.
         is_full = measured.id == self._measured_id and self._room.is_full()
-        if not is_full and not self._wants_room():
+        if not is_full and not self._wants_room(measured):
             self._rest_s = 0.0
             return False
         return self._monotonic() - self._ran_at >= self._rest_s
@@ -315,16 +318,26 @@ class Collector:
         # Where all were stuck there may be many more: twice as many are tried each time, until others are among them.
         self._stuck_bytes = removal.kept_bytes if report.removed_bytes["capacity"] else 2 * removal.kept_bytes
 
-    def _wants_room(self) -> bool:
+    def _wants_room(self, measured: Measured) -> bool:
         if self._room.missing_bytes(FREE_HIGH) > 0:
             return True
-        if self._policy.max_bytes is None:
+        limit = self._policy.max_bytes
+        if limit is None:
             return False
+        # Reading every writer's record takes a request each, so that is done only where one was replaced since.
+        records = {(info.key, info.size, info.mtime) for info in self._store.keys(USAGE_PREFIX)}
+        seen = measured.id, measured.bytes, records
+        if seen == self._enough_for:
+            return False
+        wants = self._writers_want_room(limit)
+        self._enough_for = None if wants else seen
+        return wants
+
+    def _writers_want_room(self, limit: int) -> bool:
         usage = read_usage(self._store, keys=self._keys)
         if usage is None:
             return True
         used, wanted = usage
-        limit = self._policy.max_bytes
         return used > self._policy.high * limit or used + min(wanted, int(HELD_SHARE_MAX * limit)) > limit
 
     def _age_s(self, info: KeyInfo, now: float) -> float:

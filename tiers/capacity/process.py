@@ -20,10 +20,10 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, TextIO
 
-from tiers.capacity.account import read_measured, used_bytes
 from tiers.capacity.collector import Collector
 from tiers.capacity.policy import CapacityPolicy
 from tiers.capacity.records import RecordKeys
+from tiers.capacity.usage import read_measured, used_bytes
 from tiers.errors import StoreError
 from tiers.layers.isolate_worker import die_with_parent, limit_memory, log_to_stderr, make_store, own_output
 from tiers.plain_logs import get_logger
