@@ -178,7 +178,9 @@ class AsyncLookup:
         self._looked_at = clock()  # last flush, or the first question since
         self._answered_at = float("-inf")  # by any probe; written by probe threads
         self._epoch = 0
-        self._turn_keys = options.batch_keys_max if is_far else min(TURN_KEYS_FIRST, options.batch_keys_max)
+        self._turn_keys = min(TURN_KEYS_FIRST, options.batch_keys_max)
+        self._is_far = is_far
+        self._is_first = True  # no turn of so many keys was answered yet
         self._last_turn = (0, 0.0)  # its keys, and how long it took
         self._answered: dict[str, list[OffloadKey]] = {}  # by request, since the last take_answered
         self._turns: SimpleQueue[_Asker | None] = SimpleQueue()
@@ -458,9 +460,14 @@ class AsyncLookup:
         before, before_s = self._last_turn
         self._last_turn = count, took_s
         wanted_s = TURN_SHARE * self._options.deadline_s
+        if self._is_first and count >= self._turn_keys:
+            self._is_first = False
+            if self._is_far:  # whose first turn opens connections, and says how far it is rather than how slow
+                self._turn_keys = min(self._options.batch_keys_max, TURN_GROWTH * count)
+                return
         fits = count * wanted_s / took_s if took_s else float("inf")
         if took_s > 2 * wanted_s:
-            is_far = 2 * count <= before and took_s > LATENCY_SHARE * before_s
+            is_far = 2 * count <= max(before, self._turn_keys) and took_s > LATENCY_SHARE * before_s
             if not is_far:  # else fewer keys would take as long
                 self._turn_keys = max(1, int(min(count / 2, fits)) if took_s > 4 * wanted_s else count // 2)
         elif count >= self._turn_keys and fits > count:  # a smaller one says little: the storage may be far, not slow

@@ -66,7 +66,7 @@ def make_tiny_model(folder: Path, like: Path) -> Path:
             num_hidden_layers=4,
             num_attention_heads=4,
             num_key_value_heads=2,
-            max_position_embeddings=4096,
+            max_position_embeddings=65536,
             initializer_range=0.2,  # wide enough that the next token depends on the ones before
             dtype="float32",
         )

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from connector.vllm_config import vllm_config
+from tests.e2e.far import far
 from tests.e2e.lab import EngineFailedError, Lab, Row, metric
 from tests.e2e.server import VllmServer, two_hosts_work
 from tests.e2e.ways import Place, on_cpu, shared_storage, way
@@ -35,6 +36,7 @@ SHARE_BLOCKS = {"0.32", "0.33"}
 SLOW_READ_S = 0.05  # of 128 KiB: a block of SmolLM2 in float32 takes 12 of them
 ABORTS_AFTER_S = (0.3, 2.0, 5.0)
 _EMPTIED = [{"do": "reset_prefix_cache", "connector": True}]
+FAR_S = 0.02
 STALL_S_MAX = 20.0  # a tier's deadline on S3 is 15 s
 
 
@@ -46,12 +48,14 @@ class Prompts:
         document: the long prompt.
         half: the first half of it, then other text.
         warm_up: shares nothing with the others.
+        long: more than 32,000 tokens, for the tiny model.
     """
 
     document: list[int]
     half: list[int]
     warm_up: list[int]
     half_shared_blocks: int
+    long: list[int]
 
     @property
     def full_blocks(self) -> int:
@@ -416,6 +420,30 @@ def tensor_parallel(setting: Setting, name: str) -> Row:
     return row
 
 
+def long_prompt(setting: Setting, name: str) -> Row:
+    """A prompt of more than 32,000 tokens, on S3 that answers 20 ms later: all of it is found and reused."""
+    row = Row(f"{name}: 32,100 tokens, 20 ms away", setting.lab.version)
+    place = setting.place(f"{name}-far")
+    prompts = setting.prompts
+    job: dict[str, Any] = {
+        "warm_up": prompts.warm_up,
+        "model": str(setting.tiny_model),
+        "max_model_len": len(prompts.long) + BLOCK_TOKENS,
+    }
+    with far(place.endpoint_url, FAR_S) as endpoint_url:
+        config = way(name, replace(place, endpoint_url=endpoint_url))
+        expected = setting.lab.run(None, [prompts.long], **job)["answers"][0]
+        row.expect(len(set(expected["tokens"])) > 1, "the model says the same token again and again")
+        for who, reused in (("writer", 0), ("reader", (len(prompts.long) - 1) // BLOCK_TOKENS * BLOCK_TOKENS)):
+            answer = setting.lab.run(config, [prompts.long], **job)["answers"][0]
+            row.expect(answer["tokens"] == expected["tokens"], f"the {who}'s tokens differ")
+            row.expect(answer["cached_tokens"] == reused, f"the {who} reused {answer['cached_tokens']}, not {reused}")
+            row.figures[f"{who}_reused_tokens"] = answer["cached_tokens"]
+            row.figures[f"{who}_ttft_s"] = answer["ttft_s"]
+    row.figures["cold_ttft_s"] = expected["ttft_s"]
+    return row
+
+
 def served(setting: Setting, name: str) -> Row:
     """``vllm serve`` with what ``kvtiers vllm-config`` prints: a server's blocks answer the next server's request."""
     row = Row(f"{name}: vllm serve", setting.lab.version)
@@ -609,6 +637,7 @@ HARM: tuple[tuple[Run, tuple[str, ...]], ...] = (
     (aborted, ("spec on fs", "tier on fs", "SharedStorageConnector on a folder")),
     (server_killed, ("tier on S3", "spec on S3", "SharedStorageConnector on S3")),
     (tensor_parallel, ("spec on fs", "tier on fs", "SharedStorageConnector on a folder")),
+    (long_prompt, ("spec on S3", "tier on S3")),
     (served, ("spec on fs", "tier on fs", "SharedStorageConnector on a folder")),
     (several_connectors, ("spec on fs", "tier on fs")),
     (roles, ("spec on fs", "tier on fs", "SharedStorageConnector on a folder")),
@@ -617,7 +646,7 @@ HARM: tuple[tuple[Run, tuple[str, ...]], ...] = (
     (two_hosts, ("spec on fs", "tier on fs", "SharedStorageConnector on a folder", "SharedStorageConnector on S3")),
 )
 #: A minute and a half a way: all ways on the first version, one on the others, none in the reduced run.
-SLOW = (aborted, tensor_parallel, served, several_connectors, roles, bounded, data_parallel, two_hosts)
+SLOW = (aborted, tensor_parallel, long_prompt, served, several_connectors, roles, bounded, data_parallel, two_hosts)
 
 
 def attempt(run: Run, setting: Setting, name: str) -> Row:

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from tests.e2e.lab import REPOSITORY, Lab, Row
 from tests.e2e.make_env import overlay_folder
@@ -22,6 +23,7 @@ from tests.e2e.ways import REUSE_WAYS, VLLM_WAYS
 from tiers.testing.servers import seaweed_server
 
 DOCUMENT_TOKENS = 2029
+LONG_TOKENS = 32_100
 HALF_BLOCKS = 31
 UPGRADE_WAYS = ("tier on fs", "spec on fs", "SharedStorageConnector on a folder")
 REDUCED_WAYS = ("tier on fs", "tier on S3", "spec on fs", "SharedStorageConnector on a folder")
@@ -39,14 +41,22 @@ def make_prompts(model: Path) -> Prompts:
         document=document,
         half=document[:shared] + other[:200],
         warm_up=other[400:500],
+        long=_documents(tokenizer),
         half_shared_blocks=HALF_BLOCKS,
     )
+
+
+def _documents(tokenizer: Any) -> list[int]:
+    text = "".join(path.read_text() for path in sorted((REPOSITORY / "docs").glob("*.md")))
+    tokens: list[int] = tokenizer(text)["input_ids"][:LONG_TOKENS]
+    assert len(tokens) == LONG_TOKENS
+    return tokens
 
 
 def rows(work: Path, versions: Sequence[str], only: str, reduced: bool) -> Iterator[Row]:
     """Run the rows one by one."""
     model = make_model(work / "SmolLM2-135M-Instruct")
-    tiny_model = make_tiny_model(work / "tiny-llama", model)
+    tiny_model = make_tiny_model(work / "tiny-llama-64k", model)
     prompts = make_prompts(model)
     with seaweed_server() as server, tempfile.TemporaryDirectory(prefix="kvtiers-e2e-") as scratch:
         setting: Setting | None = None

@@ -10,7 +10,7 @@ from tests.clock import Clock
 from tests.identity import block_key
 from tests.waiting import wait_for
 from tiers.keys import OffloadKey
-from tiers.lookup import FAILED_S_MIN, AsyncLookup, LookupOptions, Probe
+from tiers.lookup import FAILED_S_MIN, TURN_GROWTH, TURN_KEYS_FIRST, AsyncLookup, LookupOptions, Probe
 
 KEYS = [block_key(n) for n in range(100)]
 
@@ -69,6 +69,41 @@ def answer(lookup: AsyncLookup, key: OffloadKey) -> bool:
     found = lookup.lookup(key)
     assert found is not None
     return found
+
+
+@pytest.mark.parametrize("took_s", [0.01, 0.3])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_far_storage_is_asked_little_until_it_has_answered(clock: Clock, took_s: float, threads: int) -> None:
+    """Its first answers wait for connections, and say nothing of how slow it is."""
+    keys = [block_key(n) for n in range(1000)]
+    turns: list[int] = []
+    go = threading.Semaphore(0)
+
+    def probe(keys: Sequence[OffloadKey]) -> list[bool | None]:
+        turns.append(len(keys))
+        assert go.acquire(timeout=120)
+        clock.now += took_s
+        return [True] * len(keys)
+
+    options = LookupOptions(threads=threads, deadline_s=0.5)
+    lookup = AsyncLookup(probe, name="test", options=options, is_far=True, clock=clock)
+    ask(lookup, *keys)
+    wait_for(lambda: len(turns) == threads)
+    known = 0
+
+    def is_more_known() -> bool:
+        lookup.flush()
+        return len(lookup._answers) > known
+
+    for _ in range(4):  # some turns were taken before the first answer was known, the last one was not
+        known = len(lookup._answers)
+        go.release()
+        wait_for(is_more_known)
+    go.release(len(keys))
+    assert [answer(lookup, key) for key in keys] == [True] * 1000
+    assert lookup.shutdown(20)
+    assert turns[:threads] == [TURN_KEYS_FIRST] * threads
+    assert max(turns[:6]) >= TURN_GROWTH * TURN_KEYS_FIRST
 
 
 def test_asked_then_answered(make: Make) -> None:

@@ -157,6 +157,7 @@ class TestSizeMany:
         stored = {f"m/{i:05d}.bin": i % 3 for i in range(0, 3 * LIST_KEYS_MIN, 3)}
         for key, size in stored.items():
             backend().put_object(store.options.bucket, key, bytes(size))
+        store._lookups._key_s = 60.0  # known: HEADs are so slow that any LIST pays
         asked = [f"m/{i:05d}.bin" for i in range(3 * LIST_KEYS_MIN)]
         heads = _count_calls(store, "size")
         pages = _count_calls(store, "list_sizes")
@@ -168,6 +169,7 @@ class TestSizeMany:
     def test_more_than_a_page_goes_on_while_pages_pay(self, store: S3Store) -> None:
         for i in range(2500):
             backend().put_object(store.options.bucket, f"m/{i:05d}", b"1")
+        store._lookups._key_s = 60.0  # known: HEADs are so slow that any LIST pays
         pages = _count_calls(store, "list_sizes")
         heads = _count_calls(store, "size")
         assert store.size_many([f"m/{i:05d}" for i in range(0, 2600, 2)]) == [1] * 1250 + [None] * 50
@@ -178,6 +180,7 @@ class TestSizeMany:
         """More than a page of others after the first asked key: a page answers one question, so HEADs are cheaper."""
         for i in range(1100):
             backend().put_object(store.options.bucket, f"m/000/{i:04d}", b"1")
+        store._lookups._key_s = 60.0  # known: HEADs are so slow that any LIST pays
         asked = [f"m/{i:03d}/0000" for i in range(200)]
         pages = _count_calls(store, "list_sizes")
         assert store.size_many(asked) == [1] + [None] * 199
@@ -201,6 +204,7 @@ class TestSizeMany:
         assert len(threads) == 4
 
     def test_an_unordered_listing_proves_nothing(self, store: S3Store) -> None:
+        store._lookups._key_s = 60.0  # known: HEADs are so slow that any LIST pays
         store.put("m/00002", as_parts(b"12"))
         client = store._attempts.current().get().data
         client.list_sizes = lambda folder, after: ([("m/9", 1), ("m/1", 1)], False)  # type: ignore[method-assign]
@@ -208,6 +212,7 @@ class TestSizeMany:
         assert store.size_many(asked) == [2 if key == "m/00002" else None for key in asked]
 
     def test_a_failed_listing_is_no_answer(self, store: S3Store) -> None:
+        store._lookups._key_s = 60.0  # known: HEADs are so slow that any LIST pays
         client = store._attempts.current().get().data
         client.list_sizes = _refuse  # type: ignore[method-assign]
         assert store.size_many([f"m/{i:05d}" for i in range(200)]) == [None] * 200

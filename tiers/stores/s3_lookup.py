@@ -2,7 +2,8 @@
 
 Pages of a LIST answer many questions about a folder that has few other names; HEADs from several threads answer the
 rest. Which is cheaper differs between servers and folders by more than a factor of ten: where each name is in a folder
-of its own, SeaweedFS lists 5 names in the time of 3 HEADs, moto 5 in the time of one. So both are tried and timed.
+of its own, SeaweedFS lists 5 names in the time of 3 HEADs, moto 5 in the time of one. So both are tried and timed:
+HEADs first, and a LIST is waited for as long as HEADs would take. Whoever asks has a deadline.
 """
 
 from __future__ import annotations
@@ -10,17 +11,19 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice, pairwise
 from posixpath import commonpath, dirname
 from typing import Final
 
 from tiers.errors import StoreError, StoreTimeoutError
-from tiers.stores.watchdog import run_in_threads
+from tiers.stores.watchdog import begin, run_in_threads
 
 # AWS charges for a LIST as for 12.5 HEADs.
 LIST_KEYS_MIN: Final = 13
 # A folder gets no further LIST for so long after one that did not pay.
 BELIEVED_S: Final = 600.0
+LIST_S_MIN: Final = 0.05
 FOLDERS_MAX: Final = 1000
 # A thread that asks gets so many keys, as it costs 0.1 ms to start; fewer if they would take it longer than ASKER_S.
 KEYS_PER_ASKER: Final = 8
@@ -47,10 +50,14 @@ class Lookups:
     Args:
         askers_max: threads at once.
         silence_s_max: if there was no answer for so long, the keys that are left get StoreTimeoutErrors.
+        list_s_min: a LIST is waited for so long at least.
         clock: monotonic seconds.
     """
 
-    def __init__(self, *, askers_max: int, silence_s_max: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, *, askers_max: int, silence_s_max: float, clock: Callable[[], float], list_s_min: float = LIST_S_MIN
+    ) -> None:
+        self._list_s_min = list_s_min
         self._askers_max = min(ASKERS_MAX, askers_max)
         self._silence_s_max = silence_s_max
         self._clock = clock
@@ -66,8 +73,8 @@ class Lookups:
     ) -> None:
         """Answer by pages of the names' common folder, as long as they are faster than HEADs. The first LIST finds out.
 
-        An error ends it, and HEADs will tell more. A page proves absence only for names that have the same order on S3,
-        by bytes, and on servers with real folders.
+        A page that takes longer is not waited for. An error ends it, and HEADs will tell more. A page proves absence
+        only for names that have the same order on S3, by bytes, and on servers with real folders.
 
         Args:
             names: objects' names -> keys.
@@ -83,9 +90,14 @@ class Lookups:
             return
         while len(asked) >= LIST_KEYS_MIN:
             started = self._clock()
+            heads_s = max(self._list_s_min, len(asked) * self._key_s)
             try:
                 # The name without its last character sorts before it, and nothing that is asked does.
-                page, more = list_sizes(_common_folder(asked), asked[0][:-1])
+                listing = begin("kvtiers-s3-list", partial(list_sizes, _common_folder(asked), asked[0][:-1]))
+                page, more = listing.result(heads_s)
+            except TimeoutError:
+                self._remember(folder, 2 * heads_s, 1.0)  # tried again when twice as many keys are asked
+                return
             except StoreError:
                 page, more = [], True
             if (more and not page) or any(name >= after for (name, _), (after, _) in pairwise(page)):
@@ -150,11 +162,11 @@ class Lookups:
             self._head_s = fastest_s
 
     def _is_worth_a_list(self, folder: str, num_keys: int) -> bool:
-        last = self._listings.get(folder)
-        if last is None or self._clock() >= last.believed_until:
-            return True
         if self._key_s == _ENDLESS:
             return False  # to find out how long HEADs take
+        last = self._listings.get(folder)
+        if last is None or self._clock() >= last.believed_until:
+            return num_keys >= LIST_KEYS_MIN
         return last.seconds <= last.share * num_keys * self._key_s
 
     def _remember(self, folder: str, seconds: float, share: float) -> None:

@@ -1,0 +1,67 @@
+"""A server that is far away: a TCP proxy whose answers arrive later."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from urllib.parse import urlsplit
+
+CHUNK_BYTES = 1 << 16
+
+
+@contextmanager
+def far(endpoint_url: str, delay_s: float) -> Iterator[str]:
+    """The same HTTP server under another address, where each answer takes so much longer at the same bandwidth."""
+    target = urlsplit(endpoint_url)
+    loop = asyncio.new_event_loop()
+
+    async def serve(client_reader: asyncio.StreamReader, client_writer: asyncio.StreamWriter) -> None:
+        reader, writer = await asyncio.open_connection(target.hostname, target.port)
+        try:
+            await asyncio.gather(_copy(client_reader, writer, 0.0), _copy(reader, client_writer, delay_s))
+        except OSError:
+            pass  # one of the two ended the connection
+        finally:
+            writer.close()
+            client_writer.close()
+
+    server = loop.run_until_complete(asyncio.start_server(serve, "127.0.0.1", 0, backlog=512))
+    thread = threading.Thread(target=loop.run_forever, name="far", daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        server.close()
+        serving = asyncio.all_tasks(loop)
+        for task in serving:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*serving, return_exceptions=True))
+        loop.close()
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, delay_s: float) -> None:
+    """Until the end, each piece ``delay_s`` after it came."""
+    loop = asyncio.get_running_loop()
+    pieces: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(64)
+
+    async def receive() -> None:
+        data = b"."
+        while data:
+            data = await reader.read(CHUNK_BYTES)
+            await pieces.put((loop.time() + delay_s, data))
+
+    async def send() -> None:
+        while True:
+            due, data = await pieces.get()
+            await asyncio.sleep(max(0.0, due - loop.time()))
+            if not data:
+                writer.write_eof()
+                return
+            writer.write(data)
+            await writer.drain()
+
+    await asyncio.gather(receive(), send())
