@@ -21,8 +21,8 @@ def far(endpoint_url: str, delay_s: float) -> Iterator[str]:
         reader, writer = await asyncio.open_connection(target.hostname, target.port)
         try:
             await asyncio.gather(_copy(client_reader, writer, 0.0), _copy(reader, client_writer, delay_s))
-        except OSError:
-            pass  # one of the two ended the connection
+        except (OSError, asyncio.CancelledError):
+            pass  # one of the two ended the connection, or all is over
         finally:
             writer.close()
             client_writer.close()
@@ -36,11 +36,15 @@ def far(endpoint_url: str, delay_s: float) -> Iterator[str]:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         server.close()
-        serving = asyncio.all_tasks(loop)
-        for task in serving:
-            task.cancel()
-        loop.run_until_complete(asyncio.gather(*serving, return_exceptions=True))
+        loop.run_until_complete(_cancel_others())
         loop.close()
+
+
+async def _cancel_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, delay_s: float) -> None:
