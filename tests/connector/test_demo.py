@@ -277,8 +277,8 @@ def test_sigterm_ends_the_worker_and_leaves_no_folder(options: DemoOptions, monk
     finally:
         signal.signal(signal.SIGTERM, before)
     assert [process.poll() for process in workers] == [-signal.SIGKILL]
-    assert len(folders) == 1
-    assert not os.path.exists(folders[0])
+    assert folders  # more than one, if another run of this machine takes the first for one that was left
+    assert not any(map(os.path.exists, folders))
 
 
 def test_folders_of_killed_runs_are_removed_by_the_next(tmp_path: Path) -> None:
@@ -382,14 +382,16 @@ def test_a_process_is_as_old_as_it_is_outside() -> None:
     """Ready after: from the process' start, imports included."""
     from connector.demo.worker import age_s
 
-    before_s = time.time()
+    now_s = time.monotonic  # of the whole machine
+    before_s = now_s()
     code = (
-        "import time; began = time.time(); from connector.demo.worker import age_s; print(began, age_s(), time.time())"
+        "from time import monotonic as now_s; began_s = now_s(); from connector.demo.worker import age_s; "
+        "print(began_s, now_s(), age_s(), now_s())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    began_s, age_inside_s, read_s = map(float, done.stdout.split())
-    assert read_s - began_s <= age_inside_s + 0.05
-    assert age_inside_s <= read_s - before_s + 0.05
+    began_s, asked_s, age_inside_s, answered_s = map(float, done.stdout.split())
+    assert asked_s - began_s <= age_inside_s + 0.05  # clocks of 10 ms and rounding: no time of the test's
+    assert age_inside_s <= answered_s - before_s + 0.05
     assert age_s() > age_inside_s
 
 
