@@ -7,6 +7,7 @@ import os
 import resource
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from connector import doctor, doctor_storage
 from connector.cli import app
 from connector.commands.check import find_problems
 from connector.commands.places import EXIT_BAD_INPUT, EXIT_FAILED
-from connector.doctor import examine
 from connector.doctor_storage import Finding, examine_namespaces, examine_store
 from tests.connector.test_storage_commands import ok
 from tests.connector.test_verify_command import put_blocks
@@ -34,6 +34,8 @@ from tiers.store import Capabilities, KeyInfo
 from tiers.stores.memory import MemoryStore
 from tiers.testing.servers import S3Server, moto_server
 from tiers.tier_config import FsTierConfig, MemoryTierConfig
+
+examine = partial(doctor.examine, tier_s_max=300.0)
 
 
 def deployment(*tiers: dict[str, Any], **more: Any) -> DeploymentConfig:

@@ -532,7 +532,7 @@ class TheirTier(StoreTierManager):
 def test_a_tier_that_is_refused_for_its_deadline_is_stopped() -> None:
     with pytest.raises(ConfigError, match="TheirTier: job_deadline_s: 'soon' is not accepted"):
         make_tier({"tier": {"type": "TheirTier", "module_path": __name__}})
-    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("kvtiers-TheirTier")] == []
+    wait_for(lambda: not any(each.name.startswith("kvtiers-TheirTier") for each in threading.enumerate()))
 
 
 def make_tier(options: dict[str, Any]) -> Any:
