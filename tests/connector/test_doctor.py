@@ -24,6 +24,7 @@ from connector.doctor_storage import Finding, examine_namespaces, examine_store
 from tests.connector.test_storage_commands import ok
 from tests.connector.test_verify_command import put_blocks
 from tests.identity import FakeSpec
+from tests.s3_clients import use_credentials
 from tiers.builtin import FileSystemTierManager
 from tiers.capacity.account import MEASURED
 from tiers.config import DeploymentConfig, parse_config
@@ -332,12 +333,8 @@ def doctor_s3_options(options: dict[str, Any]) -> Any:
 
 
 def s3_tier(moto: S3Server, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    import boto3
-
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
-    client = boto3.client("s3", endpoint_url=moto.endpoint_url, region_name="us-east-1")
-    client.create_bucket(Bucket="kv-doctor")
+    use_credentials(monkeypatch, moto)
+    moto.client().create_bucket(Bucket="kv-doctor")
     return {"type": "s3", "bucket": "kv-doctor", "endpoint_url": moto.endpoint_url, "region": "us-east-1"}
 
 

@@ -40,13 +40,13 @@ from connector.vllm.prefix_requests import SharedStorageMetadata
 from connector.vllm.shared_storage import SharedStorageConnector
 from tests.clock import Clock
 from tests.files import files_below
+from tests.s3_clients import use_credentials
 from tests.vllm.engines import LAYERS, VllmConfig, offloading_config
 from tests.waiting import wait_for
 from tiers import daemon_pool
 from tiers.errors import ConfigError, KVTiersError, StoreConfigError, StoreUnavailableError
 from tiers.keys import hash_blocks
 from tiers.testing.http_faults import HttpFaultServer
-from tiers.testing.servers import S3Server
 
 BLOCKS, SIZE = 12, 4
 # A busy machine misses the defaults. Tests of what is late set deadlines of their own.
@@ -368,8 +368,7 @@ def test_what_is_past_its_ttl_is_removed_and_stored_again(rigs: Any, tmp_path: P
 def test_a_buckets_tier_is_its_place_and_is_looked_at_when_the_engine_starts(
     rigs: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for name, value in S3Server("", "first", "secret").environment.items():
-        monkeypatch.setenv(name, value)
+    use_credentials(monkeypatch)
     with HttpFaultServer() as server:
         tier = {"type": "s3", "bucket": "bucket", "endpoint_url": server.endpoint_url, "request_timeout": 120.0}
         rig, reader = rigs(extra={"tier": tier}), rigs(extra={"tier": tier})
