@@ -1,7 +1,8 @@
-"""The report of what was measured of the promises; see ``tests/promises.py``."""
+"""The report of what was measured of the promises (see ``tests/promises.py``), and what holds for all tests."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 
 import pytest
@@ -9,6 +10,13 @@ import pytest
 from tests.promises import PASS_LINES, Measured, Record, lines
 
 pytest.register_assert_rewrite("tiers.testing.contract")
+
+with contextlib.suppress(ImportError):  # what runs on a GPU has no hypothesis
+    from hypothesis import HealthCheck, settings
+
+    # By default a test fails whose example takes 200 ms, or whose examples are made slowly: any may on a busy machine.
+    settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("busy machine")
 
 _PROPERTY = "promise"  # of a test's report, which comes back from the process that ran it
 

@@ -13,7 +13,7 @@ from tiers.layers.isolate import ProcessIsolatedStore
 T = TypeVar("T")
 
 #: Options of a tier in tests that are not about deadlines. A busy machine misses the defaults (0.2 s for a lookup).
-PATIENT = {"lookup_deadline_s": 60.0, "job_deadline_s": 120.0}
+PATIENT = {"lookup_deadline_s": 60.0, "lookup_total_s": 120.0, "job_deadline_s": 120.0}
 
 
 def wait_for(get: Callable[[], T], *, within_s: float = 120.0) -> T:

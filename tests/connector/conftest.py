@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.s3_clients import use_credentials
 from tiers.testing.servers import moto_server
 
 
@@ -13,7 +14,7 @@ from tiers.testing.servers import moto_server
 def prefix_bucket() -> Iterator[str]:
     """URL of a bucket on moto's server; endpoint and credentials are in the environment, for every client."""
     with moto_server() as server, pytest.MonkeyPatch.context() as patch:
-        for name, value in {**server.environment, "AWS_ENDPOINT_URL": server.endpoint_url}.items():
-            patch.setenv(name, value)
+        use_credentials(patch, server)
+        patch.setenv("AWS_ENDPOINT_URL", server.endpoint_url)
         server.client().create_bucket(Bucket="kv-prefixes")
         yield "s3://kv-prefixes"

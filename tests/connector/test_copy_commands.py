@@ -225,7 +225,6 @@ def test_a_namespace_without_identity_keeps_no_other_from_being_copied(near: Pat
     assert out.count("is left out:") == 2
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes root")
 def test_a_namespace_that_is_left_out_takes_no_room(near: Path, far: Path) -> None:
     digest = NAMESPACE.rpartition("_")[2]
     other = far / NAMES[0].partition("/")[0].replace(digest, "0" * 12)  # listed before the good one
@@ -248,6 +247,7 @@ def test_a_target_that_takes_nothing_ends_it(near: Path, far: Path, monkeypatch:
         Copier(source, target).copy(find_blocks(source, [""]))
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes root")
 @pytest.mark.parametrize("refused", ["000", "leaf", "namespace"])
 def test_folders_of_somebody_else_in_the_target_stop_nothing(near: Path, far: Path, refused: str) -> None:
     """As a command leaves them that was run by root."""

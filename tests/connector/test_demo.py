@@ -28,6 +28,7 @@ from connector.demo.report import Answer, DemoReport, Hop, ProcessFigures
 from connector.demo.run import DemoOptions, _Bars, _read_document, run_demo
 from connector.demo.run_folder import run_folder
 from tests.tiny_model import make_model_dir
+from tests.waiting import PATIENT
 from tiers.errors import ConfigError, KVTiersError
 
 TEXT = "\n".join(f"Line {number} of a text that is about nothing but the number {number}." for number in range(24))
@@ -58,9 +59,16 @@ def options(model_dir: Path, tmp_path: Path) -> DemoOptions:
     )
 
 
-def test_the_second_process_answers_from_the_first_ones_blocks(options: DemoOptions) -> None:
+def patient(options: DemoOptions, tmp_path: Path, *names: str) -> DemoOptions:
+    """With folders as tiers. What a busy machine misses the default deadlines for is not found, or not stored."""
+    tiers = [{"type": "fs", "name": name, "root_dir": str(tmp_path / name), "min_free": 0, **PATIENT} for name in names]
+    (tmp_path / "patient.json").write_text(json.dumps({"region": {"size": "4MiB"}, "tiers": tiers}))
+    return replace(options, root_dir=None, config_file=tmp_path / "patient.json")
+
+
+def test_the_second_process_answers_from_the_first_ones_blocks(options: DemoOptions, tmp_path: Path) -> None:
+    options = patient(options, tmp_path, "blocks")
     assert options.json_file is not None
-    assert options.root_dir is not None
     console = Console(record=True, width=120)
     assert run_demo(options, console) == 0
     figures = json.loads(options.json_file.read_text())
@@ -78,19 +86,15 @@ def test_the_second_process_answers_from_the_first_ones_blocks(options: DemoOpti
     assert figures["partial_tokens_equal"] is True
     assert 0 < figures["partial_blocks_hit"] < figures["partial_blocks_total"]
     assert figures["problem"] is None
-    assert len(list(options.root_dir.rglob("*.bin"))) >= figures["blocks_total"]
+    assert len(list((tmp_path / "blocks").rglob("*.bin"))) >= figures["blocks_total"]
     ways = {(hop["source"], hop["destination"]) for hop in figures["hops"]}
-    assert ways >= {("KV tensors", "region"), ("region", "fs"), ("fs", "region"), ("region", "KV tensors")}
+    assert ways >= {("KV tensors", "region"), ("region", "blocks"), ("blocks", "region"), ("region", "KV tensors")}
     assert "The same 8 tokens" in console.export_text()
 
 
 @pytest.mark.full
 def test_on_another_replica_the_far_tier_fills_the_near_one(options: DemoOptions, tmp_path: Path) -> None:
-    tiers = "".join(
-        f"- {{type: fs, name: {name}, root_dir: {tmp_path / name}, min_free: 0}}\n" for name in ("near", "far")
-    )
-    (tmp_path / "two.yaml").write_text(f"region: {{size: 4MiB}}\ntiers:\n{tiers}")
-    options = replace(options, root_dir=None, config_file=tmp_path / "two.yaml", another_replica=True)
+    options = replace(patient(options, tmp_path, "near", "far"), another_replica=True)
     assert options.json_file is not None
     console = Console(record=True, width=120)
     assert run_demo(options, console) == 0
@@ -277,8 +281,8 @@ def test_sigterm_ends_the_worker_and_leaves_no_folder(options: DemoOptions, monk
     finally:
         signal.signal(signal.SIGTERM, before)
     assert [process.poll() for process in workers] == [-signal.SIGKILL]
-    assert len(folders) == 1
-    assert not os.path.exists(folders[0])
+    assert folders  # more than one, if another run of this machine takes the first for one that was left
+    assert not any(map(os.path.exists, folders))
 
 
 def test_folders_of_killed_runs_are_removed_by_the_next(tmp_path: Path) -> None:
@@ -382,14 +386,16 @@ def test_a_process_is_as_old_as_it_is_outside() -> None:
     """Ready after: from the process' start, imports included."""
     from connector.demo.worker import age_s
 
-    before_s = time.time()
+    now_s = time.monotonic  # of the whole machine
+    before_s = now_s()
     code = (
-        "import time; began = time.time(); from connector.demo.worker import age_s; print(began, age_s(), time.time())"
+        "from time import monotonic as now_s; began_s = now_s(); from connector.demo.worker import age_s; "
+        "print(began_s, now_s(), age_s(), now_s())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    began_s, age_inside_s, read_s = map(float, done.stdout.split())
-    assert read_s - began_s <= age_inside_s + 0.05
-    assert age_inside_s <= read_s - before_s + 0.05
+    began_s, asked_s, age_inside_s, answered_s = map(float, done.stdout.split())
+    assert asked_s - began_s <= age_inside_s + 0.05  # clocks of 10 ms and rounding: no time of the test's
+    assert age_inside_s <= answered_s - before_s + 0.05
     assert age_s() > age_inside_s
 
 

@@ -18,6 +18,7 @@ from connector.demo.paged_cache import KVLayout, PagedKVCache  # noqa: E402
 from connector.demo.worker import make_spec  # noqa: E402
 from connector.spec import TieringOffloadingSpec  # noqa: E402
 from tests.tiny_model import make_tiny_llama  # noqa: E402
+from tests.waiting import PATIENT  # noqa: E402
 from tiers.config import parse_config  # noqa: E402
 from tiers.errors import ConfigError  # noqa: E402
 from tiers.keys import OffloadKey  # noqa: E402
@@ -177,8 +178,7 @@ def start(model: LoadedModel, tmp_path: Path) -> Iterator[Start]:
     def start(blocks_per_chunk: int = 1, region_blocks: int = 32) -> tuple[Engine, TieringOffloadingSpec]:
         memory = memory_for(model)
         row_bytes = -(-memory.block_bytes * blocks_per_chunk // 4096) * 4096
-        # Tests wait for answers: deadlines have tests of their own.
-        tier = {"type": "fs", "root_dir": str(tmp_path / "blocks"), "min_free": 0, "lookup_deadline_s": 20.0}
+        tier = {"type": "fs", "root_dir": str(tmp_path / "blocks"), "min_free": 0, **PATIENT}
         deployment = parse_config(
             {
                 "region": {"size": region_blocks * row_bytes},

@@ -1,6 +1,6 @@
 """The demo on an NFS folder whose mount hangs half-way through the loads: same tokens, within the deadlines.
 
-The mount is our FUSE pass-through, read in small pieces so that half-way is a time one can meet, and stopped there.
+The mount is our FUSE pass-through, read in small pieces, slowly from half-way on, and stopped there.
 """
 
 from __future__ import annotations
@@ -28,15 +28,17 @@ from connector.demo.run import DemoOptions, run_demo  # noqa: E402
 from connector.demo.worker import make_spec  # noqa: E402
 from connector.spec import TieringOffloadingSpec  # noqa: E402
 from tests.tiny_model import make_model_dir, make_tiny_llama  # noqa: E402
+from tests.waiting import PATIENT  # noqa: E402
 from tiers.config import parse_config  # noqa: E402
 from tiers.testing.fuse import FuseFault, FuseMount, why_no_fuse  # noqa: E402
 
 pytestmark = pytest.mark.skipif(bool(why_no_fuse()), reason=str(why_no_fuse()))
 
 CONFIG = Path(__file__).parents[2] / "configs" / "nfs.yaml"
-JOB_DEADLINE_S = 2.0
+IMPATIENT = {"lookup_deadline_s": 10.0, "job_deadline_s": 5.0}
 ANSWER_S_MAX = 120.0  # deadlines of lookups and jobs are seconds; the rest is for a busy machine
 READ_BYTES = 256  # of one read on the mount
+SLOW_READ_S = 0.02  # so the second half would take longer than any deadline: it cannot end before the mount stops
 BLOCK_SIZE = 4
 NEW_TOKENS = 8
 PROMPT = [(7 * index * index + 3 * index) % 61 for index in range(803)]
@@ -77,8 +79,8 @@ def mount(tmp_path: Path) -> Iterator[FuseMount]:
         yield mount
 
 
-def nfs_config(mount: FuseMount, region_bytes: int | None) -> dict[str, Any]:
-    """The shipped configuration, on the mount, with a shorter deadline and several tasks a job.
+def nfs_config(mount: FuseMount, region_bytes: int | None, deadlines: dict[str, float]) -> dict[str, Any]:
+    """The shipped configuration, on the mount, with other deadlines and several tasks a job.
 
     Without its bound: a new writer on NFS stores nothing within it in its first minute.
     """
@@ -87,7 +89,7 @@ def nfs_config(mount: FuseMount, region_bytes: int | None) -> dict[str, Any]:
     assert tier["type"] == "nfs"
     assert tier["isolation"] == "process"
     del tier["max_bytes"]
-    tier |= {"root_dir": str(mount.path / "kv"), "min_free": 0, "job_deadline_s": JOB_DEADLINE_S}
+    tier |= {"root_dir": str(mount.path / "kv"), "min_free": 0, **deadlines}
     tier |= {"task_bytes": 32 << 10, "n_read_threads": 1, "n_write_threads": 1}
     if region_bytes is not None:
         config["region"]["size"] = region_bytes
@@ -101,15 +103,19 @@ def reads_of(mount: FuseMount) -> int:
     return reads
 
 
+def slow_from_half_way(reads: int) -> list[FuseFault]:
+    return [FuseFault("read", short_to=READ_BYTES), FuseFault("read", first=reads // 2, delay_s=SLOW_READ_S)]
+
+
 @pytest.fixture
-def start(mount: FuseMount) -> Iterator[Callable[[], tuple[Engine, TieringOffloadingSpec]]]:
+def start(mount: FuseMount) -> Iterator[Callable[..., tuple[Engine, TieringOffloadingSpec]]]:
     model = make_tiny_llama()
     started: list[tuple[Engine, TieringOffloadingSpec]] = []
 
-    def start() -> tuple[Engine, TieringOffloadingSpec]:
+    def start(deadlines: dict[str, float] = PATIENT) -> tuple[Engine, TieringOffloadingSpec]:
         loaded = LoadedModel("tiny", "1", model, None, frozenset(), 0)
         memory = PagedKVCache(KVLayout.of_model(model), num_blocks=256, block_size=BLOCK_SIZE, device=loaded.device)
-        spec = make_spec(loaded, memory, parse_config(nfs_config(mount, 4 << 20)))
+        spec = make_spec(loaded, memory, parse_config(nfs_config(mount, 4 << 20, deadlines)))
         started.append((Engine(loaded, memory, spec), spec))
         return started[-1]
 
@@ -124,15 +130,15 @@ def ask(engine: Engine, *, store: bool = True) -> Request:
 
 
 def test_tokens_are_equal_and_in_time(
-    mount: FuseMount, start: Callable[[], tuple[Engine, TieringOffloadingSpec]]
+    mount: FuseMount, start: Callable[..., tuple[Engine, TieringOffloadingSpec]]
 ) -> None:
     first, _ = start()
     cold = ask(first)
     first.drain()
     assert cold.blocks_hit == 0
     reads = reads_of(mount)
-    engine, spec = start()
-    mount.plan = [FuseFault("read", short_to=READ_BYTES)]
+    engine, spec = start(IMPATIENT)
+    mount.plan = slow_from_half_way(reads)
     with HalfWay(mount, reads // 2) as half_way:
         started_s = time.monotonic()
         warm = ask(engine)
@@ -162,7 +168,7 @@ def test_kvtiers_demo_ends_with_equal_tokens(mount: FuseMount, tmp_path: Path) -
     (tmp_path / "text.txt").write_text(
         "\n".join(f"Line {number} is about the number {number}." for number in range(40))
     )
-    (tmp_path / "nfs.yaml").write_text(yaml.safe_dump(nfs_config(mount, None)))
+    (tmp_path / "nfs.yaml").write_text(yaml.safe_dump(nfs_config(mount, None, PATIENT)))
     figures_file = tmp_path / "figures.json"
     options = DemoOptions(
         model=str(make_model_dir(tmp_path / "model")),
@@ -175,8 +181,9 @@ def test_kvtiers_demo_ends_with_equal_tokens(mount: FuseMount, tmp_path: Path) -
     assert run_demo(options, Console(quiet=True)) == 0
     healthy = json.loads(figures_file.read_text())
     # The first process finds everything stored and reads its trailers only; the second one loads.
-    mount.plan = [FuseFault("read", short_to=READ_BYTES)]
     stored = reads_of(mount)
+    (tmp_path / "nfs.yaml").write_text(yaml.safe_dump(nfs_config(mount, None, IMPATIENT)))
+    mount.plan = slow_from_half_way(stored)
     with HalfWay(mount, stored // 2) as half_way:
         started_s = time.monotonic()
         run_demo(options, Console(quiet=True))

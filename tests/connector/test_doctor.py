@@ -7,6 +7,7 @@ import os
 import resource
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,11 @@ from connector import doctor, doctor_storage
 from connector.cli import app
 from connector.commands.check import find_problems
 from connector.commands.places import EXIT_BAD_INPUT, EXIT_FAILED
-from connector.doctor import examine
 from connector.doctor_storage import Finding, examine_namespaces, examine_store
 from tests.connector.test_storage_commands import ok
 from tests.connector.test_verify_command import put_blocks
 from tests.identity import FakeSpec
+from tests.s3_clients import use_credentials
 from tiers.builtin import FileSystemTierManager
 from tiers.capacity.usage import MEASURED
 from tiers.config import DeploymentConfig, parse_config
@@ -34,6 +35,8 @@ from tiers.store import Capabilities, KeyInfo
 from tiers.stores.memory import MemoryStore
 from tiers.testing.servers import S3Server, moto_server
 from tiers.tier_config import FsTierConfig, MemoryTierConfig
+
+examine = partial(doctor.examine, tier_s_max=300.0)
 
 
 def deployment(*tiers: dict[str, Any], **more: Any) -> DeploymentConfig:
@@ -330,12 +333,8 @@ def doctor_s3_options(options: dict[str, Any]) -> Any:
 
 
 def s3_tier(moto: S3Server, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    import boto3
-
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
-    client = boto3.client("s3", endpoint_url=moto.endpoint_url, region_name="us-east-1")
-    client.create_bucket(Bucket="kv-doctor")
+    use_credentials(monkeypatch, moto)
+    moto.client().create_bucket(Bucket="kv-doctor")
     return {"type": "s3", "bucket": "kv-doctor", "endpoint_url": moto.endpoint_url, "region": "us-east-1"}
 
 

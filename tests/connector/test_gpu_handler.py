@@ -223,7 +223,7 @@ def transfers(draw: st.DrawFn) -> tuple[World, Job]:
     return world, make_job(rng, world, sizes, [draw(st.integers(0, 20)) for _ in groups])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(transfers(), st.sampled_from(list(Direction)), st.sampled_from([{}, ONE_PASS, TWO_PASSES]))
 def test_any_transfer_is_the_references(
     transfer: tuple[World, Job], direction: Direction, thresholds: dict[str, int]
@@ -433,7 +433,7 @@ def test_where_one_handler_has_no_thread_the_other_is_shut_down(
     with pytest.raises(RuntimeError, match="can't start new thread"):
         create_handlers(world.caches, world.views, world.factor)
     assert len({id(copier) for copier in closed}) == 2
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before  # threads of earlier tests may end meanwhile
 
 
 def test_submit_and_poll_do_not_wait_for_the_copy(held_store: tuple[CopyHandler, Held]) -> None:

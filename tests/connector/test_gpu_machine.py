@@ -104,4 +104,11 @@ def test_what_a_launcher_started_ends_with_it() -> None:
     assert status == -9
     pid, said = output.split("\n", 1)
     assert "killed after 3 s" in said
-    wait_for(lambda: not psutil.pid_exists(int(pid)) or psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE)
+
+    def has_ended() -> bool:
+        try:
+            return psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+    wait_for(has_ended)

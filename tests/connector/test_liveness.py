@@ -107,10 +107,17 @@ class Rig:
         return took_s, answers
 
     def put_away(self, keys: Sequence[OffloadKey]) -> None:
-        """Store keys to both tiers, and forget them in the region."""
-        self.store(keys)
-        self.manager.drain()
-        self.manager.reset_cache()
+        """Store keys to both tiers, and forget them in the region. Again, where a busy machine missed the deadline."""
+
+        def are_stored() -> bool:
+            self.store(keys)
+            self.manager.drain()
+            self.manager.reset_cache()
+            names = [self.tiers[0].mapper.relative_name(key) for key in keys]
+            is_stored = all(None not in map(store.size, names) for store in self.stores)
+            return self.all_tiers(closed=True) and is_stored
+
+        wait_for(are_stored)
 
     def forget_lookups(self) -> None:
         """As another engine would start: nothing is known to be present."""
@@ -226,8 +233,8 @@ def test_a_dead_tier_is_cut_off_and_comes_back(rig: Rig, record: Record) -> None
     back_s = time.monotonic() - start_s
     rig.forget_lookups()
     rig.manager.reset_cache()
-    _, answers = rig.seconds_until_known(KEYS[:8])
-    assert answers == [True] * 8, "what was stored before is served again"
+    # A busy machine may miss the deadline of a lookup or a load: then it is a miss, and the next request finds it.
+    wait_for(lambda: rig.seconds_until_known(KEYS[:8])[1] == [True] * 8)
     record("L4", stores_until_cut_off=stores, blocks_failed=int(dropped), probe_every_s=0.2, back_after_s=back_s)
 
 

@@ -38,13 +38,13 @@ class SlowStore(MemoryStore):
         self.end = threading.Event()
 
     def size_many(self, keys: Sequence[str]) -> list[int | Exception | None]:
-        assert self.go.acquire(timeout=60)
+        assert self.go.acquire(timeout=600)
         self.clock.now += len(keys) / self.per_second
         return [ROW_BYTES + TRAILER_BYTES] * len(keys)
 
     def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
         if key.endswith(".bin"):
-            assert self.end.wait(60)
+            assert self.end.wait(600)
         super().get_into(key, parts)
 
 

@@ -20,6 +20,7 @@ from tiers.errors import (
 )
 from tiers.testing.http_faults import Fault, HttpFaultServer
 from tiers.testing.servers import S3Server
+from tiers.tier_config import BoundedTierConfig
 
 if TYPE_CHECKING:
     import torch
@@ -47,9 +48,14 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[HttpFaultServer]:
         yield server
 
 
+def place_at(server: HttpFaultServer, **options: Any) -> BoundedTierConfig:
+    tier = {"type": "s3", "bucket": "bucket", "prefix": "kv", "endpoint_url": server.endpoint_url}
+    patient = {"request_timeout": 120.0}  # requests are counted: none is to be made again on a busy machine
+    return shared_place({"tier": tier | patient | options})
+
+
 def store_at(server: HttpFaultServer, **options: Any) -> PrefixStore:
-    tier = {"type": "s3", "bucket": "bucket", "prefix": "kv", "endpoint_url": server.endpoint_url, **options}
-    return PrefixStore(shared_place({"tier": tier}), NAMESPACE, FINGERPRINT)
+    return PrefixStore(place_at(server, **options), NAMESPACE, FINGERPRINT)
 
 
 def names(server: HttpFaultServer) -> list[str]:
@@ -91,8 +97,7 @@ def test_a_match_costs_one_listing_and_none_of_the_layers(server: HttpFaultServe
 def test_a_far_bucket_is_asked_for_many_chunks_and_for_all_ranks_at_once(server: HttpFaultServer) -> None:
     """One after the other they would take longer than lookup_deadline_s."""
     hashes = hashes_of(*range(24))
-    tier = {"type": "s3", "bucket": "bucket", "prefix": "kv", "endpoint_url": server.endpoint_url}
-    place = shared_place({"tier": tier})
+    place = place_at(server)
     stores = [PrefixStore(place, NAMESPACE, FINGERPRINT, rank=rank) for rank in range(4)]
     for store in stores:
         for start in range(0, 24, 2):

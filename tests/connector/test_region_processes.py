@@ -86,7 +86,7 @@ def join(directory: str, rank: int | None, *, num_workers: int = 2, num_blocks: 
     """A process that maps the region and says so."""
 
     def run(say: Callable[[str], None]) -> None:
-        region = SharedOffloadRegion("x", num_blocks, PAGE, num_workers, rank, directory=directory, join_timeout_s=20)
+        region = SharedOffloadRegion("x", num_blocks, PAGE, num_workers, rank, directory=directory)
         say("mapped")
         signal.pause()
         region.cleanup()

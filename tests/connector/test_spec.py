@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -28,6 +27,7 @@ from connector.region_file import region_path
 from connector.spec import TieringOffloadingSpec
 from tests.connector.scripted_tier import ScriptedTier
 from tests.identity import CONFIG, block_key
+from tests.waiting import PATIENT, wait_for
 from tiers.base import ReqContext
 from tiers.config import HandlerConfig, parse_config
 from tiers.errors import ConfigError, RegionError, StoreError
@@ -42,8 +42,8 @@ CELL_BYTES = 2 * PAGE_BYTES * BLOCKS_PER_CHUNK
 ROW_BYTES = 12288
 REQ = ReqContext("r")
 KEYS = [block_key(number) for number in range(4)]
-TIMEOUT_S = 120.0
 
+ENGINE_ID = f"test-spec-engine-{os.getpid()}"  # /dev/shm is the whole machine's
 CHUNKED = dataclasses.replace(CONFIG, cache=dataclasses.replace(CONFIG.cache, blocks_per_chunk=BLOCKS_PER_CHUNK))
 
 
@@ -94,7 +94,7 @@ def store(spec: TieringOffloadingSpec, worker: Worker) -> None:
 def load(spec: TieringOffloadingSpec, worker: Worker) -> None:
     """Load the four keys to blocks 4..11."""
     manager = spec.get_manager()
-    wait_until(lambda: step(manager.lookup, manager.on_schedule_end) == [True] * 4)
+    wait_for(lambda: step(manager.lookup, manager.on_schedule_end) == [True] * 4)
     worker.run(worker.load, manager.prepare_load(KEYS, REQ), GPULoadStoreSpec(range(4, 12)))
     manager.complete_load(KEYS)
     manager.on_request_finished(REQ)
@@ -106,11 +106,15 @@ def step(lookup: Callable[[OffloadKey, ReqContext], bool | None], end: Callable[
     return answers
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+@pytest.fixture
+def has_ended() -> Callable[[], bool]:
+    """Whether no thread of a memory tier is left that the test began. Other tests' may end late."""
+
+    def threads() -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if thread.name.startswith("kvtiers-memory")}
+
+    before = threads()
+    return lambda: threads() <= before
 
 
 @pytest.fixture
@@ -119,8 +123,9 @@ def make(tmp_path: Path) -> Iterator[Callable[..., TieringOffloadingSpec]]:
     made: list[TieringOffloadingSpec] = []
 
     def make_spec(region: dict[str, Any] | None = None, **kwargs: Any) -> TieringOffloadingSpec:
-        root = {"type": "fs", "root_dir": str(tmp_path), "min_free": 0}
-        spec = TieringOffloadingSpec(CHUNKED, deployment(root, **(region or {})), CELL_BYTES, **kwargs)
+        root = {"type": "fs", "root_dir": str(tmp_path), "min_free": 0, **PATIENT}
+        config = dataclasses.replace(CHUNKED, engine_id=ENGINE_ID)
+        spec = TieringOffloadingSpec(config, deployment(root, **(region or {})), CELL_BYTES, **kwargs)
         made.append(spec)
         return spec
 
@@ -161,7 +166,7 @@ def test_scheduler_and_worker_share_a_named_region(make: Callable[..., TieringOf
 
 def test_the_engines_id_names_the_region_where_the_config_does_not(make: Callable[..., TieringOffloadingSpec]) -> None:
     make(rank=None, in_process=False)
-    path = region_path("/dev/shm", CONFIG.engine_id)
+    path = region_path("/dev/shm", ENGINE_ID)
     assert os.path.exists(path)
     with pytest.raises(RegionError, match="two configs for one region"):
         make({"size": 4 * ROW_BYTES}, rank=0, in_process=False)
@@ -213,7 +218,7 @@ def test_the_config_reaches_the_manager(make: Callable[..., TieringOffloadingSpe
         manager.on_schedule_end()
         return answer is False
 
-    wait_until(is_a_miss)
+    wait_for(is_a_miss)
     assert spec.metrics.value("kvtiers_promotion_room_expired_total") == 1
 
 
@@ -252,19 +257,23 @@ def test_settings_that_do_not_fit_are_named(config: Any, region: dict[str, Any],
         TieringOffloadingSpec(config, deployment(**region), cell_bytes)
 
 
-def test_a_tier_that_cannot_start_stops_those_before_it(tmp_path: Path) -> None:
+def test_a_tier_that_cannot_start_stops_those_before_it(tmp_path: Path, has_ended: Callable[[], bool]) -> None:
     (tmp_path / "file").touch()
     tiers: list[dict[str, Any]] = [{"type": "memory"}, {"type": "fs", "root_dir": str(tmp_path / "file" / "x")}]
     spec = TieringOffloadingSpec(CHUNKED, deployment(*tiers), CELL_BYTES)
     with pytest.raises((ConfigError, StoreError)):
         spec.get_manager()
-    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("kvtiers-memory")] == []
+    wait_for(has_ended)
     spec.shutdown()
     spec.shutdown()
 
 
 def test_a_tier_whose_shutdown_raises_hides_no_reason_and_stops_no_other(
-    their_tier: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    their_tier: dict[str, Any],
+    tmp_path: Path,
+    has_ended: Callable[[], bool],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def refuse(_: object) -> None:
         raise RuntimeError("never started")
@@ -275,7 +284,7 @@ def test_a_tier_whose_shutdown_raises_hides_no_reason_and_stops_no_other(
     spec = TieringOffloadingSpec(CHUNKED, deployment(their_tier, {"type": "memory"}, bad), CELL_BYTES)
     with pytest.raises((ConfigError, StoreError)):
         spec.get_manager()
-    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("kvtiers-memory")] == []
+    wait_for(has_ended)
     assert "never started" in caplog.text
     spec.shutdown()
 
@@ -308,13 +317,15 @@ def test_another_ones_option_of_our_name_is_not_read(their_tier: dict[str, Any],
 
 
 @pytest.mark.parametrize("value", ["soon", float("nan"), 0, [1]])
-def test_a_manager_that_cannot_be_made_stops_its_tiers(their_tier: dict[str, Any], value: Any) -> None:
+def test_a_manager_that_cannot_be_made_stops_its_tiers(
+    their_tier: dict[str, Any], has_ended: Callable[[], bool], value: Any
+) -> None:
     spec = TieringOffloadingSpec(
         CHUNKED, deployment({"type": "memory"}, their_tier | {"job_deadline_s": value}), CELL_BYTES
     )
     with pytest.raises(ConfigError, match=r"TheirTier: job_deadline_s: .* is not accepted; a tier states seconds"):
         spec.get_manager()
-    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("kvtiers-memory")] == []
+    wait_for(has_ended)
     spec.shutdown()
 
 

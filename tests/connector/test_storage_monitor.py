@@ -245,8 +245,7 @@ def test_a_server_that_speaks_no_s3_is_down(status: int, monkeypatch: pytest.Mon
         def log_message(self, format: str, *_: object) -> None:
             pass
 
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
+    use_credentials(monkeypatch)
     with ThreadingHTTPServer(("127.0.0.1", 0), Website) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"

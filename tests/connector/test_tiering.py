@@ -1694,12 +1694,18 @@ def test_what_a_tier_loads_while_it_is_shut_down_is_stored_nowhere() -> None:
     assert engine.counts.free == 16
 
 
-def test_shutdown_does_not_wait_for_ever_for_a_stuck_tier() -> None:
+def test_shutdown_does_not_wait_for_ever_for_a_stuck_tier(monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
+    join = threading.Thread.join
+
+    def join_the_good_one_however_late_it_is(thread: threading.Thread, timeout: float | None = None) -> None:
+        join(thread, 120 if thread.name == "kvtiers-shutdown-good" else timeout)
+
+    monkeypatch.setattr(threading.Thread, "join", join_the_good_one_however_late_it_is)
 
     class Stuck(ScriptedTier):
         def shutdown(self) -> None:
-            release.wait(60)
+            release.wait(120)
 
     view = make_view(8)
     stuck, good = Stuck(view, "stuck", auto=False), ScriptedTier(view, "good", auto=False)

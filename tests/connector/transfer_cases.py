@@ -171,7 +171,7 @@ def pages_of(world: World, job: Job) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return pairs
 
 
-def finish(handler: OffloadingHandler, count: int, timeout_s: float = 30.0) -> list[TransferResult]:
+def finish(handler: OffloadingHandler, count: int, timeout_s: float = 120.0) -> list[TransferResult]:
     """The next ``count`` results."""
     results: list[TransferResult] = []
 
@@ -183,7 +183,7 @@ def finish(handler: OffloadingHandler, count: int, timeout_s: float = 30.0) -> l
     return results
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
     """Poll until the condition holds.
 
     Raises:

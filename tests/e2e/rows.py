@@ -20,9 +20,10 @@ from typing import Any
 
 from connector.vllm_config import vllm_config
 from tests.e2e.far import far
-from tests.e2e.lab import EngineFailedError, Lab, Row, metric
+from tests.e2e.lab import ENGINE_S_MAX, EngineFailedError, Lab, Row, metric
 from tests.e2e.server import VllmServer, two_hosts_work
-from tests.e2e.ways import Place, on_cpu, shared_storage, way
+from tests.e2e.ways import PATIENT, Place, on_cpu, shared_storage, way
+from tests.files import files_below
 from tiers.testing.fuse import FuseFault, FuseMount, why_no_fuse
 from tiers.testing.servers import SeaweedServer
 
@@ -31,13 +32,13 @@ Run = Callable[["Setting", str], Row]
 BLOCK_TOKENS = 32
 SHORT_REGION_BYTES = 40 << 20  # 28 blocks of SmolLM2: less than half of the prompt
 AGAIN = 5
-FILES_AT_KILL = 12  # of the document's 63, stored four at a time: its first ones are among them
+FILES_AT_KILL = 30  # of the document's 63, stored four at a time: its first ones are among them
 SHARE_BLOCKS = {"0.32", "0.33"}
 SLOW_READ_S = 0.05  # of 128 KiB: a block of SmolLM2 in float32 takes 12 of them
 ABORTS_AFTER_S = (0.3, 2.0, 5.0)
 _EMPTIED = [{"do": "reset_prefix_cache", "connector": True}]
 FAR_S = 0.02
-STALL_S_MAX = 20.0  # a tier's deadline on S3 is 15 s
+STALL_S_MAX = 15.0 + 60.0  # a tier's deadline on S3; the rest is for a busy machine
 
 
 @dataclass(frozen=True)
@@ -247,7 +248,7 @@ def writer_killed(setting: Setting, name: str) -> Row:
     before = set(os.listdir("/dev/shm"))
     running = setting.lab.start(config, [setting.prompts.document] * 3, warm_up=setting.prompts.warm_up, processes=True)
     try:
-        deadline = time.monotonic() + 240
+        deadline = time.monotonic() + ENGINE_S_MAX
         while len(_files(place)) < len(setting.prompts.warm_up) // BLOCK_TOKENS + FILES_AT_KILL:
             if running.process.poll() is not None or time.monotonic() > deadline:
                 raise EngineFailedError(f"the writer stored nothing; see {running.log}")
@@ -371,7 +372,8 @@ def two_engines(setting: Setting, name: str) -> Row:
 def server_killed(setting: Setting, name: str) -> Row:
     """The S3 server dies between two requests: the same tokens, no stall beyond the deadline; it comes back: hits."""
     row = Row(f"{name}: S3 server killed in mid-run", setting.lab.version)
-    _, config = _stored(setting, name, row)
+    place, _ = _stored(setting, name, row)
+    config = way(name, replace(place, deadlines={}))
     marks = {what: setting.scratch / f"{_slug(name)}-{setting.lab.version}-{what}" for what in ("up", "killed")}
     for mark in marks.values():
         mark.unlink(missing_ok=True)
@@ -431,7 +433,7 @@ def long_prompt(setting: Setting, name: str) -> Row:
         "max_model_len": len(prompts.long) + BLOCK_TOKENS,
     }
     with far(place.endpoint_url, FAR_S) as endpoint_url:
-        config = way(name, replace(place, endpoint_url=endpoint_url))
+        config = way(name, replace(place, endpoint_url=endpoint_url, deadlines={}))
         expected = setting.lab.run(None, [prompts.long], **job)["answers"][0]
         row.expect(len(set(expected["tokens"])) > 1, "the model says the same token again and again")
         for who, reused in (("writer", 0), ("reader", (len(prompts.long) - 1) // BLOCK_TOKENS * BLOCK_TOKENS)):
@@ -472,7 +474,7 @@ def several_connectors(setting: Setting, name: str) -> Row:
     row = Row(f"{name}: beside SharedStorageConnector in MultiConnector", setting.lab.version)
     place = setting.place(f"{name}-multi")
     prefixes = setting.scratch / _slug(f"{row.name}-{setting.lab.version}")
-    connectors = [way(name, place), shared_storage(shared_storage_path=str(prefixes))]
+    connectors = [way(name, place), shared_storage(shared_storage_path=str(prefixes), **PATIENT)]
     config = {
         "kv_connector": "MultiConnector",
         "kv_role": "kv_both",
@@ -551,7 +553,8 @@ def data_parallel(setting: Setting, name: str) -> Row:
     if setting.lab.version == "0.33" and nodes < 2:
         row.figures["skipped"] = f"0.33 gives each engine on CPUs a NUMA node of its own, here are {nodes}"
         return row
-    place = setting.place(f"{name}-dp")
+    # One engine asks for what the other is storing: what was absent is to be asked for again soon.
+    place = replace(setting.place(f"{name}-dp"), deadlines={})
     log = setting.lab.log / f"dp-{_slug(name)}.log"
     expected = setting.prompts.full_blocks * BLOCK_TOKENS
     options = ("--data-parallel-size", "2")
@@ -614,9 +617,7 @@ def _stored(setting: Setting, name: str, row: Row) -> tuple[Place, dict[str, Any
 
 def _files(place: Place) -> list[Path]:
     """Stored blocks, or layers of prefixes."""
-    if not place.folder.exists():
-        return []
-    return sorted(path for path in place.folder.rglob("*") if path.suffix in (".bin", ".safetensors"))
+    return sorted(path for path, _ in files_below(place.folder) if path.suffix in (".bin", ".safetensors"))
 
 
 def _slug(text: str) -> str:

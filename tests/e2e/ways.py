@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tests.files import files_below
 
 REGION_BYTES = 300 << 20
+# A busy machine misses the defaults, and what is not found then is no fault. An answer is believed for as long.
+PATIENT = {"lookup_deadline_s": 20.0}
 _OFFLOADING: dict[str, Any] = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
 _OURS: dict[str, Any] = {
     "kv_connector": "KVTiersConnector",
@@ -26,21 +29,24 @@ class Place:
         folder: for tiers on files.
         endpoint_url: of an S3 server; credentials come from the environment.
         bucket: on that server.
+        deadlines: of lookups; of rows that are about them, the defaults.
     """
 
     folder: Path
     endpoint_url: str
     bucket: str
+    deadlines: Mapping[str, float] = field(default_factory=lambda: PATIENT)
 
     @property
     def fs(self) -> dict[str, Any]:
         """Our tier on the folder."""
-        return {"type": "fs", "root_dir": str(self.folder), "min_free": 0}
+        return {"type": "fs", "root_dir": str(self.folder), "min_free": 0, **self.deadlines}
 
     @property
     def s3(self) -> dict[str, Any]:
         """Our tier on the bucket."""
-        return {"type": "s3", "bucket": self.bucket, "endpoint_url": self.endpoint_url, "prefix": "kv"}
+        place = {"type": "s3", "bucket": self.bucket, "endpoint_url": self.endpoint_url, "prefix": "kv"}
+        return {**place, **self.deadlines}
 
     @property
     def nixl(self) -> dict[str, str]:
@@ -135,9 +141,9 @@ def way(
         case "spec on S3":
             return our_spec(place.s3, region_bytes=region_bytes)
         case "SharedStorageConnector on a folder":
-            return shared_storage(shared_storage_path=str(place.folder), **(limits or {}))
+            return shared_storage(shared_storage_path=str(place.folder), **place.deadlines, **(limits or {}))
         case "SharedStorageConnector on S3":
-            return shared_storage(tier=place.s3)
+            return shared_storage(tier=place.s3, **place.deadlines)
     raise ValueError(f"{name!r} is no way")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import uuid
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -60,7 +61,7 @@ def offloading_config(extra: Mapping[str, Any] | None = None, **changes: Any) ->
         "worker_kv_bytes_per_block": BLOCK_BYTES,
         "enable_kv_cache_events": False,
         "extra_config": dict(extra or {}),
-        "engine_id": f"test-{id(changes)}",
+        "engine_id": f"test-{uuid.uuid4().hex}",
         "model": OffloadingModelConfig(name="org/model", dtype="float32"),
         "cache": OffloadingCacheConfig(tokens_per_hash=BLOCK_TOKENS, blocks_per_chunk=1),
         "parallel": OffloadingParallelConfig(**parallel),

@@ -22,7 +22,7 @@ def test_a_stuck_call_is_left_behind(caplog: pytest.LogCaptureFixture) -> None:
     began = time.monotonic()
     with caplog.at_level("WARNING"):
         assert not ending.call_within(release.wait, 0.05, "the tier")
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60
     assert "left behind" in caplog.text
     release.set()
 

@@ -17,6 +17,7 @@ from connector.cli import app
 from connector.vllm import translate
 from tests.vllm.engines import VllmConfig, keys, offloading_config
 from tests.vllm.test_tier import Engine
+from tests.waiting import PATIENT
 from tiers.file_mapper import FORMAT_SEALED, FORMAT_VLLM_RAW, VllmFileMapper, strict_fields
 
 SOME = keys(5)
@@ -28,7 +29,7 @@ def engines() -> Iterator[Any]:
     made: list[Engine] = []
 
     def make(tier: dict[str, Any], **changes: Any) -> Engine:
-        made.append(Engine(f"pytest-raw-{len(made)}-{id(made)}", tier, **changes))
+        made.append(Engine(f"pytest-{os.getpid()}-{len(made)}-raw", tier, **changes))
         return made[-1]
 
     yield make
@@ -42,8 +43,8 @@ def vllms(root: Path) -> dict[str, Any]:
 
 
 def ours(root: Path, **options: Any) -> dict[str, Any]:
-    fixed = {"type": "fs", "root_dir": str(root), "min_free": 0, "lookup_deadline_s": 20.0}
-    return {"tier": {**fixed, "format": FORMAT_VLLM_RAW, **options}}
+    fixed = {"type": "fs", "root_dir": str(root), "min_free": 0, "format": FORMAT_VLLM_RAW}
+    return {"tier": {**fixed, **PATIENT, **options}}
 
 
 def contents(root: Path) -> dict[str, bytes]:

@@ -21,7 +21,8 @@ from vllm.v1.kv_offload.base import OffloadingManager as VllmManager
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from connector.host_copy import HostCopier
-from connector.vllm import translate
+from connector.tier_guard import SHUTDOWN_SHARE
+from connector.vllm import ending, translate
 from connector.vllm.connector import KVTiersConnector
 from connector.vllm.handed import handing_over
 from connector.vllm.resets import StorageSwitch
@@ -37,11 +38,12 @@ from tests.vllm.engines import (
     request,
     spied_stores,
 )
-from tests.waiting import wait_for
+from tests.vllm.test_tier import hang_until_cut
+from tests.waiting import PATIENT, wait_for
 from tiers.errors import ConfigError
 from tiers.folder_store import FolderStore
 from tiers.keys import OffloadKey
-from tiers.store_tier import StoreTierManager
+from tiers.store_tier import DRAIN_SHARE, StoreTierManager
 
 STEP = ScheduleEndContext(new_req_ids=[], preempted_req_ids=[])
 NUM_BLOCKS = 8
@@ -55,7 +57,7 @@ class Engine:
             "spec_name": "KVTiersSpec",
             "spec_module_path": "connector.vllm.spec",
             "cpu_bytes_to_use": blocks * BLOCK_BYTES,
-            "tiers": [{"type": "fs", "root_dir": str(root), "min_free": 0, "lookup_deadline_s": 20}],
+            "tiers": [{"type": "fs", "root_dir": str(root), "min_free": 0, **PATIENT}],
             **extra,
         }
         self.tensors, canonical = kv_caches(32)
@@ -154,21 +156,23 @@ def test_a_producer_only_stores_and_a_consumer_only_loads(engines: Any) -> None:
     assert with_role("kv_both").find([*some, *others]) == [*[LookupResult.HIT] * 3, *[LookupResult.MISS] * 3]
 
 
-def test_a_slow_tier_is_closed_in_the_time_that_is_left(engines: Any, tmp_path: Path) -> None:
+def test_a_slow_tier_is_closed_in_the_time_that_is_left(
+    engines: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Told nothing, it gave waiting stores more time than there was, and was left behind with its threads at work."""
-    fs = {"type": "fs", "root_dir": str(tmp_path / "root"), "min_free": 0, "isolation": "thread"}
-    engine, go = engines(tiers=[fs]), threading.Event()
+    fs = {"type": "fs", "root_dir": str(tmp_path / "root"), "min_free": 0, "isolation": "thread", "shutdown_s": 60}
+    engine = engines(tiers=[fs])
     (tier,) = (guarded.tier for guarded in engine.manager.tiering._tiers)
-    tier.store.put = lambda *_, **__: go.wait(20)
+    given_s = hang_until_cut(tier, monkeypatch)
     context, some = request("store"), keys(2)
     engine.manager.on_new_request(context)
     engine.manager.prepare_store(some, context)
     engine.manager.complete_store(set(some), context)
-    try:
-        engine.manager.shutdown()
-        assert tier._mover.cut == "shutdown"
-    finally:
-        go.set()
+    monkeypatch.setattr(ending, "drain", lambda *_: False)
+    monkeypatch.setattr(ending, "BUDGET_S", 200.0)
+    engine.manager.shutdown()
+    assert given_s == [pytest.approx(200 * (1 - ending.DRAIN_SHARE) * SHUTDOWN_SHARE * DRAIN_SHARE)]
+    assert tier._mover.cut == "shutdown"
 
 
 def test_blocks_come_back_into_another_engines_tensors(engines: Any) -> None:
@@ -267,12 +271,12 @@ def test_a_request_that_waits_is_looked_up_again_only_when_something_changed(
     some = keys(6)
     engines(blocks=64).store(some, list(range(6)))
     tier = {"type": "fs", "root_dir": str(tmp_path / "root"), "min_free": 0, "isolation": "thread"}
-    manager = engines(blocks=64, tiers=[{**tier, "lookup_deadline_s": 60, "lookup_total_s": 60}]).manager
+    manager = engines(blocks=64, tiers=[{**tier, **PATIENT}]).manager
     context = request("waits")
     answers, size, rounds = threading.Event(), FolderStore.size, []
 
     def size_when_told(store: FolderStore, key: str) -> int | None:
-        assert answers.wait(60)
+        assert answers.wait(120)
         found: int | None = size(store, key)
         return found
 
@@ -530,7 +534,7 @@ def of_two(tmp_path: Path) -> Iterator[Any]:
     engine = {"engine_id": f"pytest-hosts-{os.getpid()}", "tp_size": 2, "world_size": 2}
     config = {
         "cpu_bytes_to_use": "1MiB",
-        "tiers": [{"type": "fs", "root_dir": str(tmp_path / "root"), "min_free": 0, "lookup_deadline_s": 20}],
+        "tiers": [{"type": "fs", "root_dir": str(tmp_path / "root"), "min_free": 0, **PATIENT}],
     }
 
     def spec(rank: int, **changes: Any) -> KVTiersSpec:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
+from connector.tier_guard import SHUTDOWN_SHARE
 from connector.tiering_options import LOAD_GRACE_S
 from connector.vllm import translate
 from connector.vllm.handed import handing_over
@@ -34,11 +36,11 @@ from tests.vllm.engines import (
     request,
     spied_stores,
 )
-from tests.waiting import wait_for
+from tests.waiting import PATIENT, wait_for
 from tiers.base import JobResult, OffloadingEvent
 from tiers.errors import ConfigError, StoreUnavailableError
 from tiers.keys import OffloadKey
-from tiers.store_tier import StoreTierManager
+from tiers.store_tier import DRAIN_SHARE, StoreTierManager
 from tiers.stores.memory import MemoryStore
 
 NUM_CHUNKS = 16
@@ -113,7 +115,7 @@ def engines() -> Iterator[Any]:
     made: list[Engine] = []
 
     def make(name: str, tier: dict[str, Any], **changes: Any) -> Engine:
-        made.append(Engine(f"pytest-{name}-{id(made)}", tier, **changes))
+        made.append(Engine(f"pytest-{os.getpid()}-{len(made)}-{name}", tier, **changes))
         return made[-1]
 
     yield make
@@ -122,7 +124,7 @@ def engines() -> Iterator[Any]:
 
 
 def on_folder(root: Path) -> dict[str, Any]:
-    return {"tier": {"type": "fs", "root_dir": str(root), "min_free": 0, "lookup_deadline_s": 20}}
+    return {"tier": {"type": "fs", "root_dir": str(root), "min_free": 0, **PATIENT}}
 
 
 def as_role(kv_role: str) -> Any:
@@ -306,22 +308,35 @@ def test_shutdown_counts_what_was_not_stored(engines: Any, tmp_path: Path, caplo
     assert "7 blocks were not stored" in caplog.text
 
 
-def test_a_tier_that_ends_in_time_by_itself_is_given_its_limit(engines: Any, tmp_path: Path) -> None:
+def test_a_tier_that_ends_in_time_by_itself_is_given_its_limit(
+    engines: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It gives stores most of it to land. Drained before, it had too little left to end anything."""
     options = on_folder(tmp_path)
-    options["tier"]["isolation"] = "thread"
-    engine, go = engines("hung", options), threading.Event()
-    engine.tier.tier.store.put = lambda *_, **__: go.wait(20)
+    options["tier"] |= {"isolation": "thread", "shutdown_s": 60}
+    engine = engines("hung", options)
+    given_s = hang_until_cut(engine.tier.tier, monkeypatch)
     context = request("stores")
     engine.manager.on_new_request(context)
     engine.manager.prepare_store(keys(2), context)
     engine.manager.complete_store(set(keys(2)), context)
-    engine.tier._ending_s = 1.0
+    engine.tier._ending_s = 70.0
     engine.tier.shutdown()
-    try:
-        assert engine.tier.tier._mover.cut == "shutdown"
-    finally:
-        go.set()
+    assert given_s == [pytest.approx(70 * SHUTDOWN_SHARE * DRAIN_SHARE)]
+    assert engine.tier.tier._mover.cut == "shutdown"
+
+
+def hang_until_cut(tier: StoreTierManager, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Have a tier's puts hang until it is shut down. Returns how long it waits for them then, which nobody does."""
+    given_s: list[float] = []
+
+    def wait_idle(timeout_s: float) -> bool:
+        given_s.append(timeout_s)
+        return False
+
+    monkeypatch.setattr(tier.store, "put", lambda *_, **__: wait_for(lambda: tier._mover.cut == "shutdown"))
+    monkeypatch.setattr(tier._pool, "wait_idle", wait_idle)
+    return given_s
 
 
 @pytest.mark.parametrize("in_files", ["", "b", "ab"])
@@ -336,7 +351,7 @@ def test_tiers_of_one_type_without_a_name_are_told_apart(tmp_path: Path, in_file
 
     adapters = [{"type": "KVTiersTier", "module_path": "connector.vllm.tier", **place(name)} for name in "ab"]
     extra = {"cpu_bytes_to_use": NUM_CHUNKS * 4096, "secondary_tiers": adapters}
-    manager = TieringOffloadingSpec(offloading_config(extra, engine_id="pytest-two")).get_manager()
+    manager = TieringOffloadingSpec(offloading_config(extra, engine_id=f"pytest-{os.getpid()}-two")).get_manager()
     assert isinstance(manager, TieringOffloadingManager)
     try:
         assert [tier.tier.name for tier in manager.secondary_tiers] == ["fs0", "fs1"]
@@ -517,7 +532,7 @@ class TheirTier(StoreTierManager):
 def test_a_tier_that_is_refused_for_its_deadline_is_stopped() -> None:
     with pytest.raises(ConfigError, match="TheirTier: job_deadline_s: 'soon' is not accepted"):
         make_tier({"tier": {"type": "TheirTier", "module_path": __name__}})
-    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("kvtiers-TheirTier")] == []
+    wait_for(lambda: not any(each.name.startswith("kvtiers-TheirTier") for each in threading.enumerate()))
 
 
 def make_tier(options: dict[str, Any]) -> Any:
