@@ -17,7 +17,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
-from connector.vllm import siblings, translate
+from connector.vllm import refusals, translate
 from connector.vllm.handed import handing_over
 from connector.vllm.logs import log_as_vllm
 from connector.vllm.spec import KVTiersManager
@@ -47,7 +47,7 @@ class KVTiersConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is no
 
     def register_kv_caches(self, kv_caches: Any) -> None:
         """Take a worker's KV tensors. By now vLLM has made all connectors of the process."""
-        siblings.check_none_loads_within_steps()
+        refusals.check_siblings()
         super().register_kv_caches(kv_caches)
 
     @classmethod
@@ -80,8 +80,7 @@ class KVTiersConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is no
         Raises:
             ConfigError: another connector loads within this step.
         """
-        if getattr(scheduler_output, "has_sync_kv_loads", False):
-            raise siblings.no_loads_within_steps("a connector beside KVTiersConnector")
+        refusals.check_step(scheduler_output)
         return super().build_connector_meta(scheduler_output)
 
 

@@ -195,6 +195,7 @@ READ: Mapping[str, str] = {
     "vllm.v1.kv_offload.tiering.spec:TieringOffloadingSpec": "secondary_tier_configs",
     f"{_CONNECTOR}offloading.scheduler:OffloadingConnectorScheduler": "manager",
     f"{_CONNECTOR}offloading_connector:OffloadingConnector": "connector_scheduler",
+    f"{_CONNECTOR}base:KVConnectorBase_V1": "_kv_transfer_config",
     f"{_CONNECTOR}base:KVConnectorMetadata": "",
     f"{_CONNECTOR}base:KVConnectorRole": "SCHEDULER WORKER",
     f"{_CONNECTOR}metrics:KVConnectorStats": "data",
@@ -251,7 +252,7 @@ READ: Mapping[str, str] = {
         "attention_backend draft_load_config draft_model_config kv_cache_dtype method num_speculative_tokens"
     ),
     "vllm.config:VllmConfig": (
-        "attention_config cache_config kv_transfer_config load_config lora_config mamba_config max_concurrent_batches "
+        "attention_config cache_config kv_transfer_config load_config lora_config mamba_config "
         "model_config parallel_config speculative_config weight_transfer_config"
     ),
     "vllm.lora.request:LoRARequest": "lora_int_id lora_name lora_path",

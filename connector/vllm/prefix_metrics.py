@@ -25,7 +25,7 @@ HELP = {
     "bytes_removed": "Bytes of these.",
     "lookups_given_up": "Lookups that lookup_deadline_s ended, or that were not made because all threads hung.",
     "loads_failed": "Loads that failed, or that load_deadline_s or a reset ended; their blocks are computed.",
-    "dropped_blocks": "Blocks that were not stored: too many bytes waited, or another connector's loads left no step.",
+    "dropped_blocks": "Blocks that were not stored, because too many bytes waited to be stored.",
 }
 
 

@@ -31,7 +31,7 @@ from connector.base import (
 from connector.gpu_handler import create_handlers
 from connector.shared_region import reap_stale_regions
 from connector.spec import TieringOffloadingSpec
-from connector.vllm import ending, hosts, kv_groups, translate
+from connector.vllm import ending, kv_groups, refusals, translate
 from connector.vllm.handed import handed_over
 from connector.vllm.metrics import StatsExporter, definitions, tiering_definitions
 from connector.vllm.pacing import Pacer
@@ -128,7 +128,7 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
         absent = spec.region.absent_workers()
         if absent and self.deployment.tiers:
             spec.shutdown()
-            raise hosts.refusal(f"workers {absent} have not mapped the scheduler's region")
+            raise refusals.several_hosts(f"workers {absent} have not mapped the scheduler's region")
 
     def _join(self, rank: int | None) -> TieringOffloadingSpec:
         for path in reap_stale_regions():

@@ -174,12 +174,6 @@ class Role(NamedTuple):
     stores: bool = True
 
 
-def steps_max(vllm_config: Any, pp_size: int) -> int:
-    """How many steps vLLM has under way at once."""
-    # Where a version does not say: those of its executors, of which async scheduling takes two.
-    return int(getattr(vllm_config, "max_concurrent_batches", max(2, pp_size)))
-
-
 def role_of(vllm_config: Any | None) -> Role:
     """kv_producer: only stores; kv_consumer: only loads; else both. Says so where it is not both."""
     kv_role = getattr(getattr(vllm_config, "kv_transfer_config", None), "kv_role", None)
