@@ -222,38 +222,23 @@ READ: Mapping[str, str] = {
         "skip_reading_prefix_cache"
     ),
     # Read by weights.py and translate.py. identity.py needs no names: every other field counts, whatever it is called.
-    "vllm.config:AttentionConfig": (
-        "backend backend_per_kind flash_attn_version indexer_kv_dtype use_non_causal use_trtllm_attention"
-    ),
-    "vllm.config:CacheConfig": (
-        "cache_dtype enable_prefix_caching kv_cache_dtype_skip_layers mamba_cache_dtype mamba_ssm_cache_dtype "
-        "prefix_caching_hash_algo replayssm_buffer_len use_replayssm"
-    ),
+    "vllm.config:CacheConfig": "enable_prefix_caching prefix_caching_hash_algo",
     "vllm.config:KVTransferConfig": "kv_connector_extra_config kv_load_failure_policy kv_role",
-    "vllm.config:LoRAConfig": "target_modules",
     "vllm.config:LoadConfig": "download_dir load_format model_loader_extra_config",
-    "vllm.config:MambaConfig": "backend",
     "vllm.config:ModelConfig": (
-        "dtype hf_config hf_config_path hf_overrides hf_text_config is_attention_free is_hybrid "
-        "is_prefix_caching_supported max_model_len model model_class_overrides model_weights multimodal_config "
-        "original_max_model_len override_generation_config pooler_config quantization quantization_config revision "
-        "try_get_generation_config"
+        "dtype hf_config hf_config_path hf_overrides hf_text_config is_prefix_caching_supported max_model_len model "
+        "model_weights multimodal_config original_max_model_len override_generation_config pooler_config quantization "
+        "revision try_get_generation_config"
     ),
     "vllm.config:MultiModalConfig": (
-        "enable_mm_embeds language_model_only mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_processor_cache_gb "
-        "mm_processor_kwargs video_pruning_method video_pruning_rate"
+        "enable_mm_embeds language_model_only mm_encoder_fp8_scale_path mm_processor_cache_gb"
     ),
-    "vllm.config:ParallelConfig": (
-        "cp_kv_cache_interleave_size distributed_executor_backend nnodes_within_dp pipeline_parallel_size "
-        "placement_group world_size"
-    ),
+    "vllm.config:ParallelConfig": "distributed_executor_backend nnodes_within_dp placement_group world_size",
     "vllm.config:PoolerConfig": "seq_pooling_type tok_pooling_type",
-    "vllm.config:SpeculativeConfig": (
-        "attention_backend draft_load_config draft_model_config kv_cache_dtype method num_speculative_tokens"
-    ),
+    "vllm.config:SpeculativeConfig": "draft_load_config draft_model_config",
     "vllm.config:VllmConfig": (
-        "attention_config cache_config kv_transfer_config load_config lora_config mamba_config "
-        "model_config parallel_config speculative_config weight_transfer_config"
+        "cache_config kv_transfer_config load_config lora_config model_config parallel_config speculative_config "
+        "weight_transfer_config"
     ),
     "vllm.lora.request:LoRARequest": "lora_int_id lora_name lora_path",
     "vllm.platforms": "current_platform",

@@ -17,7 +17,6 @@ does not answer within ``load_deadline_s``.
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import replace
 from typing import Any
@@ -149,7 +148,6 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
             # A process knows the layers of its own stage. Files are named by layer, so one that is missing is noticed.
             groups = tuple(replace(group, layer_names=()) for group in spec.config.groups)
             spec = replace(spec, config=replace(spec.config, groups=groups))
-            fields["pp_layer_partition"] = os.environ.get("VLLM_PP_LAYER_PARTITION")
         return FileMapper.from_offloading_spec("", spec, extra_fields=fields)
 
     @classmethod
