@@ -10,6 +10,7 @@ from prometheus_client import Counter
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from connector.prefix_store import PrefixCounts
+from connector.vllm.contract import implements
 
 PREFIX = "vllm:kvtiers_prefix_"
 #: Fields of PrefixCounts, and what the connector itself counts.
@@ -29,6 +30,7 @@ HELP = {
 }
 
 
+@implements
 class PrefixStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not installed where mypy runs
     """What changed: counts by name."""
 
@@ -68,6 +70,7 @@ class PrefixReporter:
         return PrefixStats(data=changes) if changes else None
 
 
+@implements
 class PrefixPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # as above
     """The counters, in the process that vLLM exports from."""
 

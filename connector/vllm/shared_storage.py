@@ -30,6 +30,7 @@ from connector.prefix_limits import PrefixLimits
 from connector.prefix_place import seconds_of, shared_place
 from connector.prefix_store import PrefixStore, blocks_in_all
 from connector.vllm import refusals, translate, weights
+from connector.vllm.contract import implements
 from connector.vllm.logs import log_as_vllm
 from connector.vllm.prefix_metrics import PrefixPromMetrics, PrefixReporter, PrefixStats
 from connector.vllm.prefix_model import kv_cache_spec_of
@@ -57,6 +58,7 @@ LOOKUP_THREADS = 16
 LOAD_THREADS = 8
 
 
+@implements
 class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
     """Loads and stores prompt prefixes. One object in the scheduler's process, one in each worker's.
 
@@ -156,9 +158,11 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         return PrefixStats(data=data or {})
 
     @classmethod
-    def build_prom_metrics(cls, *arguments: Any) -> PrefixPromMetrics:
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
+    ) -> PrefixPromMetrics:
         """Where they are exported."""
-        return PrefixPromMetrics(*arguments)
+        return PrefixPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def get_kv_connector_stats(self) -> PrefixStats | None:
         """What changed since the last step."""

@@ -17,6 +17,7 @@ from vllm.v1.kv_offload.tiering.base import SecondaryTierManager as VllmTier
 
 from connector.tier_guard import RAISED, GuardedTier, load_deadline_s, shut_down_tiers
 from connector.vllm import ending, kv_groups, refusals, translate
+from connector.vllm.contract import implements
 from connector.vllm.handed import handed_over
 from connector.vllm.metrics import StatsExporter, definitions
 from connector.vllm.pacing import Pacer
@@ -35,6 +36,7 @@ logger = get_logger(__name__)
 _DRAIN_POLL_S = 0.01
 
 
+@implements
 class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed where mypy runs
     """One tier of ours, spoken to in vLLM's words. Scheduler thread only.
 
