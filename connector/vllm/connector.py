@@ -17,7 +17,8 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
-from connector.vllm import siblings, translate
+from connector.vllm import refusals, translate
+from connector.vllm.contract import implements
 from connector.vllm.handed import handing_over
 from connector.vllm.logs import log_as_vllm
 from connector.vllm.spec import KVTiersManager
@@ -25,6 +26,7 @@ from connector.vllm_config import connector_options
 from connector.vllm_plugin import register
 
 
+@implements
 class KVTiersConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is not installed where mypy runs
     """vLLM's OffloadingConnector over KVTiersSpec or KVTiersTier, which it tells of vLLM's whole config.
 
@@ -47,13 +49,15 @@ class KVTiersConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is no
 
     def register_kv_caches(self, kv_caches: Any) -> None:
         """Take a worker's KV tensors. By now vLLM has made all connectors of the process."""
-        siblings.check_none_loads_within_steps()
+        refusals.check_siblings()
         super().register_kv_caches(kv_caches)
 
     @classmethod
-    def build_prom_metrics(cls, vllm_config: Any, *arguments: Any) -> Any:
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
+    ) -> Any:
         """Make the metrics of the spec that the options choose, in the process that exports them."""
-        return super().build_prom_metrics(_with_spec(vllm_config), *arguments)
+        return super().build_prom_metrics(_with_spec(vllm_config), metric_types, labelnames, per_engine_labelvalues)
 
     def on_new_request(self, request: Any) -> None:
         """Begin a request, before anything of it is looked up."""
@@ -80,8 +84,7 @@ class KVTiersConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is no
         Raises:
             ConfigError: another connector loads within this step.
         """
-        if getattr(scheduler_output, "has_sync_kv_loads", False):
-            raise siblings.no_loads_within_steps("a connector beside KVTiersConnector")
+        refusals.check_step(scheduler_output)
         return super().build_connector_meta(scheduler_output)
 
 

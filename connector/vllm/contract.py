@@ -1,28 +1,25 @@
-"""Everything that kvtiers uses of vLLM, as one table, and the check that the installed vLLM has all of it.
+"""Everything that kvtiers uses of vLLM, and the check that the installed vLLM has all of it.
 
 The check runs before any other module of ``connector.vllm`` is imported. If vLLM renamed or removed something, or
 changed a signature, the engine refuses to start, and the error names the change. A release that kvtiers was not tested
-with starts if nothing in the table changed.
+with starts if nothing changed.
 
-The table has three parts:
-
-- ``IMPLEMENTED``: methods of vLLM's base classes that kvtiers overrides and vLLM calls. vLLM's method must have the
-  same parameters, with the same names, in the same order. A parameter written ``success=`` may be missing. One more
-  parameter, or a new abstract method in the base class, is a change.
 - ``CALLED``: functions that kvtiers calls, with the arguments it passes. vLLM may have more parameters if they have
   defaults. ``_`` stands for any name.
 - ``READ``: attributes that kvtiers reads. An empty text means that only the class itself is used.
+- ``implements``: the methods that vLLM calls need no table. Each class that inherits from one of vLLM's is compared
+  with it when its module is imported.
 
 ``>=0.31`` after an entry: releases before 0.31 do not have it.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from importlib import import_module
-from typing import Any
+from types import FunctionType
+from typing import Any, TypeVar
 
 from connector.vllm.versions import TESTED, VERSION, release
 from tiers.errors import ConfigError
@@ -38,96 +35,6 @@ _TIERING = "vllm.v1.kv_offload.tiering.base:"
 _CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1."
 _CACHES = "vllm.v1.kv_cache_interface:"
 _STEP = "vllm.v1.core.sched.output:"
-
-IMPLEMENTED: Mapping[str, tuple[str, ...]] = {
-    f"{_BASE}OffloadingManager": (
-        "lookup(key, req_context)",
-        "get_load_source(key, req_context) >=0.32",
-        "prepare_load(keys, req_context)",
-        "complete_load(keys, req_context)",
-        "prepare_store(keys, req_context)",
-        "complete_store(keys, req_context, success=)",
-        "touch(keys, req_context)",
-        "on_new_request(req_context)",
-        "on_request_finished(req_context)",
-        "on_schedule_end(context)",
-        "has_pending_work()",
-        "take_events()",
-        "reset_cache()",
-        "on_reset_flushed() >=0.33",
-        "get_stats()",
-        "shutdown()",
-    ),
-    f"{_BASE}OffloadingSpec": (
-        "__init__(config)",
-        "build_metric_definitions(extra_config)",
-        "get_manager()",
-        "get_worker(kv_caches)",
-    ),
-    f"{_BASE}OffloadingWorker": (
-        "submit_store(job_id, src_spec, dst_spec)",
-        "submit_load(job_id, src_spec, dst_spec, expedited=)",
-        "get_finished()",
-        "wait(job_ids)",
-        "shutdown()",
-    ),
-    f"{_TIERING}SecondaryTierManager": (
-        "__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector=)",
-        "build_metric_definitions(extra_config)",
-        "lookup(key, req_context)",
-        "submit_store(job_metadata)",
-        "submit_load(job_metadata)",
-        "get_finished_jobs()",
-        "has_pending_work()",
-        "take_events()",
-        "touch(keys, req_context)",
-        "on_new_request(req_context)",
-        "on_request_finished(req_context)",
-        "on_schedule_end(context)",
-        "drain_jobs()",
-        "get_stats()",
-        "shutdown()",
-    ),
-    f"{_CONNECTOR}offloading_connector:OffloadingConnector": (
-        "__init__(vllm_config, role, kv_cache_config)",
-        "build_prom_metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)",
-        "register_kv_caches(kv_caches)",
-        "on_new_request(request)",
-        "get_num_new_matched_tokens(request, num_computed_tokens)",
-        "build_connector_meta(scheduler_output)",
-    ),
-    f"{_CONNECTOR}base:KVConnectorBase_V1": (
-        "__init__(vllm_config, role, kv_cache_config)",
-        "build_kv_connector_stats(data=)",
-        "build_prom_metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)",
-        "get_kv_connector_stats()",
-        "get_num_new_matched_tokens(request, num_computed_tokens)",
-        "update_state_after_alloc(request, blocks, num_external_tokens)",
-        "update_connector_output(connector_output)",
-        "build_connector_meta(scheduler_output)",
-        "request_finished(request, block_ids)",
-        "reset_cache()",
-        "register_kv_caches(kv_caches)",
-        "start_load_kv(forward_context, **kwargs)",
-        "wait_for_layer_load(layer_name)",
-        "get_finished(finished_req_ids)",
-        "get_block_ids_with_load_errors()",
-        "save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)",
-        "wait_for_save()",
-        "shutdown()",
-    ),
-    f"{_CONNECTOR}metrics:KVConnectorStats": (
-        "__init__(data=)",
-        "aggregate(other)",
-        "is_empty()",
-        "reduce()",
-        "reset()",
-    ),
-    f"{_CONNECTOR}metrics:KVConnectorPromMetrics": (
-        "__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)",
-        "observe(transfer_stats_data, engine_idx=)",
-    ),
-}
 
 CALLED: Mapping[str, tuple[str, ...]] = {
     f"{_BASE}OffloadingCounterMetadata": ("__init__(documentation, labelnames)",),
@@ -168,8 +75,10 @@ READ: Mapping[str, str] = {
     f"{_BASE}Locality": "LOCAL REMOTE",
     f"{_BASE}LookupResult": "HIT HIT_PENDING MISS RETRY",
     f"{_BASE}Medium": "CPU STORAGE",
+    f"{_BASE}OffloadingManager": "",
     f"{_BASE}OffloadingMetricMetadata": "",
     f"{_BASE}OffloadingSpec": "blocks_per_chunk config",
+    f"{_BASE}OffloadingWorker": "",
     f"{_BASE}ReqContext": "load_tier_filter req_id",
     "vllm.v1.kv_offload.cpu.common:CPULoadStoreSpec": "block_ids",
     f"{_OFFLOAD_CONFIG}OffloadingConfig": (
@@ -195,8 +104,10 @@ READ: Mapping[str, str] = {
     "vllm.v1.kv_offload.tiering.spec:TieringOffloadingSpec": "secondary_tier_configs",
     f"{_CONNECTOR}offloading.scheduler:OffloadingConnectorScheduler": "manager",
     f"{_CONNECTOR}offloading_connector:OffloadingConnector": "connector_scheduler",
+    f"{_CONNECTOR}base:KVConnectorBase_V1": "_kv_transfer_config",
     f"{_CONNECTOR}base:KVConnectorMetadata": "",
-    f"{_CONNECTOR}base:KVConnectorRole": "SCHEDULER WORKER",
+    f"{_CONNECTOR}base:KVConnectorRole": "SCHEDULER",
+    f"{_CONNECTOR}metrics:KVConnectorPromMetrics": "",
     f"{_CONNECTOR}metrics:KVConnectorStats": "data",
     f"{_CONNECTOR}multi_connector:MultiConnector": "_connectors",
     f"{_CACHES}ChunkedLocalAttentionSpec": "",
@@ -221,43 +132,37 @@ READ: Mapping[str, str] = {
         "skip_reading_prefix_cache"
     ),
     # Read by weights.py and translate.py. identity.py needs no names: every other field counts, whatever it is called.
-    "vllm.config:AttentionConfig": (
-        "backend backend_per_kind flash_attn_version indexer_kv_dtype use_non_causal use_trtllm_attention"
-    ),
-    "vllm.config:CacheConfig": (
-        "cache_dtype enable_prefix_caching kv_cache_dtype_skip_layers mamba_cache_dtype mamba_ssm_cache_dtype "
-        "prefix_caching_hash_algo replayssm_buffer_len use_replayssm"
-    ),
+    "vllm.config:CacheConfig": "enable_prefix_caching prefix_caching_hash_algo",
     "vllm.config:KVTransferConfig": "kv_connector_extra_config kv_load_failure_policy kv_role",
-    "vllm.config:LoRAConfig": "target_modules",
     "vllm.config:LoadConfig": "download_dir load_format model_loader_extra_config",
-    "vllm.config:MambaConfig": "backend",
     "vllm.config:ModelConfig": (
-        "dtype hf_config hf_config_path hf_overrides hf_text_config is_attention_free is_hybrid "
-        "is_prefix_caching_supported max_model_len model model_class_overrides model_weights multimodal_config "
-        "original_max_model_len override_generation_config pooler_config quantization quantization_config revision "
-        "try_get_generation_config"
+        "dtype hf_config hf_config_path hf_overrides hf_text_config is_prefix_caching_supported max_model_len model "
+        "model_weights multimodal_config original_max_model_len override_generation_config pooler_config quantization "
+        "revision try_get_generation_config"
     ),
     "vllm.config:MultiModalConfig": (
-        "enable_mm_embeds language_model_only mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_processor_cache_gb "
-        "mm_processor_kwargs video_pruning_method video_pruning_rate"
+        "enable_mm_embeds language_model_only mm_encoder_fp8_scale_path mm_processor_cache_gb"
     ),
-    "vllm.config:ParallelConfig": (
-        "cp_kv_cache_interleave_size distributed_executor_backend nnodes_within_dp pipeline_parallel_size "
-        "placement_group world_size"
-    ),
+    "vllm.config:ParallelConfig": "distributed_executor_backend nnodes_within_dp placement_group world_size",
     "vllm.config:PoolerConfig": "seq_pooling_type tok_pooling_type",
-    "vllm.config:SpeculativeConfig": (
-        "attention_backend draft_load_config draft_model_config kv_cache_dtype method num_speculative_tokens"
-    ),
+    "vllm.config:SpeculativeConfig": "draft_load_config draft_model_config",
     "vllm.config:VllmConfig": (
-        "attention_config cache_config kv_transfer_config load_config lora_config mamba_config max_concurrent_batches "
-        "model_config parallel_config speculative_config weight_transfer_config"
+        "cache_config kv_transfer_config load_config lora_config model_config parallel_config speculative_config "
+        "weight_transfer_config"
     ),
     "vllm.lora.request:LoRARequest": "lora_int_id lora_name lora_path",
     "vllm.platforms": "current_platform",
     "vllm.platforms.interface:Platform": "device_name device_type ray_device_key",
 }
+
+
+#: Methods that vLLM calls from a release on.
+SINCE: Mapping[str, tuple[int, int]] = {"get_load_source": (0, 32), "on_reset_flushed": (0, 33)}
+
+#: Public methods of kvtiers' own in classes that inherit from vLLM's.
+OWN = frozenset({"is_waiting", "note_asked"})
+
+_C = TypeVar("_C", bound=type)
 
 
 def check_contract(version: str = VERSION) -> None:
@@ -266,92 +171,94 @@ def check_contract(version: str = VERSION) -> None:
     Raises:
         ConfigError: lists what is missing or changed.
     """
+    _refuse(changes(_tested(version)), version)
+    if _tested(version) is None:
+        logger.warning(
+            "vLLM %s was not tested with kvtiers (%s to %s were). It has everything that kvtiers uses, so the engine "
+            "starts. Blocks that other releases stored are not read",
+            version,
+            TESTED[0],
+            TESTED[-1],
+        )
+
+
+def implements(cls: _C) -> _C:
+    """Compare a class with those of vLLM's that it inherits from, as a decorator.
+
+    vLLM calls each public method but ``OWN``. So vLLM's class must have the method, with the same parameters, with the
+    same names, in the same order. Only parameters that have a default here may be missing there.
+
+    Raises:
+        ConfigError: lists what changed.
+    """
+    _refuse(changed_methods(cls, _tested(VERSION)), VERSION)
+    return cls
+
+
+def _tested(version: str) -> tuple[int, int] | None:
+    """The release; None for one that was not tested, which must have everything."""
     installed = release(version)
-    is_tested = installed is not None and "{}.{}".format(*installed) in TESTED
-    tested = f"{TESTED[0]} to {TESTED[-1]}"
-    found = list(dict.fromkeys(changes(installed if is_tested else None)))
-    if found:
+    return installed if installed is not None and "{}.{}".format(*installed) in TESTED else None
+
+
+def _refuse(changed: Iterator[str], version: str) -> None:
+    if found := list(dict.fromkeys(changed)):
         more = f"; and {len(found) - SHOWN_MAX} more" if len(found) > SHOWN_MAX else ""
         raise ConfigError(
             f"version {version!r} lacks what kvtiers uses of vLLM: {'; '.join(found[:SHOWN_MAX])}{more}. Install a "
-            f"release that kvtiers was tested with ({tested}), or a newer kvtiers",
+            f"release that kvtiers was tested with ({TESTED[0]} to {TESTED[-1]}), or a newer kvtiers",
             field="vllm",
         )
-    if not is_tested:
-        logger.warning(
-            "vLLM %s was not tested with kvtiers (%s were). It has everything that kvtiers uses, so the engine starts. "
-            "Blocks that other releases stored are not read",
-            version,
-            tested,
-        )
+
+
+def changed_methods(cls: type, installed: tuple[int, int] | None) -> Iterator[str]:
+    """Each difference between a class' methods and what vLLM's base classes have, as one sentence."""
+    bases = [base for base in cls.__mro__ if base.__module__.startswith("vllm.")]
+    for name in sorted(getattr(cls, "__abstractmethods__", ())):
+        yield f"{bases[0].__name__}.{name} is new and abstract"
+    for name, ours in vars(cls).items():
+        is_private = name.startswith("_") and name != "__init__"
+        if is_private or name in OWN or not isinstance(ours, FunctionType | classmethod):
+            continue
+        base = next((base for base in bases if name in vars(base)), None)
+        if base is None or (theirs := _parameters(base, name)) is None:
+            if name != "__init__" and (installed is None or installed >= SINCE.get(name, installed)):
+                yield f"{bases[0].__name__}.{name} is gone"
+            continue
+        known = _parameters(cls, name) or []
+        optional = {each.name for each in known if each.default is not inspect.Parameter.empty}
+        names = [each.name for each in theirs]
+        if names != [each.name for each in known if each.name in names or each.name not in optional]:
+            yield _takes(base, name, theirs, ", ".join(map(_shown, known)))
 
 
 def changes(installed: tuple[int, int] | None) -> Iterator[str]:
-    """Each difference between the installed vLLM and the table, as one sentence.
+    """Each difference between the installed vLLM and the tables, as one sentence.
 
     Args:
         installed: the release. None: not a tested one, so it must have every entry.
     """
-    for place, texts in IMPLEMENTED.items():
-        yield from _changes_at(place, texts, installed, _changed_method)
-        owner, _ = _find(place)
-        known = {_Entry.of(text).name for text in texts}
-        for name in sorted(getattr(owner, "__abstractmethods__", frozenset()) - known):
-            yield f"{owner.__name__}.{name} is new and abstract"
-    for place, texts in CALLED.items():
-        yield from _changes_at(place, texts, installed, _changed_function)
-    for place, names in READ.items():
-        yield from _changes_at(place, names.split(), installed, _gone_attribute)
+    tables = ((CALLED, _changed_function), (READ, _gone_attribute))
+    for table, changes_of in tables:
+        for place, names in table.items():
+            entries = [
+                name
+                for name, _, since in (text.partition(">=") for text in entries_of(names))
+                if not since or installed is None or installed >= (release(since) or installed)
+            ]
+            if names and not entries:
+                continue
+            owner, problem = _find(place)
+            if problem:
+                yield problem
+                continue
+            for entry in entries:
+                yield from changes_of(owner, entry)
 
 
-def _changes_at(
-    place: str,
-    texts: Sequence[str],
-    installed: tuple[int, int] | None,
-    changes_of: Callable[[Any, _Entry], Iterator[str]],
-) -> Iterator[str]:
-    entries = [entry for text in texts if (entry := _Entry.of(text)).is_in(installed)]
-    if texts and not entries:
-        return
-    owner, problem = _find(place)
-    if problem:
-        yield problem
-        return
-    for entry in entries:
-        yield from changes_of(owner, entry)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Entry:
-    """``name(parameters) >=release``, read."""
-
-    name: str
-    parameters: tuple[inspect.Parameter, ...] = ()
-    since: tuple[int, int] = (0, 0)
-
-    @classmethod
-    def of(cls, text: str) -> _Entry:
-        text, _, since = text.partition(">=")
-        name, _, inside = text.strip().removesuffix(")").partition("(")
-        parameters = tuple(_parameters(inside.split(", "))) if inside else ()
-        return cls(name, parameters, release(since) or (0, 0))
-
-    def is_in(self, installed: tuple[int, int] | None) -> bool:
-        return installed is None or installed >= self.since
-
-
-def _parameters(texts: Iterable[str]) -> Iterator[inspect.Parameter]:
-    is_keyword_only = False
-    for index, text in enumerate(texts):
-        if text == "*":
-            is_keyword_only = True
-        elif text.startswith("**"):
-            yield inspect.Parameter(text[2:], inspect.Parameter.VAR_KEYWORD)
-        else:
-            default = None if text.endswith("=") else inspect.Parameter.empty
-            name = text.removesuffix("=")
-            kind = inspect.Parameter.KEYWORD_ONLY if is_keyword_only else inspect.Parameter.POSITIONAL_OR_KEYWORD
-            yield inspect.Parameter(f"_{index}" if name == "_" else name, kind, default=default)
+def entries_of(names: str | tuple[str, ...]) -> tuple[str, ...]:
+    """The entries of one place in a table."""
+    return tuple(names.split()) if isinstance(names, str) else names
 
 
 def _find(place: str) -> tuple[Any, str]:
@@ -366,71 +273,50 @@ def _find(place: str) -> tuple[Any, str]:
     return (getattr(module, name), "") if hasattr(module, name) else (None, f"{module_name}.{name} is gone")
 
 
-def _gone_attribute(owner: Any, entry: _Entry) -> Iterator[str]:
+def _gone_attribute(owner: Any, name: str) -> Iterator[str]:
     # hasattr: a module may create an attribute on first use, as vllm.platforms does.
-    if entry.name not in _attributes(owner) and not hasattr(owner, entry.name):
-        yield f"{owner.__name__}.{entry.name} is gone"
+    if name not in _attributes(owner) and not hasattr(owner, name):
+        yield f"{owner.__name__}.{name} is gone"
 
 
-def _changed_method(owner: Any, entry: _Entry) -> Iterator[str]:
-    return _changed(owner, entry, _is_called_with)
-
-
-def _changed_function(owner: Any, entry: _Entry) -> Iterator[str]:
-    return _changed(owner, entry, _takes)
-
-
-def _changed(
-    owner: Any, entry: _Entry, fits: Callable[[list[inspect.Parameter], Sequence[inspect.Parameter]], bool]
-) -> Iterator[str]:
-    is_constructor = entry.name == "__init__"
-    name = owner.__name__ if is_constructor else f"{owner.__name__}.{entry.name}"
-    found = owner if is_constructor else getattr(owner, entry.name, None)
-    if found is None:
-        yield f"{name} is gone"
-        return
-    if not callable(found):
-        yield f"{name} is not a function"
-        return
-    theirs = list(inspect.signature(found).parameters.values())
-    is_bound = isinstance(inspect.getattr_static(owner, entry.name), classmethod | staticmethod)
-    if isinstance(owner, type) and not is_constructor and not is_bound:
-        theirs = theirs[1:]  # self
-    if not fits(theirs, entry.parameters):
-        shown, known = (", ".join(map(_shown, each)) for each in (theirs, entry.parameters))
-        yield f"{name} takes ({shown}), and kvtiers expects ({known})"
-
-
-def _takes(theirs: list[inspect.Parameter], ours: Sequence[inspect.Parameter]) -> bool:
+def _changed_function(owner: Any, text: str) -> Iterator[str]:
     """Whether a function accepts the arguments that kvtiers passes, and requires no others."""
-    left = {each.name: each for each in theirs}
-    for place, argument in enumerate(ours):
-        name = argument.name
-        if argument.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
-            if place >= len(theirs) or theirs[place].kind is inspect.Parameter.KEYWORD_ONLY:
-                return False
-            if name.startswith("_"):
-                name = theirs[place].name
-            elif name != theirs[place].name:
-                return False
-        if left.pop(name, None) is None:
-            return False
-    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return all(each.default is not inspect.Parameter.empty or each.kind in variable for each in left.values())
+    name, _, arguments = text.strip().removesuffix(")").partition("(")
+    parameters = _parameters(owner, name)
+    if parameters is None:
+        yield f"{owner.__name__}.{name} is gone"
+        return
+    by_place, _, by_name = arguments.partition("*, ")
+    passed = [argument for argument in by_place.split(", ") if argument]
+    try:
+        bound = inspect.Signature(parameters).bind(*passed, **{each: each for each in by_name.split(", ") if each})
+    except TypeError:
+        fits = False
+    else:  # each argument is its own name
+        fits = all(argument in ("_", parameter) for parameter, argument in bound.arguments.items())
+    if not fits:
+        yield _takes(owner, name, parameters, arguments)
 
 
-def _is_called_with(theirs: list[inspect.Parameter], ours: Sequence[inspect.Parameter]) -> bool:
-    """Whether kvtiers' method can be called by vLLM's signature: the names and their order are the same."""
-    names = [each.name for each in theirs]
-    optional = {each.name for each in ours if each.default is not inspect.Parameter.empty}
-    return names == [each.name for each in ours if each.name in names or each.name not in optional]
+def _parameters(owner: Any, name: str) -> list[inspect.Parameter] | None:
+    """Without ``self``; None: there is no such function."""
+    function = owner if name == "__init__" else getattr(owner, name, None)
+    if not callable(function):
+        return None
+    parameters = list(inspect.signature(function).parameters.values())
+    is_bound = name == "__init__" or isinstance(inspect.getattr_static(owner, name), classmethod | staticmethod)
+    return parameters[1:] if isinstance(owner, type) and not is_bound else parameters
+
+
+def _takes(owner: Any, name: str, theirs: list[inspect.Parameter], known: str) -> str:
+    full_name = owner.__name__ if name == "__init__" else f"{owner.__name__}.{name}"
+    return f"{full_name} takes ({', '.join(map(_shown, theirs))}), and kvtiers expects ({known})"
 
 
 def _shown(parameter: inspect.Parameter) -> str:
-    name = "_" if parameter.name.startswith("_") else parameter.name
     if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-        return f"**{name}"
-    return name if parameter.default is inspect.Parameter.empty else f"{name}="
+        return f"**{parameter.name}"
+    return parameter.name if parameter.default is inspect.Parameter.empty else f"{parameter.name}="
 
 
 def _attributes(owner: Any) -> set[str]:

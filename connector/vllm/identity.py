@@ -95,8 +95,7 @@ IGNORED: Mapping[str, Mapping[str, str]] = {
     },
     "OffloadConfig": {_MEMORY: "*"},
     "AttentionConfig": {
-        # kv_platform has those that choose a layout, where blocks are not in the order of tokens.
-        _ELSEWHERE: "backend backend_per_kind flash_attn_version use_trtllm_attention mla_prefill_backend",
+        _ELSEWHERE: "mla_prefill_backend",
         _COMPILED: "flash_attn_max_num_splits_for_cuda_graph tq_max_kv_splits_for_cuda_graph "
         "sparse_mla_prefill_workspace_factor",
     },
@@ -150,7 +149,7 @@ IGNORED_VARIABLES: Mapping[str, str] = {
     _OUTPUT: "CHAT_TEMPLATE_FUEL",
     _COMPILED: "USE_AOT_COMPILE USE_BREAKABLE_CUDAGRAPH ENABLE_STARTUP_PLAN FLASHINFER_AUTOTUNE_CACHE_DIR "
     "FORCE_AOT_LOAD TRITON_JIT_WARMUP_NUM_THREADS XLA_CACHE_PATH DISABLE_COMPILE_CACHE",
-    "is in the namespace by weights.py or kv_platform": "KV_CACHE_LAYOUT PP_LAYER_PARTITION MLA_DISABLE",
+    _ELSEWHERE: "KV_CACHE_LAYOUT",
 }
 
 

@@ -10,6 +10,7 @@ from prometheus_client import Counter
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from connector.prefix_store import PrefixCounts
+from connector.vllm.contract import implements
 
 PREFIX = "vllm:kvtiers_prefix_"
 #: Fields of PrefixCounts, and what the connector itself counts.
@@ -25,10 +26,11 @@ HELP = {
     "bytes_removed": "Bytes of these.",
     "lookups_given_up": "Lookups that lookup_deadline_s ended, or that were not made because all threads hung.",
     "loads_failed": "Loads that failed, or that load_deadline_s or a reset ended; their blocks are computed.",
-    "dropped_blocks": "Blocks that were not stored: too many bytes waited, or another connector's loads left no step.",
+    "dropped_blocks": "Blocks that were not stored, because too many bytes waited to be stored.",
 }
 
 
+@implements
 class PrefixStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not installed where mypy runs
     """What changed: counts by name."""
 
@@ -68,6 +70,7 @@ class PrefixReporter:
         return PrefixStats(data=changes) if changes else None
 
 
+@implements
 class PrefixPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # as above
     """The counters, in the process that vLLM exports from."""
 

@@ -64,7 +64,6 @@ class Request:
         is_given_up: it was not waited for to its end.
         found: its answer, leading blocks; None before there is one.
         stored_blocks: leading blocks that are on storage, or on their way.
-        doubted_blocks: leading blocks that its last step did not store, for another connector's loads.
         load_first: index in the prompt of the first block that was loaded last.
         load_began_at: when that load was asked for.
         has_failed: of some rank, that load.
@@ -82,7 +81,6 @@ class Request:
     found: int | None = None
     num_computed: int = 0
     stored_blocks: int = 0
-    doubted_blocks: int = 0
     load_first: int = 0
     load_began_at: float = 0.0
     has_failed: bool = False

@@ -17,7 +17,6 @@ does not answer within ``load_deadline_s``.
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import replace
 from typing import Any
@@ -30,7 +29,8 @@ from connector.prefix_format import FORMAT
 from connector.prefix_limits import PrefixLimits
 from connector.prefix_place import seconds_of, shared_place
 from connector.prefix_store import PrefixStore, blocks_in_all
-from connector.vllm import siblings, translate, weights
+from connector.vllm import refusals, translate, weights
+from connector.vllm.contract import implements
 from connector.vllm.logs import log_as_vllm
 from connector.vllm.prefix_metrics import PrefixPromMetrics, PrefixReporter, PrefixStats
 from connector.vllm.prefix_model import kv_cache_spec_of
@@ -58,6 +58,7 @@ LOOKUP_THREADS = 16
 LOAD_THREADS = 8
 
 
+@implements
 class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
     """Loads and stores prompt prefixes. One object in the scheduler's process, one in each worker's.
 
@@ -69,7 +70,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
     Raises:
         ConfigError: the path is missing or cannot be used, a limit is not accepted, the model has several KV cache
             groups or one that is not of full attention, a block's tokens are on several ranks, or a connector beside
-            it makes KV up.
+            it may load within a step.
         StorePermissionError, StoreConfigError: of a bucket, as ``S3TierManager`` says.
     """
 
@@ -115,8 +116,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         self._loading: dict[str, frozenset[int]] = {}  # request -> blocks that workers fill, though it may be aborted
         self._loads: list[Transfer] = []  # not handed to the workers yet
         self._drops_loads = False
-        steps_max = translate.steps_max(vllm_config, parallel.pp_size)
-        self._saves = PrefixSaves(self._block_size, steps_max, stores_any=stores_any)
+        self._saves = PrefixSaves(self._block_size, stores_any=stores_any)
         self._adapters = weights.Adapters()
         self._uses = PrefixUses(self._stores)
         num_blocks = int(kv_cache_config.num_blocks)
@@ -150,7 +150,6 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
             # A process knows the layers of its own stage. Files are named by layer, so one that is missing is noticed.
             groups = tuple(replace(group, layer_names=()) for group in spec.config.groups)
             spec = replace(spec, config=replace(spec.config, groups=groups))
-            fields["pp_layer_partition"] = os.environ.get("VLLM_PP_LAYER_PARTITION")
         return FileMapper.from_offloading_spec("", spec, extra_fields=fields)
 
     @classmethod
@@ -159,9 +158,11 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         return PrefixStats(data=data or {})
 
     @classmethod
-    def build_prom_metrics(cls, *arguments: Any) -> PrefixPromMetrics:
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
+    ) -> PrefixPromMetrics:
         """Where they are exported."""
-        return PrefixPromMetrics(*arguments)
+        return PrefixPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def get_kv_connector_stats(self) -> PrefixStats | None:
         """What changed since the last step."""
@@ -169,7 +170,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
             for count, by_reason in (("chunks_removed", "removed_blobs"), ("bytes_removed", "removed_bytes")):
                 self._removed[count] += sum(told.get("report", {}).get(by_reason, {}).values())
         own = {
-            "dropped_blocks": self._saves.dropped_blocks + self._worker.dropped_blocks,
+            "dropped_blocks": self._worker.dropped_blocks,
             "loads_failed": self._worker.loads_failed,
             "lookups_given_up": self._lookups_given_up,
             **self._removed,
@@ -180,7 +181,6 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens on storage beyond those computed, block-aligned, never the prompt's last one. None: ask again."""
-        self._saves.asked(request.request_id, num_computed_tokens)
         state = self._remember(request)
         if state is None or state.failed_loads >= FAILED_LOADS_MAX:
             return 0, False
@@ -237,24 +237,26 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
     def update_connector_output(self, connector_output: Any) -> None:
         """Store what could not be loaded again, when it was computed. What came too late is not asked for again."""
         hung_since = time.monotonic() - self._load_deadline_s
-        failed = of_others = set(connector_output.invalid_block_ids or ())
+        failed = set(connector_output.invalid_block_ids or ())
         for req_id, blocks in self._loading.items() if failed else ():
-            of_others = of_others - blocks
             if not blocks.isdisjoint(failed) and (state := self._requests.get(req_id)) is not None:
                 state.stored_blocks = state.load_first
                 state.has_failed = True
                 if state.load_began_at <= hung_since:
                     state.failed_loads = FAILED_LOADS_MAX
                 self._saves.stored.discard(state.hashes[state.load_first :])
-        if of_others:
-            self._saves.load_of_others_failed(self._requests.values())
         for req_id in connector_output.finished_recving or ():
             self._loading.pop(req_id, None)
             if (loaded := self._requests.get(req_id)) is not None:
                 loaded.failed_loads += loaded.has_failed  # once, though ranks may have said so in several steps
 
     def build_connector_meta(self, scheduler_output: Any) -> SharedStorageMetadata:
-        """This step's loads and stores; ``scheduler_output`` is only read."""
+        """This step's loads and stores; ``scheduler_output`` is only read.
+
+        Raises:
+            ConfigError: another connector loads within this step.
+        """
+        refusals.check_step(scheduler_output)
         transfers = self._loads + self._saves.of_step(scheduler_output, self._requests)
         idle = not scheduler_output.num_scheduled_tokens
         meta = SharedStorageMetadata(transfers, idle, self._revision, self._drops_loads)
@@ -264,11 +266,8 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:  # noqa: ARG002
         """Nothing of it needs its blocks any more: what is stored was copied in its step."""
         state = self._requests.pop(request.request_id, None)
-        if state is None:
-            return False, None
-        if state.matched is not None:
+        if state is not None and state.matched is not None:
             state.matched.cancel()
-        self._saves.request_finished(state)
         return False, None
 
     def reset_cache(self) -> bool | None:
@@ -319,7 +318,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """The paged buffers, by layer. By now vLLM has made all connectors of the process."""
-        siblings.check_none_makes_kv_up()
+        refusals.check_siblings()
         self._worker.register(kv_caches)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002

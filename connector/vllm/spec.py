@@ -31,7 +31,8 @@ from connector.base import (
 from connector.gpu_handler import create_handlers
 from connector.shared_region import reap_stale_regions
 from connector.spec import TieringOffloadingSpec
-from connector.vllm import ending, hosts, kv_groups, translate
+from connector.vllm import ending, kv_groups, refusals, translate
+from connector.vllm.contract import implements
 from connector.vllm.handed import handed_over
 from connector.vllm.metrics import StatsExporter, definitions, tiering_definitions
 from connector.vllm.pacing import Pacer
@@ -50,6 +51,7 @@ _JOBS_MAX = 1 << 20
 _STEPS_IN_FLIGHT = 3
 
 
+@implements
 class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed where mypy runs
     """Wires our region, tiering and handlers for vLLM. Made once in the scheduler's process and once in each worker's.
 
@@ -128,7 +130,7 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
         absent = spec.region.absent_workers()
         if absent and self.deployment.tiers:
             spec.shutdown()
-            raise hosts.refusal(f"workers {absent} have not mapped the scheduler's region")
+            raise refusals.several_hosts(f"workers {absent} have not mapped the scheduler's region")
 
     def _join(self, rank: int | None) -> TieringOffloadingSpec:
         for path in reap_stale_regions():
@@ -151,6 +153,7 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
             raise
 
 
+@implements
 class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installed where mypy runs
     """TieringOffloadingManager of ours, spoken to in vLLM's words. Scheduler thread only.
 
@@ -352,6 +355,7 @@ def canonical_kv_caches(kv_caches: Any) -> CanonicalKVCaches:
     )
 
 
+@implements
 class KVTiersWorker(VllmWorker):  # type: ignore[misc]  # vLLM is not installed where mypy runs
     """Copies between a worker's KV tensors and its cells of a region. The worker's thread only.
 

@@ -16,7 +16,8 @@ from vllm.v1.kv_offload.tiering.base import JobResult as VllmJobResult
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager as VllmTier
 
 from connector.tier_guard import RAISED, GuardedTier, load_deadline_s, shut_down_tiers
-from connector.vllm import ending, hosts, kv_groups, translate
+from connector.vllm import ending, kv_groups, refusals, translate
+from connector.vllm.contract import implements
 from connector.vllm.handed import handed_over
 from connector.vllm.metrics import StatsExporter, definitions
 from connector.vllm.pacing import Pacer
@@ -35,6 +36,7 @@ logger = get_logger(__name__)
 _DRAIN_POLL_S = 0.01
 
 
+@implements
 class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed where mypy runs
     """One tier of ours, spoken to in vLLM's words. Scheduler thread only.
 
@@ -72,7 +74,7 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
     ) -> None:
         handed = handed_over()
         vllm_config, kv_cache_config = handed.vllm_config, handed.kv_cache_config
-        hosts.check_one_host(vllm_config)
+        refusals.check_one_host(vllm_config)
         kv_groups.check_layout(offloading_spec.config, kv_cache_config)
         kv_groups.check_attention(offloading_spec.config, kv_cache_config)
         if offloading_spec.blocks_per_chunk > 1 and kv_groups.has_window(offloading_spec.config, kv_cache_config):

@@ -174,12 +174,6 @@ class Role(NamedTuple):
     stores: bool = True
 
 
-def steps_max(vllm_config: Any, pp_size: int) -> int:
-    """How many steps vLLM has under way at once."""
-    # Where a version does not say: those of its executors, of which async scheduling takes two.
-    return int(getattr(vllm_config, "max_concurrent_batches", max(2, pp_size)))
-
-
 def role_of(vllm_config: Any | None) -> Role:
     """kv_producer: only stores; kv_consumer: only loads; else both. Says so where it is not both."""
     kv_role = getattr(getattr(vllm_config, "kv_transfer_config", None), "kv_role", None)
@@ -218,72 +212,42 @@ def _identity_of(vllm_config: Any) -> dict[str, Any]:
     return found
 
 
-def kv_platform(vllm_config: Any | None, block_sizes: Iterable[int], *, by_token: bool = False) -> str:
+def kv_platform(vllm_config: Any, block_sizes: Iterable[int], *, by_token: bool = False) -> str:
     """Whose kernels lay out the KV: "cuda", "cuda:" and a digest, or "cpu:amx".
 
     vLLM's CPU backend packs the same KV in another order where the machine has AMX: with the same sizes, and wrong
     tokens for who takes one for the other. So do ROCm's attention backends with keys, under one name of layout, and
     CUDA's where their kernels' blocks are smaller than vLLM's: of 64 tokens, say, so that a block of 128 has its heads
     twice. How small they are no config tells, only that all take 16. (``kv_groups.is_in_token_order`` knows others that
-    all lay out alike.)
+    all lay out alike.) The digest has what vLLM chooses a backend by, beyond the options in ``identity``.
 
     Args:
         block_sizes: tokens of a block, of each group.
         by_token: see ``engine_spec``.
     """
-    if current_platform.is_rocm():
-        return f"rocm:{_rocm_kernels(vllm_config)}"
-    if not current_platform.is_cpu():
-        name = str(current_platform.device_name or current_platform.device_type or "unknown")
-        is_one_kernels_block = max(block_sizes, default=0) <= KERNEL_BLOCK_TOKENS
-        return name if by_token or is_one_kernels_block else f"{name}:{_cuda_kernels(vllm_config)}"
-    model = getattr(vllm_config, "model_config", None)
+    if current_platform.is_cpu():
+        return f"cpu:{_cpu_kernels(vllm_config.model_config, block_sizes)}"
+    is_rocm = current_platform.is_rocm()
+    name = "rocm" if is_rocm else str(current_platform.device_name or current_platform.device_type or "unknown")
+    if not is_rocm and (by_token or max(block_sizes, default=0) <= KERNEL_BLOCK_TOKENS):
+        return name
+    gpu = None
+    with suppress(Exception):  # the driver's; no reason not to start
+        gpu = current_platform.get_device_name() if is_rocm else [*current_platform.get_device_capability()]
+    return f"{name}:{value_digest([gpu, vllm.__version__.split('.')[:2]])}"
+
+
+def _cpu_kernels(model: Any, block_sizes: Iterable[int]) -> str:
     try:
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-        assert model is not None
         head_size = model.get_head_size()
-        chosen = {_get_attn_isa(model.dtype, size, head_size) for size in block_sizes}
-        return f"cpu:{'+'.join(sorted(chosen))}"
+        return "+".join(sorted({_get_attn_isa(model.dtype, size, head_size) for size in block_sizes}))
     except Exception as e:  # noqa: BLE001 - a private function of vLLM's, which may go or change with any release
         logger.debug("how this CPU's kernels pack KV is not known: %r", e)
     # Machines that differ in what vLLM's kernels look at share nothing.
     supports_amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
-    return f"cpu:{platform.machine()}{'+amx' if supports_amx else ''}"
-
-
-def _cuda_kernels(vllm_config: Any | None) -> str:
-    """What the choice of a backend depends on. Of what it chose no config tells."""
-    capability = None
-    with suppress(Exception):  # the driver's; no reason not to start
-        capability = current_platform.get_device_capability()
-    # These decide how large a kernel's block may be: by how a backend computes, or as a group's backends cut alike.
-    attention = getattr(vllm_config, "attention_config", None)
-    options = {name: getattr(attention, name, None) for name in ("flash_attn_version", "use_trtllm_attention")}
-    options["draft"] = getattr(getattr(vllm_config, "speculative_config", None), "attention_backend", None)
-    told = {name: str(value) for name, value in options.items() if value is not None}
-    if os.environ.get("VLLM_BATCH_INVARIANT", "0") != "0":
-        told["batch_invariant"] = "True"
-    return value_digest([*_asked_kernels(vllm_config), capability and [*capability], *([told] if told else [])])
-
-
-def _rocm_kernels(vllm_config: Any | None) -> str:
-    """What the choice of a backend, and how it packs keys, depends on."""
-    variables = {name: value for name, value in os.environ.items() if name.startswith("VLLM_ROCM_")}
-    backend, per_kind, release = _asked_kernels(vllm_config)
-    gpu = None
-    with suppress(Exception):  # amdsmi's; no reason not to start
-        gpu = current_platform.get_device_name()
-    return value_digest([backend, per_kind, variables, release, gpu])
-
-
-def _asked_kernels(vllm_config: Any | None) -> tuple[str, str, str]:
-    """The backends that were asked for, and the release, which decides where none was."""
-    attention = getattr(vllm_config, "attention_config", None)
-    per_kind = getattr(attention, "backend_per_kind", None)
-    if isinstance(per_kind, dict):  # in whatever order it was written
-        per_kind = sorted((str(kind), str(backend)) for kind, backend in per_kind.items())
-    return str(getattr(attention, "backend", None)), str(per_kind), ".".join(vllm.__version__.split(".")[:2])
+    return f"{platform.machine()}{'+amx' if supports_amx else ''}"
 
 
 def _hash_algorithm(vllm_config: Any | None) -> str:

@@ -1,4 +1,4 @@
-"""What decides the KV of given tokens beyond a model's name: its weights, and what an engine was told to do with them.
+"""The weights of an engine: what decides the KV of given tokens beyond a model's name and the options in ``identity``.
 
 Weights are known by their commit, else by what is in their folder. The answer must be the same in the scheduler, in
 every worker and on every host with the same files. So it does not come from vLLM's ``hf_config`` where there are files:
@@ -47,16 +47,19 @@ _OWN_FILES = frozenset(
 #: Fields of ``--model-loader-extra-config`` that say where weights are. The others are speeds and secrets.
 _LOCATION = re.compile(r"(.*_)?(uri|url|dir|path|pattern|endpoint)")
 
-#: Variables that have activations quantized where the weights' format does not say so.
-_INPUT_QUANT = ("VLLM_HUMMING_INPUT_QUANT_CONFIG", "VLLM_MARLIN_INPUT_DTYPE")
+#: Variables that change what is computed. ``identity`` has the scheduler's; a worker on another host may have others.
+_COMPUTING_VARIABLES = (
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG",
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
+    "VLLM_MARLIN_INPUT_DTYPE",
+    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
+)
 
 _LLAMA4_TUNED_ABOVE_TOKENS = 32_768
 
 
 def kv_revision(vllm_config: Any) -> str | None:
-    """The weights, and each setting of an engine with which the same weights give other KV; None: nothing is known.
-
-    Settings at their defaults add nothing.
+    """The weights, and what no option says and with which the same weights give other KV; None: nothing is known.
 
     Args:
         vllm_config: vLLM's VllmConfig, or what has some of its fields.
@@ -77,69 +80,18 @@ def kv_revision(vllm_config: Any) -> str | None:
         )
     load = getattr(vllm_config, "load_config", None)
     parts = [weights_revision(model, load), *_by_length(model)]
-    multimodal = getattr(model, "multimodal_config", None)
-    scales = getattr(multimodal, "mm_encoder_fp8_scale_path", None)
-    parallel = getattr(vllm_config, "parallel_config", None)
-    is_pipeline = getattr(parallel, "pipeline_parallel_size", 1) > 1
-    attention = getattr(vllm_config, "attention_config", None)
+    scales = getattr(getattr(model, "multimodal_config", None), "mm_encoder_fp8_scale_path", None)
+    if scales:
+        parts.append(f"mm_scales:{files_digest(scales) or scales}")
+    variables = {name: os.environ[name] for name in _COMPUTING_VARIABLES if os.environ.get(name)}
+    if variables:
+        parts.append(f"variables:{value_digest(variables)}")
     speculative = getattr(vllm_config, "speculative_config", None)
-    lora = getattr(vllm_config, "lora_config", None)
-    settings = {
-        "lora": sorted(getattr(lora, "target_modules", None) or ()),  # adapters count in these alone
-        "quant": getattr(model, "quantization_config", None),
-        "kv_skip": sorted(getattr(cache, "kv_cache_dtype_skip_layers", None) or ()),
-        "mamba": [
-            dtype
-            for name in ("mamba_cache_dtype", "mamba_ssm_cache_dtype")
-            if (dtype := getattr(cache, name, "auto")) != "auto"
-        ],
-        "mm": {
-            name: value
-            for name in ("mm_processor_kwargs", "video_pruning_rate", "video_pruning_method", "mm_encoder_attn_dtype")
-            if (value := getattr(multimodal, name, None))
-        },
-        "mm_scales": scales and (files_digest(scales) or scales),
-        "non_causal": getattr(attention, "use_non_causal", False),
-        "indexer": _unless(getattr(attention, "indexer_kv_dtype", None), "auto"),
-        "interleave": _unless(getattr(parallel, "cp_kv_cache_interleave_size", None), 1),
-        "stages": os.environ.get("VLLM_PP_LAYER_PARTITION") if is_pipeline else None,
-        "routing": os.environ.get("VLLM_MOE_ROUTING_SIMULATION_STRATEGY"),  # of benchmarks: what is computed is garbage
-        "online_quant": os.environ.get("VLLM_HUMMING_ONLINE_QUANT_CONFIG"),
-        "input_quant": {name: os.environ[name] for name in _INPUT_QUANT if os.environ.get(name)},
-        "mla_off": _unless(os.environ.get("VLLM_MLA_DISABLE", "0"), "0"),
-        "classes": getattr(model, "model_class_overrides", None),
-        "draft_dtype": getattr(speculative, "kv_cache_dtype", None),
-        **_of_states(vllm_config, model, cache, speculative),
-    }
-    parts += [f"{name}:{value_digest(value)}" for name, value in settings.items() if value]
     draft = getattr(speculative, "draft_model_config", None)
-    if draft is not None and draft.model == model.model:  # layers of the model's own, which one stage alone can name
-        parts += [f"draft:{getattr(speculative, 'method', None)}"] if is_pipeline else []
-    elif draft is not None:  # its layers' KV is in the blocks, too
+    if draft is not None and draft.model != model.model:  # its layers' KV is in the blocks, too
         revision = weights_revision(draft, getattr(speculative, "draft_load_config", None) or load)
         parts.append(f"draft:{value_digest([draft.model, revision])}")
     return "+".join(part for part in parts if part) or None
-
-
-def _of_states(vllm_config: Any, model: Any, cache: Any, speculative: Any) -> dict[str, Any]:
-    """What changes a page's bytes, and not its size, where not all of it is attention's in the cache's own dtype."""
-    has_states = getattr(model, "is_hybrid", False) or getattr(model, "is_attention_free", False)
-    # Of a cache with a dtype of its own, states and skipped layers keep the model's, which is then nowhere else.
-    is_mixed = has_states or getattr(cache, "kv_cache_dtype_skip_layers", None)
-    has_own_dtype = getattr(cache, "cache_dtype", "auto") != "auto"
-    settings: dict[str, Any] = {"dtype": str(getattr(model, "dtype", None)) if is_mixed and has_own_dtype else None}
-    if has_states:
-        # A convolution's state has a row more for each token that may be drafted; padding hides that from the size.
-        settings["state_drafts"] = getattr(speculative, "num_speculative_tokens", None)
-        settings["conv_layout"] = _unless(os.environ.get("VLLM_SSM_CONV_STATE_LAYOUT"), "SD")
-        if getattr(cache, "use_replayssm", False):  # a state has inputs beside it that are not in it yet
-            backend = getattr(getattr(vllm_config, "mamba_config", None), "backend", None)
-            settings["replay"] = [getattr(cache, "replayssm_buffer_len", None), str(backend)]
-    return settings
-
-
-def _unless(value: Any, default: Any) -> Any:
-    return None if value == default else value
 
 
 def _refuse_pooling_of_whole_prompts(model: Any) -> None:

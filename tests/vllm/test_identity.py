@@ -71,6 +71,40 @@ def test_a_changed_field_changes_the_namespace_unless_it_is_in_the_table(cls: ty
         assert differs != is_ignored(cls, field.name), f"{cls.__name__}.{field.name}"
 
 
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    {
+        "AttentionConfig": "backend backend_per_kind flash_attn_version indexer_kv_dtype use_non_causal "
+        "use_trtllm_attention",
+        "CacheConfig": "cache_dtype kv_cache_dtype_skip_layers mamba_cache_dtype mamba_ssm_cache_dtype "
+        "replayssm_buffer_len use_replayssm",
+        "LoRAConfig": "target_modules",
+        "MambaConfig": "backend",
+        "ModelConfig": "dtype model_class_overrides quantization_config",
+        "MultiModalConfig": "mm_encoder_attn_dtype mm_processor_kwargs video_pruning_method video_pruning_rate",
+        "ParallelConfig": "cp_kv_cache_interleave_size",
+        "SpeculativeConfig": "attention_backend kv_cache_dtype method num_speculative_tokens",
+    }.items(),
+    ids=str,
+)
+def test_options_that_are_known_to_change_kv_count(name: str, fields: str) -> None:
+    """With another one of these a block may have as many bytes and another meaning."""
+    cls = next(each for each in CLASSES if each.__name__ == name)
+    assert not [field for field in fields.split() if is_ignored(cls, field)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("BATCH_INVARIANT", "HUMMING_INPUT_QUANT_CONFIG", "HUMMING_ONLINE_QUANT_CONFIG", "MARLIN_INPUT_DTYPE"),
+        *("MLA_DISABLE", "MOE_ROUTING_SIMULATION_STRATEGY", "PP_LAYER_PARTITION", "ROCM_SHUFFLE_KV_CACHE_LAYOUT"),
+        "SSM_CONV_STATE_LAYOUT",
+    ],
+)
+def test_variables_that_are_known_to_change_kv_count(name: str) -> None:
+    assert identity(VllmConfig(), {f"VLLM_{name}": "1"}) == {f"VLLM_{name}": "1"}
+
+
 def test_every_line_of_the_table_names_what_some_supported_release_has() -> None:
     """Classes and fields of other releases than the installed one are few: most lines are of this one."""
     known = {cls.__name__: {field.name for field in dataclasses.fields(cls)} for cls in CLASSES}

@@ -623,58 +623,9 @@ def test_a_load_that_fails_when_its_client_has_left_says_nothing_about_other_req
     assert not rig.scheduler._loading
 
 
-@pytest.mark.parametrize("more", [{"has_sync_kv_loads": True}, {}], ids=["vLLM says so", "vLLM does not say"])
-@pytest.mark.parametrize("has_failed", [False, True])
-def test_what_is_computed_over_another_connectors_load_is_stored_only_if_that_came(
-    rigs: Any, more: dict[str, Any], has_failed: bool
-) -> None:
-    rig, ids = rigs(), [3, 7, 1, 9, 5]
-    assert rig.matched(prompt(TOKENS)) == (0, False)
-    other = prompt(TOKENS[1:], "other")  # may share what was not loaded
-    assert rig.matched(other) == (0, False)
-    both = step(new={"r": (ids, 8, 10), "other": ([0, 2, 4, 6, 8], 0, 17)}, **more)
-    assert rig.stores(both) == []
-    # With async scheduling this one is built before it is known what came of the first.
-    assert rig.stores(step(cached={"r": ([], 18, 1), "other": ([], 17, 1)})) == []
-    rig.report("elsewhere", {3, 7} if has_failed else set())
-    stored = rig.stores(step(cached={"r": ([], 19, 1), "other": ([], 18, 1)}))
-    assert stored == ([] if has_failed else [(0, 4), (0, 4)])
-
-
-def test_nothing_is_stored_that_stands_on_a_failed_load_of_a_request_that_was_aborted(rigs: Any) -> None:
-    rig, ids = rigs(), [3, 7, 1, 9, 5]
-    gone = prompt(TOKENS)
-    assert rig.matched(gone) == (0, False)
-    assert rig.stores(step(new={"r": (ids, 8, 10)}, has_sync_kv_loads=True)) == []
-    rig.scheduler.request_finished(gone, ids)  # so vLLM keeps its blocks as good
-    rig.report("elsewhere", {3, 7})
-    finds, computes = prompt(TOKENS, "finds"), prompt(TOKENS, "computes")
-    assert rig.matched(finds, 16) == (0, False)
-    assert rig.stores(step(new={"finds": (ids, 16, 2)})) == []
-    assert rig.matched(computes) == (0, False)
-    assert rig.stores(step(new={"computes": ([0, 2, 4, 6, 8], 0, 18)})) == [(0, 4)]
-
-
-def test_blocks_that_another_connectors_loads_left_no_step_to_store_are_counted(rigs: Any) -> None:
-    rig, ids = rigs(), [3, 7, 1, 9, 5]
-    store_whole(rig, TOKENS[:9], [0, 2, 4])
-    request = prompt(TOKENS)
-    rig.matched(request)
-    assert rig.stores(step(new={"r": (ids, 0, 14)}, has_sync_kv_loads=True)) == []
-    assert rig.stores(step(cached={"r": ([], 14, 4)}, has_sync_kv_loads=True)) == []
-    assert rig.scheduler.get_kv_connector_stats() is None
-    rig.scheduler.request_finished(request, ids)
-    assert rig.scheduler.get_kv_connector_stats().data == {"dropped_blocks": 2}
-    for req_id in ("once more", "and stored"):
-        request = prompt(TOKENS, req_id)
-        rig.matched(request)
-        rig.stores(step(new={req_id: (ids, 0, 18)}, has_sync_kv_loads=True))
-        rig.stores(step(cached={req_id: ([], 18, 1)}, has_sync_kv_loads=False))
-        if req_id == "and stored":
-            rig.stores(step(cached={req_id: ([], 19, 1)}, has_sync_kv_loads=False))
-        rig.scheduler.request_finished(request, ids)
-        counted = rig.scheduler.get_kv_connector_stats()
-        assert (counted and counted.data) == ({"dropped_blocks": 2} if req_id == "once more" else None)
+def test_a_step_in_which_another_connector_loads_ends_the_engine(rigs: Any) -> None:
+    with pytest.raises(ConfigError, match="connectors: .* may load within a step"):
+        rigs().scheduler.build_connector_meta(step(has_sync_kv_loads=True))
 
 
 def test_loads_of_another_connector_that_no_step_waits_for_are_stored_as_they_come(rigs: Any) -> None:

@@ -246,64 +246,44 @@ def test_a_platform_that_is_no_cpu_is_known_by_its_name(monkeypatch: pytest.Monk
     assert built_by(some_vllm_config(), groups=(group,)).config.platform == "cuda"
 
 
-def test_cudas_backends_share_nothing_where_a_kernels_block_may_be_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cudas_kernels_share_nothing_where_their_blocks_may_be_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block of several of a kernel's has its heads in each of them, in the same layout and size."""
 
-    def platform(
-        tokens: int, backend: str | None = None, kinds: Any = None, capability: Any = (9, 0), **options: Any
-    ) -> str | None:
+    def platform(tokens: int, capability: Any = (9, 0)) -> str | None:
         gpu = {"is_cpu": lambda: False, "is_rocm": lambda: False, "device_name": "cuda"}
         cuda = SimpleNamespace(**gpu, get_device_capability=lambda: capability)
         monkeypatch.setattr(translate, "current_platform", cuda)
-        config = some_vllm_config()
-        config.speculative_config = SimpleNamespace(attention_backend=options.pop("draft", None))
-        config.attention_config = SimpleNamespace(backend=backend, backend_per_kind=kinds or {}, **options)
         group = OffloadingGroupConfig(tokens_per_block=tokens, layer_names=("a",), group_id=0)
-        return built_by(config, groups=(group,)).config.platform
+        return built_by(some_vllm_config(), groups=(group,)).config.platform
 
-    others: list[dict[str, Any]] = [
-        {"backend": "FLASHINFER"},
-        {"kinds": {"sliding": "FLASHINFER"}},
-        {"capability": (10, 0)},
-        {"flash_attn_version": 4},
-        {"use_trtllm_attention": False},
-        {"draft": "FLASHINFER"},
-    ]
-    assert {platform(16), *(platform(16, **other) for other in others)} == {"cuda"}
+    assert platform(16) == platform(16, (10, 0)) == "cuda"
     plain = platform(32)
     assert str(plain).startswith("cuda:")
     assert platform(32) == platform(128) == plain
-    kinds = {"full": "A", "sliding": "B"}
-    assert platform(32, kinds=kinds) == platform(32, kinds=dict(reversed(kinds.items())))
     assert translate.kv_platform(some_vllm_config(), [32], by_token=True) == "cuda"
-    assert platform(32, flash_attn_version=None, use_trtllm_attention=None) == plain
-    found = [platform(32, **other) for other in others]
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    found.append(platform(32))
+    found = [platform(32, (10, 0)), platform(32, None)]
     monkeypatch.setattr(vllm, "__version__", "0.99.1")
     found.append(platform(32))
-    assert len({plain, *found}) == 9
+    assert len({plain, *found}) == 4
 
 
-def test_rocms_backends_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which one packs keys, and how, depends on these; layouts and sizes are the same."""
+def test_rocms_gpus_and_releases_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which backend packs keys, and how, depends on these; layouts and sizes are the same."""
 
-    def platform(backend: str | None = None, gpu: str = "MI300X") -> str | None:
-        rocm = SimpleNamespace(is_cpu=lambda: False, is_rocm=lambda: True, get_device_name=lambda: gpu)
+    def platform(gpu: str = "MI300X") -> str | None:
+        rocm = SimpleNamespace(
+            is_cpu=lambda: False, is_rocm=lambda: True, get_device_name=lambda: gpu, device_name="rocm"
+        )
         monkeypatch.setattr(translate, "current_platform", rocm)
-        config = some_vllm_config()
-        config.attention_config = SimpleNamespace(backend=backend, backend_per_kind={})
-        return built_by(config).config.platform
+        return built_by(some_vllm_config()).config.platform
 
     plain = platform()
     assert str(plain).startswith("rocm:")
     assert platform() == plain
-    others = [platform("TRITON_ATTN"), platform("ROCM_ATTN"), platform(gpu="MI355X")]
-    monkeypatch.setenv("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "1")
-    others.append(platform())
+    others = [platform(gpu="MI355X")]
     monkeypatch.setattr(vllm, "__version__", "0.99.1")
     others.append(platform())
-    assert len({plain, *others}) == 6
+    assert len({plain, *others}) == 3
 
 
 @pytest.fixture
@@ -424,8 +404,8 @@ def test_without_commit_and_files_and_with_a_function_the_final_config_counts(mo
 
 
 def revision(**changes: Any) -> str | None:
-    """Of a model from a hub; ``load``, ``cache``, ``speculative``, … are vLLM's other configs."""
-    names = ("load", "cache", "speculative", "attention", "parallel", "lora", "mamba")
+    """Of a model from a hub; ``load`` and ``speculative`` are vLLM's other configs."""
+    names = ("load", "speculative")
     others = {f"{name}_config": SimpleNamespace(**changes.pop(name, {})) for name in names}
     hub = {"model": "org/model", "revision": None, "hf_config": SimpleNamespace(_commit_hash="c0ffee")}
     model = some_vllm_config(**hub | changes).model_config
@@ -473,17 +453,7 @@ def test_llama4_tunes_its_attention_by_length_or_as_it_is_told() -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"cache": {"kv_cache_dtype_skip_layers": ["0", "3"]}},
-        {"cache": {"mamba_cache_dtype": "float16"}},
-        {"cache": {"mamba_ssm_cache_dtype": "float16"}},
-        {"quantization_config": {"ignore": ["lm_head"]}},
-        {"multimodal_config": SimpleNamespace(mm_processor_kwargs={"do_rescale": False})},
-        {"multimodal_config": SimpleNamespace(mm_encoder_attn_dtype="fp8")},
         {"multimodal_config": SimpleNamespace(mm_encoder_fp8_scale_path="/absent/scales.json")},
-        {"attention": {"use_non_causal": True}},
-        {"model_class_overrides": {"LlamaForCausalLM": "mine:Other"}},
-        {"lora": {"target_modules": ["q_proj"]}},
-        {"speculative": {"draft_model_config": None, "kv_cache_dtype": "fp8"}},
         {"speculative": {"draft_model_config": SimpleNamespace(model="org/draft", revision="v1")}},
         {"load": {"load_format": "dummy"}},
         {"load": {"load_format": "tensorizer", "model_loader_extra_config": {"tensorizer_uri": "s3://a/b"}}},
@@ -492,25 +462,12 @@ def test_llama4_tunes_its_attention_by_length_or_as_it_is_told() -> None:
     ],
     ids=str,
 )
-def test_settings_with_which_the_same_model_gives_other_kv_share_nothing_with_the_defaults(
+def test_weights_from_elsewhere_share_nothing_with_the_models_own(
     settings: dict[str, Any],
 ) -> None:
     default = revision(
-        cache={"kv_cache_dtype_skip_layers": [], "mamba_cache_dtype": "auto", "mamba_ssm_cache_dtype": "auto"},
-        quantization_config=None,
-        multimodal_config=SimpleNamespace(
-            mm_processor_kwargs=None,
-            video_pruning_rate=None,
-            mm_encoder_attn_dtype=None,
-            mm_encoder_fp8_scale_path=None,
-        ),
-        attention={"use_non_causal": False},
-        model_class_overrides={},
-        lora={"target_modules": None},
-        speculative={
-            "draft_model_config": SimpleNamespace(model="org/model", revision=None),
-            "kv_cache_dtype": None,
-        },
+        multimodal_config=SimpleNamespace(mm_encoder_fp8_scale_path=None),
+        speculative={"draft_model_config": SimpleNamespace(model="org/model", revision=None)},
         load={"load_format": "auto", "model_loader_extra_config": {}},
     )
     assert default == "c0ffee"
@@ -539,22 +496,6 @@ def test_where_tensorizer_loads_from_counts_and_how_it_gets_there_does_not() -> 
     assert {revision(load=load) for load in reading} == {"c0ffee"}
 
 
-def test_how_tokens_are_dealt_to_ranks_and_layers_to_stages_is_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With other sizes of these, a rank's block has other tokens or layers, and as many bytes."""
-    assert revision(parallel={"cp_kv_cache_interleave_size": 1, "pipeline_parallel_size": 1}) == "c0ffee"
-    assert len({revision(parallel={"cp_kv_cache_interleave_size": size}) for size in (1, 4, 16)}) == 3
-    assert revision(attention={"indexer_kv_dtype": "auto"}) == "c0ffee"
-    assert len({revision(attention={"indexer_kv_dtype": dtype}) for dtype in ("auto", "fp8", "mxfp4")}) == 3
-    stages = {"pipeline_parallel_size": 3}
-    plain = revision(parallel=stages)
-    partitions = set()
-    for partition in ("2,1,3", "2,3,1"):
-        monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", partition)
-        partitions.add(revision(parallel=stages))
-        assert revision(parallel={"pipeline_parallel_size": 1}) == "c0ffee"
-    assert len({plain, *partitions}) == 3
-
-
 @pytest.mark.parametrize(
     ("variable", "value"),
     [
@@ -562,10 +503,9 @@ def test_how_tokens_are_dealt_to_ranks_and_layers_to_stages_is_part_of_it(monkey
         ("VLLM_HUMMING_ONLINE_QUANT_CONFIG", '{"bits": 4}'),
         ("VLLM_HUMMING_INPUT_QUANT_CONFIG", '{"bits": 8}'),
         ("VLLM_MARLIN_INPUT_DTYPE", "int8"),
-        ("VLLM_MLA_DISABLE", "1"),
     ],
 )
-def test_variables_that_change_what_is_computed_are_part_of_it(
+def test_variables_that_change_what_is_computed_tell_a_worker_from_its_scheduler(
     variable: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert revision() == "c0ffee"
@@ -580,50 +520,6 @@ def test_one_variables_value_is_not_anothers(monkeypatch: pytest.MonkeyPatch) ->
             patch.setenv(variable, "int8")
             revisions.add(revision())
     assert len(revisions) == 2
-
-
-def test_what_keeps_the_models_dtype_tells_it_where_the_cache_has_another() -> None:
-    """Of a namespace's other fields one has the cache's dtype, and none the model's."""
-    kept: list[dict[str, Any]] = [{"is_hybrid": True}, {"is_attention_free": True}, {"skipped": ["0"]}]
-    for fields in kept:
-        for cache_dtype, count in (("fp8", 2), ("auto", 1)):
-            model = dict(fields)
-            cache = {"cache_dtype": cache_dtype, "kv_cache_dtype_skip_layers": model.pop("skipped", [])}
-            found = {revision(cache=cache, dtype=dtype, **model) for dtype in (torch.bfloat16, torch.float16)}
-            assert len(found) == count, (fields, cache_dtype)
-    plain = {"cache_dtype": "fp8", "kv_cache_dtype_skip_layers": []}
-    assert revision(cache=plain, dtype=torch.float16, is_hybrid=False) == "c0ffee"
-
-
-def test_how_states_of_convolutions_lie_in_their_page_is_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    drafting: dict[str, Any] = {"draft_model_config": None, "method": "ngram"}
-    for hybrid, count in ((True, 3), (False, 1)):
-        lengths: list[dict[str, int]] = [{}, {"num_speculative_tokens": 2}, {"num_speculative_tokens": 3}]
-        assert len({revision(is_hybrid=hybrid, speculative=drafting | length) for length in lengths}) == count
-        monkeypatch.delenv("VLLM_SSM_CONV_STATE_LAYOUT", raising=False)
-        assert revision(is_hybrid=hybrid) == "c0ffee"
-        monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "SD")  # vLLM's default
-        assert revision(is_hybrid=hybrid) == "c0ffee"
-        monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "DS")
-        assert (revision(is_hybrid=hybrid) != "c0ffee") == hybrid
-
-
-def test_whether_states_have_inputs_beside_them_is_part_of_it() -> None:
-    """Of as many bytes, where vLLM pads a state's page to that of attention."""
-
-    def replaying(buffer: int | None, backend: str = "TRITON", *, hybrid: bool = True) -> str | None:
-        cache = {"use_replayssm": buffer is not None, "replayssm_buffer_len": buffer or 16}
-        return revision(is_hybrid=hybrid, cache=cache, mamba={"backend": backend})
-
-    assert replaying(None) == replaying(16, hybrid=False) == "c0ffee"
-    assert len({replaying(None), replaying(16), replaying(8), replaying(16, "FLASHINFER")}) == 4
-
-
-def test_layers_that_a_model_drafts_with_are_part_of_it_where_no_stage_names_them_all() -> None:
-    drafting = {"draft_model_config": SimpleNamespace(model="org/model", revision=None), "method": "mtp"}
-    stages = {"pipeline_parallel_size": 2}
-    assert revision(speculative=drafting) == "c0ffee"
-    assert revision(parallel=stages, speculative=drafting) != revision(parallel=stages)
 
 
 @pytest.mark.parametrize(("pooling", "refused"), [("MEAN", True), ("CLS", True), ("LAST", False), (None, False)])
