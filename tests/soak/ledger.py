@@ -132,7 +132,7 @@ class Ledger:
 
 
 class Pulse:
-    """A thread that beats. Where it is late, no thread of this process could run: nothing can be said of a call then.
+    """A thread that beats. It is late where it got no core or not the GIL: a call's time says nothing then.
 
     A call that waits, for storage or for a lock, does not keep the pulse from beating.
     """
