@@ -98,12 +98,14 @@ sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", *files])
 
 
 def test_what_a_launcher_started_ends_with_it() -> None:
-    status, output = run_to_the_last(
-        ["sh", "-c", "sleep 600 & echo $!; wait"], env={"PATH": os.environ["PATH"]}, timeout_s=3
-    )
-    assert status == -9
-    pid, said = output.split("\n", 1)
-    assert "killed after 3 s" in said
+    command = ["sh", "-c", "sleep 600 & echo $!; wait"]
+    for timeout_s in (3, 60):
+        status, output = run_to_the_last(command, env={"PATH": os.environ["PATH"]}, timeout_s=timeout_s)
+        assert status == -9
+        pid, said = output.split("\n", 1)
+        assert f"killed after {timeout_s} s" in said
+        if pid:  # a busy machine may take longer to start a shell
+            break
 
     def has_ended() -> bool:
         try:

@@ -129,9 +129,10 @@ class SoakEngine:
         seed: int,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
+        late_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.manager = manager
-        self.times = CallTimes(clock)
+        self.times = CallTimes(clock, late_s=late_s)
         self.totals = Totals()
         self._rows = rows
         self._contents = contents

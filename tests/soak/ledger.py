@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -130,10 +131,44 @@ class Ledger:
                 self.violate("leaked slots", f"{count} slots are {name} at idle")
 
 
+class Pulse:
+    """A thread that beats. It is late where it got no core or not the GIL: a call's time says nothing then.
+
+    A call that waits, for storage or for a lock, does not keep the pulse from beating.
+    """
+
+    EVERY_S = 0.01
+    LATE_S = 0.1
+
+    def __init__(self) -> None:
+        self._late_s_and_beat_at = 0.0, time.monotonic()  # one object, as two threads read and write
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="soak-pulse", daemon=True)
+
+    def __enter__(self) -> Pulse:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def late_s(self) -> float:
+        """By how much all beats so far were late, the next one included."""
+        late_s, beat_at = self._late_s_and_beat_at
+        since_s = time.monotonic() - beat_at
+        return late_s + (since_s if since_s > self.LATE_S else 0.0)
+
+    def _beat(self) -> None:
+        while not self._ended.wait(self.EVERY_S):
+            self._late_s_and_beat_at = self.late_s(), time.monotonic()
+
+
 class CallTimes:
     """Times of the scheduler's calls, in bounded memory.
 
     Args:
+        late_s: see ``Pulse``.
         slow_s: calls of this length and longer are told one by one, with two causes that are not theirs: the time that
             their thread was ready to run and had no core, and what Python's collector took, which runs in whatever call
             allocates next and takes longer the more the process imported.
@@ -142,8 +177,11 @@ class CallTimes:
     STEP_S = 10e-6
     SLOW_KEPT = 20
 
-    def __init__(self, clock: Callable[[], float], slow_s: float = 0.02) -> None:
+    def __init__(
+        self, clock: Callable[[], float], slow_s: float = 0.02, late_s: Callable[[], float] = lambda: 0.0
+    ) -> None:
         self._clock = clock
+        self._late_s = late_s
         self._slow_s = slow_s
         self._steps: Counter[int] = Counter()
         self._start_s = clock()
@@ -151,6 +189,7 @@ class CallTimes:
         self._collected_s = 0.0
         self.worst_s = 0.0
         self.worst_call = ""
+        self.worst_wait_s = 0.0  # of a call, less what all threads of the process waited for a core
         self.slow: list[str] = []
 
     @property
@@ -164,11 +203,12 @@ class CallTimes:
 
     def timed(self, name: str, call: Callable[[], T]) -> T:
         """Make a call and book its time."""
-        start_s = self._clock()
+        start_s, late_s = self._clock(), self._late_s()
         try:
             return call()
         finally:
             took_s = self._clock() - start_s
+            self.worst_wait_s = max(self.worst_wait_s, took_s - (self._late_s() - late_s))
             self._steps[int(took_s / self.STEP_S)] += 1
             if took_s > self.worst_s:
                 self.worst_s, self.worst_call = took_s, name

@@ -23,7 +23,7 @@ from connector.tiering import TieringOffloadingManager
 from tests.identity import FakeSpec
 from tests.soak.chaos import Chaos, FolderPlace, FusePlace, LayerPlace, Place, S3Place
 from tests.soak.engine import RecordedTier, SoakEngine
-from tests.soak.ledger import Ledger, settled_heap
+from tests.soak.ledger import Ledger, Pulse, settled_heap
 from tests.soak.report import SoakReport
 from tests.soak.s3_server import BUCKET
 from tiers.base import JobMetadata, JobResult, SecondaryTierManager
@@ -168,7 +168,8 @@ def _run(
 ) -> SoakReport:
     region = SharedOffloadRegion.anonymous(NUM_SLOTS, ROW_BYTES)
     try:
-        return _run_in(region.create_kv_memoryview(), options, places, chaos, progress)
+        with Pulse() as pulse:
+            return _run_in(region.create_kv_memoryview(), options, places, chaos, pulse, progress)
     finally:
         region.cleanup()
 
@@ -178,6 +179,7 @@ def _run_in(
     options: SoakOptions,
     places: Sequence[Place],
     chaos: Chaos | None,
+    pulse: Pulse,
     progress: Callable[[str], None],
 ) -> SoakReport:
     clock = time.monotonic
@@ -192,7 +194,7 @@ def _run_in(
             tier = Saboteur(tier, rows, options.sabotage)
         tiers.append(RecordedTier(tier, ledger))
     manager = TieringOffloadingManager(CPUPrimaryTier(NUM_SLOTS, metrics=spec.metrics), tiers)
-    engine = SoakEngine(manager, rows, contents, ledger, seed=options.seed)
+    engine = SoakEngine(manager, rows, contents, ledger, seed=options.seed, late_s=pulse.late_s)
     memory = _Memory(clock, options.seconds)
     start_s = clock()
     if chaos is not None:
@@ -220,6 +222,7 @@ def _run_in(
         calls=times.count,
         worst_call_ms=1e3 * times.worst_s,
         worst_call=times.worst_call,
+        worst_wait_ms=1e3 * times.worst_wait_s,
         slow_calls=times.slow,
         p99_call_ms=1e3 * times.percentile_s(99),
         healed_s=healed_s,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import pytest
 from tests.identity import block_key
 from tests.promises import Record
 from tests.soak.ledger import CallTimes, Ledger
+from tests.waiting import wait_for
 from tiers.base import JobMetadata, JobResult
 
 RUN_S_MAX = 800
@@ -141,3 +145,35 @@ def test_times_of_calls() -> None:
     assert [slow.startswith("slow: 500 ms at 0.0 s") for slow in times.slow] == [True, True]
     assert times.percentile_s(50) == pytest.approx(0.001, abs=2e-5)
     assert times.percentile_s(99) == pytest.approx(0.5, abs=2e-5)
+    assert times.worst_wait_s == 0.5
+
+
+def test_a_call_in_which_nothing_could_run_has_not_waited() -> None:
+    now, late = [0.0], [0.0]
+    times = CallTimes(lambda: now[0], late_s=lambda: late[0])
+
+    def call() -> None:
+        now[0] += 3.0
+        late[0] += 2.9
+
+    times.timed("starved", call)
+    assert times.worst_s == 3.0
+    assert times.worst_wait_s == pytest.approx(0.1)
+
+
+def test_a_pulse_is_late_where_its_process_is_stopped_and_not_where_a_call_waits() -> None:
+    script = (
+        "import os, signal, sys, time; from tests.soak.ledger import Pulse\n"
+        "with Pulse() as pulse:\n"
+        "    began, late = time.monotonic(), pulse.late_s()\n"
+        "    time.sleep(1) if sys.argv[1] == 'waits' else os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "    print(time.monotonic() - began - (pulse.late_s() - late))\n"
+    )
+    command = [sys.executable, "-c", script]
+    # Again, where a busy machine starves it.
+    wait_for(lambda: float(subprocess.run([*command, "waits"], capture_output=True, check=True).stdout) > 0.9)
+    with subprocess.Popen([*command, "stops"], stdout=subprocess.PIPE, text=True) as process:
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        time.sleep(2)
+        process.send_signal(signal.SIGCONT)
+        assert float(process.communicate()[0]) < 1
