@@ -179,8 +179,7 @@ class AsyncLookup:
         self._answered_at = float("-inf")  # by any probe; written by probe threads
         self._epoch = 0
         self._turn_keys = min(TURN_KEYS_FIRST, options.batch_keys_max)
-        self._is_far = is_far
-        self._is_first = True  # no turn of so many keys was answered yet
+        self._doubles = is_far  # turns, as long as they are not slow
         self._last_turn = (0, 0.0)  # its keys, and how long it took
         self._answered: dict[str, list[OffloadKey]] = {}  # by request, since the last take_answered
         self._turns: SimpleQueue[_Asker | None] = SimpleQueue()
@@ -460,10 +459,12 @@ class AsyncLookup:
         before, before_s = self._last_turn
         self._last_turn = count, took_s
         wanted_s = TURN_SHARE * self._options.deadline_s
-        if self._is_first and count >= self._turn_keys:
-            self._is_first = False
-            if self._is_far:  # whose first turn opens connections, and says how far it is rather than how slow
-                self._turn_keys = min(self._options.batch_keys_max, TURN_GROWTH * count)
+        if self._doubles and count >= self._turn_keys:
+            # A far storage's time says how far it is rather than how slow, and the first turns open its connections.
+            self._doubles = took_s <= 2 * wanted_s or count <= TURN_KEYS_FIRST
+            if self._doubles:
+                self._turn_keys = min(self._options.batch_keys_max, 2 * count)
+                self._doubles = self._turn_keys < self._options.batch_keys_max
                 return
         fits = count * wanted_s / took_s if took_s else float("inf")
         if took_s > 2 * wanted_s:

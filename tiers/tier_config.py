@@ -331,7 +331,7 @@ class S3TierConfig(NetworkTierConfig):
         "the engine's process boto3 moves the blocks, whatever client says.",
     )
     job_deadline_s: Seconds = Field(15.0, description="As for every tier; longer, for its retries.")
-    lookup_deadline_s: Seconds = Field(0.5, description=LOOKUP_DEADLINE)
+    lookup_deadline_s: Seconds = Field(2.0, description=LOOKUP_DEADLINE)
     bucket: str = Field(description="Bucket; must exist. Directory buckets (…--x-s3): with client: boto3 only.")
     prefix: str = Field("", description="Folder inside the bucket.")
     endpoint_url: str | None = Field(None, description="Of an S3 that is not AWS's, such as https://minio:9000.")

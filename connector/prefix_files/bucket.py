@@ -48,7 +48,7 @@ class BucketFiles(Files):
         return found[1]
 
     def present(self, runs: Sequence[Sequence[str]]) -> list[int]:
-        asked = iter(self._store.size_many([path for run in runs for path in run], may_list=False))
+        asked = iter(self._store.size_many([path for run in runs for path in run]))
         sizes = [list(islice(asked, len(run))) for run in runs]
         return [sum(1 for _ in takewhile(lambda size: isinstance(size, int), found)) for found in sizes]
 

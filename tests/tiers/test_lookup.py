@@ -10,7 +10,7 @@ from tests.clock import Clock
 from tests.identity import block_key
 from tests.waiting import wait_for
 from tiers.keys import OffloadKey
-from tiers.lookup import FAILED_S_MIN, TURN_GROWTH, TURN_KEYS_FIRST, AsyncLookup, LookupOptions, Probe
+from tiers.lookup import FAILED_S_MIN, TURN_KEYS_FIRST, AsyncLookup, LookupOptions, Probe
 
 KEYS = [block_key(n) for n in range(100)]
 
@@ -71,8 +71,7 @@ def answer(lookup: AsyncLookup, key: OffloadKey) -> bool:
     return found
 
 
-@pytest.mark.parametrize("took_s", [0.01, 0.3])
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("took_s", "threads"), [(0.01, 1), (0.01, 2), (0.3, 1)])
 def test_a_far_storage_is_asked_little_until_it_has_answered(clock: Clock, took_s: float, threads: int) -> None:
     """Its first answers wait for connections, and say nothing of how slow it is."""
     keys = [block_key(n) for n in range(1000)]
@@ -95,7 +94,7 @@ def test_a_far_storage_is_asked_little_until_it_has_answered(clock: Clock, took_
         lookup.flush()
         return len(lookup._answers) > known
 
-    for _ in range(4):  # some turns were taken before the first answer was known, the last one was not
+    for _ in range(8):  # some turns were taken before the first answer was known
         known = len(lookup._answers)
         go.release()
         wait_for(is_more_known)
@@ -103,7 +102,7 @@ def test_a_far_storage_is_asked_little_until_it_has_answered(clock: Clock, took_
     assert [answer(lookup, key) for key in keys] == [True] * 1000
     assert lookup.shutdown(20)
     assert turns[:threads] == [TURN_KEYS_FIRST] * threads
-    assert max(turns[:6]) >= TURN_GROWTH * TURN_KEYS_FIRST
+    assert max(turns) >= 4 * TURN_KEYS_FIRST if took_s < 0.1 else max(turns) == 2 * TURN_KEYS_FIRST
 
 
 def test_asked_then_answered(make: Make) -> None:

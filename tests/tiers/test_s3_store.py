@@ -20,7 +20,6 @@ from tests.s3_clients import CLIENTS, choose, use_credentials
 from tiers.errors import InvalidKeyError, StoreConfigError
 from tiers.store import Store, SupportsDeleteMany, SupportsSizeMany, SupportsTail
 from tiers.stores.s3 import S3Store
-from tiers.stores.s3_lookup import LIST_KEYS_MIN
 from tiers.stores.s3_options import S3Options
 from tiers.testing.contract import StoreContract, as_parts, fetch, list_keys
 from tiers.testing.servers import S3Server
@@ -153,43 +152,16 @@ def test_foreign_objects_are_no_blobs(store: S3Store) -> None:
 
 
 class TestSizeMany:
-    def test_many_keys_of_a_folder_cost_a_page_and_not_a_request_each(self, store: S3Store) -> None:
-        stored = {f"m/{i:05d}.bin": i % 3 for i in range(0, 3 * LIST_KEYS_MIN, 3)}
+    def test_sizes_of_blobs_and_none_of_what_is_absent(self, store: S3Store) -> None:
+        stored = {f"m/{i:05d}.bin": i % 3 for i in range(0, 39, 3)}
         for key, size in stored.items():
             backend().put_object(store.options.bucket, key, bytes(size))
-        store._lookups._key_s = 60.0  # known: HEADs are so slow that any LIST pays
-        asked = [f"m/{i:05d}.bin" for i in range(3 * LIST_KEYS_MIN)]
-        heads = _count_calls(store, "size")
-        pages = _count_calls(store, "list_sizes")
+        asked = [f"m/{i:05d}.bin" for i in range(39)]
         assert store.size_many(asked) == [stored.get(key) for key in asked]
-        assert len(pages) == 1
-        # An empty object may be how a client shows a folder marker: those are asked one by one.
-        assert len(heads) == sum(size == 0 for size in stored.values())
 
-    def test_more_than_a_page_goes_on_while_pages_pay(self, store: S3Store) -> None:
-        for i in range(2500):
-            backend().put_object(store.options.bucket, f"m/{i:05d}", b"1")
-        store._lookups._key_s = 60.0  # known: HEADs are so slow that any LIST pays
-        pages = _count_calls(store, "list_sizes")
-        heads = _count_calls(store, "size")
-        assert store.size_many([f"m/{i:05d}" for i in range(0, 2600, 2)]) == [1] * 1250 + [None] * 50
-        assert len(pages) == 3
-        assert heads == []
-
-    def test_scattered_keys_are_asked_one_by_one(self, store: S3Store) -> None:
-        """More than a page of others after the first asked key: a page answers one question, so HEADs are cheaper."""
-        for i in range(1100):
-            backend().put_object(store.options.bucket, f"m/000/{i:04d}", b"1")
-        store._lookups._key_s = 60.0  # known: HEADs are so slow that any LIST pays
-        asked = [f"m/{i:03d}/0000" for i in range(200)]
-        pages = _count_calls(store, "list_sizes")
-        assert store.size_many(asked) == [1] + [None] * 199
-        assert len(pages) == 1
-
-    def test_what_no_listing_answers_is_asked_by_several_threads(self, store: S3Store) -> None:
+    def test_several_threads_ask(self, store: S3Store) -> None:
         threads = set()
         client: Any = store._attempts.current().get().data
-        client.list_sizes = _refuse
         store._lookups._head_s = 0.0  # known: a server as near as can be
         size = client.size
 
@@ -202,20 +174,6 @@ class TestSizeMany:
         client.size = spy
         assert store.size_many([f"k{i}" for i in range(32)]) == [None] * 32
         assert len(threads) == 4
-
-    def test_an_unordered_listing_proves_nothing(self, store: S3Store) -> None:
-        store._lookups._key_s = 60.0  # known: HEADs are so slow that any LIST pays
-        store.put("m/00002", as_parts(b"12"))
-        client = store._attempts.current().get().data
-        client.list_sizes = lambda folder, after: ([("m/9", 1), ("m/1", 1)], False)  # type: ignore[method-assign]
-        asked = [f"m/{i:05d}" for i in range(200)]
-        assert store.size_many(asked) == [2 if key == "m/00002" else None for key in asked]
-
-    def test_a_failed_listing_is_no_answer(self, store: S3Store) -> None:
-        store._lookups._key_s = 60.0  # known: HEADs are so slow that any LIST pays
-        client = store._attempts.current().get().data
-        client.list_sizes = _refuse  # type: ignore[method-assign]
-        assert store.size_many([f"m/{i:05d}" for i in range(200)]) == [None] * 200
 
 
 class TestLifecycle:
@@ -348,21 +306,3 @@ class TestFork:
         _, status = os.waitpid(child, 0)
         assert os.waitstatus_to_exitcode(status) == 0
         assert fetch(store, "b", 14) == b"from the child"
-
-
-def _refuse(folder: str, after: str) -> tuple[list[tuple[str, int]], bool]:
-    raise StoreConfigError("may not list")
-
-
-def _count_calls(store: S3Store, method: str) -> list[tuple[object, ...]]:
-    """From now on, the arguments of every call of a method of the store's client."""
-    client = store._attempts.current().get().data
-    inner = getattr(client, method)
-    calls: list[tuple[object, ...]] = []
-
-    def spy(*args: object) -> object:
-        calls.append(args)
-        return inner(*args)
-
-    setattr(client, method, spy)
-    return calls

@@ -208,27 +208,14 @@ class S3Store(Store):
         self._get_into(key, [*[scratch] * skipped, scratch[:rest], memoryview(tail)], None, latest_start)
         return size, bytes(tail)
 
-    def size_many(self, keys: Sequence[str], *, may_list: bool = True) -> list[int | Exception | None]:
-        """See ``SupportsSizeMany``. A LIST may answer many keys of one folder; HEADs answer the rest.
+    def size_many(self, keys: Sequence[str]) -> list[int | Exception | None]:
+        """See ``SupportsSizeMany``.
 
         When nothing was answered for ``request_timeout_s``, StoreTimeoutErrors answer what is left.
-
-        Args:
-            may_list: False: HEADs only, for keys that lie among many others.
         """
         self._attempts.raise_if_closed()
         answers: Answers = {}
-        names = self._names(keys, answers)
-
-        def list_sizes(folder: str, after: str) -> tuple[list[tuple[str, int]], bool]:
-            found = self._attempts.run("", lambda clients: clients.data.list_sizes(folder, after))
-            if not found[0]:  # obstore takes a page of HTML for an empty listing; a HEAD fails
-                self.size(next(iter(names.values())))
-            return found
-
-        if may_list:
-            self._lookups.answer_by_listing(names, answers, list_sizes)
-        self._lookups.answer_by_asking([key for key in names.values() if key not in answers], answers, self.size)
+        self._lookups.answer(list(self._names(keys, answers).values()), answers, self.size)
         return [answers[key] for key in keys]
 
     def delete_many(self, keys: Sequence[str]) -> list[Exception | None]:

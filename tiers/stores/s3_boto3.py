@@ -28,7 +28,6 @@ from urllib3.exceptions import HTTPError
 from tiers.errors import BlobCorruptError, BlobNotFoundError, StoreConfigError
 from tiers.store import Look, parts_size
 from tiers.stores.s3_boto_errors import BOTO_ERRORS, is_of_s3
-from tiers.stores.s3_control import S3Control
 from tiers.stores.s3_direct import fill
 from tiers.stores.s3_errors import connection_error, deadline_error, missing_header, without_absence
 from tiers.stores.s3_options import S3Options
@@ -50,9 +49,8 @@ class Boto3Client:
         StoreConfigError: the checksum needs awscrt, which is not installed.
     """
 
-    def __init__(self, session: S3Session, control: S3Control, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, session: S3Session, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._session = session
-        self._control = control
         self._client = session.client
         self._options = session.options
         self._clock = clock
@@ -144,11 +142,6 @@ class Boto3Client:
         if size is None:  # a proxy that compresses, say
             raise missing_header("Content-Length", self._session.place)
         return int(size)
-
-    def list_sizes(self, folder: str, after: str) -> tuple[list[tuple[str, int]], bool]:
-        """See ``DataPlane``."""
-        found, token = self._control.list_page(f"{folder}/" if folder else "", after=after)
-        return [(info.key, info.size) for info in found], bool(token)
 
     def close(self) -> None:
         """End the watchdog and close what is not the session's."""

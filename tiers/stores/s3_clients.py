@@ -61,12 +61,6 @@ class DataPlane(Protocol):
     def size(self, key: str) -> int | None:
         """The object's size; None if absent."""
 
-    def list_sizes(self, folder: str, after: str) -> tuple[list[tuple[str, int]], bool]:
-        """About 1,000 names after ``after`` below ``folder``, with their sizes, and whether there are more.
-
-        For lookups, which know what they look for: clients may show names that are no keys in any way.
-        """
-
     def close(self) -> None:
         """Release what the constructor made."""
 
@@ -171,7 +165,7 @@ class ProcessClients:
                 logger.warning(
                     "bucket %s: obstore cannot be used in a forked process; boto3 takes its place", self._options.bucket
                 )
-            data = Boto3Client(session, control, clock=self._clock)
+            data = Boto3Client(session, clock=self._clock)
         return Clients(session, control, data)
 
 

@@ -39,16 +39,15 @@ class S3Control:
         self._own = f"{self._options.prefix}/" if self._options.prefix else ""
         self._asking = threading.BoundedSemaphore(session.options.max_connections)
 
-    def list_page(self, prefix: str, *, after: str = "", token: str = "") -> tuple[list[KeyInfo], str]:
+    def list_page(self, prefix: str, *, token: str = "") -> tuple[list[KeyInfo], str]:
         """Up to 1,000 objects, and the token of the next page, "" after the last. Keys are the objects' whole names.
 
         boto3's parser is slow (50 ms of CPU a page), but obstore refuses a page with a name like "a//b" on it.
 
         Args:
-            after: list only names after this one, where the bucket lists in order.
             token: of the page before.
         """
-        start = {"ContinuationToken": token} if token else {"StartAfter": after} if after else {}
+        start = {"ContinuationToken": token} if token else {}
         page = self._list(Prefix=prefix, **start)
         with self._as_no_s3():
             found = [KeyInfo(o["Key"], o["Size"], o["LastModified"].timestamp()) for o in page.get("Contents", ())]

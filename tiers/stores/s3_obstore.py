@@ -13,7 +13,6 @@ What obstore 0.12 can and cannot do, as measured and as its source says:
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import time
@@ -61,12 +60,10 @@ from tiers.stores.s3_errors import (
 from tiers.stores.s3_options import IDLE_S_MAX
 from tiers.stores.s3_put_form import PutForm
 from tiers.stores.s3_session import S3Session
-from tiers.stores.watchdog import begin
 from tiers.vectored_io import look_at
 
 CHUNK_BYTES: Final = 256 << 10
 DIRECT_BYTES_MIN: Final = 256 << 10
-LIST_PAGE_KEYS: Final = 1000
 
 _IMPORTED_BY_PID: Final = os.getpid()
 
@@ -188,27 +185,6 @@ class ObstoreClient:
         except FileNotFoundError as e:
             self._raise_unless_absent(e, started)
             return None
-        except (BaseError, OSError, ValueError) as e:
-            raise self._translate(e, started) from None
-
-    def list_sizes(self, folder: str, after: str) -> tuple[list[tuple[str, int]], bool]:
-        """See ``DataPlane``. A folder marker "a/" is shown as "a"."""
-        started = self._clock()
-
-        async def first_names() -> Sequence[ObjectMeta]:
-            async with asyncio.timeout(self._options.attempt_timeout_s):
-                pages = obstore.list(self._plain, folder or None, offset=after or None, chunk_size=LIST_PAGE_KEYS)
-                async for page in pages:
-                    return page
-            return ()
-
-        try:
-            # obstore asks for pages until it has so many names: without end, where a server has small or empty ones.
-            # Only a task can be stopped, and its loop takes a thread that runs no other loop.
-            page = begin("kvtiers-s3-list", lambda: asyncio.run(first_names())).result()
-            return [(found["path"], found["size"]) for found in page], len(page) == LIST_PAGE_KEYS
-        except TimeoutError:
-            raise deadline_error(self._options.attempt_timeout_s, self._session.place) from None
         except (BaseError, OSError, ValueError) as e:
             raise self._translate(e, started) from None
 
