@@ -246,7 +246,7 @@ def _tier(where: str, tier: TierConfig) -> Iterator[Finding]:
         if isinstance(tier, S3TierConfig) and not tier.read_only:
             refused = getattr(store, "checksum_refused", False)
             yield _checksum(where, tier, refused=refused)
-        yield from examine_namespaces(where, tier, store)
+        yield from examine_namespaces(where, store)
     if isinstance(tier, (FsTierConfig, NfsTierConfig)):
         with suppress(OSError):
             os.rmdir(os.path.join(tier.root_dir, PROBE_FOLDER))

@@ -9,26 +9,21 @@ from __future__ import annotations
 
 import errno
 import itertools
-import json
 import os
-import re
 import secrets
 import stat
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from tiers.block_reader import read_small
 from tiers.capacity.collector import is_block
 from tiers.capacity.usage import read_measured
 from tiers.errors import ConfigError, StoreConfigError, StoreError, printable
-from tiers.file_mapper import CONFIG_FILE_NAME
-from tiers.inventory import NAMESPACE
-from tiers.json_text import parse_json
 from tiers.mounts import file_system_type, mount_findings
+from tiers.neighbors import Namespace, differing_fields, namespaces_in, shown_values
 from tiers.store import Store, SupportsTail, delete_all
 from tiers.tier_config import BoundedTierConfig, FsTierConfig, NfsTierConfig, S3TierConfig, TierConfig
 
@@ -36,8 +31,7 @@ Level = Literal["ok", "note", "problem"]
 
 PROBE_FOLDER = "kvtiers-doctor"
 CLOCK_SKEW_S_MAX = 5.0
-LISTED_MAX = 2000  # a look for namespaces must not list a bucket of millions
-NAMESPACES_MAX = 100
+LISTED_MAX = 2000  # a look at what is there must not list a bucket of millions
 INODES_FREE_MIN = 100_000
 LOST_AND_FOUND = "lost+found"
 REFUSED_SHOWN_MAX = 5
@@ -155,14 +149,12 @@ def examine_store(
         yield Finding("problem", where, "rights", str(e), _fix_of(config))
 
 
-def examine_namespaces(where: str, config: TierConfig, store: Store) -> Iterator[Finding]:
+def examine_namespaces(where: str, store: Store) -> Iterator[Finding]:
     """Namespaces of one model side by side: what keeps replicas from sharing blocks."""
-    by_model: dict[str, list[dict[str, Any]]] = {}
-    names, is_cut = _identity_files(config, store)
-    namespaces = list(itertools.islice(_namespaces(store, names), NAMESPACES_MAX + 1))
-    is_cut = is_cut or len(namespaces) > NAMESPACES_MAX
-    for fields in namespaces[:NAMESPACES_MAX]:
-        by_model.setdefault(str(fields.get("model_name")), []).append(_with_options(fields))
+    by_model: dict[str, list[Namespace]] = {}
+    namespaces, is_cut = namespaces_in(store)
+    for namespace in namespaces:
+        by_model.setdefault(namespace.model, []).append(namespace)
     for model, found in sorted(by_model.items()):
         if len(found) == 1 and is_cut:
             yield Finding(
@@ -173,56 +165,12 @@ def examine_namespaces(where: str, config: TierConfig, store: Store) -> Iterator
         if len(found) == 1:
             yield Finding("ok", where, "namespaces", f"{model}: one, so all replicas that write here share blocks")
             continue
-        differing = sorted(name for name in set().union(*found) if len({_value(fields, name) for fields in found}) > 1)
-        values = "; ".join(f"{name}: {_values(found, name)}" for name in differing)
+        values = "; ".join(f"{name}: {', '.join(shown_values(found, name))}" for name in differing_fields(found))
         yield Finding(
             "note", where, "namespaces",
             f"{model}: {'at least ' if is_cut else ''}{len(found)}, which share nothing, by {values}",
             "give replicas that are to share blocks the same values; others may be removed when nothing uses them",
         )  # fmt: skip
-
-
-def _with_options(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields, with one field for each option of the engine instead of a digest of all options."""
-    engine = fields.get("engine")
-    if not isinstance(engine, dict):
-        return fields
-    told = {name: value for name, value in fields.items() if name != "engine"}
-    told["model_revision"] = re.sub(r"\+?engine:[0-9a-f]+", "", str(told.get("model_revision") or "")) or None
-    return told | {str(name): value for name, value in engine.items()}
-
-
-def _values(found: list[dict[str, Any]], name: str) -> str:
-    values = sorted({_value(fields, name) for fields in found})
-    return ", ".join(value if len(value) <= 40 else value[:39] + "…" for value in values)
-
-
-def _value(fields: dict[str, Any], name: str) -> str:
-    """A field that an older release did not write makes another namespace than the same one without a value."""
-    return json.dumps(fields[name], sort_keys=True) if name in fields else "not set"
-
-
-def _identity_files(config: TierConfig, store: Store) -> tuple[list[str], bool]:
-    """Names that namespaces' ``config.json`` may have, and whether there may be more of them."""
-    root = getattr(config, "root_dir", None)
-    folders = getattr(store, "folders", None)
-    if root is not None:
-        return [f"{e.name}/{CONFIG_FILE_NAME}" for e in os.scandir(root) if not e.name.startswith(".")], False
-    if folders is not None:  # a bucket lists in the order of names: the blocks of one namespace hide the next one
-        return [f"{name}/{CONFIG_FILE_NAME}" for name in folders() if re.fullmatch(NAMESPACE, name)], False
-    listed = [info.key for info in itertools.islice(store.keys(), LISTED_MAX)]
-    names = [key for key in listed if key.count("/") == 1 and key.endswith(f"/{CONFIG_FILE_NAME}")]
-    return names, len(listed) == LISTED_MAX
-
-
-def _namespaces(store: Store, names: Iterable[str]) -> Iterator[dict[str, Any]]:
-    for name in names:
-        try:
-            fields = parse_json(read_small(store, name) or b"")
-        except (StoreError, ValueError):
-            continue
-        if isinstance(fields, dict):
-            yield fields
 
 
 def _reading(where: str, config: TierConfig, store: Store) -> Iterator[Finding]:

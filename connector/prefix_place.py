@@ -28,6 +28,9 @@ SETTINGS = ("read_only", "max_bytes", "ttl", "gc_high", "gc_low", "gc_every_s", 
 _WAYS = ("shared_storage_path", "tier", "config_file")
 #: What else ``kv_connector_extra_config`` may have.
 _OPTIONS = ("index", "storage_options", "lookup_deadline_s", "load_deadline_s", "storage_after_reset", "identity")
+#: What vLLM reads in the ``kv_transfer_params`` of a request, and never in the connector's options.
+REQUEST_PARAMETERS = ("kv_load_tiers", "max_load_tokens", "max_offload_tokens")
+OF_A_REQUEST = "it is a parameter of a request; write it into the request's kv_transfer_params"
 
 _PLACES = ("bucket", "prefix", "root_dir", "url")  # options that ``shared_storage_path`` became
 
@@ -44,6 +47,8 @@ def shared_place(extra_config: Mapping[str, Any]) -> BoundedTierConfig:
         ConfigError: not just one of the three is given, an option is unknown, or the tier has no such place.
     """
     for name in sorted(extra_config.keys() - {*_WAYS, *_OPTIONS, *SETTINGS}):
+        if name in REQUEST_PARAMETERS:
+            raise ConfigError(f"is not accepted by SharedStorageConnector: {OF_A_REQUEST}", field=name)
         accepted = ", ".join((*_WAYS, *_OPTIONS, *SETTINGS))
         raise ConfigError(f"is no option of SharedStorageConnector; accepted are {accepted}", field=name)
     ways = [name for name in _WAYS if extra_config.get(name)]

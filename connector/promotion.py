@@ -34,7 +34,8 @@ class Request:
         silences: tier -> its answers so far and for how long it has given none; only of tiers that are polled.
         gave_up: bit mask of the tiers whose answers it does not wait for any more.
         expired: keys that are absent because it gave up, each counted once.
-        refused: bit mask of the tiers whose copy of a key cannot be had.
+        barred: bit mask of the tiers that it may not load from.
+        refused: key -> bit mask of the tiers whose copy cannot be loaded.
         hits: key -> tier, to be promoted.
         hit_tiers: bit mask of the tiers that have hits; may have others', until the hits are looked through.
         starved_since: since when hits wait for room.
@@ -59,6 +60,7 @@ class Request:
     silences: dict[int, tuple[int, float]] = field(default_factory=dict)
     gave_up: int = 0
     expired: set[OffloadKey] = field(default_factory=set)
+    barred: int = 0
     refused: dict[OffloadKey, int] = field(default_factory=dict)
     hits: dict[OffloadKey, int] = field(default_factory=dict)
     hit_tiers: int = 0
@@ -148,7 +150,8 @@ class FailedLoads:
 
     def refuse(self, request: Request, key: OffloadKey, tier: int) -> bool:
         """Whether the request does not ask the tier for the key."""
-        return bool(request.refused.get(key, 0) >> tier & 1) or self.has_failed(request, key, tier)
+        refused = request.barred | request.refused.get(key, 0)
+        return bool(refused >> tier & 1) or self.has_failed(request, key, tier)
 
     def has_failed(self, request: Request, key: OffloadKey, tier: int) -> bool:
         """Whether a load of the key from the tier failed since the request came."""

@@ -48,6 +48,7 @@ class TieringOffloadingManager(OffloadingManager):
 
     Attributes:
         shutdown_s: bound of ``shutdown``; may be set to less.
+        barred: tells the bit mask of the tiers that a request may not load from; may be set. By default none.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._options = options or TieringOptions()
         self._clock = clock
         self.shutdown_s = self._options.shutdown_s
+        self.barred: Callable[[ReqContext], int] = lambda _: 0
         load_blocks_max = math.ceil(self._options.load_share * primary.num_blocks / max(1, len(self._tiers)))
         deadlines_s = [load_deadline_s(tier) for tier in tiers]
         self._jobs = TierJobs(self._tiers, deadlines_s, clock)
@@ -228,6 +230,7 @@ class TieringOffloadingManager(OffloadingManager):
             request = requests.remember(req_context)
             if request is None:
                 return False
+            request.barred = self.barred(req_context)
         return self._lookup_tiers(key, request) if block is None else self._await(block, request)
 
     def _await(self, block: Block, request: Request) -> bool | None:
@@ -245,7 +248,7 @@ class TieringOffloadingManager(OffloadingManager):
             return None
         hit: int | None = None
         owing = 0
-        may_be_refused = request.refused or self._failed.failed_at
+        may_be_refused = request.barred or request.refused or self._failed.failed_at
         for index, bit, ask in self._questions:  # enumerate would take a sixth of the time of this call
             if may_be_refused and self._failed.refuse(request, key, index):
                 continue

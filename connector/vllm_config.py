@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from connector.prefix_place import place_of_prefixes
+from connector.prefix_place import OF_A_REQUEST, REQUEST_PARAMETERS, place_of_prefixes
 from tiers.config import DeploymentConfig, RegionConfig, load_config, parse_config
 from tiers.errors import ConfigError, public_url
 from tiers.file_mapper import FORMAT_VLLM_RAW
@@ -22,16 +22,32 @@ logger = get_logger(__name__)
 
 #: Names the deployment's file where the connector's options do not.
 CONFIG_VARIABLE = "KVTIERS_CONFIG"
-_WAYS = ("spec", "tier")
 _INLINE = ("cpu_bytes_to_use", "eviction_policy", "tiers")
 #: What is read elsewhere: in the file, or by other connectors.
 _ELSEWHERE = {*DeploymentConfig.model_fields, *RegionConfig.model_fields, "secondary_tiers", "tier"}
-#: What else KVTiersSpec reads, and what vLLM's OffloadingConnector does, whichever spec it runs.
+#: What else KVTiersSpec reads, and what vLLM's OffloadingConnector and TieringOffloadingSpec do.
 _OURS = ("config_file", "identity", "storage_after_reset")
 _VLLMS = (
     "spec_name", "spec_module_path", "blocks_per_chunk", "block_size", "canonical_layout", "offload_prompt_only",
-    "self_describing_kv_events", "max_recompute_pending_tokens",
+    "self_describing_kv_events", "backpressure",
 )  # fmt: skip
+_REFUSED_BY_BOTH = {
+    **dict.fromkeys(REQUEST_PARAMETERS, OF_A_REQUEST),
+    "sync_load_budget_bytes": "kvtiers loads between steps; leave it out",
+    "store_threshold": "kvtiers stores every block that vLLM offers; leave it out",
+    "max_tracker_size": "it belongs to store_threshold, and kvtiers stores every block that vLLM offers; leave it out",
+    "cache_policy_module_path": "the region evicts by lru or arc; write eviction_policy instead",
+    "tier_poll_interval_s": "the engine serves kvtiers' tiers in each step; leave it out",
+}
+#: Way -> what vLLM reads and this way cannot honor -> why, and what to do. (``canonical_layout``: see KVTiersSpec.)
+_REFUSED: Mapping[str, Mapping[str, str]] = {
+    "spec": {
+        **_REFUSED_BY_BOTH,
+        **dict.fromkeys(("spec_name", "spec_module_path"), 'it goes with "way": "tier" only; leave it out'),
+        "backpressure": "way spec bounds the stores to a slow tier by itself; leave it out",
+    },
+    "tier": {**_REFUSED_BY_BOTH, "storage_after_reset": "vLLM tells no tier of a reset; leave it out, or use way spec"},
+}
 
 
 def vllm_config(deployment_path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -72,28 +88,21 @@ def connector_options(extra_config: Mapping[str, Any], environ: Mapping[str, str
 
     Args:
         extra_config: ``way`` (``spec``, the default, or ``tier``), and what ``deployment_from`` takes. Where it names
-            no deployment, the file in ``KVTIERS_CONFIG`` counts.
+            no deployment, the file in ``KVTIERS_CONFIG`` counts. Options of vLLM's go on to vLLM, also unknown ones.
 
     Raises:
-        ConfigError: as ``deployment_from``; or the way is not one of them.
+        ConfigError: as ``deployment_from``; the way is not one of them, or cannot honor an option that vLLM reads.
     """
     options = dict(extra_config)
-    way = options.pop("way", _WAYS[0])
-    if way not in _WAYS:
-        raise ConfigError(f"{way!r} is not accepted; write {' or '.join(_WAYS)}", field="way")
+    way = options.pop("way", "spec")
+    if way not in tuple(_REFUSED):
+        raise ConfigError(f"{way!r} is not accepted; write {' or '.join(_REFUSED)}", field="way")
     if not {"config_file", *_INLINE} & options.keys() and environ.get(CONFIG_VARIABLE):
         options["config_file"] = environ[CONFIG_VARIABLE]
-    if options.get("sync_load_budget_bytes"):
-        raise ConfigError("is not accepted: kvtiers loads between steps; leave it out", field="sync_load_budget_bytes")
+    for name in sorted(options.keys() & _REFUSED[way].keys()):
+        raise ConfigError(f"is not accepted by way {way}: {_REFUSED[way][name]}", field=name)
     if way == "spec":
-        for name in ("spec_name", "spec_module_path"):
-            if name in options:
-                raise ConfigError('is not accepted beside "way": "spec"; leave it out', field=name)
         return {"spec_name": "KVTiersSpec", "spec_module_path": "connector.vllm.spec", **options}
-    if "storage_after_reset" in options:
-        raise ConfigError(
-            "is for the way spec: vLLM tells no tier of a reset; leave it out", field="storage_after_reset"
-        )
     deployment = deployment_from(options)
     chunk = {} if "block_size" in options else {"blocks_per_chunk": deployment.blocks_per_chunk}
     entry = {"type": "KVTiersTier", "module_path": "connector.vllm.tier"}
@@ -105,7 +114,7 @@ def connector_options(extra_config: Mapping[str, Any], environ: Mapping[str, str
         "cpu_bytes_to_use": deployment.region.size,
         "eviction_policy": deployment.region.eviction_policy,
         **chunk,
-        **{name: value for name, value in options.items() if name in _VLLMS},
+        **{name: value for name, value in options.items() if name not in (*_INLINE, *_OURS)},
         **({"identity": {"ignore": [*ignored]}} if ignored else {}),
         "secondary_tiers": [
             {**entry, "tier": dict(tier)}

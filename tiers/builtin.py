@@ -23,6 +23,7 @@ from tiers.keyring import KEY_VARIABLES, load_keys
 from tiers.lookup import LookupOptions
 from tiers.mounts import missing_mount
 from tiers.namespace import open_namespace
+from tiers.neighbors import tell_nearest
 from tiers.open_store import for_engine, open_store, store_recipe, tool_recipe
 from tiers.plain_logs import get_logger
 from tiers.seal import TRAILER_BYTES, Checksum, Seal
@@ -193,7 +194,8 @@ def _start(
             extra_fields=strict_fields(spec) | _protection_fields(config),
         )
         if policy is not None:
-            open_namespace(store, mapper)  # before there is a bound: a few bytes that must not be refused
+            if open_namespace(store, mapper):  # before there is a bound: a few bytes that must not be refused
+                tell_nearest(store, mapper, name)
             collector = _start_collector(tier_type, config, policy, mapper)
             if policy.max_bytes is not None:
                 store = bound_store(store, config, policy.max_bytes)

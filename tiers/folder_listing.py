@@ -96,6 +96,16 @@ def walk(root: RootFolder, prefix: str, on_refused: Callable[[str, OSError], Non
             listing.close()
 
 
+def folder_names(root: RootFolder) -> list[str]:
+    """Names of the folders right below the root that blobs may be in."""
+    fd = root.open(".", OPEN_LISTING)
+    try:
+        with os.scandir(fd) as entries:
+            return [e.name for e in entries if not e.name.startswith(".") and e.is_dir(follow_symlinks=False)]
+    finally:
+        os.close(fd)
+
+
 class Failures:
     """Of files in a folder that is gone through: a few that the disk cannot read, or that are busy, keep no others."""
 

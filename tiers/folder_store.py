@@ -23,7 +23,7 @@ from tiers.errors import (
     printable,
 )
 from tiers.folder_cleanup import free_bytes, own_bytes, remove_blobs, sweep_quarantine, touch_blob
-from tiers.folder_listing import walk
+from tiers.folder_listing import folder_names, walk
 from tiers.plain_logs import get_logger
 from tiers.posix import (
     RootFolder,
@@ -224,6 +224,15 @@ class FolderStore(Store):
                 self._tell_refused(PRIVATE_FOLDER, e)
             sweep_quarantine(root, now, quarantine_s_max)
             return own_bytes(root)
+        except OSError as e:
+            raise store_error(e, "") from e
+
+    def folders(self) -> list[str]:
+        """See ``SupportsFolders``."""
+        self._after_miss(self._use_root(None))
+        root = self._use_root(None)
+        try:
+            return folder_names(root)
         except OSError as e:
             raise store_error(e, "") from e
 

@@ -26,7 +26,7 @@ READ_ATTEMPTS_MAX = 3
 SHOWN_MAX = 200  # characters of what somebody has written there
 
 
-def open_namespace(store: Store, mapper: FileMapper, *, read_only: bool = False) -> None:
+def open_namespace(store: Store, mapper: FileMapper, *, read_only: bool = False) -> bool:
     """Write the namespace's fields, or compare them with those already there. Nothing is written with ``read_only``.
 
     A file without bytes, or all zeros, says nothing: a power cut that came between the name's way to the disk and the
@@ -35,16 +35,20 @@ def open_namespace(store: Store, mapper: FileMapper, *, read_only: bool = False)
     A storage that is full, or out of order for the moment (a retryable error), is no reason to keep an engine from
     starting: it is logged, and the fingerprint in each block's seal still keeps foreign blocks out.
 
+    Returns:
+        Whether the namespace is new: it had no fields there.
+
     Raises:
         NamespaceMismatchError: another set of fields is there; names the first field that differs.
         ConfigError: what is there is no such file.
         StoreError: permanent: no permission, no such bucket or root.
     """
+    is_new = False
     try:
         for name, fields in mapper.get_namespace_files().items():
             others = name in mapper.others_files
             try:
-                _open(store, name, fields, mapper.rooted(name), read_only=read_only, others=others)
+                is_new |= _open(store, name, fields, mapper.rooted(name), read_only=read_only, others=others)
             except ConfigError as e:
                 if not others:
                     raise
@@ -53,12 +57,14 @@ def open_namespace(store: Store, mapper: FileMapper, *, read_only: bool = False)
         if not (e.retryable or isinstance(e, StoreFullError)):
             raise
         logger.warning("namespace %s has no verified config.json: %s", mapper.base_path, e)
+    return is_new
 
 
-def _open(store: Store, name: str, fields: dict[str, Any], path: str, *, read_only: bool, others: bool) -> None:
+def _open(store: Store, name: str, fields: dict[str, Any], path: str, *, read_only: bool, others: bool) -> bool:
     wanted = json.dumps(fields, indent=2, sort_keys=True).encode()
     found = _read(store, name, path)
-    if found is None and not others:
+    is_new = found is None and not others
+    if is_new:
         logger.info(
             "%s is new: nothing is stored for this engine yet. If you expected hits, kvtiers doctor says in which "
             "options this namespace differs from others of the same model",
@@ -72,9 +78,9 @@ def _open(store: Store, name: str, fields: dict[str, Any], path: str, *, read_on
     if (found is None or torn) and not read_only:
         store.put(name, [memoryview(wanted)], overwrite=torn)  # only if absent: of two first writers one wins
         found, torn = _read(store, name, path), False
-    if found is None or torn or found == wanted:
-        return
-    _compare(found, fields, path)
+    if not (found is None or torn or found == wanted):
+        _compare(found, fields, path)
+    return is_new
 
 
 def _read(store: Store, name: str, path: str) -> bytes | None:

@@ -276,6 +276,19 @@ class NamesBlocks(Protocol):
 
 
 @runtime_checkable
+class SupportsFolders(Protocol):
+    """A store that knows its keys' first components without listing the keys."""
+
+    def folders(self) -> list[str]:
+        """The first components of all keys that have several, each once.
+
+        Raises:
+            StoreError: they cannot be listed.
+        """
+        ...
+
+
+@runtime_checkable
 class SupportsFreeBytes(Protocol):
     """A store whose storage says how much more it can take."""
 

@@ -27,6 +27,7 @@ from tiers.keys import OffloadKey, make_offload_key
 from tiers.lookup import AsyncLookup, LookupCounts, LookupOptions
 from tiers.metrics import Metrics
 from tiers.namespace import open_namespace
+from tiers.neighbors import tell_nearest
 from tiers.plain_logs import get_logger
 from tiers.pool import DualQueueThreadPool, FinishedJob
 from tiers.seal import Checksum, Seal
@@ -156,7 +157,8 @@ class StoreTierManager(SecondaryTierManager):
         self.shutdown_s: float = options.shutdown_s
         self._rows = Rows(primary_kv_view)
         self.takes_stores = not options.read_only
-        open_namespace(store, mapper, read_only=options.read_only)
+        if open_namespace(store, mapper, read_only=options.read_only):
+            tell_nearest(store, mapper, self.name)
         self.store = store
         self.mapper = mapper
         self._collector = collector

@@ -69,6 +69,7 @@ class KVTiersConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is no
 
         vLLM asks in every step. While nothing has changed for a waiting request, its keys are not looked up again.
         """
+        translate.warn_of_unread(request)
         translate.hold_back_stream(request)  # releases that do not announce requests begin them here
         if self._manager is None:
             return super().get_num_new_matched_tokens(request, num_computed_tokens)

@@ -43,6 +43,7 @@ CALLED: Mapping[str, tuple[str, ...]] = {
     f"{_BASE}PrepareStoreOutput": ("__init__(*, keys_to_store, store_spec, evicted_keys)",),
     f"{_BASE}ReqContext": ("get_offload_key_position(key) >=0.31",),
     f"{_BASE}RequestOffloadingContext": ("__init__()",),
+    f"{_BASE}TierFilter": ("allows(medium, locality)",),
     f"{_BASE}TransferResult": ("__init__(job_id, success, transfer_size, transfer_time)",),
     "vllm.v1.kv_offload.cpu.common:CPULoadStoreSpec": ("__init__(block_ids)",),
     "vllm.v1.kv_offload.file_mapper:FileMapper": ("from_offloading_spec(_, _, _, _)", "get_run_config()"),

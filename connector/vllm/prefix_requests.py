@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.v1.kv_offload.base import Locality, Medium
 
 from tiers.keys import hash_blocks
+from tiers.plain_logs import get_logger
+
+logger = get_logger(__name__)
 
 STORED_MAX = 131_072  # blocks; some 20 MB
 
@@ -51,6 +56,19 @@ class SharedStorageMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM 
     drops_loads: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a request asks for in its ``kv_transfer_params``, as vLLM's OffloadingConnector reads them.
+
+    Attributes:
+        load_tokens_max: tokens that may be loaded beyond those that the GPU has.
+        store_tokens_max: tokens, from the prompt's beginning, that may be stored.
+    """
+
+    load_tokens_max: int = sys.maxsize
+    store_tokens_max: int = sys.maxsize
+
+
 @dataclass(slots=True)
 class Request:
     """What the scheduler knows of a request.
@@ -59,6 +77,7 @@ class Request:
         hashes: of the prompt's blocks; with an adapter empty until a lookup has read its files, and for good where they
             do not say which it is: such a prompt is neither loaded nor stored.
         salts: see ``salts_of``.
+        limits: how much of it may be loaded and stored.
         matched: the lookup.
         asked_at: when it was asked.
         is_given_up: it was not waited for to its end.
@@ -74,6 +93,7 @@ class Request:
     token_ids: list[int]
     salts: list[tuple[int, bytes | None]]
     lora: Any = None
+    limits: Limits = Limits()
     block_ids: list[int] = field(default_factory=list)
     matched: Future[int] | None = None
     asked_at: float = 0.0
@@ -137,6 +157,44 @@ class Stored:
             end += 1
         self.add(hashes[first:end])
         return end
+
+
+def limits_of(request: Any, locality: Locality) -> Limits:
+    """The limits of a request. What vLLM ignores as malformed is ignored here, too, with a warning.
+
+    Args:
+        locality: of the storage; ``kv_load_tiers`` may keep a request from loading from it.
+    """
+    params = getattr(request, "kv_transfer_params", None) or {}
+    load_tokens_max, store_tokens_max = (_tokens(name, params) for name in ("max_load_tokens", "max_offload_tokens"))
+    may_load = _may_load(params.get("kv_load_tiers"), locality)
+    return Limits(load_tokens_max if may_load else 0, store_tokens_max)
+
+
+def _tokens(name: str, params: Mapping[str, Any]) -> int:
+    value = params.get(name)
+    if type(value) is int and value >= 0:
+        return value
+    if value is not None:
+        logger.warning("%s: %.80r is ignored; write a number of tokens, 0 or more", name, value)
+    return sys.maxsize
+
+
+def _may_load(wanted: Any, locality: Locality) -> bool:
+    if not isinstance(wanted, list):
+        if wanted is not None:
+            logger.warning("kv_load_tiers: %.80r is ignored; write a list", wanted)
+        return True
+    names_us = []
+    for entry in wanted:
+        try:
+            medium = Medium((entry.get("medium") or Medium.STORAGE.value).upper())
+            place = Locality((entry.get("locality") or locality.value).upper())
+        except (AttributeError, ValueError):
+            logger.warning("kv_load_tiers: %.80r is ignored; write a medium, a locality or both", entry)
+            continue
+        names_us.append(medium is Medium.STORAGE and place is locality)
+    return any(names_us) or bool(wanted and not names_us)
 
 
 def salts_of(request: Any, block_size: int) -> list[tuple[int, bytes | None]]:

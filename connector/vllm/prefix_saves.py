@@ -48,14 +48,15 @@ class PrefixSaves:
         if not self._stores_any:
             return []
         size = self._block_size
-        last = min(computed_tokens // size, len(request.hashes), len(request.block_ids))
+        end = min(len(request.hashes), request.limits.store_tokens_max // size)  # of what may be stored
+        last = min(computed_tokens // size, len(request.block_ids), end)
         request.stored_blocks = self.stored.end_of(request.hashes, request.stored_blocks, last)
-        # Chunks of one size are asked for side by side, and steps end anywhere. So before the prompt's end, whole ones.
-        blocks_min = 1 if last == len(request.hashes) else CHUNK_BLOCKS_MAX
+        # Chunks of one size are asked for side by side, and steps end anywhere. So before the end, whole ones.
+        blocks_min = 1 if last == end else CHUNK_BLOCKS_MAX
         saves = []
         while last - request.stored_blocks >= blocks_min:
-            first, end = request.stored_blocks, min(last, request.stored_blocks + CHUNK_BLOCKS_MAX)
-            self.stored.add(request.hashes[first:end])
-            saves.append(transfer_of(req_id, request, request.block_ids, first, end, size, is_store=True))
-            request.stored_blocks = end
+            first, behind = request.stored_blocks, min(last, request.stored_blocks + CHUNK_BLOCKS_MAX)
+            self.stored.add(request.hashes[first:behind])
+            saves.append(transfer_of(req_id, request, request.block_ids, first, behind, size, is_store=True))
+            request.stored_blocks = behind
         return saves

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
+from vllm.v1.kv_offload.base import Locality
 
 from connector.prefix_format import FORMAT
 from connector.prefix_limits import PrefixLimits
@@ -34,7 +35,7 @@ from connector.vllm.contract import implements
 from connector.vllm.logs import log_as_vllm
 from connector.vllm.prefix_metrics import PrefixPromMetrics, PrefixReporter, PrefixStats
 from connector.vllm.prefix_model import kv_cache_spec_of
-from connector.vllm.prefix_requests import Request, SharedStorageMetadata, Transfer, salts_of, transfer_of
+from connector.vllm.prefix_requests import Request, SharedStorageMetadata, Transfer, limits_of, salts_of, transfer_of
 from connector.vllm.prefix_saves import PrefixSaves
 from connector.vllm.prefix_uses import PrefixUses
 from connector.vllm.prefix_worker import PrefixWorker
@@ -80,6 +81,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         transfer = vllm_config.kv_transfer_config
         extra = transfer.kv_connector_extra_config
         self._place = shared_place(extra)
+        self._locality = translate.locality(self._place.type) or Locality.REMOTE
         self._storage = StorageSwitch(extra)
         self._role = translate.role_of(vllm_config)
         stores_any = self._role.stores and not self._place.read_only
@@ -212,7 +214,8 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         # From 0.31 on vLLM sees to the first itself. Who only stores asks, too: what is there is not copied again.
         if getattr(request, "skip_reading_prefix_cache", False) or not self._role.loads:
             return 0, False
-        tokens = state.found * self._block_size - num_computed_tokens
+        end = min(state.found, (num_computed_tokens + state.limits.load_tokens_max) // self._block_size)
+        tokens = end * self._block_size - num_computed_tokens
         return (tokens, True) if tokens > 0 else (0, False)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -298,7 +301,8 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
             if not tokens or getattr(request, "prompt_embeds", None) is not None:
                 return None
             salts = salts_of(request, self._block_size)
-            state = Request([], list(tokens), salts, getattr(request, "lora_request", None))
+            adapter, limits = getattr(request, "lora_request", None), limits_of(request, self._locality)
+            state = Request([], list(tokens), salts, adapter, limits)
             if state.lora is None:
                 state.hash_blocks(self._block_size)
             self._requests[request.request_id] = state

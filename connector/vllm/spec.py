@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Collection, Iterable
+from functools import partial
 from typing import Any
 
 from vllm.v1.kv_offload.base import LookupResult, OffloadingMetricMetadata, RequestOffloadingContext
@@ -185,12 +186,13 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
         self._role = role or translate.Role()
         self._storage = StorageSwitch({}) if storage is None else storage
         self._tier_types = list(tier_types)
-        self._places = [(translate.medium(each), translate.locality(each)) for each in self._tier_types]
+        places = [(translate.medium(each), translate.locality(each)) for each in self._tier_types]
         try:
             self.tiering = spec.get_manager()
         except BaseException:
             spec.shutdown()
             raise
+        self.tiering.barred = partial(translate.barred, places)
         self._blocks: OffloadingManager = self.tiering  # the region alone once storage is off
         self._steps_in_flight = steps_in_flight
         self._pacer = Pacer()
@@ -205,9 +207,6 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
         self._stale_steps = 0
 
     def lookup(self, key: OffloadKey, req_context: Any) -> LookupResult:
-        # The tiers are asked together, so a request that does not want one of them gets what is in the region.
-        if self.tiering.primary.find(key) is None and not translate.loads_from(self._places, req_context):
-            return LookupResult.MISS
         answer = (self._blocks if self._role.loads else self.tiering.primary).lookup(key, req_context)
         self._pacer.asked(answer)
         self._left_open |= answer is None

@@ -86,6 +86,8 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
         own_type = str(options.get("name") or options["type"])
         # vLLM labels its metrics with the type: the tier's own says more than the adapter's.
         detector = () if backpressure_detector is None else (backpressure_detector,)  # before 0.31 there is none
+        if not detector and getattr(offloading_spec, "extra_config", {}).get("backpressure"):
+            raise ConfigError("is not read by vLLM before 0.31; leave it out", field="backpressure")
         super().__init__(offloading_spec, primary_kv_view, own_type, *detector)
         self.locality = translate.locality(str(options["type"]), locality)
         if hasattr(self, "cache_hit_source"):  # from 0.32 on; by default vLLM calls every storage a disk

@@ -5,7 +5,8 @@ What changed (source: ``vllm/v1/kv_offload`` of each release):
 - 0.28: TransferJob, LookupResult, ``get_worker`` and OffloadingConfig came.
 - 0.29: sha256 block hashes are the same in every process without PYTHONHASHSEED, too.
 - 0.30: ``BLOCK_QUERIES`` and ``BLOCK_HITS`` of its metrics' names became ``CHUNK_…``.
-- 0.31: ``block_ids`` of a job became ``chunk_ids``; ``transfer_bytes`` of a result and ``backpressure_detector`` came.
+- 0.31: ``block_ids`` of a job became ``chunk_ids``; ``transfer_bytes`` of a result, ``backpressure_detector`` and
+  ``max_load_tokens`` of a request came.
 - 0.32: ``cache_hit_source`` came.
 - 0.33: ``expedited`` loads, ``on_reset_flushed``, ``config_info`` and the manager's ``lock`` came. Blocks of a prompt
   that comes in parts are not mistaken any more (see ``hold_back_stream``).
@@ -53,6 +54,7 @@ else:
     CHUNK_QUERIES, CHUNK_HITS = TieringOffloadingMetrics.BLOCK_QUERIES, TieringOffloadingMetrics.BLOCK_HITS
 
 _MISTAKES_BLOCKS_OF_STREAMS = (versions.release() or (0, 0)) < (0, 33)
+_READS_MAX_LOAD_TOKENS = (versions.release() or (0, 31)) >= (0, 31)
 _JOB_RESULT_FIELDS = frozenset(field.name for field in dataclasses.fields(VllmJobResult))
 _URL_END = 150
 KERNEL_BLOCK_TOKENS = 16  # all of CUDA's attention kernels take such a block whole
@@ -270,10 +272,10 @@ def lookup_result(answer: bool | None, *, is_coming: bool = False) -> LookupResu
     return LookupResult.HIT if answer else LookupResult.MISS
 
 
-def loads_from(places: Iterable[tuple[Medium, Locality | None]], req_context: Any) -> bool:
-    """Whether a request may load from all of these: ``kv_load_tiers`` in its parameters, where vLLM has that."""
-    allowed = getattr(req_context, "load_tier_filter", None)
-    return allowed is None or all(allowed.allows(*place) for place in places)
+def barred(places: Iterable[tuple[Medium, Locality | None]], req_context: Any) -> int:
+    """Bit mask of the places that a request may not load from, by ``kv_load_tiers`` in its parameters."""
+    allows = req_context.load_tier_filter.allows
+    return sum(1 << index for index, place in enumerate(places) if not allows(*place))
 
 
 def job_metadata(job: Any) -> JobMetadata:
@@ -302,6 +304,17 @@ def hold_back_stream(request: Any) -> None:
     """
     if _MISTAKES_BLOCKS_OF_STREAMS and getattr(request, "resumable", False):
         request.kv_transfer_params = {**(request.kv_transfer_params or {}), "max_offload_tokens": 0}
+
+
+def warn_of_unread(request: Any) -> None:
+    """Say, once in a process, that a request asks for a limit that this release of vLLM does not know."""
+    if not _READS_MAX_LOAD_TOKENS and (request.kv_transfer_params or {}).get("max_load_tokens") is not None:
+        _warn_of_unread("max_load_tokens")
+
+
+@cache
+def _warn_of_unread(name: str) -> None:
+    logger.warning("%s in a request's kv_transfer_params has no effect: vLLM reads it from 0.31 on", name)
 
 
 def medium(name: str) -> Medium:

@@ -25,6 +25,7 @@ from tests.connector.test_storage_commands import ok
 from tests.connector.test_verify_command import put_blocks
 from tests.identity import FakeSpec
 from tests.s3_clients import use_credentials
+from tiers import neighbors
 from tiers.builtin import FileSystemTierManager
 from tiers.capacity.usage import MEASURED
 from tiers.config import DeploymentConfig, parse_config
@@ -416,7 +417,7 @@ def test_a_field_that_one_namespace_lacks_is_named() -> None:
     store = MemoryStore()
     for digest, fields in ("a" * 12, {}), ("b" * 12, {"revision": None}):
         store.put(f"m_{digest}/config.json", [memoryview(json.dumps({"model_name": "m", **fields}).encode())])
-    (found,) = examine_namespaces("s3", MemoryTierConfig(), store)
+    (found,) = examine_namespaces("s3", store)
     assert found.message == "m: 2, which share nothing, by revision: not set, null"
 
 
@@ -426,7 +427,7 @@ def test_options_of_the_engine_that_keep_replicas_apart_are_named() -> None:
     for digest, engine in ("a" * 12, triton), ("b" * 12, triton | flags):
         fields = {"model_name": "m", "model_revision": f"c0ffee+engine:{digest}", "engine": engine}
         store.put(f"m_{digest}/config.json", [memoryview(json.dumps(fields).encode())])
-    (found,) = examine_namespaces("s3", MemoryTierConfig(), store)
+    (found,) = examine_namespaces("s3", store)
     assert found.message == 'm: 2, which share nothing, by VLLM_USE_NEW_ROPE: "1", not set'
 
 
@@ -435,7 +436,7 @@ def test_namespaces_of_a_bucket_are_looked_for_within_bounds() -> None:
     store.put("m_1/config.json", [memoryview(json.dumps({"model_name": "m"}).encode())])
     for number in range(10):
         store.put(f"m_1_r0/000/00_g0/{number}.bin", [memoryview(b"x")])
-    (found,) = examine_namespaces("s3", MemoryTierConfig(), store)
+    (found,) = examine_namespaces("s3", store)
     assert found.level == "ok"
 
 
@@ -466,18 +467,18 @@ class WithFolders(InOrder):
 def test_a_listing_that_was_cut_is_not_said_to_be_all(
     make: Callable[[int], MemoryStore], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor_storage, "LISTED_MAX", 10)
-    (found,) = examine_namespaces("s3", MemoryTierConfig(), make(20))
+    monkeypatch.setattr(neighbors, "LISTED_MAX", 10)
+    (found,) = examine_namespaces("s3", make(20))
     assert found.level == "note"
     assert found.message.startswith(message)
-    (found,) = examine_namespaces("s3", MemoryTierConfig(), make(2))
+    (found,) = examine_namespaces("s3", make(2))
     assert found.message.startswith("m: 2, which share nothing, by model_revision")
 
 
 def test_more_namespaces_than_are_looked_at_are_not_said_to_be_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor_storage, "NAMESPACES_MAX", 1)
+    monkeypatch.setattr(neighbors, "NAMESPACES_MAX", 1)
     for name in ("m_aaaaaaaaaaaa", "m_bbbbbbbbbbbb"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps({"model_name": "m", "name": name}))

@@ -405,6 +405,19 @@ def test_the_first_tier_that_has_it_loads_it() -> None:
     assert KEYS[0] not in engine.tiers[2].asked  # once a tier has it, slower ones are not asked
 
 
+def test_a_tier_that_a_request_may_not_load_from_is_not_asked_for_it() -> None:
+    engine = Engine(num_tiers=2)
+    for tier in engine.tiers:
+        tier.put(KEYS[0])
+    engine.tiers[0].put(KEYS[1])
+    engine.manager.barred = lambda context: 1 if context.req_id == "barred" else 0
+    assert engine.lookup_until_known(KEYS[:2], ReqContext("barred")) == [True, False]
+    assert not engine.tiers[0].asked
+    assert [job_keys(job) for job in engine.tiers[1].submitted if job.is_load] == [[KEYS[0]]]
+    assert engine.lookup_until_known(KEYS[:2], ReqContext("other")) == [True, True]
+    assert engine.lookup_until_known(KEYS[:2], ReqContext("barred")) == [True, True]  # it is in the region now
+
+
 def test_what_comes_from_a_later_tier_fills_the_earlier_ones() -> None:
     engine = Engine(num_tiers=3, store_backlog_share=1, load_share=1)
     engine.tiers[2].put(*KEYS[:4])

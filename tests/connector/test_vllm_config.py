@@ -275,9 +275,21 @@ def test_an_option_that_nobody_reads_is_refused(name: str, beside: dict[str, Any
 
 def test_what_a_newer_vllm_may_read_is_passed_over_and_told(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        read = deployment_from(SPEC | {"cpu_bytes_to_use": "1GiB", "tiers": [], "store_threshold": 2})
+        read = deployment_from(SPEC | {"cpu_bytes_to_use": "1GiB", "tiers": [], "unheard_of": 2})
     assert read.region.size == 1 << 30
-    assert "store_threshold in kv_connector_extra_config is not read by KVTiersSpec" in caplog.text
+    assert "unheard_of in kv_connector_extra_config is not read by KVTiersSpec" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["max_load_tokens", "max_offload_tokens", "kv_load_tiers"])
+def test_what_a_request_asks_for_is_no_option_of_an_engine(name: str) -> None:
+    ways: list[tuple[Any, dict[str, Any]]] = [
+        (connector_options, {"cpu_bytes_to_use": "1GiB", "tiers": []}),
+        (connector_options, {"way": "tier", "cpu_bytes_to_use": "1GiB", "tiers": []}),
+        (shared_place, {"shared_storage_path": "/mnt/a"}),
+    ]
+    for take, extra in ways:
+        with pytest.raises(ConfigError, match=rf"^{name}: .*kv_transfer_params"):
+            take({**extra, name: 0})
 
 
 def test_an_engine_without_tiers_is_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import runpy
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,13 +83,35 @@ def metric_table(table: Mapping[str, MetricDef]) -> str:
     return _rows(("metric", "kind", "labels", ""), rows)
 
 
-def with_tables(page: str) -> str:
+def identity_table() -> str:
+    """A table of what is no part of an engine's identity, and why."""
+    tables = runpy.run_path(str(DOCS.parent / "connector/vllm/uncounted.py"))  # its package needs vLLM
+    rows = [
+        (f"`{config}`", why, "all" if names == "*" else ", ".join(f"`{name}`" for name in names.split()))
+        for config, reasons in tables["IGNORED"].items()
+        for why, names in reasons.items()
+    ]
+    rows += [
+        ("variables", why, ", ".join(f"`VLLM_{name}`" for name in names.split()))
+        for why, names in tables["IGNORED_VARIABLES"].items()
+    ]
+    return _rows(("vLLM's config", "why its options do not count", "options"), rows)
+
+
+#: Page -> what stands between its markers, by the name in them.
+TABLES: Mapping[str, Mapping[str, Callable[[], str]]] = {
+    "metrics.md": {"METRICS": lambda: metric_table(METRICS), "STORAGE_METRICS": lambda: metric_table(STORAGE_METRICS)},
+    "vllm.md": {"IGNORED": identity_table},
+}
+
+
+def with_tables(name: str) -> str:
     """A page with what stands between its markers made anew."""
-    for name, table in (("METRICS", METRICS), ("STORAGE_METRICS", STORAGE_METRICS)):
-        begin = BEGIN.format(name)
-        before, _, rest = page.partition(begin)
+    page = (DOCS / name).read_text()
+    for marker, table in TABLES[name].items():
+        before, begin, rest = page.partition(BEGIN.format(marker))
         _, _, after = rest.partition(END)
-        page = before + begin + metric_table(table) + END + after
+        page = before + begin + table() + END + after
     return page
 
 
@@ -165,8 +188,8 @@ def _first_line(model: type[Any]) -> str:
 def main() -> None:
     """Write them."""
     (DOCS / "configuration.md").write_text(configuration())
-    metrics = DOCS / "metrics.md"
-    metrics.write_text(with_tables(metrics.read_text()))
+    for name in TABLES:
+        (DOCS / name).write_text(with_tables(name))
 
 
 if __name__ == "__main__":

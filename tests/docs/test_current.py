@@ -22,9 +22,11 @@ def test_the_configuration_reference() -> None:
     assert (DOCS / "configuration.md").read_text() == make_reference.configuration(), "run make docs"
 
 
-def test_the_tables_of_metrics() -> None:
-    page = (DOCS / "metrics.md").read_text()
-    assert page == make_reference.with_tables(page), "run make docs"
+@pytest.mark.parametrize("page", make_reference.TABLES)
+def test_the_tables_in_pages(page: str) -> None:
+    shown = (DOCS / page).read_text()
+    assert shown == make_reference.with_tables(page), "run make docs"
+    assert all(make_reference.BEGIN.format(name) in shown for name in make_reference.TABLES[page])
 
 
 def test_metrics_of_vllms_endpoint_have_the_names_they_have_there() -> None:

@@ -30,6 +30,7 @@ from tiers.store import (
     NamesBlocks,
     Store,
     SupportsDeleteMany,
+    SupportsFolders,
     SupportsFreeBytes,
     SupportsGetMany,
     SupportsPrepare,
@@ -61,6 +62,7 @@ PROTOCOLS: dict[str, type] = {
     "touch": SupportsTouch,
     "sweep": SupportsSweep,
     "free_bytes": SupportsFreeBytes,
+    "folders": SupportsFolders,
     "is_block": NamesBlocks,
     "prepare": SupportsPrepare,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
+import vllm
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -22,7 +24,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from connector.vllm import translate
 from connector.vllm.connector import KVTiersConnector
 from connector.vllm.handed import handed_over
-from connector.vllm_config import ignored_options
+from connector.vllm_config import deployment_from, ignored_options
 from connector.vllm_config import vllm_config as printed
 from tests.vllm.engines import FULL, VllmConfig, kv_cache_config
 from tiers.errors import ConfigError
@@ -110,6 +112,14 @@ def test_options_that_somebody_vouches_for_are_known_in_both_ways(
         assert ignored_options(options) == ("VLLM_A",)
 
 
+def test_what_a_newer_vllm_may_read_goes_on_to_vllm_in_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    for way in ("spec", "tier"):
+        _, options = made({"way": way, "cpu_bytes_to_use": 1 << 20, "tiers": [], "unheard_of": 7}, monkeypatch)
+        assert options["unheard_of"] == 7
+    _, options = made({"way": "tier", "cpu_bytes_to_use": 1 << 20, "tiers": [], "backpressure": {"a": 1}}, monkeypatch)
+    assert options["backpressure"] == {"a": 1}
+
+
 def test_inline_tiers_go_the_way_tier_too(monkeypatch: pytest.MonkeyPatch) -> None:
     extra = {"way": "tier", "cpu_bytes_to_use": "1MiB", "block_size": 64, "tiers": [{"type": "memory"}]}
     _, options = made(extra, monkeypatch)
@@ -127,7 +137,15 @@ def test_inline_tiers_go_the_way_tier_too(monkeypatch: pytest.MonkeyPatch) -> No
         ({"way": "tier", "storage_after_reset": "keep", "cpu_bytes_to_use": 1, "tiers": []}, "storage_after_reset"),
         ({"way": "tier", "tierz": []}, "tierz"),
         ({"way": "tier"}, "cpu_bytes_to_use"),
-        ({"sync_load_budget_bytes": 1 << 20, "cpu_bytes_to_use": 1, "tiers": []}, "sync_load_budget_bytes"),
+        *[
+            ({"way": way, name: 0, "cpu_bytes_to_use": 1, "tiers": []}, name)
+            for way in ("spec", "tier")
+            for name in (
+                *("sync_load_budget_bytes", "store_threshold", "max_tracker_size", "tier_poll_interval_s"),
+                *("cache_policy_module_path", "max_load_tokens", "max_offload_tokens", "kv_load_tiers"),
+            )
+        ],
+        ({"backpressure": {}, "cpu_bytes_to_use": 1, "tiers": []}, "backpressure"),
     ],
 )
 def test_options_that_are_not_accepted_are_named(
@@ -136,6 +154,39 @@ def test_options_that_are_not_accepted_are_named(
     monkeypatch.delenv("KVTIERS_CONFIG", raising=False)
     with pytest.raises(ConfigError, match=f"^{field}: "):
         made(extra, monkeypatch)
+
+
+def options_that_vllm_reads() -> set[str]:
+    """Keys of ``kv_connector_extra_config`` that the installed release's OffloadingConnector and its specs read."""
+    folder = Path(vllm.__file__).parent
+    tiering = folder / "v1/kv_offload"
+    files = [tiering / name for name in ("base.py", "factory.py", "cpu/spec.py", "tiering/spec.py")]
+    files += (folder / "distributed/kv_transfer/kv_connector/v1/offloading").glob("*.py")
+    return {
+        name for file in files for name in re.findall(r"extra_config(?:\.get\(|\[)\s*[\"'](\w+)[\"']", file.read_text())
+    }
+
+
+@pytest.mark.parametrize("way", ["spec", "tier"])
+def test_no_option_that_vllm_reads_is_dropped(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = options_that_vllm_reads()
+    assert {"block_size", "offload_prompt_only", "store_threshold", "secondary_tiers"} <= names
+    passed, refused = set(), set()
+    for name in sorted(names):
+        inline = {"way": way, "cpu_bytes_to_use": 1 << 20, "tiers": [], name: 1 << 20}
+        if name == "eviction_policy":
+            inline[name] = "arc"
+        try:
+            _, options = made(inline, monkeypatch)
+            if way == "spec":
+                deployment_from(options)  # as KVTiersSpec does
+        except ConfigError as e:
+            refused.add(e.field)
+        else:
+            passed |= {name} if options.get(name) == inline[name] else set()
+    assert passed | refused == names
+    assert passed >= {"cpu_bytes_to_use", "eviction_policy", "block_size", "offload_prompt_only"}
+    assert refused >= {"store_threshold", "secondary_tiers"}
 
 
 def test_what_the_engine_was_told_is_left_as_it_is(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

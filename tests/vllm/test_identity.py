@@ -20,7 +20,8 @@ import vllm.config
 
 from connector.vllm import identity as module
 from connector.vllm import versions
-from connector.vllm.identity import IGNORED, IGNORED_VARIABLES, identity, identity_digest, is_ignored
+from connector.vllm.identity import identity, identity_digest, is_ignored
+from connector.vllm.uncounted import IGNORED, IGNORED_VARIABLES
 from tests.vllm.engines import VllmConfig
 from tiers.errors import ConfigError
 

@@ -326,6 +326,56 @@ def test_a_producer_only_stores_and_a_consumer_only_loads(rigs: Any, tmp_path: P
     assert sorted(tmp_path.rglob("*")) == files
 
 
+@pytest.mark.parametrize(
+    ("params", "tokens"),
+    [
+        ({"max_load_tokens": 9}, 8),
+        ({"max_load_tokens": 100}, 16),
+        ({"max_load_tokens": 3}, 0),
+        ({"max_load_tokens": True}, 16),  # malformed, as vLLM has it
+        ({"max_load_tokens": -1}, 16),
+        ({"kv_load_tiers": []}, 0),
+        ({"kv_load_tiers": [{"locality": "REMOTE"}]}, 0),
+        ({"kv_load_tiers": [{"medium": "CPU"}]}, 0),
+        ({"kv_load_tiers": [{"medium": "CPU"}, {"medium": "storage", "locality": "local"}]}, 16),
+        ({"kv_load_tiers": [{"medium": "tape"}, 7]}, 16),
+        ({"kv_load_tiers": [{"medium": "tape"}, {"medium": "CPU"}]}, 0),
+        ({"kv_load_tiers": {"medium": "CPU"}}, 16),
+    ],
+)
+def test_no_more_is_loaded_than_a_request_wants(rigs: Any, params: dict[str, Any], tokens: int) -> None:
+    rig = rigs()
+    store_whole(rig, TOKENS, [3, 7, 1, 9, 5])
+    assert rig.matched(prompt(TOKENS, kv_transfer_params=params)) == (tokens, tokens > 0)
+    assert rig.stores(step(new={"r": ([0, 2, 4, 6, 8], 0, 18)})) == []  # it knows that they are there
+    if tokens == 8:
+        assert rig.matched(prompt(TOKENS, "later", kv_transfer_params=params), computed=8) == (8, True)
+
+
+@pytest.mark.parametrize(("limit", "blocks"), [(9, 2), (100, 4), (3, 0), ("9", 4)])
+def test_no_more_is_stored_than_a_request_wants(rigs: Any, limit: Any, blocks: int) -> None:
+    rig = rigs()
+    request = prompt(TOKENS, kv_transfer_params={"max_offload_tokens": limit})
+    assert rig.matched(request) == (0, False)
+    stored = [(0, blocks)] if blocks else []
+    assert rig.stores(step(new={"r": ([3, 7, 1, 9, 5], 0, 18)})) == stored
+    rig.saved()
+    assert rig.matched(prompt(TOKENS, "other")) == (blocks * SIZE, blocks > 0)
+    rest = [(blocks, 4)] if blocks < 4 else []
+    assert rig.stores(step(new={"other": ([3, 7, 1, 9, 5], 0, 18)})) == rest
+
+
+def test_a_failed_load_is_noted_beyond_what_a_request_lets_be_stored(rigs: Any) -> None:
+    rig = rigs()
+    request = prompt(TOKENS, kv_transfer_params={"max_offload_tokens": 0})
+    rig.matched(request)
+    output = step(new={"r": ([3, 7, 1, 9, 5], 0, 18)}, has_sync_kv_loads=True)
+    assert rig.stores(output) == []
+    rig.report("of another connector", {3})
+    assert rig.matched(prompt(TOKENS, "r2"), computed=16) == (0, False)
+    assert rig.stores(step(new={"r2": ([3, 7, 1, 9, 5], 16, 2)})) == []
+
+
 def test_what_is_past_its_ttl_is_removed_and_stored_again(rigs: Any, tmp_path: Path) -> None:
     extra = {"max_bytes": "1GiB", "ttl": "1h", "gc_every_s": 1}
     rig, consumer, reader = (

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from itertools import groupby
+from itertools import count, groupby
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -494,7 +494,6 @@ def test_a_config_file_brings_its_chunk_size(tmp_path: Path) -> None:
     assert KVTiersSpec(offloading_config({"config_file": str(path), "blocks_per_chunk": 1})).blocks_per_chunk == 1
 
 
-@pytest.mark.skipif(not hasattr(request(), "load_tier_filter"), reason="this vLLM has no filter of tiers")
 def test_a_request_that_refuses_storage_gets_what_is_in_the_region_only(engines: Any) -> None:
     from vllm.v1.kv_offload.base import Locality, Medium, TierFilter, TierMatcher
 
@@ -503,8 +502,10 @@ def test_a_request_that_refuses_storage_gets_what_is_in_the_region_only(engines:
     nothing, remote = TierFilter(), TierFilter(matchers=(TierMatcher(locality=Locality.REMOTE),))
     region = TierFilter(matchers=(TierMatcher(medium=Medium.CPU),))
 
+    numbers = count()
+
     def answers(wanted: Any) -> list[LookupResult]:
-        context = request("filtered")
+        context = request(f"filtered {next(numbers)}")
         context.load_tier_filter = wanted
         return [engine.manager.lookup(key, context) for key in some]
 
@@ -516,6 +517,29 @@ def test_a_request_that_refuses_storage_gets_what_is_in_the_region_only(engines:
     storage = TierFilter(matchers=(TierMatcher(medium=Medium.STORAGE, locality=Locality.LOCAL),))
     assert LookupResult.MISS not in answers(storage)
     assert engine.find(some) == [LookupResult.HIT] * 3
+
+
+@pytest.mark.parametrize(("medium", "tier"), [("CPU", 1), ("STORAGE", 0)])
+def test_a_request_that_refuses_one_tier_loads_from_the_others(
+    engines: Any, tmp_path: Path, medium: str, tier: int
+) -> None:
+    from vllm.v1.kv_offload.base import Medium, TierFilter, TierMatcher
+
+    folder = {"type": "fs", "root_dir": str(tmp_path / "root"), "min_free": 0, "lookup_deadline_s": 20}
+    engine, some = engines(storage_after_reset="keep", tiers=[folder, {"type": "memory"}]), keys(3)
+    engine.store(some, [1, 2, 3])
+    engine.manager.reset_cache()
+    context = request("filtered")
+    context.load_tier_filter = TierFilter(matchers=(TierMatcher(medium=Medium(medium)),))
+
+    def found() -> bool:
+        answers = [engine.manager.lookup(key, context) for key in some]
+        assert LookupResult.MISS not in answers
+        engine.manager.on_schedule_end(STEP)
+        return answers == [LookupResult.HIT] * 3
+
+    wait_for(found)
+    assert {engine.manager.tiering.primary.find(key).tier for key in some} == {tier}
 
 
 def test_what_does_not_fit_the_engine_is_refused() -> None:

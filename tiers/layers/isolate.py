@@ -59,8 +59,9 @@ REDELIVERIES_MAX = 8  # of one call, where workers were dead before they took it
 class ProcessIsolatedStore(Store):
     """A store layer. Any thread of the process that made it may call; ``_lock`` guards the count of listings.
 
-    It has ``get_tail`` and ``quarantine`` where its store has them, and always ``size_many``, ``delete_many`` and
-    ``get_many_into``, which cost one message for up to 256 keys. ``run`` calls a function of the caller's in a worker.
+    It has ``get_tail``, ``quarantine`` and ``folders`` where its store has them, and always ``size_many``,
+    ``delete_many`` and ``get_many_into``, which cost one message for up to 256 keys. ``run`` calls a function of the
+    caller's in a worker.
 
     Args:
         recipe: the store.
@@ -259,6 +260,10 @@ class ProcessIsolatedStore(Store):
 
     def _quarantine(self, key: str) -> None:
         self._ask("quarantine", [key], key)
+
+    def _folders(self) -> list[str]:
+        names: list[str] = self._ask("folders", [], "")[0]
+        return names
 
     # ---- one request -------------------------------------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ _LOGGER = "tiers"  # the one above all of this package's
 
 FRAME_BYTES_MAX = 1 << 28  # a length beyond it is no frame of ours
 LISTING_PAGE_KEYS = 256
-OPTIONAL_METHODS = ("get_tail", "quarantine")  # the parent has them only where the store does
+OPTIONAL_METHODS = ("get_tail", "quarantine", "folders")  # the parent has them only where the store does
 
 _LENGTHS = struct.Struct("!II")
 _PR_SET_PDEATHSIG = 1
@@ -361,6 +361,9 @@ class _Worker:
 
     def _quarantine(self, key: str) -> None:
         self._store.quarantine(key)
+
+    def _folders(self) -> list[str]:
+        return list(self._store.folders())
 
     def _first_page(self, prefix: str) -> list[tuple[str, int, float]] | None:
         """The whole listing if it fits a page, else None."""

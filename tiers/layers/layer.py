@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 #: Methods of the optional protocols. What a batch's outcome says of one key is in its place, not raised.
 BATCH_METHODS: Final = ("size_many", "delete_many", "get_many_into")
-SINGLE_METHODS: Final = ("get_tail", "quarantine", "touch", "sweep", "free_bytes", "used_at")
+SINGLE_METHODS: Final = ("get_tail", "quarantine", "touch", "sweep", "free_bytes", "folders", "used_at")
 #: These ask no storage, so there is nothing to change about them.
 PASSED_METHODS: Final = ("is_block", "prepare")
 

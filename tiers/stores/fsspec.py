@@ -204,6 +204,16 @@ class FsspecStore(Store):
             tail = tail[start:]  # a web server may answer with the whole blob
         return size, bytes(tail)
 
+    def folders(self) -> list[str]:
+        """See ``SupportsFolders``."""
+        place = self._current("")
+        try:
+            entries = self._run("", lambda: self._call("ls", place.root, detail=True))
+        except BlobNotFoundError:
+            return []
+        names = [entry["name"].rstrip("/") for entry in entries if entry["type"] == "directory"]
+        return [name.rpartition("/")[2] for name in names if name != place.root and not _is_hidden(name)]
+
     def size_many(self, keys: Sequence[str]) -> list[int | Exception | None]:
         """See ``SupportsSizeMany``. Side by side if the driver is asynchronous, else one by one."""
         return self._many(keys, "info", size_of, BlobNotFoundError)

@@ -13,6 +13,7 @@ from tiers.store import (
     Store,
     SupportsAges,
     SupportsDeleteMany,
+    SupportsFolders,
     SupportsFreeBytes,
     SupportsGetMany,
     SupportsPieces,
@@ -196,6 +197,15 @@ class ExtraRules(StorePlace):
             assert store.sweep(0.0) == 0
         assert list_keys(store) == ["f/planted", "f/put"]
         assert [self.peek(store, key) for key in ("f/planted", "f/put")] == [b"5", b"1234"]
+
+    def test_folders(self, store: Store) -> None:
+        if not isinstance(store, SupportsFolders):
+            pytest.skip("no SupportsFolders")
+        assert store.folders() == []
+        for key in ("f/a", "f/b", "g/h/c", "d"):
+            store.put(key, as_parts(b"1"))
+        self.plant(store, "planted/e", b"2")
+        assert sorted(store.folders()) == ["f", "g", "planted"]
 
     def test_free_bytes(self, store: Store) -> None:
         if not isinstance(store, SupportsFreeBytes):

@@ -16,6 +16,7 @@ from tiers.errors import BlobNotFoundError, StoreClosedError
 from tiers.store import (
     Store,
     SupportsDeleteMany,
+    SupportsFolders,
     SupportsFreeBytes,
     SupportsGetMany,
     SupportsPieces,
@@ -247,6 +248,8 @@ class SharingRules(StorePlace):
             calls.append(lambda: store.touch("a"))
         if isinstance(store, SupportsSweep):
             calls.append(lambda: store.sweep(0.0))
+        if isinstance(store, SupportsFolders):
+            calls.append(store.folders)
         if isinstance(store, SupportsFreeBytes):
             calls.append(store.free_bytes)
         for call in calls:
