@@ -35,6 +35,7 @@ from connector.prefix_files.side_by_side import BUFFERS_BYTES_MAX, FILES_MIN, Si
 from connector.prefix_limits import USE_NOTED_S
 from connector.prefix_place import place_at
 from connector.prefix_store import CHUNK_BLOCKS_MAX, Chunk, PrefixStore, blocks_in_all
+from connector.prefix_uses import PrefixUses
 from tests.connector.test_prefix_limits import BLOCK, FINGERPRINT, LAYERS, hashes_of
 from tests.waiting import wait_for
 
@@ -654,9 +655,6 @@ def test_a_folder_with_brackets_is_no_pattern(tmp_path: Path) -> None:
 
 
 def test_a_use_that_could_not_be_noted_is_noted_with_the_next_one() -> None:
-    pytest.importorskip("vllm", reason="connector.vllm needs vLLM")
-    from connector.vllm.prefix_uses import PrefixUses
-
     calls: list[bool] = []
 
     class Store:

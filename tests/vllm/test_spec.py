@@ -24,7 +24,6 @@ from connector.host_copy import HostCopier
 from connector.vllm import translate
 from connector.vllm.connector import KVTiersConnector
 from connector.vllm.handed import handing_over
-from connector.vllm.resets import StorageSwitch
 from connector.vllm.spec import KVTiersManager, KVTiersSpec, KVTiersWorker
 from tests.vllm.engines import (
     BLOCK_BYTES,
@@ -415,13 +414,6 @@ def test_a_store_that_hangs_does_not_keep_the_engine_stepping(engines: Any, monk
     monkeypatch.setattr(manager.tiering._jobs, "_clock", lambda: time.monotonic() + 3600)
     assert not manager.has_pending_work()
     assert manager.tiering.primary.slot_counts().pinned == 3
-
-
-@pytest.mark.parametrize(("chosen", "is_off"), [({}, True), ("off", True), (False, True), ("keep", False)])
-def test_storage_after_a_reset(chosen: Any, is_off: bool) -> None:
-    switch = StorageSwitch({"storage_after_reset": chosen} if chosen != {} else {})
-    switch.reset()
-    assert switch.is_off is is_off
 
 
 @pytest.mark.parametrize("told", [True, False])
