@@ -181,6 +181,18 @@ def ignored_options(extra_config: Mapping[str, Any]) -> tuple[str, ...]:
     return () if file is None else load_config(file, SecondaryTierFactory.tier_types()).identity.ignore
 
 
+def keeps_storage(extra_config: Mapping[str, Any]) -> bool:
+    """Whether an engine goes on to use its storage after vLLM has reset its connector: ``storage_after_reset: keep``.
+
+    Raises:
+        ConfigError: says what is accepted.
+    """
+    chosen = extra_config.get("storage_after_reset", "off")
+    if chosen not in ("off", "keep", False):  # YAML 1.1 makes False of off
+        raise ConfigError(f"{chosen!r} is not accepted; write off or keep", field="storage_after_reset")
+    return bool(chosen == "keep")
+
+
 def why_not(way: str, deployment_path: str | os.PathLike[str]) -> str:
     """Which key of which tier keeps the way ``spec`` or ``shared_storage`` from a deployment that has it not.
 

@@ -9,7 +9,13 @@ from typing import Any
 
 from vllm.platforms import current_platform
 from vllm.v1 import kv_cache_interface
-from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 
 from connector.vllm import translate
 from connector.vllm.handed import HandedOver
@@ -135,6 +141,30 @@ def no_prefixes() -> ConfigError:
         "reused: run it without a KV connector",
         field="kv_connector",
     )
+
+
+def prefix_spec(kv_cache_config: Any) -> Any:
+    """The spec of the one KV cache group of a model that SharedStorageConnector takes: all of a prompt stays in blocks.
+
+    Raises:
+        ConfigError: there are several groups, or it is not of full attention, or not causal.
+    """
+    groups = kv_cache_config.kv_cache_groups
+    kinds: list[Any] = []
+    for group in groups:
+        kinds += getattr(group.kv_cache_spec, "kv_cache_specs", {"": group.kv_cache_spec}).values()
+    # MLA is full attention to vLLM, too. What others no longer need lies in vLLM's null block, which all requests have:
+    # nothing can be stored from it, loaded into it, or reported as its failure.
+    others = {type(kind).__name__ for kind in kinds if not isinstance(kind, FullAttentionSpec)}
+    if len(groups) != 1 or others:
+        raise ConfigError(
+            f"the model has {len(groups)} KV cache groups of {', '.join(sorted(others)) or 'full attention'}; "
+            "SharedStorageConnector takes one, of full attention or MLA; use KVTiersConnector",
+            field="kv_connector",
+        )
+    if any(map(is_non_causal, kinds)):
+        raise no_prefixes()
+    return groups[0].kv_cache_spec
 
 
 def check_pages(kv_caches: Any, config: Any, kv_cache_config: Any) -> None:

@@ -1,4 +1,4 @@
-"""Leaving the GIL and the core to what loads and looks up, while the engine has nothing to compute.
+"""Waits of the scheduler's thread: for what loads and looks up, and at the end for what stores.
 
 vLLM steps on and on while requests wait for their lookups and loads. Its server process sleeps 1 ms between such
 steps; an engine inside the caller's process does not, and then a loading thread gets the GIL only every 5 ms.
@@ -11,6 +11,12 @@ from collections.abc import Callable
 
 SHORT_STEP_S = 0.001  # no forward pass is that short, and a server's idle step is longer
 PAUSE_S = 0.0003
+
+#: vLLM kills its engine 5 s after it asked it to end, and the engine has more to end than us.
+SHUTDOWN_S = 4.0
+#: The part of it in which stores under way may finish. What is left is for threads that are at a block.
+DRAIN_SHARE = 0.7
+_POLL_S = 0.005
 
 
 class Pacer:
@@ -34,3 +40,13 @@ class Pacer:
         if waiting and self._clock() - self._ended_at < SHORT_STEP_S:
             self._sleep(PAUSE_S)
         self._ended_at = self._clock()
+
+
+def drain(is_idle: Callable[[], bool], within_s: float, clock: Callable[[], float] = time.monotonic) -> bool:
+    """Call ``is_idle`` until it says so. False: it did not in time."""
+    deadline = clock() + within_s
+    while not is_idle():
+        if clock() >= deadline:
+            return False
+        time.sleep(_POLL_S)
+    return True

@@ -30,16 +30,15 @@ from connector.prefix_format import FORMAT
 from connector.prefix_limits import PrefixLimits
 from connector.prefix_place import seconds_of, shared_place
 from connector.prefix_store import PrefixStore, blocks_in_all
-from connector.vllm import refusals, translate, weights
+from connector.prefix_uses import PrefixUses
+from connector.vllm import kv_groups, refusals, translate, weights
 from connector.vllm.contract import implements
 from connector.vllm.logs import log_as_vllm
 from connector.vllm.prefix_metrics import PrefixPromMetrics, PrefixReporter, PrefixStats
-from connector.vllm.prefix_model import kv_cache_spec_of
 from connector.vllm.prefix_requests import Request, SharedStorageMetadata, Transfer, limits_of, salts_of, transfer_of
 from connector.vllm.prefix_saves import PrefixSaves
-from connector.vllm.prefix_uses import PrefixUses
 from connector.vllm.prefix_worker import PrefixWorker
-from connector.vllm.resets import StorageSwitch
+from connector.vllm_config import keeps_storage
 from connector.vllm_plugin import register
 from tiers.capacity.link import CollectorLink
 from tiers.daemon_pool import DaemonPool
@@ -82,11 +81,11 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         extra = transfer.kv_connector_extra_config
         self._place = shared_place(extra)
         self._locality = translate.locality(self._place.type) or Locality.REMOTE
-        self._storage = StorageSwitch(extra)
+        self._keeps_storage, self._is_off = keeps_storage(extra), False
         self._role = translate.role_of(vllm_config)
         stores_any = self._role.stores and not self._place.read_only
         self._limits = PrefixLimits.of(self._place) if stores_any else None
-        kv_cache_spec = kv_cache_spec_of(kv_cache_config)
+        kv_cache_spec = kv_groups.prefix_spec(kv_cache_config)
         if getattr(transfer, "kv_load_failure_policy", "recompute") == "fail":
             logger.warning(
                 "kv_load_failure_policy is 'fail': a request that meets a damaged chunk will fail; write 'recompute'"
@@ -280,8 +279,10 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         are: vLLM resets at once only if told to, and answers that it failed, since the load's blocks are in use.
         Otherwise (pause, sleep) it waits until no step is under way.
         """
-        self._storage.reset()
-        if self._storage.is_off:
+        if not self._keeps_storage and not self._is_off:
+            translate.warn_of_reset()
+            self._is_off = True
+        if self._is_off:
             for state in self._requests.values():
                 if state.matched is not None:
                     state.matched.cancel()
@@ -296,7 +297,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
 
     def _remember(self, request: Any) -> Request | None:
         state = self._requests.get(request.request_id)
-        if state is None and not self._storage.is_off:
+        if state is None and not self._is_off:
             tokens = request.prompt_token_ids
             if not tokens or getattr(request, "prompt_embeds", None) is not None:
                 return None

@@ -32,13 +32,12 @@ from connector.base import (
 from connector.gpu_handler import create_handlers
 from connector.shared_region import reap_stale_regions
 from connector.spec import TieringOffloadingSpec
-from connector.vllm import ending, kv_groups, refusals, translate
+from connector.vllm import kv_groups, refusals, translate
 from connector.vllm.contract import implements
 from connector.vllm.handed import handed_over
 from connector.vllm.metrics import StatsExporter, definitions, tiering_definitions
-from connector.vllm.pacing import Pacer
-from connector.vllm.resets import StorageSwitch
-from connector.vllm_config import deployment_from
+from connector.vllm.pacing import DRAIN_SHARE, SHUTDOWN_S, Pacer, drain
+from connector.vllm_config import deployment_from, keeps_storage
 from tiers.errors import ConfigError, RegionError
 from tiers.keys import OffloadKey
 from tiers.plain_logs import get_logger
@@ -67,7 +66,7 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
         self._handed = handed_over()
         translate.warn_of_adapters(self._handed.vllm_config)
         self.deployment = deployment_from(config.extra_config)
-        self._storage = StorageSwitch(config.extra_config)
+        self._keeps_storage = keeps_storage(config.extra_config)
         # vLLM's single-copy region for MLA is not ours: here every worker has a cell.
         config = dataclasses.replace(config, replicated_layout=False)
         kv_groups.check_layout(config, self._handed.kv_cache_config)
@@ -93,7 +92,7 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
                 spec,
                 steps_in_flight=pp_size + _STEPS_IN_FLIGHT,
                 tier_types=[tier.type for tier in self.deployment.tiers],
-                storage=self._storage,
+                keeps_storage=self._keeps_storage,
                 role=translate.role_of(self._handed.vllm_config),
             )
         return self._manager
@@ -169,7 +168,7 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
         spec: makes the manager; shut down with this one.
         steps_in_flight: engine steps after which a worker has seen a reset.
         tier_types: of its tiers.
-        storage: says when the tiers are not used any more.
+        keeps_storage: the tiers are used after a reset, too.
         role: what the tiers are used for; the region is used for all.
     """
 
@@ -179,12 +178,12 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
         *,
         steps_in_flight: int,
         tier_types: Iterable[str] = (),
-        storage: StorageSwitch | None = None,
+        keeps_storage: bool = False,
         role: translate.Role | None = None,
     ) -> None:
         self._spec = spec
         self._role = role or translate.Role()
-        self._storage = StorageSwitch({}) if storage is None else storage
+        self._keeps_storage = keeps_storage
         self._tier_types = list(tier_types)
         places = [(translate.medium(each), translate.locality(each)) for each in self._tier_types]
         try:
@@ -302,8 +301,8 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
 
     def reset_cache(self) -> None:
         self.tiering.reset_cache()
-        self._storage.reset()
-        if self._storage.is_off:
+        if not self._keeps_storage and self._blocks is self.tiering:
+            translate.warn_of_reset()
             self._blocks = self.tiering.primary
         self._stale_stores |= self._stores
         self._stale_loads += self._loads
@@ -326,12 +325,11 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
             self.tiering.on_schedule_end()
             return not self.has_pending_work()
 
-        if not ending.drain(is_idle, ending.BUDGET_S * ending.DRAIN_SHARE):
+        if not drain(is_idle, SHUTDOWN_S * DRAIN_SHARE):
             counts = self.tiering.primary.slot_counts()
             logger.warning("%d blocks were on their way when the engine ended", counts.pinned + counts.pending)
-        rest_s = ending.BUDGET_S * (1 - ending.DRAIN_SHARE)
-        self.tiering.shutdown_s = rest_s
-        ending.call_within(self._spec.shutdown, rest_s, "the tiers")
+        self.tiering.shutdown_s = SHUTDOWN_S * (1 - DRAIN_SHARE)
+        self._spec.shutdown()
 
     def _end_stale(self) -> None:
         self._stale_steps = 0

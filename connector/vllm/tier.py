@@ -6,7 +6,7 @@ KVTiersConnector writes an entry of vLLM's ``secondary_tiers`` for each tier: vL
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -16,20 +16,18 @@ from vllm.v1.kv_offload.tiering.base import JobResult as VllmJobResult
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager as VllmTier
 
 from connector.tier_guard import RAISED, GuardedTier, load_deadline_s, shut_down_tiers
-from connector.vllm import ending, kv_groups, refusals, translate
+from connector.vllm import kv_groups, refusals, translate
 from connector.vllm.contract import implements
 from connector.vllm.handed import handed_over
 from connector.vllm.metrics import StatsExporter, definitions
-from connector.vllm.pacing import Pacer
-from connector.vllm.prefix_order import PrefixOrder
+from connector.vllm.pacing import DRAIN_SHARE, SHUTDOWN_S, Pacer, drain
 from tiers.base import JobMetadata, JobResult, SecondaryTierManager
 from tiers.config import load_config
-from tiers.errors import ConfigError, KVTiersError
+from tiers.errors import ConfigError
 from tiers.file_mapper import FORMAT_VLLM_RAW
 from tiers.keys import OffloadKey
 from tiers.plain_logs import get_logger
 from tiers.registry import SecondaryTierFactory
-from tiers.tier_config import TIER_MODELS
 
 logger = get_logger(__name__)
 
@@ -48,9 +46,7 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
         offloading_spec, primary_kv_view, tier_type, backpressure_detector: from vLLM.
         tier: the tier's options, ``type`` included.
         config_file: a deployment's YAML, instead of ``tier``.
-        index: which tier of ``config_file``; needed where it has several.
-        locality: LOCAL or REMOTE, for KV events; by default by the tier's type.
-        enable_kv_events: publish events of this tier where vLLM publishes events at all.
+        index: which tier of ``config_file``.
 
     Raises:
         ConfigError: names the option that is wrong.
@@ -68,9 +64,7 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
         *,
         tier: dict[str, Any] | None = None,
         config_file: str | None = None,
-        index: int | None = None,
-        locality: str | None = None,
-        enable_kv_events: bool = True,
+        index: int = 0,
     ) -> None:
         handed = handed_over()
         vllm_config, kv_cache_config = handed.vllm_config, handed.kv_cache_config
@@ -80,16 +74,17 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
         if offloading_spec.blocks_per_chunk > 1 and kv_groups.has_window(offloading_spec.config, kv_cache_config):
             raise kv_groups.no_chunks_of_windows(offloading_spec.blocks_per_chunk)
         self._role = translate.role_of(vllm_config)
-        configs = getattr(offloading_spec, "secondary_tier_configs", ())
-        own = {"tier": tier, "config_file": config_file, "index": index}
-        options = with_name(tier_options(tier, config_file, index), own, configs)
+        if tier is None:
+            assert config_file is not None
+            tier = dict(load_config(config_file, SecondaryTierFactory.tier_types()).tiers[index])
+        options = tier
         own_type = str(options.get("name") or options["type"])
         # vLLM labels its metrics with the type: the tier's own says more than the adapter's.
         detector = () if backpressure_detector is None else (backpressure_detector,)  # before 0.31 there is none
         if not detector and getattr(offloading_spec, "extra_config", {}).get("backpressure"):
             raise ConfigError("is not read by vLLM before 0.31; leave it out", field="backpressure")
         super().__init__(offloading_spec, primary_kv_view, own_type, *detector)
-        self.locality = translate.locality(str(options["type"]), locality)
+        self.locality = translate.locality(str(options["type"]))
         if hasattr(self, "cache_hit_source"):  # from 0.32 on; by default vLLM calls every storage a disk
             self.cache_hit_source = translate.hit_source(str(options["type"]))
         translate.warn_of_adapters(vllm_config)
@@ -99,7 +94,7 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
             spec = replace(spec, vllm_layout=translate.vllm_layout(offloading_spec))
         self.tier: SecondaryTierManager = SecondaryTierFactory.create_secondary_tier(options, primary_kv_view, spec)
         # vLLM ends its tiers one after the other.
-        self._ending_s = ending.BUDGET_S / max(1, len(configs))
+        self._ending_s = SHUTDOWN_S / max(1, len(getattr(offloading_spec, "secondary_tier_configs", ())))
         self._guard = GuardedTier(self.tier, spec.metrics)
         try:
             self._deadline_s = load_deadline_s(self.tier)
@@ -108,9 +103,8 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
             raise
         self._metrics = spec.metrics
         self._stats = StatsExporter(spec.metrics)
-        self._publishes = enable_kv_events and bool(getattr(offloading_spec.config, "enable_kv_cache_events", False))
+        self._publishes = bool(getattr(offloading_spec.config, "enable_kv_cache_events", False))
         self._pacer = Pacer()
-        self._order = PrefixOrder()
         self._loads: dict[int, Collection[OffloadKey]] = {}
         self._stores: dict[int, Collection[OffloadKey]] = {}
         self._raised: dict[int, float] = {}  # those of them at which the tier raised, and until when they are awaited
@@ -125,7 +119,6 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
     def lookup(self, key: OffloadKey, req_context: Any) -> LookupResult:
         if not self._role.loads:
             return LookupResult.MISS
-        self._order.ask(key)
         answer = self._guard.lookup(key, req_context)
         self._pacer.asked(answer)
         return translate.lookup_result(answer)
@@ -136,7 +129,7 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
             self._ended.append(translate.job_result(JobResult(job.job_id, success=True)))  # as meant: nothing to do
             return
         keys = list(job.keys)
-        places = self._order.places(keys, job.req_context)
+        places = translate.prompt_order(keys, job.req_context)
         job = replace(job, keys=[keys[i] for i in places], block_ids=np.asarray(job.block_ids)[places])
         self._stores[job.job_id] = keys  # in vLLM's order, in which the result names them
         self._hand_over("submit_store", job)
@@ -205,9 +198,9 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
         """End in time. Stores under way get most of it; what was acknowledged is on storage, the rest is counted."""
         rest_s = self._ending_s
         if not self._guard.limit_shutdown(rest_s):
-            ending.drain(self._is_idle, rest_s * ending.DRAIN_SHARE)
-            rest_s *= 1 - ending.DRAIN_SHARE
-        if ending.call_within(self.tier.shutdown, rest_s, f"tier {self.tier_type}"):
+            drain(self._is_idle, rest_s * DRAIN_SHARE)
+            rest_s *= 1 - DRAIN_SHARE
+        if not shut_down_tiers([self._guard], rest_s):
             self._is_idle()
         unreported = sum(map(len, self._stores.values()))
         lost = unreported + self._not_stored  # those the tier counts itself
@@ -223,48 +216,3 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
                 del self._stores[result.job_id]
                 self._not_stored += len(keys) - len(self._guard.succeeded_in(result, keys))
         return self._stores.keys() <= self._raised.keys()
-
-
-def tier_options(tier: dict[str, Any] | None, config_file: str | None, index: int | None = None) -> dict[str, Any]:
-    """The options of the one tier that is meant.
-
-    Raises:
-        ConfigError: neither or both of ``tier`` and ``config_file``, or a file that leaves open which tier.
-    """
-    if (tier is None) == (config_file is None):
-        raise ConfigError('give either "tier": {"type": …} or "config_file": "….yaml"', field="tier")
-    if tier is not None:
-        if not isinstance(tier, dict) or "type" not in tier:
-            raise ConfigError(f'{tier!r} is not accepted; write {{"type": "fs", …}}', field="tier")
-        return tier
-    assert config_file is not None
-    tiers = load_config(config_file, SecondaryTierFactory.tier_types()).tiers
-    if index is None and len(tiers) == 1:
-        index = 0
-    if index is None or not 0 <= index < len(tiers):
-        raise ConfigError(
-            f"{config_file} has {len(tiers)} tiers; write 0..{len(tiers) - 1} and one entry for each", field="index"
-        )
-    return dict(tiers[index])
-
-
-def with_name(options: dict[str, Any], own: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The options with a name of its own where another of vLLM's entries has none either, and is of the same type.
-
-    Args:
-        own: what says which entry is meant, as ``tier_options`` takes it.
-        entries: of vLLM's ``secondary_tiers``.
-    """
-    kind = options["type"]
-    if kind not in TIER_MODELS or options.get("name") is not None:
-        return options
-    alike = []
-    for place, entry in enumerate(entries):
-        try:
-            theirs = tier_options(entry.get("tier"), entry.get("config_file"), entry.get("index"))
-        except KVTiersError:  # said when it is its turn; or somebody else's entry
-            continue
-        if theirs["type"] == kind and theirs.get("name") is None:
-            alike.append(place)
-    places = [i for i in alike if all(entries[i].get(name) == value for name, value in own.items())]
-    return options if len(alike) < 2 or not places else {**options, "name": f"{kind}{places[0]}"}

@@ -15,9 +15,10 @@ What changed (source: ``vllm/v1/kv_offload`` of each release):
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import platform
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Any, NamedTuple
@@ -60,7 +61,10 @@ _URL_END = 150
 KERNEL_BLOCK_TOKENS = 16  # all of CUDA's attention kernels take such a block whole
 
 #: Where our tiers keep their blocks, as vLLM's events and hit sources call it.
-_LOCALITIES = {"fs": "LOCAL", "memory": "LOCAL", "nfs": "REMOTE", "s3": "REMOTE", "fsspec": "REMOTE"}
+_LOCALITIES = {
+    **dict.fromkeys(("fs", "memory"), Locality.LOCAL),
+    **dict.fromkeys(("fsspec", "nfs", "s3"), Locality.REMOTE),
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -110,6 +114,20 @@ def _warn_of_adapters() -> None:
     logger.warning(
         "LoRA adapters are known by name and path, as in vLLM's own prefix cache: give an adapter that was trained "
         "again another name or path, or KV of the one before is loaded for it"
+    )
+
+
+def warn_of_reset() -> None:
+    """Say that storage is not used any more.
+
+    vLLM resets its connector when weights may have been changed in place, and tells neither whether they were nor what
+    they are now. Blocks are stored under the weights that the engine was started with. So from a reset on, what storage
+    holds may be another model's KV, and what is computed may not be stored under this name.
+    """
+    logger.warning(
+        "vLLM has reset its connector, as it does when weights are changed in place, and to sleep or pause: what "
+        "storage holds is KV of the weights before, so from here on nothing is loaded from there or stored; an "
+        "engine that is started again uses it again. Where weights stay the same, write 'storage_after_reset': 'keep'"
     )
 
 
@@ -284,6 +302,16 @@ def job_metadata(job: Any) -> JobMetadata:
     return JobMetadata(job.job_id, tuple(job.keys), ids, job.req_context)
 
 
+def prompt_order(keys: Sequence[bytes], req_context: Any) -> list[int]:
+    """Where the keys of a store are in ``keys``, in the order of their prompt: a prefix is of use up to its first gap.
+
+    vLLM names them in a set, and from 0.31 on says at which token of its request each ends.
+    """
+    position_of: Any = getattr(req_context, "get_offload_key_position", {}.get)
+    positions = [math.inf if (end := position_of(key)) is None else end for key in keys]
+    return sorted(range(len(positions)), key=positions.__getitem__)
+
+
 def job_result(result: JobResult) -> VllmJobResult:
     """A result of ours. vLLM takes ``successful_keys`` of None for "all share the fate of the job"."""
     fields = {
@@ -332,18 +360,9 @@ def hit_source(name: str) -> Any:
     return CacheHitSource.DISK if name == "fs" else CacheHitSource.EXTERNAL_UNSPECIFIED
 
 
-def locality(tier_type: str, asked: str | None = None) -> Locality | None:
-    """Whether a tier's storage is this machine's: as asked for, else by the tier's type.
-
-    Raises:
-        ConfigError: ``asked`` is neither LOCAL nor REMOTE.
-    """
-    name = _LOCALITIES.get(tier_type) if asked is None else asked
-    if name is None:
-        return None
-    if name not in Locality.__members__:
-        raise ConfigError(f"{name!r} is no Locality; write LOCAL or REMOTE", field="locality")
-    return Locality[name]
+def locality(tier_type: str) -> Locality | None:
+    """Whether a tier's storage is this machine's, by the tier's type; None: not known."""
+    return _LOCALITIES.get(tier_type)
 
 
 def events(ours: Iterable[OffloadingEvent], where: Locality | None = None) -> Iterator[VllmEvent]:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
@@ -35,7 +35,9 @@ from connector.prefix_files.side_by_side import BUFFERS_BYTES_MAX, FILES_MIN, Si
 from connector.prefix_limits import USE_NOTED_S
 from connector.prefix_place import place_at
 from connector.prefix_store import CHUNK_BLOCKS_MAX, Chunk, PrefixStore, blocks_in_all
+from connector.prefix_uses import PrefixUses
 from tests.connector.test_prefix_limits import BLOCK, FINGERPRINT, LAYERS, hashes_of
+from tests.waiting import wait_for
 
 
 def layers_of(blocks: int, value: float = 0.0) -> dict[str, torch.Tensor]:
@@ -650,3 +652,28 @@ def test_a_folder_with_brackets_is_no_pattern(tmp_path: Path) -> None:
     store.publish(hashes, layers_of(2))
     (chunk,) = store.match(hashes)
     assert list(load(store, chunk, hashes)) == list(LAYERS)
+
+
+def test_a_use_that_could_not_be_noted_is_noted_with_the_next_one() -> None:
+    calls: list[bool] = []
+
+    class Store:
+        notes_uses = True
+        use_noted_s = 600.0
+
+        def match(self, _: object) -> list[Chunk]:
+            return []
+
+        def note_uses(self, _: object) -> bool:
+            calls.append(len(calls) > 0)
+            return calls[-1]
+
+    uses = PrefixUses([cast(PrefixStore, Store())], clock=lambda: 0.0)
+    for expected in (1, 2):
+        wait_for(lambda: not uses._pool._waiting and not uses._pool._began)
+        uses.note([b"block"])
+        wait_for(lambda expected=expected: len(calls) == expected)  # type: ignore[misc]
+    wait_for(lambda: not uses._pool._began)
+    uses.note([b"block"])
+    uses.shutdown()
+    assert calls == [False, True]

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from connector.cli import app
 from connector.commands.places import EXIT_BAD_INPUT
 from connector.prefix_place import shared_place
-from connector.vllm_config import connector_options, deployment_from, vllm_config
+from connector.vllm_config import connector_options, deployment_from, keeps_storage, vllm_config
 from tiers.errors import ConfigError
 from tiers.tier_config import FsspecTierConfig, FsTierConfig, NfsTierConfig, S3TierConfig
 
@@ -298,3 +298,8 @@ def test_an_engine_without_tiers_is_told(caplog: pytest.LogCaptureFixture) -> No
     with caplog.at_level(logging.WARNING):
         assert not deployment_from(SPEC | {"cpu_bytes_to_use": "1GiB"}).tiers
     assert "blocks live in the region only" in caplog.text
+
+
+@pytest.mark.parametrize(("extra", "keeps"), [({}, False), ("off", False), (False, False), ("keep", True)])
+def test_storage_after_a_reset(extra: Any, keeps: bool) -> None:
+    assert keeps_storage(extra if extra == {} else {"storage_after_reset": extra}) is keeps

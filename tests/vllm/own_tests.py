@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from vllm.v1.kv_offload.base import Locality
 from vllm.v1.kv_offload.tiering.fs import manager
 
 from connector.vllm.handed import handing_over
@@ -54,9 +55,10 @@ class InItsPlace(KVTiersTier):
                 tier_type,
                 backpressure_detector,
                 tier=tier,
-                locality=locality,
-                enable_kv_events=enable_kv_events,
             )
+        self._publishes &= enable_kv_events
+        if locality is not None:
+            self.locality = Locality[locality]
         self.file_mapper = self.tier.mapper  # type: ignore[attr-defined]
         self._lookup_manager = _Lookups(self.tier)
 

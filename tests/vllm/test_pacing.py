@@ -1,8 +1,8 @@
-"""Pacer: it pauses only between short steps with a load under way."""
+"""Waits of the scheduler's thread."""
 
 from __future__ import annotations
 
-from connector.vllm.pacing import PAUSE_S, SHORT_STEP_S, Pacer
+from connector.vllm.pacing import PAUSE_S, SHORT_STEP_S, Pacer, drain
 
 
 def test_it_pauses_only_between_short_steps_while_something_loads() -> None:
@@ -32,3 +32,10 @@ def test_it_pauses_while_somebody_waits_for_a_lookup() -> None:
         pacer.step_ended(loading=False)
         assert len(slept) == pauses
         now[0] += SHORT_STEP_S / 2
+
+
+def test_drain_returns_when_idle_and_gives_up_in_time() -> None:
+    answers = iter([False, False, True])
+    assert drain(lambda: next(answers), 10.0)
+    ticks = iter(range(100))
+    assert not drain(lambda: False, 3.0, clock=lambda: float(next(ticks)))

@@ -1039,7 +1039,7 @@ STATE = MambaSpec(block_size=SIZE, shapes=((2, 3),), dtypes=(torch.float32,))
     ids=lambda spec: type(spec).__name__,
 )
 def test_models_whose_prompts_lose_blocks_are_refused(rigs: Any, spec: Any) -> None:
-    with pytest.raises(ConfigError, match="takes full attention and MLA; use KVTiersSpec"):
+    with pytest.raises(ConfigError, match=r"takes one, of full attention or MLA; use KVTiersConnector"):
         rigs(kv_cache_spec=spec)
 
 

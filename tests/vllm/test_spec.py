@@ -22,10 +22,11 @@ from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from connector.host_copy import HostCopier
 from connector.tier_guard import SHUTDOWN_SHARE
-from connector.vllm import ending, translate
+from connector.vllm import spec as spec_module
+from connector.vllm import translate
 from connector.vllm.connector import KVTiersConnector
 from connector.vllm.handed import handing_over
-from connector.vllm.resets import StorageSwitch
+from connector.vllm.pacing import DRAIN_SHARE as VLLM_DRAIN_SHARE
 from connector.vllm.spec import KVTiersManager, KVTiersSpec, KVTiersWorker
 from tests.vllm.engines import (
     BLOCK_BYTES,
@@ -168,10 +169,10 @@ def test_a_slow_tier_is_closed_in_the_time_that_is_left(
     engine.manager.on_new_request(context)
     engine.manager.prepare_store(some, context)
     engine.manager.complete_store(set(some), context)
-    monkeypatch.setattr(ending, "drain", lambda *_: False)
-    monkeypatch.setattr(ending, "BUDGET_S", 200.0)
+    monkeypatch.setattr(spec_module, "drain", lambda *_: False)
+    monkeypatch.setattr(spec_module, "SHUTDOWN_S", 200.0)
     engine.manager.shutdown()
-    assert given_s == [pytest.approx(200 * (1 - ending.DRAIN_SHARE) * SHUTDOWN_SHARE * DRAIN_SHARE)]
+    assert given_s == [pytest.approx(200 * (1 - VLLM_DRAIN_SHARE) * SHUTDOWN_SHARE * DRAIN_SHARE)]
     assert tier._mover.cut == "shutdown"
 
 
@@ -419,13 +420,6 @@ def test_a_store_that_hangs_does_not_keep_the_engine_stepping(engines: Any, monk
     monkeypatch.setattr(manager.tiering._jobs, "_clock", lambda: time.monotonic() + 3600)
     assert not manager.has_pending_work()
     assert manager.tiering.primary.slot_counts().pinned == 3
-
-
-@pytest.mark.parametrize(("chosen", "is_off"), [({}, True), ("off", True), (False, True), ("keep", False)])
-def test_storage_after_a_reset(chosen: Any, is_off: bool) -> None:
-    switch = StorageSwitch({"storage_after_reset": chosen} if chosen != {} else {})
-    switch.reset()
-    assert switch.is_off is is_off
 
 
 @pytest.mark.parametrize("told", [True, False])

@@ -24,8 +24,7 @@ from connector.tier_guard import SHUTDOWN_SHARE
 from connector.tiering_options import LOAD_GRACE_S
 from connector.vllm import translate
 from connector.vllm.handed import handing_over
-from connector.vllm.prefix_order import PrefixOrder
-from connector.vllm.tier import tier_options
+from connector.vllm_config import connector_options
 from tests.clock import Clock
 from tests.vllm.engines import (
     FULL,
@@ -172,41 +171,21 @@ def test_one_engine_stores_and_another_loads_the_same_bytes(engines: Any, tmp_pa
 
 
 def test_blocks_are_stored_in_the_order_of_their_prompt(engines: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    """vLLM names them in a set; it has asked for them in their order. Blocks of the answer are last."""
-    jobs = spied_stores(monkeypatch)
-    writer, some = engines("writer", on_folder(tmp_path)), keys(12)
-    assert writer.find(some[:11]) == [LookupResult.MISS] * 11
-    writer.store(some)
-    (job,) = jobs
-    assert job.keys == some
-    assert [bytes(writer.view[slot * 4096 : slot * 4096 + 1]) for slot in job.block_ids] == [
-        bytes([1 + i]) for i in range(12)
-    ]
-
-
-def test_the_order_that_vllm_knows_comes_first(engines: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    """Of a prompt whose first block is known absent, and of one that only stores, vLLM asks for no block more."""
+    """vLLM names them in a set, and says at which token each ends. Blocks whose place it does not know are last."""
     context = request("positions")
     if not hasattr(context, "set_offload_key_position"):
-        pytest.skip("this vLLM says nothing of it")
+        pytest.skip("vLLM says so from 0.31 on")
     jobs = spied_stores(monkeypatch)
     writer, some = engines("writer", on_folder(tmp_path)), keys(12)
-    assert writer.find(some[8:]) == [LookupResult.MISS] * 4
-    for position, key in enumerate(some):
+    for position, key in enumerate(some[:11]):
         context.set_offload_key_position(key, 32 * (position + 1))
     writer.manager.on_new_request(context)
-    writer.manager.prepare_store(some, context)
+    output = writer.manager.prepare_store(some, context)
+    slots = dict(zip(output.keys_to_store, output.store_spec.block_ids, strict=True))
     writer.manager.complete_store(set(some), context)
     writer.settle()
     assert jobs[-1].keys == some
-
-
-def test_the_order_of_many_prompts_is_known_for_a_while() -> None:
-    some, order = keys(10), PrefixOrder(keys_max=4)
-    for key in (*some[:6], some[1], *some[6:8]):
-        order.ask(key)
-    assert order.places([some[7], some[6], some[1], some[5], some[4]]) == [2, 4, 3, 1, 0]
-    assert order.places([some[9], some[7], some[0]]) == [1, 0, 2]
+    assert list(jobs[-1].block_ids) == [slots[key] for key in some]
 
 
 def test_damaged_blocks_are_misses_and_the_good_ones_of_their_job_are_kept(engines: Any, tmp_path: Path) -> None:
@@ -339,23 +318,20 @@ def hang_until_cut(tier: StoreTierManager, monkeypatch: pytest.MonkeyPatch) -> l
     return given_s
 
 
-@pytest.mark.parametrize("in_files", ["", "b", "ab"])
-def test_tiers_of_one_type_without_a_name_are_told_apart(tmp_path: Path, in_files: str) -> None:
-    def place(name: str) -> dict[str, Any]:
-        given = on_folder(tmp_path / name)
-        if name not in in_files:
-            return given
-        path = tmp_path / f"{name}.yaml"
-        path.write_text(json.dumps({"region": {"size": "1MiB"}, "tiers": [given["tier"]]}))
-        return {"config_file": str(path)}
-
-    adapters = [{"type": "KVTiersTier", "module_path": "connector.vllm.tier", **place(name)} for name in "ab"]
-    extra = {"cpu_bytes_to_use": NUM_CHUNKS * 4096, "secondary_tiers": adapters}
+@pytest.mark.parametrize("is_file", [False, True])
+def test_tiers_of_one_type_without_a_name_are_told_apart(tmp_path: Path, is_file: bool) -> None:
+    tiers = [on_folder(tmp_path / name)["tier"] for name in "ab"]
+    path = tmp_path / "kvtiers.yaml"
+    path.write_text(json.dumps({"region": {"size": "1MiB"}, "tiers": tiers}))
+    options = {"config_file": str(path)} if is_file else {"cpu_bytes_to_use": "1MiB", "tiers": tiers}
+    extra = connector_options({"way": "tier", **options})
     manager = TieringOffloadingSpec(offloading_config(extra, engine_id=f"pytest-{os.getpid()}-two")).get_manager()
     assert isinstance(manager, TieringOffloadingManager)
     try:
         assert [tier.tier.name for tier in manager.secondary_tiers] == ["fs0", "fs1"]
         assert [tier.tier_type for tier in manager.secondary_tiers] == ["fs0", "fs1"]
+        for tier, options in zip(manager.secondary_tiers, tiers, strict=True):
+            assert tier.tier.mapper.base_path.startswith(options["root_dir"])
     finally:
         manager.shutdown()
 
@@ -478,7 +454,7 @@ def test_the_keys_that_succeeded_are_named_in_the_order_of_vllms_job(
 def test_a_result_of_odd_values_reaches_vllm_as_it_takes_them(
     engines: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, result: JobResult, succeeded: list[int]
 ) -> None:
-    tier = engines("odd", {**on_folder(tmp_path), "enable_kv_events": True}, enable_kv_cache_events=True).tier
+    tier = engines("odd", on_folder(tmp_path), enable_kv_cache_events=True).tier
     monkeypatch.setattr(tier.tier, method, lambda job: None)
     monkeypatch.setattr(tier.tier, "get_finished", lambda: [JobResult([], True), result])  # type: ignore[arg-type]
     getattr(tier, method)(TransferJob(7, keys(2), np.arange(2), method == "submit_load", request("r")))
@@ -509,11 +485,8 @@ def test_a_result_nobody_asked_for_does_not_reach_vllm(engines: Any, tmp_path: P
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({}, "either"),
-        ({"tier": {"type": "memory"}, "config_file": "x.yaml"}, "either"),
-        ({"tier": {"root_dir": "/x"}}, "type"),
         ({"tier": {"type": "nosuch"}}, "no tier type"),
-        ({"tier": {"type": "memory"}, "locality": "MOON"}, "LOCAL or REMOTE"),
+        ({"tier": {"type": "memory", "n_threads": 0}}, "n_threads"),
     ],
 )
 def test_bad_options_are_named(options: dict[str, Any], said: str) -> None:
@@ -540,11 +513,3 @@ def make_tier(options: dict[str, Any]) -> Any:
     view = memoryview(bytearray(4 * 4096)).cast("b", (4, 4096))
     adapter = {"type": "KVTiersTier", "module_path": "connector.vllm.tier", **options}
     return SecondaryTierFactory.create_secondary_tier(adapter, view, spec)
-
-
-def test_a_file_with_several_tiers_needs_an_index(tmp_path: Path) -> None:
-    path = tmp_path / "two.yaml"
-    path.write_text("region: {size: 64MiB}\ntiers: [{type: memory}, {type: fs, root_dir: /x}]\n")
-    with pytest.raises(ConfigError, match="0..1"):
-        tier_options(None, str(path))
-    assert tier_options(None, str(path), 1)["root_dir"] == "/x"

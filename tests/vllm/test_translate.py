@@ -112,13 +112,10 @@ def test_events_carry_medium_and_locality() -> None:
     assert (removed.medium, removed.removed) == (Medium.CPU, True)
 
 
-def test_locality_is_the_types_unless_asked_otherwise() -> None:
+def test_locality_is_the_types() -> None:
     assert translate.locality("fs") is Locality.LOCAL
     assert translate.locality("s3") is Locality.REMOTE
-    assert translate.locality("fs", "REMOTE") is Locality.REMOTE
     assert translate.locality("foreign") is None
-    with pytest.raises(ConfigError, match="LOCAL or REMOTE"):
-        translate.locality("fs", "elsewhere")
 
 
 def built_by(vllm_config: Any, **changes: Any) -> translate.EngineSpec:
