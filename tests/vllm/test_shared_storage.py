@@ -365,17 +365,6 @@ def test_no_more_is_stored_than_a_request_wants(rigs: Any, limit: Any, blocks: i
     assert rig.stores(step(new={"other": ([3, 7, 1, 9, 5], 0, 18)})) == rest
 
 
-def test_a_failed_load_is_noted_beyond_what_a_request_lets_be_stored(rigs: Any) -> None:
-    rig = rigs()
-    request = prompt(TOKENS, kv_transfer_params={"max_offload_tokens": 0})
-    rig.matched(request)
-    output = step(new={"r": ([3, 7, 1, 9, 5], 0, 18)}, has_sync_kv_loads=True)
-    assert rig.stores(output) == []
-    rig.report("of another connector", {3})
-    assert rig.matched(prompt(TOKENS, "r2"), computed=16) == (0, False)
-    assert rig.stores(step(new={"r2": ([3, 7, 1, 9, 5], 16, 2)})) == []
-
-
 def test_what_is_past_its_ttl_is_removed_and_stored_again(rigs: Any, tmp_path: Path) -> None:
     extra = {"max_bytes": "1GiB", "ttl": "1h", "gc_every_s": 1}
     rig, consumer, reader = (
