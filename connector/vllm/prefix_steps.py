@@ -1,12 +1,31 @@
-"""What each step of SharedStorageConnector stores, of the requests in it."""
+"""What SharedStorageConnector reads of vLLM's requests and steps, and what it tells its workers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+from connector.prefix_requests import Request, Stored, Transfer, transfer_of
 from connector.prefix_store import CHUNK_BLOCKS_MAX
-from connector.vllm.prefix_requests import Request, Stored, Transfer, transfer_of
+
+
+@dataclass
+class SharedStorageMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not installed where mypy runs
+    """From the scheduler to the workers, once a step.
+
+    Attributes:
+        idle: no request is computed in this step.
+        revision: the scheduler's ``model.revision``; workers go by its digest of the config.
+        drops_loads: what is under way is not to be used any more.
+    """
+
+    requests: list[Transfer] = field(default_factory=list)
+    idle: bool = False
+    revision: str | None = None
+    drops_loads: bool = False
 
 
 class PrefixSaves:
@@ -59,3 +78,27 @@ class PrefixSaves:
             saves.append(transfer_of(req_id, request, request.block_ids, first, end, size, is_store=True))
             request.stored_blocks = end
         return saves
+
+
+def salts_of(request: Any, block_size: int) -> list[tuple[int, bytes | None]]:
+    """What else the KV of a prompt depends on, as the request tells: adapter, pictures, and the tenant's salt.
+
+    Returns:
+        (first block, salt) for each run of blocks with one salt, from block 0 on. A picture counts from the block in
+        which it begins, so prompts share what comes before the first one that differs.
+    """
+    lora: Any = getattr(request, "lora_request", None)
+    before = [f"lora:{lora.lora_name}:{getattr(lora, 'lora_path', '')}"] if lora is not None else []
+    behind = [f"salt:{request.cache_salt}"] if getattr(request, "cache_salt", None) else []
+    pictures: dict[int, list[str]] = {0: []}
+    for each in getattr(request, "mm_features", ()) or ():
+        position = getattr(each, "mm_position", None)
+        block = int(getattr(position, "offset", 0)) // block_size
+        pictures.setdefault(block, []).append(f"mm:{each.identifier}:{position or ''}")
+    salts: list[tuple[int, bytes | None]] = []
+    seen: list[str] = []
+    for block in sorted(pictures):
+        seen += pictures[block]
+        text = "\n".join((*before, *seen, *behind))
+        salts.append((block, text.encode() if text else None))
+    return salts

@@ -1,4 +1,4 @@
-"""What SharedStorageConnector's scheduler side knows of requests and of storage, and what it tells the workers."""
+"""What an engine that keeps prefixes on storage knows of its requests and of storage, and what its workers move."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 from tiers.keys import hash_blocks
 
@@ -35,22 +34,6 @@ class Transfer:
     is_store: bool
 
 
-@dataclass
-class SharedStorageMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not installed where mypy runs
-    """From the scheduler to the workers, once a step.
-
-    Attributes:
-        idle: no request is computed in this step.
-        revision: the scheduler's ``model.revision``; workers go by its digest of the config.
-        drops_loads: what is under way is not to be used any more.
-    """
-
-    requests: list[Transfer] = field(default_factory=list)
-    idle: bool = False
-    revision: str | None = None
-    drops_loads: bool = False
-
-
 @dataclass(slots=True)
 class Request:
     """What the scheduler knows of a request.
@@ -58,7 +41,7 @@ class Request:
     Attributes:
         hashes: of the prompt's blocks; with an adapter empty until a lookup has read its files, and for good where they
             do not say which it is: such a prompt is neither loaded nor stored.
-        salts: see ``salts_of``.
+        salts: (first block, salt) for each run of blocks with one salt, from block 0 on; what else their KV depends on.
         matched: the lookup.
         asked_at: when it was asked.
         is_given_up: it was not waited for to its end.
@@ -137,27 +120,3 @@ class Stored:
             end += 1
         self.add(hashes[first:end])
         return end
-
-
-def salts_of(request: Any, block_size: int) -> list[tuple[int, bytes | None]]:
-    """What else the KV of a prompt depends on, as the request tells: adapter, pictures, and the tenant's salt.
-
-    Returns:
-        (first block, salt) for each run of blocks with one salt, from block 0 on. A picture counts from the block in
-        which it begins, so prompts share what comes before the first one that differs.
-    """
-    lora: Any = getattr(request, "lora_request", None)
-    before = [f"lora:{lora.lora_name}:{getattr(lora, 'lora_path', '')}"] if lora is not None else []
-    behind = [f"salt:{request.cache_salt}"] if getattr(request, "cache_salt", None) else []
-    pictures: dict[int, list[str]] = {0: []}
-    for each in getattr(request, "mm_features", ()) or ():
-        position = getattr(each, "mm_position", None)
-        block = int(getattr(position, "offset", 0)) // block_size
-        pictures.setdefault(block, []).append(f"mm:{each.identifier}:{position or ''}")
-    salts: list[tuple[int, bytes | None]] = []
-    seen: list[str] = []
-    for block in sorted(pictures):
-        seen += pictures[block]
-        text = "\n".join((*before, *seen, *behind))
-        salts.append((block, text.encode() if text else None))
-    return salts
