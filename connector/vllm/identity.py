@@ -19,9 +19,9 @@ from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from typing import Any
 
+from connector.model_files import value_digest
 from connector.vllm import versions
 from connector.vllm.uncounted import IGNORED, IGNORED_VARIABLES
-from connector.vllm.weights import value_digest
 from tiers.errors import ConfigError
 from tiers.plain_logs import get_logger
 

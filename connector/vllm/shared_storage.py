@@ -29,15 +29,15 @@ from vllm.v1.kv_offload.base import Locality
 from connector.prefix_format import FORMAT
 from connector.prefix_limits import PrefixLimits
 from connector.prefix_place import seconds_of, shared_place
+from connector.prefix_requests import Request, Transfer, transfer_of
 from connector.prefix_store import PrefixStore, blocks_in_all
 from connector.prefix_uses import PrefixUses
+from connector.prefix_worker import PrefixWorker
 from connector.vllm import kv_groups, refusals, translate, weights
 from connector.vllm.contract import implements
 from connector.vllm.logs import log_as_vllm
 from connector.vllm.prefix_metrics import PrefixPromMetrics, PrefixReporter, PrefixStats
-from connector.vllm.prefix_requests import Request, SharedStorageMetadata, Transfer, limits_of, salts_of, transfer_of
-from connector.vllm.prefix_saves import PrefixSaves
-from connector.vllm.prefix_worker import PrefixWorker
+from connector.vllm.prefix_steps import PrefixSaves, SharedStorageMetadata, limits_of, salts_of
 from connector.vllm_config import keeps_storage
 from connector.vllm_plugin import register
 from tiers.capacity.link import CollectorLink
@@ -345,13 +345,13 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         """Blocks that hold nothing of use."""
         return self._worker.failed_blocks()
 
-    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Copy what this step stores of the layer to host memory."""
-        self._worker.save_layer(layer_name, kv_layer, self._step_stores())
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing yet: vLLM calls this for each microbatch, and not at all for what a captured graph runs."""
 
     def wait_for_save(self) -> None:
-        """Hand the copies to the publishing thread."""
-        self._worker.publish(self._stores[0], self._step_stores())
+        """Copy what this step stores, now that it is computed, and hand it to the publishing thread."""
+        stores = [transfer for transfer in self._transfers() if transfer.is_store]
+        self._worker.publish(self._stores[0], stores)
 
     def shutdown(self) -> None:
         """Publish what is under way for a bounded time; count what is not."""
@@ -362,9 +362,6 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
             self._collector.close()
         for store in self._stores:
             store.close()
-
-    def _step_stores(self) -> list[Transfer]:
-        return [transfer for transfer in self._transfers() if transfer.is_store]
 
     def _transfers(self) -> list[Transfer]:
         meta = self._get_connector_metadata()

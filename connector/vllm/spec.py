@@ -30,13 +30,13 @@ from connector.base import (
     OffloadingManager,
 )
 from connector.gpu_handler import create_handlers
+from connector.pacing import DRAIN_SHARE, SHUTDOWN_S, Pacer, drain
 from connector.shared_region import reap_stale_regions
 from connector.spec import TieringOffloadingSpec
 from connector.vllm import kv_groups, refusals, translate
 from connector.vllm.contract import implements
 from connector.vllm.handed import handed_over
 from connector.vllm.metrics import StatsExporter, definitions, tiering_definitions
-from connector.vllm.pacing import DRAIN_SHARE, SHUTDOWN_S, Pacer, drain
 from connector.vllm_config import deployment_from, keeps_storage
 from tiers.errors import ConfigError, RegionError
 from tiers.keys import OffloadKey

@@ -15,12 +15,12 @@ from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadingMetricMetada
 from vllm.v1.kv_offload.tiering.base import JobResult as VllmJobResult
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager as VllmTier
 
+from connector.pacing import DRAIN_SHARE, SHUTDOWN_S, Pacer, drain
 from connector.tier_guard import RAISED, GuardedTier, load_deadline_s, shut_down_tiers
 from connector.vllm import kv_groups, refusals, translate
 from connector.vllm.contract import implements
 from connector.vllm.handed import handed_over
 from connector.vllm.metrics import StatsExporter, definitions
-from connector.vllm.pacing import DRAIN_SHARE, SHUTDOWN_S, Pacer, drain
 from tiers.base import JobMetadata, JobResult, SecondaryTierManager
 from tiers.config import load_config
 from tiers.errors import ConfigError

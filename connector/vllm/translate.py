@@ -36,9 +36,10 @@ from vllm.v1.kv_offload.tiering.base import JobResult as VllmJobResult
 from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
 
 from connector.base import CacheConfig, KVCacheGroup, ModelConfig, OffloadingConfig, ParallelConfig
+from connector.model_files import value_digest
 from connector.vllm import versions
 from connector.vllm.identity import identity, identity_digest, log_identity, readable
-from connector.vllm.weights import kv_revision, value_digest
+from connector.vllm.weights import kv_revision
 from connector.vllm_config import ignored_options
 from tiers.base import JobMetadata, JobResult, OffloadingEvent
 from tiers.errors import ConfigError

@@ -11,7 +11,6 @@ import shutil
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -33,10 +32,10 @@ from vllm.v1.kv_cache_interface import (
 )
 
 import connector.vllm.shared_storage as module
-from connector.vllm import prefix_requests, prefix_saves, prefix_worker, translate
-from connector.vllm.paged_buffer import extract_slots, inject_slots, token_pages
-from connector.vllm.prefix_loads import Load
-from connector.vllm.prefix_requests import SharedStorageMetadata
+from connector import prefix_worker
+from connector.paged_buffer import extract_slots, inject_slots
+from connector.vllm import prefix_steps, translate
+from connector.vllm.prefix_steps import SharedStorageMetadata
 from connector.vllm.shared_storage import SharedStorageConnector
 from tests.clock import Clock
 from tests.files import files_below
@@ -44,49 +43,13 @@ from tests.s3_clients import use_credentials
 from tests.vllm.engines import LAYERS, VllmConfig, offloading_config
 from tests.waiting import wait_for
 from tiers import daemon_pool
-from tiers.errors import ConfigError, KVTiersError, StoreConfigError, StoreUnavailableError
+from tiers.errors import ConfigError, StoreConfigError, StoreUnavailableError
 from tiers.keys import hash_blocks
 from tiers.testing.http_faults import HttpFaultServer
 
 BLOCKS, SIZE = 12, 4
 # A busy machine misses the defaults. Tests of what is late set deadlines of their own.
 PATIENT = {"lookup_deadline_s": 120.0, "load_deadline_s": 120.0}
-
-LAYOUTS = {
-    "MLA": (BLOCKS, SIZE, 6),
-    "split first": (2, BLOCKS, SIZE, 3, 5),
-    "pages first": (BLOCKS, 2, SIZE, 3, 5),
-    "heads before tokens": (BLOCKS, 3, SIZE, 10),
-    "MLA with one head": (BLOCKS, 1, SIZE, 6),
-    "kernel pages of half a block": (BLOCKS * 2, 3, SIZE // 2, 10),
-}
-
-
-@pytest.mark.parametrize("shape", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_tokens_go_in_and_out_by_slot_in_every_layout(shape: tuple[int, ...]) -> None:
-    source = torch.rand(shape)
-    slots = torch.tensor([5, 6, 7, 40, 41, 0])
-    taken = extract_slots(token_pages(source, BLOCKS, SIZE), slots)
-    assert taken.shape[0] == 6
-    assert taken.numel() == 6 * source.numel() // (BLOCKS * SIZE)
-    target = torch.zeros(shape)
-    other = torch.tensor([1, 2, 3, 30, 31, 47])
-    inject_slots(token_pages(target, BLOCKS, SIZE), other, taken)
-    assert torch.equal(extract_slots(token_pages(target, BLOCKS, SIZE), other), taken)
-    assert torch.count_nonzero(target) == torch.count_nonzero(taken)  # nothing beside them was written
-
-
-def test_an_unknown_layout_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no known layout"):
-        token_pages(torch.zeros(7, 3, 5), BLOCKS, SIZE)
-
-
-def test_kv_of_another_shape_or_type_is_not_injected() -> None:
-    pages = torch.zeros(BLOCKS, SIZE, 6)
-    for values in (torch.zeros(2, 5), torch.zeros(2, 6, dtype=torch.float64), torch.zeros(3, 6)):
-        with pytest.raises(KVTiersError):
-            inject_slots(pages, torch.tensor([0, 1]), values)
-
 
 ATTENTION = {"block_size": SIZE, "num_kv_heads": 3, "head_size": 5, "dtype": torch.float32}
 
@@ -473,7 +436,7 @@ def test_a_prompt_in_chunks_over_several_steps_is_stored_as_it_grows(
     rigs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In chunks of one size, wherever steps end beside decodes: others are found one after the other, so too late."""
-    monkeypatch.setattr(prefix_saves, "CHUNK_BLOCKS_MAX", 2)
+    monkeypatch.setattr(prefix_steps, "CHUNK_BLOCKS_MAX", 2)
     writer, reader = rigs(), rigs()
     request = prompt([*TOKENS, *range(7)], "w")
     writer.matched(request)
@@ -495,7 +458,7 @@ def test_a_prompt_in_chunks_over_several_steps_is_stored_as_it_grows(
 def test_the_last_chunk_of_a_prompt_is_stored_though_it_is_not_whole(
     rigs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefix_saves, "CHUNK_BLOCKS_MAX", 3)
+    monkeypatch.setattr(prefix_steps, "CHUNK_BLOCKS_MAX", 3)
     rig = rigs()
     rig.matched(prompt(TOKENS))
     assert rig.stores(step(new={"r": ([3, 7, 1, 9, 5], 0, 18)})) == [(0, 3), (3, 4)]
@@ -507,7 +470,7 @@ def test_of_a_prompt_that_is_not_computed_to_its_end_whole_chunks_are_stored(
     rig = rigs()
     request = prompt(TOKENS)
     rig.matched(request)
-    monkeypatch.setattr(prefix_saves, "CHUNK_BLOCKS_MAX", 3)
+    monkeypatch.setattr(prefix_steps, "CHUNK_BLOCKS_MAX", 3)
     assert rig.stores(step(new={"r": ([3, 7, 1, 9], 0, 15)})) == [(0, 3)]
     rig.saved()
     rig.scheduler.request_finished(request, [3, 7, 1, 9])
@@ -552,7 +515,7 @@ def test_a_request_whose_loads_fail_is_computed_in_the_end(rigs: Any, monkeypatc
 
 
 def test_a_request_resumed_after_preemption_brings_all_its_blocks(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_saves, "CHUNK_BLOCKS_MAX", 2)
+    monkeypatch.setattr(prefix_steps, "CHUNK_BLOCKS_MAX", 2)
     rig = rigs()
     rig.matched(prompt(TOKENS, "w"))
     rig.work(rig.scheduler.build_connector_meta(step(new={"w": ([3, 7], 0, 8)})))
@@ -723,21 +686,6 @@ def test_storage_is_used_after_a_reset_where_it_is_kept(rigs: Any) -> None:
     assert rig.matched(prompt(TOKENS)) == (16, True)
     with pytest.raises(ConfigError, match="storage_after_reset: True is not accepted; write off or keep"):
         rigs(extra={"storage_after_reset": True})
-
-
-def test_of_what_was_stored_the_ends_of_prefixes_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_requests, "STORED_MAX", 5)
-    stored = prefix_requests.Stored()
-    first, second = [b"a", b"b", b"c"], [b"x", b"y", b"z"]
-    stored.add(first)
-    stored.add(second)
-    assert stored.end_of(first, 0, 3) == 2
-    assert stored.end_of(second, 0, 3) == 3
-    stored.add([b"new"])
-    assert stored.end_of(second, 0, 3) == 3  # used last
-    assert stored.end_of(first, 0, 3) == 1
-    stored.discard(second[1:])
-    assert stored.end_of(second, 0, 3) == 1
 
 
 def picture(name: str, offset: int) -> Any:
@@ -1225,17 +1173,6 @@ def test_a_load_that_a_reset_overtakes_has_failed(rigs: Any, has_ended: bool) ->
         rig.work(rig.scheduler.build_connector_meta(step()))
         assert rig.loaded() == ({"r"}, {2, 4, 6, 8})
     assert not rig.scheduler.build_connector_meta(step()).drops_loads
-
-
-def test_a_load_that_was_given_up_writes_nothing_more() -> None:
-    one = Load([1], late_at=0.0)
-    one.future = Future()
-    written = []
-    one.write(lambda: written.append(1))
-    one.give_up()
-    with pytest.raises(KVTiersError, match="given up"):
-        one.write(lambda: written.append(2))
-    assert written == [1]
 
 
 def test_shutdown_waits_for_no_lookup_and_no_load_that_hangs(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,12 +21,12 @@ from vllm.v1.kv_offload.base import OffloadingManager as VllmManager
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from connector.host_copy import HostCopier
+from connector.pacing import DRAIN_SHARE as VLLM_DRAIN_SHARE
 from connector.tier_guard import SHUTDOWN_SHARE
 from connector.vllm import spec as spec_module
 from connector.vllm import translate
 from connector.vllm.connector import KVTiersConnector
 from connector.vllm.handed import handing_over
-from connector.vllm.pacing import DRAIN_SHARE as VLLM_DRAIN_SHARE
 from connector.vllm.spec import KVTiersManager, KVTiersSpec, KVTiersWorker
 from tests.vllm.engines import (
     BLOCK_BYTES,

@@ -22,6 +22,7 @@ from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.kv_offload.base import Locality, LookupResult, Medium
 from vllm.v1.kv_offload.config import OffloadingGroupConfig, OffloadingModelConfig
 
+from connector import model_files
 from connector.vllm import translate, weights
 from tests.tiny_model import make_model_dir
 from tests.vllm.engines import VllmConfig, keys, offloading_config, request
@@ -672,13 +673,13 @@ def test_files_are_read_once_in_a_process_until_something_about_them_changes(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = []
-    contents = weights._contents
+    contents = model_files._contents
 
     def counting(file: Path, *, samples: int) -> Any:
         read.append(file.name)
         return contents(file, samples=samples)
 
-    monkeypatch.setattr(weights, "_contents", counting)
+    monkeypatch.setattr(model_files, "_contents", counting)
     assert of_folder(model_folder) == of_folder(model_folder)
     assert read == ["config.json", "model.safetensors"]
     rewrite(model_folder / "model.safetensors", 0)

@@ -1,6 +1,6 @@
-"""SharedStorageConnector's worker side: from a store of prefixes into vLLM's paged buffers, and from them into it.
+"""PrefixWorker: from a store of prefixes into an engine's paged buffers, and from them into it.
 
-Loads and publications run on threads; vLLM's thread begins them, asks for their ends, and does the copies of a save.
+Loads and publications run on threads; the engine's thread begins them, asks for their ends, and copies what is saved.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from connector.gpu_copy import submitted_so_far
+from connector.paged_buffer import ShapeError, extract_slots, inject_slots, token_pages
+from connector.prefix_loads import Load
+from connector.prefix_requests import Transfer
 from connector.prefix_store import PrefixStore
-from connector.vllm.paged_buffer import ShapeError, extract_slots, inject_slots, token_pages
-from connector.vllm.prefix_loads import Load
-from connector.vllm.prefix_requests import Transfer
 from tiers.daemon_pool import DaemonPool
 from tiers.errors import KVTiersError, StoreTimeoutError
 from tiers.plain_logs import get_logger
@@ -31,7 +31,7 @@ SAY_EVERY_S = 60.0
 
 
 class PrefixWorker:
-    """Loads and saves of one worker. All methods are for vLLM's one thread.
+    """Loads and saves of one worker. All methods are for the engine's one thread.
 
     Args:
         pool: threads for loads; whoever made it ends it.
@@ -58,7 +58,6 @@ class PrefixWorker:
         self._failed_blocks: set[int] = set()
         self._save_pool = DaemonPool(1, "kvtiers-prefix-save")  # what waits to be stored is in no load's way
         self._saving: dict[Future[Any], int] = {}
-        self._extracted: dict[str, list[torch.Tensor]] = {}
         self._not_stored = 0  # since this was said
         self._say_at = float("-inf")
 
@@ -117,28 +116,17 @@ class PrefixWorker:
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
-    def save_layer(self, layer_name: str, kv_layer: torch.Tensor, stores: Sequence[Transfer]) -> None:
-        """Copy what a step's ``stores`` take of a layer that was not registered. The others are left to ``publish``.
-
-        vLLM calls once for each microbatch (``--enable-dbo``), of which others may not have come to this layer yet, and
-        not at all for what a captured graph runs.
-        """
-        if stores and layer_name not in self._kv_caches:
-            pages = self._pages(kv_layer)
-            self._extracted[layer_name] = [extract_slots(pages, each.slot_mapping) for each in stores]
-
     def publish(self, store: PrefixStore, stores: Sequence[Transfer]) -> None:
         """Copy what a step's ``stores`` take, now that it is computed, and hand it to the publishing thread."""
-        extracted, self._extracted = self._extracted, {}
-        for index, transfer in enumerate(stores):
-            size_bytes = sum(copies[index].nbytes for copies in extracted.values())
-            size_bytes += len(transfer.slot_mapping) * self._token_bytes
+        for transfer in stores:
+            size_bytes = len(transfer.slot_mapping) * self._token_bytes
             if sum(self._saving.values()) + size_bytes > SAVE_BYTES_MAX:
                 self.dropped_blocks += len(transfer.hashes)
                 continue
-            layers = {layer: copies[index] for layer, copies in extracted.items()}
-            for layer, tensor in self._kv_caches.items():
-                layers[layer] = extract_slots(self._pages(tensor), transfer.slot_mapping)
+            layers = {
+                layer: extract_slots(self._pages(tensor), transfer.slot_mapping)
+                for layer, tensor in self._kv_caches.items()
+            }
             job = self._save_pool.submit(store.publish, transfer.hashes, layers)
             self._saving[job] = size_bytes
 

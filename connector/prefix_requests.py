@@ -1,22 +1,17 @@
-"""What SharedStorageConnector's scheduler side knows of requests and of storage, and what it tells the workers."""
+"""What an engine that keeps prefixes on storage knows of its requests and of storage, and what its workers move."""
 
 from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
-from vllm.v1.kv_offload.base import Locality, Medium
 
 from tiers.keys import hash_blocks
-from tiers.plain_logs import get_logger
-
-logger = get_logger(__name__)
 
 STORED_MAX = 131_072  # blocks; some 20 MB
 
@@ -40,22 +35,6 @@ class Transfer:
     is_store: bool
 
 
-@dataclass
-class SharedStorageMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not installed where mypy runs
-    """From the scheduler to the workers, once a step.
-
-    Attributes:
-        idle: no request is computed in this step.
-        revision: the scheduler's ``model.revision``; workers go by its digest of the config.
-        drops_loads: what is under way is not to be used any more.
-    """
-
-    requests: list[Transfer] = field(default_factory=list)
-    idle: bool = False
-    revision: str | None = None
-    drops_loads: bool = False
-
-
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What a request asks for in its ``kv_transfer_params``, as vLLM's OffloadingConnector reads them.
@@ -76,7 +55,7 @@ class Request:
     Attributes:
         hashes: of the prompt's blocks; with an adapter empty until a lookup has read its files, and for good where they
             do not say which it is: such a prompt is neither loaded nor stored.
-        salts: see ``salts_of``.
+        salts: (first block, salt) for each run of blocks with one salt, from block 0 on; what else their KV depends on.
         limits: how much of it may be loaded and stored.
         matched: the lookup.
         asked_at: when it was asked.
@@ -157,65 +136,3 @@ class Stored:
             end += 1
         self.add(hashes[first:end])
         return end
-
-
-def limits_of(request: Any, locality: Locality) -> Limits:
-    """The limits of a request. What vLLM ignores as malformed is ignored here, too, with a warning.
-
-    Args:
-        locality: of the storage; ``kv_load_tiers`` may keep a request from loading from it.
-    """
-    params = getattr(request, "kv_transfer_params", None) or {}
-    load_tokens_max, store_tokens_max = (_tokens(name, params) for name in ("max_load_tokens", "max_offload_tokens"))
-    may_load = _may_load(params.get("kv_load_tiers"), locality)
-    return Limits(load_tokens_max if may_load else 0, store_tokens_max)
-
-
-def _tokens(name: str, params: Mapping[str, Any]) -> int:
-    value = params.get(name)
-    if type(value) is int and value >= 0:
-        return value
-    if value is not None:
-        logger.warning("%s: %.80r is ignored; write a number of tokens, 0 or more", name, value)
-    return sys.maxsize
-
-
-def _may_load(wanted: Any, locality: Locality) -> bool:
-    if not isinstance(wanted, list):
-        if wanted is not None:
-            logger.warning("kv_load_tiers: %.80r is ignored; write a list", wanted)
-        return True
-    names_us = []
-    for entry in wanted:
-        try:
-            medium = Medium((entry.get("medium") or Medium.STORAGE.value).upper())
-            place = Locality((entry.get("locality") or locality.value).upper())
-        except (AttributeError, ValueError):
-            logger.warning("kv_load_tiers: %.80r is ignored; write a medium, a locality or both", entry)
-            continue
-        names_us.append(medium is Medium.STORAGE and place is locality)
-    return any(names_us) or bool(wanted and not names_us)
-
-
-def salts_of(request: Any, block_size: int) -> list[tuple[int, bytes | None]]:
-    """What else the KV of a prompt depends on, as the request tells: adapter, pictures, and the tenant's salt.
-
-    Returns:
-        (first block, salt) for each run of blocks with one salt, from block 0 on. A picture counts from the block in
-        which it begins, so prompts share what comes before the first one that differs.
-    """
-    lora: Any = getattr(request, "lora_request", None)
-    before = [f"lora:{lora.lora_name}:{getattr(lora, 'lora_path', '')}"] if lora is not None else []
-    behind = [f"salt:{request.cache_salt}"] if getattr(request, "cache_salt", None) else []
-    pictures: dict[int, list[str]] = {0: []}
-    for each in getattr(request, "mm_features", ()) or ():
-        position = getattr(each, "mm_position", None)
-        block = int(getattr(position, "offset", 0)) // block_size
-        pictures.setdefault(block, []).append(f"mm:{each.identifier}:{position or ''}")
-    salts: list[tuple[int, bytes | None]] = []
-    seen: list[str] = []
-    for block in sorted(pictures):
-        seen += pictures[block]
-        text = "\n".join((*before, *seen, *behind))
-        salts.append((block, text.encode() if text else None))
-    return salts
