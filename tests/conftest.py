@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 
 import pytest
@@ -9,6 +10,13 @@ import pytest
 from tests.promises import PASS_LINES, Measured, Record, lines
 
 pytest.register_assert_rewrite("tiers.testing.contract")
+
+with contextlib.suppress(ImportError):  # where only a part of the tests runs
+    from hypothesis import HealthCheck, settings
+
+    # By default an example that takes 0.2 s, or one that takes long to draw, fails its test: a busy machine's do.
+    settings.register_profile("kvtiers", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("kvtiers")
 
 _PROPERTY = "promise"  # of a test's report, which comes back from the process that ran it
 
