@@ -24,6 +24,10 @@ def use_credentials(monkeypatch: pytest.MonkeyPatch, server: S3Server | None = N
     """Have clients find a server's credentials, by default some that it does not look at, and no others."""
     for name, value in (server or S3Server("", "first", "secret")).environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(
-        "tiers.stores.s3_clients.CLIENTS_S_MIN", 60.0
-    )  # a busy machine may take seconds to import boto3
+    be_patient(monkeypatch)
+
+
+def be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for a busy machine, which may take seconds to import boto3."""
+    for limit in ("s3_clients.CLIENTS_S_MIN", "s3.CHECK_S_MAX", "s3.TRY_S_MAX"):
+        monkeypatch.setattr(f"tiers.stores.{limit}", 60.0)

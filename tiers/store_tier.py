@@ -41,6 +41,7 @@ TASK_BYTES_MIN = 1 << 20  # less is not worth another thread's wake-up
 REMOVED_KEYS_PER_STEP_MAX = 1024  # of a collector's removals, so that they do not hold a scheduler step up
 DOUBT_SHARE = 0.25  # of job_deadline_s; a task that has run for longer may hang
 DRAIN_SHARE = 0.7  # of shutdown_s; for what was accepted to land
+LOOKUPS_END_S = 0.5  # beyond shutdown_s; for lookups under way
 BOOKED_KEYS_PER_CALL = 512  # of jobs that ended, so that a large one does not hold a scheduler step up
 LOAD_ONLY_THREADS = 1  # beyond the others, which may all be busy with stores when a load comes
 
@@ -327,7 +328,7 @@ class StoreTierManager(SecondaryTierManager):
             self._pool.wait_idle(limit_s * DRAIN_SHARE)
         self._mover.cut = "shutdown"  # a running batch ends after its current block
         idle = self._pool.shutdown(limit_s * (1 - DRAIN_SHARE))
-        idle = self._lookup.shutdown(timeout_s=0.5 if idle else 0.0) and idle
+        idle = self._lookup.shutdown(LOOKUPS_END_S if idle else 0.0) and idle
         if self._collector is not None:
             self._collector.close()
         if idle:

@@ -61,8 +61,8 @@ def _heal() -> Iterator[None]:
     subprocess.run(["nfs-netem", ""], check=True)
 
 
-def isolated(root: Path, deadline_s: float = 3.0) -> ProcessIsolatedStore:
-    return ProcessIsolatedStore(StoreRecipe.of(NfsStore, root_dir=root), n_workers=1, deadline_s=deadline_s)
+def isolated(root: Path) -> ProcessIsolatedStore:
+    return ProcessIsolatedStore(StoreRecipe.of(NfsStore, root_dir=root), n_workers=1, deadline_s=WAIT_S_MAX)
 
 
 def until_it_works(store: Store, key: str) -> None:
@@ -124,6 +124,7 @@ def test_replaced_and_deleted_elsewhere_is_whole_or_absent(name: str) -> None:
 def test_a_cut_client_times_out_and_comes_back(name: str) -> None:
     store = isolated(A / name)
     store.put("f/a", as_parts(DATA))
+    store.deadline_s = 3.0
     subprocess.run(["nfs-cut", "a", "on"], check=True)
     started_at = time.monotonic()
     with pytest.raises(StoreError):
@@ -140,6 +141,7 @@ def test_a_stopped_server_times_out_and_comes_back(name: str) -> None:
     store = isolated(A / name)
     store.put("f/a", as_parts(DATA))
     store.put("f/b", as_parts(DATA))
+    store.deadline_s = 3.0
     subprocess.run(["nfs-server", "stop"], check=True)
     with pytest.raises(StoreError) as caught:
         store.put("f/c", as_parts(DATA))
@@ -155,7 +157,8 @@ def test_a_stopped_server_times_out_and_comes_back(name: str) -> None:
     "network", ["delay 20ms 10ms", "delay 3ms loss 3%", "loss 5% duplicate 2% reorder 10% delay 2ms"]
 )
 def test_a_bad_network_loses_nothing_that_was_acknowledged(name: str, network: str) -> None:
-    a, b = isolated(A / name, deadline_s=10.0), NfsStore(B / name)
+    a, b = isolated(A / name), NfsStore(B / name)
+    a.deadline_s = 10.0
     subprocess.run(["nfs-netem", network], check=True)
     stored, failed = [], 0
     for number in range(8):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-BOOT_S_MAX = 280
+BOOT_S_MAX = 840  # pytest ends a test after 900
 
 
 def why_not() -> str | None:

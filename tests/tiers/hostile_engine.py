@@ -22,7 +22,7 @@ from tiers.errors import StoreError
 from tiers.registry import SecondaryTierFactory
 
 BLOCKS = 4
-NEVER_S = 60.0  # far beyond any deadline of the tier's
+NEVER_S = 240.0  # far beyond any deadline of the tier's
 
 
 def main() -> None:

@@ -205,7 +205,7 @@ def test_an_embedded_server_is_the_demos(region: np.ndarray[Any, Any]) -> None:
 
 def test_fsspec_tier(tmp_path: Path, region: np.ndarray[Any, Any]) -> None:
     pytest.importorskip("fsspec")
-    tier = FsspecTierManager(FakeSpec(), region.data, "fsspec", url=f"file://{tmp_path}/kv")
+    tier = FsspecTierManager(FakeSpec(), region.data, "fsspec", url=f"file://{tmp_path}/kv", job_deadline_s=60.0)
     try:
         store_and_load(tier, region)
     finally:
@@ -222,7 +222,13 @@ def test_lookups_do_not_wait_for_stores(tmp_path: Path, monkeypatch: pytest.Monk
     """Readers help writers, so that each worker may be storing, for seconds on a slow disk."""
     monkeypatch.setattr(builtin, "store_recipe", lambda config: (HeldStore, store_recipe(config)[1]))
     view = SharedOffloadRegion.anonymous(ROWS, ROW_BYTES).create_kv_memoryview()
-    options = {"type": "fs", "root_dir": str(tmp_path / "kv"), "min_free": 0, "lookup_deadline_s": 60}
+    options = {
+        "type": "fs",
+        "root_dir": str(tmp_path / "kv"),
+        "min_free": 0,
+        "lookup_deadline_s": 60,
+        "job_deadline_s": 600,
+    }
     tier = SecondaryTierFactory.create_secondary_tier(
         options | {"n_read_threads": 1, "n_write_threads": 1, "isolation": "process", "task_bytes": 1}, view, FakeSpec()
     )

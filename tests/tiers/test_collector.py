@@ -650,7 +650,8 @@ class StoreInUse(LocalStore):
             self.uses.extend([name(0), name(1)])
 
 
-def test_what_is_used_during_a_run_stays(store: LocalStore) -> None:
+def test_what_is_used_during_a_run_stays(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiers.capacity.process.NOTE_S_MAX", 120.0)
     fill(store, [1000 - n for n in range(20)])
     uses: deque[str] = deque()
     in_use = StoreInUse(Path(store.root_dir), uses)

@@ -304,8 +304,8 @@ class LocalTime(Sound):
 
 
 def a_moment() -> None:
-    """Long enough for another thread to come in between."""
-    time.sleep(0.001)
+    """Long enough for another thread to come in between, on a busy machine, too."""
+    time.sleep(0.02)
 
 
 @breaks("test_writers_of_one_key_leave_one_whole_blob")

@@ -35,7 +35,7 @@ def test_an_error_is_its_callers() -> None:
     with pytest.raises(ZeroDivisionError):
         pool.submit(divmod, 1, 0).result(120)
     assert pool.submit(divmod, 7, 2).result(120) == (3, 1)
-    pool.shutdown(20)
+    pool.shutdown(120)
 
 
 def test_a_call_that_was_cancelled_keeps_nothing() -> None:

@@ -583,7 +583,9 @@ def test_whatever_a_driver_raises_is_ours(
 def test_faults_of_a_server(fault: Fault, error: type[StoreError]) -> None:
     with HttpFaultServer() as server:
         store = FsspecStore(
-            "s3://bucket", {"key": "k", "secret": SECRET, "endpoint_url": server.endpoint_url}, request_timeout_s=0.5
+            "s3://bucket",
+            {"key": "k", "secret": SECRET, "endpoint_url": server.endpoint_url},
+            request_timeout_s=0.5 if fault is Fault.STALL else 120.0,
         )
         server.put_object("bucket", "a", b"1")
         server.inject(fault)
@@ -700,7 +702,7 @@ def test_store_works_in_a_forked_child(s3: FsspecStore) -> None:
     if child == 0:
         code = 1
         try:
-            signal.alarm(30)
+            signal.alarm(300)
             s3.put("b", as_parts(b"from the child"))
             code = 0 if fetch(s3, "b", 14) == b"from the child" and fetch(s3, "a", 4) == b"1234" else 2
         finally:

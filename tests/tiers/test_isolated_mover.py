@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -36,6 +37,7 @@ from tiers.store_tier import StoreTierManager
 from tiers.stores.memory import MemoryStore
 from tiers.testing.http_faults import HttpFaultServer
 from tiers.testing.servers import moto_server
+from tiers.testing.tiny_s3 import Request
 from tiers.tier_config import FsTierConfig, default_threads
 
 ROW_BYTES, ROWS = 8192, 16
@@ -127,7 +129,7 @@ def test_a_block_that_is_there_is_not_written_again(bench: Bench) -> None:
     assert bench.run(KEYS[:2], [0, 1], is_load=False).success
     assert bench.path(KEYS[0]).stat().st_mtime_ns == stamp
     assert bench.value("kvtiers_blocks_total", "store", "already_stored") == 2
-    task = MoveTask(is_load=False, pairs=[(KEYS[2], 2), (KEYS[1], 1)], deadline=time.monotonic() + 10)
+    task = MoveTask(is_load=False, pairs=[(KEYS[2], 2), (KEYS[1], 1)], deadline=time.monotonic() + 600)
     (batch,) = bench.tier._mover.move([task])
     assert isinstance(batch, Batch)
     assert (batch.succeeded, batch.found) == ([KEYS[2], KEYS[1]], [KEYS[1]])
@@ -448,7 +450,7 @@ def test_a_tier_on_s3_moves_batches_by_many_threads_of_few_workers(monkeypatch: 
         use_credentials(monkeypatch, server)
         client = server.client()
         client.create_bucket(Bucket="bucket")
-        options = {"bucket": "bucket", "endpoint_url": server.endpoint_url, "lookup_deadline_s": 20.0}
+        options = {"bucket": "bucket", "endpoint_url": server.endpoint_url, "request_timeout": 60.0, **PATIENT}
         tier = S3TierManager(FakeSpec(), view, "s3", **options)
 
         def run(blocks: range, *, is_load: bool) -> JobResult:
@@ -493,12 +495,22 @@ def test_far_storage_is_asked_for_more_at_once(monkeypatch: pytest.MonkeyPatch) 
     keys = [block_key(n) for n in range(count)]
     with HttpFaultServer() as server:
         use_credentials(monkeypatch)
-        options = {"n_read_threads": 1, "n_write_threads": 1, "n_threads_max": 16, "job_deadline_s": 120.0}
+        options = {"n_read_threads": 1, "n_write_threads": 1, "n_threads_max": 16, "request_timeout": 60.0, **PATIENT}
+        begin, many = server.begin, threading.Event()
+
+        def begin_with_many(request: Request) -> Any:
+            """Answer none before there are more under way than two workers that ask for one at a time have."""
+            fault = begin(request)
+            if server.most_under_way > 4:
+                many.set()
+            many.wait(60)
+            return fault
+
         tier = S3TierManager(FakeSpec(), view, "s3", bucket="bucket", endpoint_url=server.endpoint_url, **options)
         assert isinstance(tier._mover, IsolatedMover)
         try:
             for submit, is_load in ((tier.submit_store, False), (tier.submit_load, True)):
-                server.most_under_way, server.answer_after_s = 0, 0.05
+                server.answer_after_s = 0.05
                 job = 0
                 while tier._mover.batch_blocks(is_load=is_load)[0] < 2 * 16:
                     job += 1
@@ -506,10 +518,13 @@ def test_far_storage_is_asked_for_more_at_once(monkeypatch: pytest.MonkeyPatch) 
                     submit(JobMetadata(job, keys[:16], np.arange(16, dtype=np.int32)))
                     tier.drain_jobs()
                     assert [result.success for result in tier.get_finished()] == [True]
-                server.answer_after_s = 0.5  # long enough for a busy machine to begin several requests
-                submit(JobMetadata(99, keys, np.arange(count, dtype=np.int32)))
-                tier.drain_jobs()
+                server.most_under_way = 0
+                many.clear()
+                with monkeypatch.context() as together:
+                    together.setattr(server, "begin", begin_with_many)
+                    submit(JobMetadata(99, keys, np.arange(count, dtype=np.int32)))
+                    tier.drain_jobs()
                 assert [result.success for result in tier.get_finished()] == [True]
-                assert server.most_under_way > 4  # of two workers, each of which began with one
+                assert many.is_set()
         finally:
             tier.shutdown()

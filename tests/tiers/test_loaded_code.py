@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.identity import FakeSpec
-from tests.waiting import wait_for
+from tests.waiting import kill_workers, wait_for
 from tiers.capacity.link import CollectorLink
 from tiers.capacity.policy import CapacityPolicy
 from tiers.errors import StoreUnavailableError
@@ -98,7 +96,7 @@ def test_a_killed_worker_is_not_replaced_by_one_of_other_code(package: Package, 
         store.put("a", [memoryview(b"1")])
         (package.folder / "a.py").write_text("a = 2\n")
         assert store.size("a") == 1  # the one that lives has the code of before
-        os.kill(store.worker_pids[0], signal.SIGKILL)
+        kill_workers(store)
         with pytest.raises(StoreUnavailableError, match=MESSAGE):
             store.size("a")
         (package.folder / "a.py").write_text("a = 1\n")

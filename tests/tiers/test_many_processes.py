@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.files import files_below
 from tests.identity import FakeSpec, block_key
 from tests.promises import Record
 from tiers.base import JobMetadata
@@ -56,7 +57,9 @@ def vandal(root: Path, seed: int, until: float) -> None:
     """Removes, cuts, flips and replaces what is stored, behind every store's back."""
     choices = random.Random(seed)
     while time.monotonic() < until:
-        for path in root.rglob("*.bin"):
+        for path, _ in files_below(root):
+            if path.suffix != ".bin":
+                continue
             with contextlib.suppress(OSError):
                 match choices.randrange(40):
                     case 0:
@@ -68,7 +71,7 @@ def vandal(root: Path, seed: int, until: float) -> None:
                             file.seek(choices.randrange(ROW_BYTES))
                             file.write(b"\x55")
                     case 3:
-                        other = choices.choice(list(root.rglob("*.bin")))
+                        other = choices.choice([path for path, _ in files_below(root) if path.suffix == ".bin"])
                         os.link(other, f"{path}.other")
                         os.replace(f"{path}.other", path)
         time.sleep(0.002)

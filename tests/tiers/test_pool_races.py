@@ -126,7 +126,7 @@ def test_no_job_is_lost_and_no_task_waits_while_a_thread_that_takes_it_is_idle(r
         for _ in range(ROUNDS_PER_POOL):
             rounds.run_round()
         rounds.submit_some()
-        assert rounds.pool.shutdown(20)
+        assert rounds.pool.shutdown(120)
         rounds.note_reported()
         assert sorted(rounds.reported) == list(range(1, rounds.submitted + 1))
         jobs += rounds.submitted

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import xxhash
 import yaml
@@ -19,7 +20,7 @@ from typer.testing import CliRunner
 from connector.cli import app
 from connector.vllm_config import vllm_config
 from tests.identity import FakeSpec, block_key
-from tests.waiting import wait_for
+from tests.waiting import PATIENT, wait_for
 from tiers import block_mover, protected_seal, vectored_io
 from tiers.base import JobMetadata
 from tiers.builtin import FileSystemTierManager
@@ -60,7 +61,7 @@ class Bench:
             options["keys_file"] = str(self.keys_file)
         tier = FileSystemTierManager(
             FakeSpec(), self.region.data, "fs", str(self.root), n_read_threads=1, n_write_threads=1, min_free=0,
-            **options,
+            **PATIENT | options,
         )  # fmt: skip
         self.tiers.append(tier)
         return tier
@@ -387,7 +388,11 @@ def test_no_tiers_processes_have_the_keys_of_another(bench: Bench, monkeypatch: 
     monkeypatch.setenv("KVTIERS_SECRETS", OLD)
     keyed = {"type": "fs", "root_dir": "/mnt/other", "auth": "gmac", "keys_env": "KVTIERS_SECRETS"}
     parse_config({"region": {"size": "1MiB"}, "tiers": [{"type": "memory"}, keyed]})
-    bench.tier(isolation="process", max_bytes="64MiB")
+    tier = bench.tier(isolation="process", max_bytes="64MiB")
+    collector: Any = tier._collector
+    workers = tier.store.inner._pool  # type: ignore[attr-defined]
+    # A process that is still being started has its parent's environment.
+    wait_for(lambda: collector._process is not None and workers.workers and not workers._starting)
     threads = Path(f"/proc/{os.getpid()}/task").iterdir()
     started = [pid for thread in threads for pid in (thread / "children").read_text().split()]
     assert len(started) > 1  # a worker and the collector
@@ -404,9 +409,13 @@ def test_a_measurement_that_was_written_without_the_key_is_replaced(tmp_path: Pa
         bench.fill()
         wait_for(lambda: bench.run(tier, "store", KEYS) == set(KEYS))
         store, keys = LocalStore(bench.root), RecordKeys.of(parse_keys(OLD, "keys"))
+        collector = psutil.Process(tier._collector._process.pid)  # type: ignore[union-attr]
+        collector.suspend()  # or it might replace the record before this test has looked
+        wait_for(lambda: collector.status() == psutil.STATUS_STOPPED)
         put_record(store, MEASURED, {"id": "a", "bytes": 0, "blobs": 0, "base": {}, "at": 0})
         with pytest.raises(StoreFullError, match="not measured"):
             Account(store, 1 << 20, keys=keys).take(1, "b")
+        collector.resume()
         wait_for(lambda: read_measured(store, keys=keys) is not None)
     finally:
         tier.shutdown()

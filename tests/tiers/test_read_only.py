@@ -227,7 +227,7 @@ def test_from_a_web_server(bench: Bench, tmp_path: Path) -> None:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         readers = Bench(type="fsspec", url=f"http://127.0.0.1:{server.server_port}/kv", read_only=True)
         try:
-            reader = readers.tier(lookup_deadline_s=20)
+            reader = readers.tier()
             assert present(reader, KEYS[0])
             assert not present(reader, OTHERS[0])
             assert readers.run(reader, [*KEYS[:7], OTHERS[0]], is_load=True).successful_keys == tuple(KEYS[:7])

@@ -46,7 +46,8 @@ def server() -> Iterator[HttpFaultServer]:
 
 @pytest.fixture(params=CLIENTS)
 def options(server: HttpFaultServer, request: pytest.FixtureRequest) -> S3Options:
-    return S3Options(bucket="bucket", endpoint_url=server.endpoint_url, client=request.param, retries=0)
+    options = S3Options(bucket="bucket", endpoint_url=server.endpoint_url, client=request.param, retries=0)
+    return replace(options, request_timeout_s=120.0)
 
 
 def subclasses(kind: type[Exception]) -> Iterator[type[Any]]:

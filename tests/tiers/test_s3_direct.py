@@ -53,7 +53,8 @@ def server() -> Iterator[HttpFaultServer]:
 def store(server: HttpFaultServer, boto_models_once: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Store]:
     use_credentials(monkeypatch)
     client = choose("direct", monkeypatch)
-    store = S3Store(S3Options(bucket="bucket", endpoint_url=server.endpoint_url, client=client, retries=0))
+    options = S3Options(bucket="bucket", endpoint_url=server.endpoint_url, client=client, retries=0)
+    store = S3Store(replace(options, request_timeout_s=120.0))
     yield store
     store.close()
 
@@ -90,14 +91,23 @@ def ports(server: HttpFaultServer) -> list[int]:
     return [request.client_port for request in server.requests("GET")]
 
 
-def test_connection_that_was_idle_for_long_is_not_used_again(store: S3Store, server: HttpFaultServer) -> None:
+def test_connection_that_was_idle_for_long_is_not_used_again(
+    store: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A NAT may have forgotten it without a word."""
     now = [0.0]
     session = S3Session(store.options)
     reader = DirectReader(session, clock=lambda: now[0])
     parts = [memoryview(bytearray(len(DATA)))]
-    server.answer_after_s = 0.05
-    with ThreadPoolExecutor(2) as pool:  # so there are two connections
+    both_asked = threading.Barrier(2)  # so there are two connections
+    end = server.end
+
+    def answer_together() -> None:
+        both_asked.wait(120)
+        end()
+
+    with ThreadPoolExecutor(2) as pool, monkeypatch.context() as together:
+        together.setattr(server, "end", answer_together)
         list(pool.map(lambda _: reader.get_into("f/a", parts, len(DATA)), range(2)))
     two = [sock for sock, _ in reader._idle]
     assert len(two) == 2
@@ -195,7 +205,7 @@ def answer(*packets: bytes) -> Iterator[str]:
                 for packet in packets:
                     connection.sendall(packet)
                     time.sleep(0.01)  # whether they arrive as one must not matter
-                connection.settimeout(20)
+                connection.settimeout(120)
                 connection.recv(1)
 
         thread = threading.Thread(target=serve)

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import files
 from pathlib import Path
 
@@ -78,6 +79,7 @@ def sent(server: HttpFaultServer, checksum: str) -> list[tuple[str, str, dict[st
     """What a store sends: methods, paths and headers."""
     before = len(server.requests())
     options = S3Options(bucket="bucket", endpoint_url=server.endpoint_url, checksum=checksum, retries=0)  # type: ignore[arg-type]
+    options = replace(options, request_timeout_s=120.0)
     server.s3.remove_objects("bucket", lambda _: True)
     store = S3Store(options)
     store.put("f/a", as_parts(DATA))

@@ -105,7 +105,7 @@ def test_all_requests_go_one_way(
     with HttpFaultServer() as proxy:  # which is asked for any host, and knows the same buckets
         monkeypatch.setenv("http_proxy", proxy.endpoint_url)
         monkeypatch.setenv("no_proxy", no_proxy.format(host=host, port=server.port))
-        store = S3Store(S3Options(bucket="bucket", endpoint_url=endpoint_url, client=client))
+        store = S3Store(S3Options(bucket="bucket", endpoint_url=endpoint_url, client=client, request_timeout_s=120.0))
         data = make_data(DIRECT_BYTES_MIN)
         store.check()
         store.put("f/a", as_parts(data))

@@ -42,7 +42,7 @@ def options(moto: S3Server) -> S3Options:
     """Of a fresh bucket."""
     bucket = f"bucket-{next(_bucket_numbers)}"
     backend().create_bucket(bucket, "us-east-1")
-    return S3Options(bucket=bucket, endpoint_url=moto.endpoint_url)
+    return S3Options(bucket=bucket, endpoint_url=moto.endpoint_url, request_timeout_s=120.0)
 
 
 @pytest.fixture(params=CLIENTS)
@@ -297,7 +297,7 @@ class TestFork:
         if child == 0:
             code = 1
             try:
-                signal.alarm(30)  # obstore's runtime would hang here for ever
+                signal.alarm(300)  # obstore's runtime would hang here for ever
                 store.put("b", as_parts(b"from the child"))
                 if fetch(store, "b", 14) == b"from the child" and store.size_many(["a", "b"])[1] == 14:
                     code = 0

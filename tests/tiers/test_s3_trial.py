@@ -37,7 +37,8 @@ def server() -> Iterator[HttpFaultServer]:
 @pytest.fixture(params=CLIENTS)
 def options(server: HttpFaultServer, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> S3Options:
     client = choose(request.param, monkeypatch)
-    return S3Options(bucket="bucket", endpoint_url=server.endpoint_url, client=client, retries=0)
+    options = S3Options(bucket="bucket", endpoint_url=server.endpoint_url, client=client, retries=0)
+    return replace(options, request_timeout_s=120.0)
 
 
 def of_trial(server: HttpFaultServer, *methods: str) -> list[tuple[str, int]]:

@@ -51,6 +51,7 @@ from tiers.tracing import JobTrace
 ROWS, ROW_BYTES = 32, 8192
 BLOB_BYTES = ROW_BYTES + TRAILER_BYTES
 KEYS = [block_key(n) for n in range(ROWS)]
+PATIENT = TierOptions(shutdown_s=400.0)
 
 
 class Bench:
@@ -71,7 +72,7 @@ class Bench:
             self.region.data,
             "test",
             store=store or self.make_store(),
-            options=TierOptions(**{"lookup": lookup, "task_bytes": 3 * ROW_BYTES, **options}),
+            options=TierOptions(**{"lookup": lookup, "task_bytes": 3 * ROW_BYTES, "shutdown_s": 400.0, **options}),
             clock=self.clock,
         )
         self.tiers.append(made)
@@ -140,6 +141,12 @@ class Bench:
             return tier.circuit_state == "closed"
 
         wait_for(probed)
+
+
+@pytest.fixture(autouse=True)
+def _patient_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tier whose threads do not end in time leaves its store open and its rows mapped."""
+    monkeypatch.setattr(store_tier, "LOOKUPS_END_S", 120.0)
 
 
 @pytest.fixture(params=["memory", "local", "local, piece by piece"])
@@ -603,7 +610,7 @@ def test_a_large_job_that_ended_is_booked_in_parts_and_reported_once(
     )
     tier.submit_store(large := bench.job(KEYS[:10]))
     tier.submit_store(small := bench.job(KEYS[10:12]))
-    assert tier._pool.wait_idle(20)
+    assert tier._pool.wait_idle(120)
     results: list[JobResult] = []
     calls = 0
     while len(results) < 2:
@@ -681,7 +688,7 @@ def test_shutdown_reports_every_job_once(bench: Bench) -> None:
 def test_shutdown_ends_batches_that_run(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_tier, "DRAIN_SHARE", 0.001)
     slow = GatedStore()
-    tier = bench.tier(store=slow, n_read_threads=1, n_write_threads=1, shutdown_s=20.0)
+    tier = bench.tier(store=slow, n_read_threads=1, n_write_threads=1)
     slow.hold()
     tier.submit_store(bench.job(KEYS))
     wait_for(lambda: slow.entered == 2)  # each of the two threads stores the first block of a batch of three
@@ -1570,7 +1577,7 @@ def test_after_shutdown_the_region_can_be_unmapped(bench: Bench) -> None:
     bench.region = np.frombuffer(area, np.int8).reshape(ROWS, ROW_BYTES)
     spec = FakeSpec()
     mapper = FileMapper.from_offloading_spec("", spec, extra_fields=strict_fields(spec))
-    tier = StoreTierManager(spec, view, "test", store=bench.make_store(), mapper=mapper)
+    tier = StoreTierManager(spec, view, "test", store=bench.make_store(), mapper=mapper, options=PATIENT)
     assert bench.store(tier, KEYS[:2]).success
     tier.shutdown()
     del bench.region
@@ -1608,7 +1615,9 @@ def test_a_batch_that_fails_as_a_whole_holds_no_rows() -> None:
     store = ManyAtOnce()
     store.error = StoreUnavailableError("connection refused")
     rows = bytearray(ROWS * ROW_BYTES)
-    tier = StoreTierManager(FakeSpec(), memoryview(rows).cast("b", (ROWS, ROW_BYTES)), "test", store=store)
+    view = memoryview(rows).cast("b", (ROWS, ROW_BYTES))
+    tier = StoreTierManager(FakeSpec(), view, "test", store=store, options=PATIENT)
+    del view
     gc.disable()
     try:
         Bench(lambda: store).load(tier, KEYS[:4])
@@ -1625,7 +1634,9 @@ def test_a_bad_block_holds_no_rows(damage: bytes) -> None:
     """At every flipped bit the region could not be unmapped before the cyclic collector ran."""
     store = MemoryStore()
     rows = bytearray(ROWS * ROW_BYTES)
-    tier = StoreTierManager(FakeSpec(), memoryview(rows).cast("b", (ROWS, ROW_BYTES)), "test", store=store)
+    view = memoryview(rows).cast("b", (ROWS, ROW_BYTES))
+    tier = StoreTierManager(FakeSpec(), view, "test", store=store, options=PATIENT)
+    del view
     bench = Bench(lambda: store)
     assert bench.store(tier, KEYS[:1]).success
     name = tier.mapper.relative_name(KEYS[0])

@@ -33,6 +33,7 @@ from tiers.testing.faults import run_in_child, start_child, wait_child
 KILLS = 5
 RACERS, RACES = 4, 100  # processes, keys that each of them puts
 KILL_S_MAX = 0.05  # of putting; some ten puts
+VISITS_MIN = 3
 
 
 class SharingRules(StorePlace):
@@ -110,21 +111,29 @@ class SharingRules(StorePlace):
             pytest.skip("the store says that nobody else sees what it stores")
         data = make_data(LARGE_BYTES)
         ended = threading.Event()
+        visits = 0
 
         def put() -> None:
             try:
-                for i in range(8):
+                puts = 0
+                while puts < 8 or visits < VISITS_MIN:
                     parts = as_parts(data, *range(1 << 14, LARGE_BYTES, 1 << 14))
-                    assert store.put("f/a", parts, overwrite=i > 0) is True
+                    assert store.put("f/a", parts, overwrite=puts > 0) is True
+                    puts += 1
             finally:
                 ended.set()
 
         def come_and_go() -> None:
-            while not ended.is_set():
-                other = self.reopen(store)
-                if isinstance(other, SupportsSweep):
-                    other.sweep(0.0)
-                other.close()
+            nonlocal visits
+            try:
+                while not ended.is_set():
+                    other = self.reopen(store)
+                    if isinstance(other, SupportsSweep):
+                        other.sweep(0.0)
+                    other.close()
+                    visits += 1
+            finally:
+                visits = VISITS_MIN
 
         run_in_threads(put, come_and_go)
         assert store.put("f/b", as_parts(b"1")) is True
@@ -203,6 +212,8 @@ class SharingRules(StorePlace):
                 until = time.monotonic() + random.uniform(0, KILL_S_MAX)
                 while time.monotonic() < until:
                     assert _fetched(store, "f/a", LARGE_BYTES) in (None, *versions)
+                # Where readers and writers take turns, it is at the begin of its own right after ours.
+                time.sleep(random.uniform(0, KILL_S_MAX))
             finally:
                 os.close(readable)
                 os.kill(child, signal.SIGKILL)
