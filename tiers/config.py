@@ -107,7 +107,7 @@ class DeploymentConfig(Model):
     blocks_per_chunk: Annotated[int, Field(ge=1, le=4096)] = Field(
         1,
         description="Engine blocks in one stored block. More means fewer, larger copies, files and requests. "
-        "1 for models with a sliding window or chunked attention (docs/vllm.md).",
+        "1 for models with a sliding window, chunked attention or recurrent states (docs/vllm.md).",
     )
     tiers: tuple[SerializeAsAny[AnyTierConfig], ...] = Field(
         (),

@@ -39,6 +39,19 @@ def has_window(config: Any, kv_cache_config: Any) -> bool:
     return any(isinstance(kind, _WINDOWS) for kind in _layer_specs(config, kv_cache_config))
 
 
+def has_states(config: Any, kv_cache_config: Any) -> bool:
+    """Whether a group keeps recurrent states (Mamba, linear attention, short convolutions).
+
+    vLLM keeps a state where a step of prefill ends. It offers the state to a connector if a chunk ends there, too. A
+    prompt's last step ends with its last whole block, so only chunks of one block always have a state.
+
+    Args:
+        config: vLLM's OffloadingConfig.
+        kv_cache_config: vLLM's KVCacheConfig.
+    """
+    return any(isinstance(kind, MambaSpec) for kind in _layer_specs(config, kv_cache_config))
+
+
 def no_chunks_of_windows(blocks_per_chunk: int) -> ConfigError:
     """The refusal of ``blocks_per_chunk`` for a model with ``has_window``."""
     return ConfigError(

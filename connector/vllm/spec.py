@@ -111,18 +111,22 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
         return self._worker
 
     def _chunk_of(self, config: Any) -> int:
-        """Blocks of a chunk: what vLLM was told, else what the deployment says; one where a group has a window."""
+        """Blocks of a chunk: what vLLM was told, else what the deployment says; one for windows and states."""
         is_told = bool({"blocks_per_chunk", "block_size"} & set(config.extra_config))
         wanted: int = config.cache.blocks_per_chunk if is_told else self.deployment.blocks_per_chunk
-        if wanted == 1 or not kv_groups.has_window(config, self._handed.kv_cache_config):
+        if wanted == 1:
+            return 1
+        if kv_groups.has_window(config, self._handed.kv_cache_config):
+            if is_told and any(hasattr(group, "sliding_window_size_in_chunks") for group in config.groups):
+                raise kv_groups.no_chunks_of_windows(wanted)  # 0.33 has counted the window in such chunks
+            why = (
+                "layers with a sliding window or chunked attention, of which vLLM stores chunks that are not all there"
+            )
+        elif kv_groups.has_states(config, self._handed.kv_cache_config):
+            why = "layers with recurrent states, of which vLLM stores those at the end of a chunk only"
+        else:
             return wanted
-        if is_told and any(hasattr(group, "sliding_window_size_in_chunks") for group in config.groups):
-            raise kv_groups.no_chunks_of_windows(wanted)  # 0.33 has counted the window in such chunks
-        logger.warning(
-            "blocks_per_chunk is %d and 1 is taken: this model has layers with a sliding window or chunked attention, "
-            "of which vLLM stores chunks that are not all there",
-            wanted,
-        )
+        logger.warning("blocks_per_chunk is %d and 1 is taken: this model has %s", wanted, why)
         return 1
 
     def _check_workers(self, spec: TieringOffloadingSpec) -> None:

@@ -71,8 +71,15 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
         refusals.check_one_host(vllm_config)
         kv_groups.check_layout(offloading_spec.config, kv_cache_config)
         kv_groups.check_attention(offloading_spec.config, kv_cache_config)
-        if offloading_spec.blocks_per_chunk > 1 and kv_groups.has_window(offloading_spec.config, kv_cache_config):
-            raise kv_groups.no_chunks_of_windows(offloading_spec.blocks_per_chunk)
+        if offloading_spec.blocks_per_chunk > 1:
+            if kv_groups.has_window(offloading_spec.config, kv_cache_config):
+                raise kv_groups.no_chunks_of_windows(offloading_spec.blocks_per_chunk)
+            if kv_groups.has_states(offloading_spec.config, kv_cache_config):
+                logger.warning(
+                    "blocks_per_chunk is %d, and this model has layers with recurrent states, of which vLLM stores "
+                    "those at the end of a chunk only: most prompts will find nothing; set blocks_per_chunk: 1",
+                    offloading_spec.blocks_per_chunk,
+                )
         self._role = translate.role_of(vllm_config)
         if tier is None:
             assert config_file is not None

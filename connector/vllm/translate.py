@@ -57,6 +57,7 @@ else:
 
 _MISTAKES_BLOCKS_OF_STREAMS = (versions.release() or (0, 0)) < (0, 33)
 _READS_MAX_LOAD_TOKENS = (versions.release() or (0, 31)) >= (0, 31)
+_LEAKS_ADAPTERS_ON_CPU = (versions.release() or (0, 0)) < (0, 33)
 _JOB_RESULT_FIELDS = frozenset(field.name for field in dataclasses.fields(VllmJobResult))
 _URL_END = 150
 KERNEL_BLOCK_TOKENS = 16  # all of CUDA's attention kernels take such a block whole
@@ -132,13 +133,36 @@ def warn_of_reset() -> None:
     )
 
 
+def check_adapters(vllm_config: Any) -> None:
+    """Refuse LoRA where vLLM applies adapters to requests that name none.
+
+    In a batch with a LoRA request, vLLM's CPU kernels before 0.33 take -1, their mark for "no adapter", as an index:
+    it selects the last of the ``max_loras`` slots. Such KV, once stored, would be loaded after a restart as the base
+    model's, also by a release without the fault.
+
+    Raises:
+        ConfigError: says what may be done.
+    """
+    if _LEAKS_ADAPTERS_ON_CPU and getattr(vllm_config, "lora_config", None) is not None and current_platform.is_cpu():
+        raise ConfigError(
+            f"vLLM {versions.VERSION} on CPUs applies an adapter to requests that name none when both are in one "
+            "batch, and the wrong KV would be stored as the base model's: take vLLM 0.33 or later, leave "
+            "out --enable-lora, or run without a KV connector",
+            field="enable_lora",
+        )
+
+
 def engine_spec(spec: Any, vllm_config: Any, *, by_token: bool = False) -> EngineSpec:
     """The engine's identity out of a spec of vLLM's (or the OffloadingConfig in it) and its VllmConfig.
 
     Args:
         by_token: what is stored is in the order of tokens, however kernels cut pages.
+
+    Raises:
+        ConfigError: see ``check_adapters``.
     """
     warn_of_seeded_hashes()
+    check_adapters(vllm_config)
     config = getattr(spec, "config", spec)
     parallel = config.parallel
     canonical = bool(getattr(config, "canonical_layout", False))

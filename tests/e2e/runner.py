@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e.lab import REPOSITORY, Lab, Row
+from tests.e2e.layer_kinds import LAYER_KINDS
 from tests.e2e.make_env import overlay_folder
 from tests.e2e.make_model import make_model, make_tiny_model
 from tests.e2e.report import write_report
@@ -71,8 +72,8 @@ def rows(work: Path, versions: Sequence[str], only: str, reduced: bool) -> Itera
             for name in UPGRADE_WAYS:
                 if before is not None and name in before.written and _is_asked(only, f"{name}: upgraded"):
                     yield attempt(upgraded, setting, name)
-            for run, ways in HARM:
-                if run in SLOW:
+            for run, ways in (*HARM, *LAYER_KINDS):
+                if run in SLOW or (run, ways) in LAYER_KINDS:
                     count = 0 if reduced else len(ways) if version == versions[0] else 1
                 else:
                     count = 1 if reduced else len(ways)

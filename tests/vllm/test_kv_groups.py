@@ -77,15 +77,16 @@ def test_a_window_is_stored_block_by_block(
             made_by(engines.kv_cache_config(*kinds), lambda: KVTiersSpec(config))
         return
     spec = made_by(engines.kv_cache_config(*kinds), lambda: KVTiersSpec(config))
-    assert spec.blocks_per_chunk == spec.config.cache.blocks_per_chunk == (1 if has_window else CHUNK)
+    has_state = MAMBA in kinds  # a prompt's last one would not be at the end of a larger chunk
+    assert spec.blocks_per_chunk == spec.config.cache.blocks_per_chunk == (1 if has_window or has_state else CHUNK)
     assert spec.config.groups == config.groups  # 0.33 has counted their windows in chunks of one block
-    assert ("blocks_per_chunk is 4 and 1 is taken" in caplog.text) == has_window
+    assert ("blocks_per_chunk is 4 and 1 is taken" in caplog.text) == (has_window or has_state)
 
 
 @pytest.mark.parametrize("blocks_per_chunk", [1, CHUNK])
 @WINDOWS
 def test_vllms_own_spec_is_told_to_store_a_window_block_by_block(
-    kinds: list[Any], has_window: bool, blocks_per_chunk: int
+    kinds: list[Any], has_window: bool, blocks_per_chunk: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     tier = {"type": "KVTiersTier", "module_path": "connector.vllm.tier", "tier": {"type": "memory"}}
     extra = {"cpu_bytes_to_use": 1 << 20, "secondary_tiers": [tier]}
@@ -95,6 +96,7 @@ def test_vllms_own_spec_is_told_to_store_a_window_block_by_block(
             made_by(engines.kv_cache_config(*kinds), spec.get_manager)
     else:
         made_by(engines.kv_cache_config(*kinds), spec.get_manager).shutdown()
+        assert ("most prompts will find nothing" in caplog.text) == (MAMBA in kinds and blocks_per_chunk > 1)
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,31 @@ def test_adapters_that_are_known_by_name_are_warned_of_once(lora: Any, caplog: p
     assert caplog.text.count("LoRA adapters are known by name and path") == (lora is not None)
 
 
+def test_vllms_cpu_kernels_apply_adapters_to_rows_without_one_in_the_releases_that_are_refused() -> None:
+    from vllm.lora.ops.torch_ops import bgmv_shrink
+
+    output, no_adapter = torch.zeros(1, 1), torch.tensor([-1])
+    bgmv_shrink(torch.ones(1, 1), torch.ones(1, 1, 1), output, no_adapter)
+    assert bool(output.any()) == translate._LEAKS_ADAPTERS_ON_CPU
+
+
+@pytest.mark.parametrize("has_adapters", [True, False])
+@pytest.mark.parametrize("is_cpu", [True, False])
+@pytest.mark.parametrize("leaks", [True, False])
+def test_adapters_are_refused_where_vllm_applies_them_to_requests_without_one(
+    has_adapters: bool, is_cpu: bool, leaks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(translate, "_LEAKS_ADAPTERS_ON_CPU", leaks)
+    platform = SimpleNamespace(is_cpu=lambda: is_cpu, is_rocm=lambda: False, device_name="cuda")
+    monkeypatch.setattr(translate, "current_platform", platform)
+    config = VllmConfig(lora_config=SimpleNamespace(max_loras=1) if has_adapters else None)
+    if has_adapters and is_cpu and leaks:
+        with pytest.raises(ConfigError, match="enable_lora: .*take vLLM 0.33 or later"):
+            translate.engine_spec(offloading_config(), config)
+    else:
+        translate.engine_spec(offloading_config(), config)
+
+
 def test_answers() -> None:
     assert translate.lookup_result(True) is LookupResult.HIT
     assert translate.lookup_result(False) is LookupResult.MISS
