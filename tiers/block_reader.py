@@ -10,7 +10,6 @@ judge who have one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -66,7 +65,7 @@ class BlockReader:
         if verdict[0] == SealReason.SIZE and (size := self._store.size(info.key)) != info.size:
             if size is None:
                 raise BlobNotFoundError("removed since it was listed", key=info.key)
-            verdict = self._judge(replace(info, size=size), name)  # healed since it was listed
+            verdict = self._judge(info._replace(size=size), name)  # healed since it was listed
         return verdict
 
     def seal_for(self, name: BlockName, trailer: bytes | memoryview) -> Seal:

@@ -7,7 +7,6 @@ in the field ``format``, so that a block's seal says another fingerprint.
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 from tiers.block_reader import read_identities
@@ -77,7 +76,7 @@ class Converter:
         namespace, fingerprint = self._targets[source]
         shares_folder = self._to_format == FORMAT_VLLM_RAW
         seal = Seal(fingerprint, name.rank, shares_folder=shares_folder)
-        return Conversion(replace(name, namespace=namespace), seal, stored)
+        return Conversion(name._replace(namespace=namespace), seal, stored)
 
     def _identity(self, info: KeyInfo, name: BlockName) -> tuple[dict[str, Any], bytes] | None:
         """The fields of who wrote a block, and the fingerprint in its trailer."""

@@ -15,7 +15,7 @@ from typing import TypeVar
 from tiers.errors import InvalidKeyError
 from tiers.mounts import is_mount_point
 from tiers.posix import OPEN_LISTING, RootFolder, close_reader, is_absent
-from tiers.store import KeyInfo, check_key
+from tiers.store import KEY_PART_LENGTH_MAX, KeyInfo, check_key
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ def walk(root: RootFolder, prefix: str, on_refused: Callable[[str, OSError], Non
         except InvalidKeyError:
             return
     try:
-        stack = [_Listing(root.open(start or ".", OPEN_LISTING), prefix[: len(start) + len(slash)])]
+        stack = [_Listing(root.open(start or ".", OPEN_LISTING), prefix[: len(start) + len(slash)], start.isascii())]
     except OSError as e:
         if is_absent(e):
             return
@@ -77,7 +77,7 @@ def walk(root: RootFolder, prefix: str, on_refused: Callable[[str, OSError], Non
                 entry = None
             if entry is None:
                 stack.pop().close()
-            elif entry.name.startswith(".") or (len(stack) == 1 and not entry.name.startswith(name_prefix)):
+            elif entry.name[0] == "." or (len(stack) == 1 and not entry.name.startswith(name_prefix)):
                 continue
             else:
                 found: KeyInfo | _Listing | OSError | None
@@ -85,12 +85,12 @@ def walk(root: RootFolder, prefix: str, on_refused: Callable[[str, OSError], Non
                     found = listing.find(entry)
                 except OSError as e:
                     found = _ask_again(partial(listing.find, entry), e, root)
-                if isinstance(found, OSError):
-                    pass_over(listing.prefix + entry.name, found)
-                elif isinstance(found, KeyInfo):
+                if isinstance(found, KeyInfo):
                     yield found
-                elif found is not None:
+                elif isinstance(found, _Listing):
                     stack.append(found)
+                elif found is not None:
+                    pass_over(listing.prefix + entry.name, found)
     finally:
         for listing in stack:
             listing.close()
@@ -154,11 +154,19 @@ FOLDERS_DEEP_MAX = 64
 
 
 class _Listing:
-    """A folder being listed; owns ``fd``."""
+    """A folder being listed; owns ``fd``.
 
-    def __init__(self, fd: int, prefix: str) -> None:
+    Attributes:
+        is_plain: nothing in ``prefix`` needs a closer look. Where that is so of a name, too, the two joined are a key
+            (see ``check_key``) unless they are too long.
+    """
+
+    __slots__ = ("entries", "fd", "is_plain", "prefix")
+
+    def __init__(self, fd: int, prefix: str, is_plain: bool) -> None:
         self.fd = fd
         self.prefix = prefix
+        self.is_plain = is_plain
         try:
             self.entries = os.scandir(fd)
         except BaseException:
@@ -167,26 +175,31 @@ class _Listing:
 
     def find(self, entry: os.DirEntry[str]) -> KeyInfo | _Listing | None:
         """A file's, or a folder's; None for what is neither."""
+        name = entry.name
+        # check_key for every file would take a tenth of a listing's time.
+        is_plain = self.is_plain and name.isascii() and name.isprintable() and "\\" not in name
         if entry.is_dir(follow_symlinks=False):
-            return self.enter(entry.name)
-        return self.info(entry.name) if entry.is_file(follow_symlinks=False) else None
+            return self.enter(name, is_plain)
+        return self.info(name, is_plain) if entry.is_file(follow_symlinks=False) else None
 
-    def enter(self, name: str) -> _Listing | None:
+    def enter(self, name: str, is_plain: bool) -> _Listing | None:
         """A folder in this one; None where it was removed or replaced since it was listed, or is too deep for blobs."""
         if self.prefix.count("/") >= FOLDERS_DEEP_MAX:
             return None
         try:
-            return _Listing(os.open(name, OPEN_LISTING, dir_fd=self.fd), f"{self.prefix}{name}/")
+            return _Listing(os.open(name, OPEN_LISTING, dir_fd=self.fd), f"{self.prefix}{name}/", is_plain)
         except OSError as e:
             if is_absent(e):
                 return None
             raise
 
-    def info(self, name: str) -> KeyInfo | None:
+    def info(self, name: str, is_plain: bool) -> KeyInfo | None:
         """A file in this folder; None where it was removed since it was listed, or its name is no key."""
+        key = self.prefix + name
         try:
             status = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
-            key = check_key(self.prefix + name)
+            if not is_plain or len(key) > KEY_PART_LENGTH_MAX:
+                check_key(key)
         except (FileNotFoundError, InvalidKeyError):
             return None
         return KeyInfo(key, status.st_size, status.st_mtime) if stat.S_ISREG(status.st_mode) else None

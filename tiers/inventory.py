@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tiers.file_mapper import DIGEST_HEX_DIGITS, block_name
 from tiers.keys import GROUP_INDEX_MAX, OffloadKey, make_offload_key
@@ -12,16 +15,16 @@ from tiers.store import KeyInfo, Store
 
 #: Pattern of a namespace's name. One folder: what lies deeper is another root's.
 NAMESPACE = rf"[^/]+_[0-9a-f]{{{DIGEST_HEX_DIGITS}}}"
-_NAME = re.compile(rf"({NAMESPACE})_r([0-9]+)/([0-9a-f]{{3}})/([0-9a-f]{{2}})_g([0-9]+)/([0-9a-f]{{5,128}})\.bin")
+_NAME = re.compile(rf"({NAMESPACE})_r([0-9]+)/([0-9a-f]{{3}})/([0-9a-f]{{2}})_g([0-9]+)/(\3\4[0-9a-f]{{0,123}})\.bin")
 _FOLDER = re.compile(rf"({NAMESPACE})_r[0-9]+")
 
 #: Upper bounds of the ages that are told apart, in seconds.
 AGES_S = {"1h": 3600.0, "1d": 86_400.0, "7d": 7 * 86_400.0, "30d": 30 * 86_400.0, "older": float("inf")}
 UNKNOWN_AGE = "unknown"
+_AGE_NAMES, _AGE_BOUNDS_S = tuple(AGES_S), tuple(AGES_S.values())[:-1]
 
 
-@dataclass(frozen=True, slots=True)
-class BlockName:
+class BlockName(NamedTuple):
     """What FileMapper's name of a block says.
 
     Attributes:
@@ -48,11 +51,13 @@ class BlockName:
 def parse_block_name(key: str) -> BlockName | None:
     """None for a name that is no block's."""
     found = _NAME.fullmatch(key)
-    if found is None or not found[6].startswith(found[3] + found[4]):
+    if found is None:
         return None
-    if max(int(found[2]), int(found[5])) > GROUP_INDEX_MAX:  # a seal has 32 bits for either
+    namespace, rank_digits, group_digits, digits = found.group(1, 2, 5, 6)
+    rank, group = int(rank_digits), int(group_digits)
+    if rank > GROUP_INDEX_MAX or group > GROUP_INDEX_MAX:  # a seal has 32 bits for either
         return None
-    return BlockName(found[1], int(found[2]), int(found[5]), found[6])
+    return BlockName(namespace, rank, group, digits)
 
 
 def block_beginnings(folders: Iterable[str]) -> list[str]:
@@ -87,7 +92,7 @@ class Inventory:
         other: what is no block: ``config.json``, records, other people's files.
     """
 
-    blocks: dict[tuple[str, int, int], Share] = field(default_factory=dict)
+    blocks: defaultdict[tuple[str, int, int], Share] = field(default_factory=lambda: defaultdict(Share))
     ages: dict[str, Share] = field(default_factory=lambda: {name: Share() for name in (*AGES_S, UNKNOWN_AGE)})
     other: Share = field(default_factory=Share)
 
@@ -97,12 +102,11 @@ class Inventory:
         if name is None:
             self.other.add(info.size)
             return
-        self.blocks.setdefault((name.namespace, name.rank, name.group), Share()).add(info.size)
+        self.blocks[name[:3]].add(info.size)
         if info.mtime == 0.0:  # a driver that does not say
             self.ages[UNKNOWN_AGE].add(info.size)
             return
-        age_s = now - info.mtime
-        self.ages[next(label for label, bound_s in AGES_S.items() if age_s < bound_s)].add(info.size)
+        self.ages[_AGE_NAMES[bisect(_AGE_BOUNDS_S, now - info.mtime)]].add(info.size)
 
     @property
     def total(self) -> Share:

@@ -22,7 +22,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from tiers.errors import InvalidKeyError, StoreClosedError, StoreError, StoreTimeoutError
 from tiers.plain_logs import get_logger
@@ -37,13 +37,13 @@ KEY_PART_LENGTH_MAX = 255  # NAME_MAX of every common file system, in bytes
 _KEY = re.compile(r"(?!\.)[^\x00-\x1f\x7f/\\]+(?:/(?!\.)[^\x00-\x1f\x7f/\\]+)*")
 
 
-@dataclass(frozen=True, slots=True)
-class KeyInfo:
+class KeyInfo(NamedTuple):
     """One listed blob: its key, its size in bytes and its last change in Unix seconds, by the storage's clock.
 
     Only a put and a touch change it; asking and reading do not.
     """
 
+    # A named tuple, as it is made in half the time of a frozen dataclass, and a listing makes millions.
     key: str
     size: int
     mtime: float

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Protocol, runtime_checkable
@@ -40,6 +39,7 @@ from tiers.tier_config import BoundedTierConfig, S3TierConfig
 
 TELL_EVERY_BLOBS = 1000
 DAY_S = 86_400
+YEAR_MAX = 9999  # of ISO 8601
 
 Config = Annotated[Path, typer.Argument(help="The YAML file of the deployment.")]
 TierName = Annotated[str | None, typer.Option("--tier", help="Only the tier of this name.")]
@@ -71,7 +71,8 @@ def ls(
                     break
                 if as_json:
                     line = {"tier": place.name, "key": info.key, "size": info.size, "mtime": info.mtime}
-                    print(json.dumps(line | {"rank": name.rank, "group": name.group}))
+                    line |= {"rank": name.rank, "group": name.group}
+                    print(json.dumps(line))
                 else:
                     print(f"{info.size:>12} {_time(info.mtime)} {printable(info.key)}")
     results.end()
@@ -152,9 +153,10 @@ def _set_lifecycle(place: Place, ttl_s: float | None) -> dict[str, Any]:
 
 def _time(mtime: float) -> str:
     try:
-        return datetime.fromtimestamp(mtime, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        at = time.gmtime(mtime)
     except (ValueError, OverflowError, OSError):  # of a clock that was far ahead
         return f"{mtime:.0f}"
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", at) if 1 <= at.tm_year <= YEAR_MAX else f"{mtime:.0f}"
 
 
 def _run(collector: Collector, dry_run: bool, lease_s: float) -> CollectReport | None:

@@ -310,12 +310,52 @@ def test_a_time_that_no_calendar_has_is_shown(root: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(
         LocalStore, "keys", lambda self, prefix="": (KeyInfo(i.key, i.size, 1e15) for i in keys(self, prefix))
     )
-    assert len(ok("ls", write_config(root)).splitlines()) == 10
+    lines = ok("ls", write_config(root)).splitlines()
+    assert [line.split()[1] for line in lines] == 10 * ["1000000000000000"]
 
 
-@pytest.mark.parametrize("name", ["x", "m_r0/abc/de_g0/f0000.bin", "m_r0/abc/de_g0/abcde.tmp", "m/abc/de_g0/abcde.bin"])
+@pytest.mark.parametrize(
+    ("at", "text"),
+    [
+        (0.5, "1970-01-01T00:00:00Z"),
+        (1_794_787_199.9, "2026-11-15T23:59:59Z"),
+        (-1.0, "1969-12-31T23:59:59Z"),
+        (253_402_300_799.0, "9999-12-31T23:59:59Z"),
+        (253_402_300_800.0, "253402300800"),
+    ],
+)
+def test_times_are_shown_in_utc(root: Path, monkeypatch: pytest.MonkeyPatch, at: float, text: str) -> None:
+    monkeypatch.setattr(LocalStore, "keys", lambda *_: iter([KeyInfo(NAMES[0], SIZE, at)]))
+    assert ok("ls", write_config(root)).split() == [str(SIZE), text, NAMES[0]]
+
+
+NAMESPACE = "m_0123456789ab"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "x",
+        f"{NAMESPACE}/abc/de_g0/abcde.bin",
+        f"{NAMESPACE}_r0/abc/de_g0/abcde.tmp",
+        f"{NAMESPACE}_r0/abc/de_g0/abcdf.bin",
+        f"{NAMESPACE}_r0/abc/de_g0/abdde.bin",
+        f"{NAMESPACE}_r0/abc/de_g0/abcd.bin",
+        f"{NAMESPACE}_r0/abc/de_g0/abcde{'0' * 124}.bin",
+        f"{NAMESPACE}_r0/abc/de_g0/abcdeG.bin",
+        f"{NAMESPACE}_r0/abc/de_g0/abcde.bin\n",
+        f"{NAMESPACE}_r4294967296/abc/de_g0/abcde.bin",
+        f"{NAMESPACE}_r0/abc/de_g4294967296/abcde.bin",
+        f"a/{NAMESPACE}_r0/abc/de_g0/abcde.bin",
+    ],
+)
 def test_names_that_are_no_blocks(name: str) -> None:
     assert parse_block_name(name) is None
+
+
+def test_a_name_of_a_block_is_taken_apart() -> None:
+    found = parse_block_name(f"{NAMESPACE}_r4294967295/abc/de_g07/abcde{'0' * 123}.bin")
+    assert found == (NAMESPACE, 4294967295, 7, f"abcde{'0' * 123}")
 
 
 def test_sizes_and_ages_in_words() -> None:

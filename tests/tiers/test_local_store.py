@@ -27,13 +27,14 @@ from tiers.errors import (
     BlobCorruptError,
     BlobNotFoundError,
     ConfigError,
+    InvalidKeyError,
     StoreClosedError,
     StoreConfigError,
     StoreError,
     StoreFullError,
 )
 from tiers.folder_listing import FOLDERS_DEEP_MAX
-from tiers.store import Store
+from tiers.store import Store, check_key
 from tiers.stores.local import LocalStore
 from tiers.testing.contract import as_parts, fetch, list_keys, make_data
 from tiers.testing.faults import SyscallFaults, run_in_child, start_child, wait_child
@@ -641,6 +642,40 @@ def test_foreign_names_are_not_listed(tmp_path: Path) -> None:
     (tmp_path / "root" / ".tmp").mkdir()
     (tmp_path / "root" / ".tmp" / "b").touch()
     assert list_keys(store) == ["f/a", "f/d.hidden/file"]
+
+
+@pytest.mark.parametrize("prefix", ["", "long name/", "naïve/", "x" * 250 + "/"])
+def test_the_names_that_are_listed_are_those_that_a_store_may_be_asked_for(tmp_path: Path, prefix: str) -> None:
+    root = tmp_path / "root"
+    store = LocalStore(root)
+    names = [
+        "plain",
+        "long name",
+        "naïve",
+        "back\\slash",
+        "bell\x07",
+        "del\x7f",
+        "zero\u200bwidth",
+        "not\udcff",
+        "x" * 250,
+    ]
+    for outer in names:
+        for folder in (outer, f"{outer}/plain", f"{outer}/{'y' * 250}/naïve/{'z' * 250}/{'y' * 250}"):
+            (root / folder).mkdir(parents=True)
+            for name in names:
+                (root / folder / f"{name}.bin").touch()
+
+    def is_key(name: str) -> bool:
+        try:
+            check_key(name)
+        except InvalidKeyError:
+            return False
+        return True
+
+    found = [str(path.relative_to(root)) for path in root.rglob("*.bin")]
+    expected = [name for name in found if is_key(name) and name.startswith(prefix)]
+    assert 0 < len(expected) < len(found)
+    assert list_keys(store, prefix) == sorted(expected)
 
 
 def test_size_is_told_before_a_byte_is_touched(store: LocalStore) -> None:

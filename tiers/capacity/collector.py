@@ -26,7 +26,7 @@ from dataclasses import replace
 from tiers.capacity.histogram import AgeHistogram, bucket_of
 from tiers.capacity.lease import Lease
 from tiers.capacity.policy import CapacityPolicy
-from tiers.capacity.records import OWN_PREFIX, PREFIXES_FOLDER, UNREADABLE, RecordKeys
+from tiers.capacity.records import PREFIXES_FOLDER, UNREADABLE, RecordKeys
 from tiers.capacity.removal import CollectReport, Removal
 from tiers.capacity.room import FREE_HIGH, FREE_LOW, TRIAL_EVERY_S, Room
 from tiers.capacity.usage import (
@@ -49,6 +49,7 @@ from tiers.store import KeyInfo, NamesBlocks, Store, SupportsSweep, SupportsTouc
 logger = get_logger(__name__)
 
 RENEW_EVERY_KEYS = 1024
+_UNCOUNTED = f"{PREFIXES_FOLDER}/"
 STAMP_S = 1.0  # S3 and some file systems cut times to seconds, the run's own begin too
 HELD_SHARE_MAX = 0.5  # of max_bytes: whatever writers' records say, a root is not emptied for what they hold or want
 NO_TIMES = (
@@ -256,6 +257,7 @@ class Collector:
         self._others_bytes = 0
         ttl_s, grace_s = self._ttl_s, self._policy.grace_s
         removal = Removal(self.remove, report, "ttl", clock=self._monotonic)
+        largest_bytes = self._room.largest_bytes
         for info in self._listing():
             removal.flush_late()
             report.blobs += 1
@@ -265,7 +267,8 @@ class Collector:
             if not self._is_block(info.key):
                 self._others_bytes += info.size
                 continue
-            self._room.largest_bytes = max(self._room.largest_bytes, info.size)
+            if info.size > largest_bytes:
+                largest_bytes = self._room.largest_bytes = info.size
             # A clock that was ahead has left times to come: they are as far from the truth as they are away.
             if abs(age_s) < grace_s:
                 continue
@@ -343,8 +346,10 @@ class Collector:
     def _age_s(self, info: KeyInfo, now: float) -> float:
         """A blob's age when the run began, negative where a clock was ahead; 0 of what was stored or used since."""
         age_s = now - info.mtime
+        if age_s >= 0.0:
+            return age_s
         passed_s = self._monotonic() - self._began_at + STAMP_S
-        return 0.0 if 0.0 > age_s >= -passed_s else age_s
+        return 0.0 if age_s >= -passed_s else age_s
 
     def _excess(self, measured: Measured, baseline: Baseline, *, freed_bytes: int) -> int:
         """How many bytes are to go, where so many are not gone yet that count as gone."""
@@ -398,7 +403,7 @@ class Collector:
         self.lease.renew()
         self._on_progress(0)
         for count, info in enumerate(self._store.keys(), 1):
-            if _is_counted(info):
+            if not info.key.startswith(_UNCOUNTED):
                 yield info
             if count % RENEW_EVERY_KEYS == 0:
                 self.lease.renew()
@@ -421,7 +426,7 @@ class Collector:
 
 def is_block(key: str) -> bool:
     """Whether a name is one that FileMapper gives to blocks."""
-    return not key.startswith(OWN_PREFIX) and parse_block_name(key) is not None
+    return parse_block_name(key) is not None
 
 
 def listed_bytes(store: Store) -> int:
@@ -430,8 +435,4 @@ def listed_bytes(store: Store) -> int:
     Raises:
         StoreError: it cannot be listed.
     """
-    return sum(info.size for info in store.keys() if _is_counted(info))  # noqa: SIM118 - not a dict
-
-
-def _is_counted(info: KeyInfo) -> bool:
-    return not info.key.startswith(f"{PREFIXES_FOLDER}/")
+    return sum(info.size for info in store.keys() if not info.key.startswith(_UNCOUNTED))  # noqa: SIM118 - not a dict

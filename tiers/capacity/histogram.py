@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from math import log2
 
 AGE_S_MIN = 1e-3
 BUCKETS_PER_OCTAVE = 64  # a bucket's ages differ by 1.1 %
@@ -39,4 +39,5 @@ def bucket_of(age_s: float) -> int:
     """The bucket of an age; the future and the present share the first one."""
     if age_s <= AGE_S_MIN:
         return 0
-    return min(BUCKETS - 1, 1 + int(math.log2(age_s / AGE_S_MIN) * BUCKETS_PER_OCTAVE))
+    bucket = 1 + int(log2(age_s / AGE_S_MIN) * BUCKETS_PER_OCTAVE)
+    return bucket if bucket < BUCKETS else BUCKETS - 1
