@@ -59,13 +59,11 @@ def check_step(scheduler_output: Any) -> None:
 
 
 def _loads_between_steps(connector: Any) -> bool:
+    kind = type(connector)
+    if kind.__name__ not in _LOAD_BETWEEN_STEPS or not kind.__module__.startswith(("vllm.", "connector.vllm.")):
+        return False
     options = connector._kv_transfer_config.kv_connector_extra_config or {}
-    return (
-        type(connector).__name__ in _LOAD_BETWEEN_STEPS
-        and type(connector).__module__.startswith(("vllm.", "connector.vllm."))
-        and bool(options.get("load_async", True))
-        and not options.get("sync_load_budget_bytes")
-    )
+    return bool(options.get("load_async", True)) and not options.get("sync_load_budget_bytes")
 
 
 def _no_sibling(who: str) -> ConfigError:
