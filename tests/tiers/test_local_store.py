@@ -660,7 +660,7 @@ def test_the_names_that_are_listed_are_those_that_a_store_may_be_asked_for(tmp_p
         "x" * 250,
     ]
     for outer in names:
-        for folder in (outer, f"{outer}/plain", f"{outer}/{'y' * 250}/naïve/{'z' * 250}/{'y' * 250}"):
+        for folder in (outer, f"{outer}/plain", "/".join([outer, *["y" * 250] * 4])):
             (root / folder).mkdir(parents=True)
             for name in names:
                 (root / folder / f"{name}.bin").touch()
