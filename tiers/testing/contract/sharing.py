@@ -33,7 +33,7 @@ from tiers.testing.faults import run_in_child, start_child, wait_child
 KILLS = 5
 RACERS, RACES = 4, 100  # processes, keys that each of them puts
 KILL_S_MAX = 0.05  # of putting; some ten puts
-VISITS_MIN = 3
+VISITS_MIN, PUTS_MAX = 3, 1000  # of other handles, and meanwhile
 
 
 class SharingRules(StorePlace):
@@ -116,7 +116,7 @@ class SharingRules(StorePlace):
         def put() -> None:
             try:
                 puts = 0
-                while puts < 8 or visits < VISITS_MIN:
+                while puts < 8 or (visits < VISITS_MIN and puts < PUTS_MAX):
                     parts = as_parts(data, *range(1 << 14, LARGE_BYTES, 1 << 14))
                     assert store.put("f/a", parts, overwrite=puts > 0) is True
                     puts += 1
