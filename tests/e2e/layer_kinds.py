@@ -38,6 +38,7 @@ _SHAPE: Mapping[str, Any] = {
     "head_dim": 32,
     "max_position_embeddings": 4096,
     "initializer_range": 0.3,  # wide enough that the next token depends on the ones before
+    "tie_word_embeddings": False,  # or Gemma repeats a prompt's last token
     "dtype": "float32",
 }
 
