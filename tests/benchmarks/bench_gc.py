@@ -1,22 +1,24 @@
-"""What listing, summing up and collecting cost at a million blocks: time and memory of each command's own process.
+"""What listing, summing up and collecting cost a block: CPU time and memory of each command's own process.
 
-``python -m tests.benchmarks.bench_gc --root /dev/shm/kvtiers-bench --count 1000000``; the folder is made and removed.
+``python -m tests.benchmarks.bench_gc --root /dev/shm/kvtiers-bench --counts 1000000``; the folder is made and removed.
 Ten million take 10 GB of memory and, on tmpfs, ``mount -o nr_inodes=0``.
+
+The limits are what asks the same of the file system: ``find`` and a bare loop over os.scandir, each with the size and
+time of every file. Up to a million blocks most folders have one, so each block costs the opening of a folder, too.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from tests.identity import FakeSpec
 from tiers.file_mapper import FileMapper
@@ -24,12 +26,25 @@ from tiers.keys import make_offload_key
 
 BLOB_BYTES = 64  # the cost is in the number of files, not in their bytes
 AGE_S_MAX = 30 * 86_400
+GOAL_US = 20.0
+GOAL_COUNT, GOAL_S, GOAL_MIB = 1_000_000, 30.0, 150.0
+SCANDIR = """
+import os, sys
+folders = [sys.argv[1]]
+while folders:
+    with os.scandir(folders.pop()) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                folders.append(entry.path)
+            else:
+                entry.stat(follow_symlinks=False)
+"""
 
 
-def fill(root: Path, count: int) -> float:
-    """Make blocks of all ages up to 30 days, by plain system calls. Returns seconds."""
+def fill(root: Path, count: int) -> None:
+    """Make blocks of all ages up to 30 days, by plain system calls."""
     mapper = FileMapper.from_offloading_spec("", FakeSpec())
-    started_at = now = time.time()
+    now = time.time()
     made: set[str] = set()
     for number in range(count):
         name = mapper.relative_name(make_offload_key(hashlib.sha256(number.to_bytes(8, "little")).digest(), 0))
@@ -43,57 +58,95 @@ def fill(root: Path, count: int) -> float:
         os.close(fd)
         at = now - number * (AGE_S_MAX / count) - 60
         os.utime(path, (at, at))
-    return time.time() - started_at
 
 
-def measure(config: Path, command: str, *flags: str) -> dict[str, Any]:
-    """Run a command; its seconds, CPU seconds and peak memory."""
-    arguments = (command, str(config), *flags)
-    started_at = time.monotonic()
-    with subprocess.Popen([sys.executable, "-m", "connector.cli", *arguments], stdout=subprocess.DEVNULL) as process:
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-    assert process.returncode == 0, arguments
-    return _figures(" ".join((command, *flags)), time.monotonic() - started_at, usage)
+def measure(*arguments: str, rounds: int = 1) -> Figures:
+    """Run a program so often; its round with the least CPU time."""
+    found = []
+    for _ in range(rounds):
+        started_at = time.monotonic()
+        with subprocess.Popen(arguments, stdout=subprocess.DEVNULL) as process:
+            _, status, usage = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+        assert process.returncode == 0, arguments
+        cpu_s = usage.ru_utime + usage.ru_stime
+        found.append(Figures(cpu_s, time.monotonic() - started_at, usage.ru_maxrss / 1024))
+    return min(found)
 
 
-def _figures(what: str, seconds: float, usage: resource.struct_rusage) -> dict[str, Any]:
-    cpu_s = usage.ru_utime + usage.ru_stime
-    return {"what": what, "s": round(seconds, 1), "cpu_s": round(cpu_s, 1), "rss_mb": round(usage.ru_maxrss / 1024, 1)}
+class Figures(NamedTuple):
+    """Of one process; ``peak_mib`` is its memory."""
+
+    cpu_s: float
+    seconds: float
+    peak_mib: float
+
+
+def write_config(path: Path, root: Path, max_bytes: int, ttl: str) -> str:
+    """Of a tier with these limits."""
+    tier = f"{{type: fs, root_dir: {root}, max_bytes: {max_bytes}, gc_low: 0.5, ttl: {ttl}}}"
+    path.write_text(f"region: {{size: 1MiB}}\ntiers:\n- {tier}\n")
+    return str(path)
+
+
+def show(root: Path, folder: Path, count: int, rounds: int) -> None:
+    """Print a row for each limit and command."""
+    within = write_config(folder / "within.yaml", root, 4 * count * BLOB_BYTES, "365d")
+    above = write_config(folder / "above.yaml", root, count * BLOB_BYTES, "29d")
+    kvtiers = (sys.executable, "-m", "connector.cli")
+    start_s = measure(*kvtiers, "ls", within, "--limit", "1", rounds=rounds).cpu_s
+    print(f"\n{count:,} blocks of {BLOB_BYTES} bytes in {root}; of a command's time, {start_s:.2f} s are its start.")
+    print(f"Load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores; least of {rounds} rounds, of the last row one.\n")
+    print("| | CPU us a block, start left out | CPU s | s | MiB |\n|---|---:|---:|---:|---:|")
+    rows = {
+        "find": ("find", str(root), "-type", "f", "-printf", "%s %T@ %P\n"),
+        "os.scandir": (sys.executable, "-S", "-c", SCANDIR, str(root)),
+        "kvtiers du": (*kvtiers, "du", within),
+        "kvtiers ls": (*kvtiers, "ls", within),
+        "kvtiers ls --json": (*kvtiers, "ls", within, "--json"),
+        "kvtiers gc, nothing to remove (lists once)": (*kvtiers, "gc", within, "--dry-run"),
+        "kvtiers gc --dry-run, half to remove (lists twice)": (*kvtiers, "gc", above, "--dry-run"),
+        "kvtiers gc that removes half": (*kvtiers, "gc", above),
+    }
+    for name, arguments in rows.items():
+        found = measure(*arguments, rounds=1 if arguments[-1] == above else rounds)
+        ours = arguments[0:3] == kvtiers
+        cpu_us = 1e6 * (found.cpu_s - (start_s if ours else 0.0)) / count
+        missed = [" \u2717" if ours and is_missed else "" for is_missed in (
+            cpu_us > GOAL_US, count <= GOAL_COUNT and found.seconds > GOAL_S, found.peak_mib > GOAL_MIB)]  # fmt: skip
+        print(
+            f"| {name} | {cpu_us:.1f}{missed[0]} | {found.cpu_s:.1f} | {found.seconds:.1f}{missed[1]} "
+            f"| {found.peak_mib:.0f}{missed[2]} |",
+            flush=True,
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--root", type=Path, default=Path("/dev/shm/kvtiers-bench-gc"))
-    parser.add_argument("--count", type=int, default=1_000_000)
+    parser.add_argument("--counts", type=int, nargs="+", default=[100_000, 1_000_000])
+    parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    options.root.mkdir()
-    config = options.root.with_suffix(".yaml")
-    try:
-        # In a child: a process's peak memory begins with that of the one that started it.
-        pid = os.fork()
-        if pid == 0:
-            status = 1
-            try:
-                fill_s = fill(options.root, options.count)
-                print(json.dumps({"what": "fill", "s": round(fill_s, 1), "files": options.count}), flush=True)
-                status = 0
-            except OSError as e:
-                print(f"{options.root} takes no more files: {e.strerror}; see df -i", file=sys.stderr, flush=True)
-            finally:
-                os._exit(status)
-        _, status = os.waitpid(pid, 0)
-        assert status == 0, "the folder could not be filled"
-        limit = options.count * BLOB_BYTES
-        config.write_text(
-            f"region: {{size: 1MiB}}\ntiers:\n- {{type: fs, root_dir: {options.root}, max_bytes: {limit}, "
-            "gc_low: 0.5, ttl: 29d}\n"
-        )
-        for command in (("du", "--json"), ("ls",), ("gc", "--dry-run", "--json"), ("gc", "--json")):
-            print(json.dumps(measure(config, *command)), flush=True)
-    finally:
-        shutil.rmtree(options.root)
-        config.unlink(missing_ok=True)
+    for count in options.counts:
+        options.root.mkdir()
+        try:
+            # In a child: a process's peak memory begins with that of the one that started it.
+            pid = os.fork()
+            if pid == 0:
+                status = 1
+                try:
+                    fill(options.root, count)
+                    status = 0
+                except OSError as e:
+                    print(f"{options.root} takes no more files: {e.strerror}; see df -i", file=sys.stderr, flush=True)
+                finally:
+                    os._exit(status)
+            _, status = os.waitpid(pid, 0)
+            assert status == 0, "the folder could not be filled"
+            with tempfile.TemporaryDirectory() as folder:
+                show(options.root, Path(folder), count, options.rounds)
+        finally:
+            shutil.rmtree(options.root)
 
 
 if __name__ == "__main__":
