@@ -329,24 +329,21 @@ def test_times_are_shown_in_utc(root: Path, monkeypatch: pytest.MonkeyPatch, at:
     assert ok("ls", write_config(root)).split() == [str(SIZE), text, NAMES[0]]
 
 
-NAMESPACE = "m_0123456789ab"
-
-
 @pytest.mark.parametrize(
     "name",
     [
         "x",
-        f"{NAMESPACE}/abc/de_g0/abcde.bin",
-        f"{NAMESPACE}_r0/abc/de_g0/abcde.tmp",
-        f"{NAMESPACE}_r0/abc/de_g0/abcdf.bin",
-        f"{NAMESPACE}_r0/abc/de_g0/abdde.bin",
-        f"{NAMESPACE}_r0/abc/de_g0/abcd.bin",
-        f"{NAMESPACE}_r0/abc/de_g0/abcde{'0' * 124}.bin",
-        f"{NAMESPACE}_r0/abc/de_g0/abcdeG.bin",
-        f"{NAMESPACE}_r0/abc/de_g0/abcde.bin\n",
-        f"{NAMESPACE}_r4294967296/abc/de_g0/abcde.bin",
-        f"{NAMESPACE}_r0/abc/de_g4294967296/abcde.bin",
-        f"a/{NAMESPACE}_r0/abc/de_g0/abcde.bin",
+        "m_0123456789ab/abc/de_g0/abcde.bin",
+        "m_0123456789ab_r0/abc/de_g0/abcde.tmp",
+        "m_0123456789ab_r0/abc/de_g0/abcdf.bin",
+        "m_0123456789ab_r0/abc/de_g0/abdde.bin",
+        "m_0123456789ab_r0/abc/de_g0/abcd.bin",
+        f"m_0123456789ab_r0/abc/de_g0/abcde{'0' * 124}.bin",
+        "m_0123456789ab_r0/abc/de_g0/abcdeG.bin",
+        "m_0123456789ab_r0/abc/de_g0/abcde.bin\n",
+        "m_0123456789ab_r4294967296/abc/de_g0/abcde.bin",
+        "m_0123456789ab_r0/abc/de_g4294967296/abcde.bin",
+        "a/m_0123456789ab_r0/abc/de_g0/abcde.bin",
     ],
 )
 def test_names_that_are_no_blocks(name: str) -> None:
@@ -354,8 +351,8 @@ def test_names_that_are_no_blocks(name: str) -> None:
 
 
 def test_a_name_of_a_block_is_taken_apart() -> None:
-    found = parse_block_name(f"{NAMESPACE}_r4294967295/abc/de_g07/abcde{'0' * 123}.bin")
-    assert found == (NAMESPACE, 4294967295, 7, f"abcde{'0' * 123}")
+    found = parse_block_name(f"m_0123456789ab_r4294967295/abc/de_g07/abcde{'0' * 123}.bin")
+    assert found == ("m_0123456789ab", 4294967295, 7, f"abcde{'0' * 123}")
 
 
 def test_sizes_and_ages_in_words() -> None:
