@@ -952,3 +952,28 @@ def test_threads_together_keep_the_bound() -> None:
     assert used is not None
     assert 99_000 < stored_bytes(store) <= used <= 100_000
     assert len(refused) == 1600 - stored_bytes(store) // 90
+
+
+def test_room_that_comes_back_while_more_is_asked_for_stays_reserved() -> None:
+    """A batch finds its blocks stored already, so that more than a grant is there when the grant is to be filled up."""
+    memory = MemoryStore()
+    store = FaultyStore(memory)
+    measure(store, 0.0)
+    account = Account(store, 1000 * GRANT_SHARE)
+    batch = account.take(3000, "batch")
+    taken = [account.take(size, "b") for size in (200, 400)]
+    is_named, is_measured = threading.Event(), threading.Event()
+    store.plan = [Fault("size", hang=is_named, count=None), Fault("get_into", hang=is_measured, count=None)]
+    asked = store.calls.copy()
+    ending = threading.Thread(target=account.settle, args=(taken[0], 200))
+    ending.start()
+    wait_for(lambda: store.calls["size"] > asked["size"])
+    account.give_back(batch, 3000)
+    is_named.set()
+    wait_for(lambda: store.calls["get_into"] > asked["get_into"] or not ending.is_alive())
+    account.take(3400, "all that is there")
+    try:
+        assert used_bytes(memory) == 4000
+    finally:
+        is_measured.set()
+        ending.join()

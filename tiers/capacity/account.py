@@ -200,7 +200,10 @@ class Account:
     def _reserve_ahead(self) -> None:
         """Under ``_records``: fill the grant up, if there is room for that."""
         self._renew_name()
-        self._asks_ahead, _ = self._ask(self._grant_bytes - self._available)
+        more = self._grant_bytes - self._available
+        if more <= 0:  # given back meanwhile
+            return
+        self._asks_ahead, _ = self._ask(more)
         if not self._asks_ahead:
             self._publish()
 
