@@ -1,4 +1,4 @@
-"""Waits of the scheduler's thread: for what loads and looks up, and at the end for what stores.
+"""Bounded waits of the scheduler's thread: short pauses while loads and lookups run, and for stores at the end.
 
 vLLM steps on and on while requests wait for their lookups and loads. Its server process sleeps 1 ms between such
 steps; an engine inside the caller's process does not, and then a loading thread gets the GIL only every 5 ms.
@@ -14,7 +14,7 @@ PAUSE_S = 0.0003
 
 #: vLLM kills its engine 5 s after it asked it to end, and the engine has more to end than us.
 SHUTDOWN_S = 4.0
-#: The part of it in which stores under way may finish. What is left is for threads that are at a block.
+#: Share of ``SHUTDOWN_S`` in which stores under way may finish. The rest is for threads in the middle of a block.
 DRAIN_SHARE = 0.7
 _POLL_S = 0.005
 

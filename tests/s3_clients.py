@@ -1,10 +1,15 @@
-"""The ways S3Store moves bytes, as test parameters, and the credentials it finds."""
+"""The ways S3Store moves bytes, as test parameters, the credentials it finds, and how often it asks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
+from tests.waiting import wait_for
+from tiers.errors import StoreTimeoutError
 from tiers.stores.s3_options import Client
+from tiers.testing.http_faults import HttpFaultServer
 from tiers.testing.servers import S3Server
 
 CLIENTS: tuple[Client, ...] = ("obstore", "boto3")
@@ -31,3 +36,17 @@ def be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait for a busy machine, which may take seconds to import boto3."""
     for limit in ("s3_clients.CLIENTS_S_MIN", "s3.CHECK_S_MAX", "s3.TRY_S_MAX"):
         monkeypatch.setattr(f"tiers.stores.{limit}", 60.0)
+
+
+def asks_once(server: HttpFaultServer, call: Callable[[], object], match: str, *methods: str) -> None:
+    """A call that times out has sent one request. A busy machine may send none in time: then it is made again."""
+
+    def count_requests() -> int:
+        before = len(server.requests(*methods))
+        with pytest.raises(StoreTimeoutError, match=match):
+            call()
+        count = len(server.requests(*methods)) - before
+        assert count <= 1
+        return count
+
+    wait_for(count_requests)

@@ -179,7 +179,7 @@ class AsyncLookup:
         self._answered_at = float("-inf")  # by any probe; written by probe threads
         self._epoch = 0
         self._turn_keys = min(TURN_KEYS_FIRST, options.batch_keys_max)
-        self._doubles = is_far  # turns, as long as they are not slow
+        self._doubles = is_far  # each whole turn is twice as large as the last, until one is slow or the largest
         self._last_turn = (0, 0.0)  # its keys, and how long it took
         self._answered: dict[str, list[OffloadKey]] = {}  # by request, since the last take_answered
         self._turns: SimpleQueue[_Asker | None] = SimpleQueue()
@@ -460,7 +460,7 @@ class AsyncLookup:
         self._last_turn = count, took_s
         wanted_s = TURN_SHARE * self._options.deadline_s
         if self._doubles and count >= self._turn_keys:
-            # A far storage's time says how far it is rather than how slow, and the first turns open its connections.
+            # The first turns of a far storage measure its distance and the opening of connections, not its speed.
             self._doubles = took_s <= 2 * wanted_s or count <= TURN_KEYS_FIRST
             if self._doubles:
                 self._turn_keys = min(self._options.batch_keys_max, 2 * count)

@@ -1,7 +1,7 @@
 """Namespaces of one model side by side: in which fields they differ, so that engines share no blocks.
 
-``kvtiers doctor`` compares all of a storage's. An engine whose own is new says at its start which other is the nearest:
-on a thread of its own, which ends after ``SEARCH_S_MAX`` and one more call of the storage.
+``kvtiers doctor`` compares all namespaces of a storage. An engine whose namespace is new logs at its start which other
+one is the nearest. It looks for that on a thread of its own, which ends after ``SEARCH_S_MAX`` and one more call.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def namespaces_in(
     """The namespaces in a storage, and whether there may be more.
 
     Args:
-        beginning: of their names.
-        goes_on: asked before each is read.
+        beginning: only namespaces whose names begin so.
+        goes_on: asked before each one is read; False ends the search.
 
     Raises:
         StoreError: their names cannot be listed.

@@ -42,8 +42,9 @@ def has_window(config: Any, kv_cache_config: Any) -> bool:
 def has_states(config: Any, kv_cache_config: Any) -> bool:
     """Whether a group keeps recurrent states (Mamba, linear attention, short convolutions).
 
-    vLLM keeps a state where a step of prefill ends. It offers the state to a connector if a chunk ends there, too. A
-    prompt's last step ends with its last whole block, so only chunks of one block always have a state.
+    vLLM keeps a state only at the token where a step of prefill ends. It offers that state to a connector only if a
+    chunk ends at the same token. The last step of a prompt ends with the prompt's last whole block, so a chunk always
+    ends there only if chunks have one block.
 
     Args:
         config: vLLM's OffloadingConfig.
@@ -166,8 +167,8 @@ def prefix_spec(kv_cache_config: Any) -> Any:
     kinds: list[Any] = []
     for group in groups:
         kinds += getattr(group.kv_cache_spec, "kv_cache_specs", {"": group.kv_cache_spec}).values()
-    # MLA is full attention to vLLM, too. What others no longer need lies in vLLM's null block, which all requests have:
-    # nothing can be stored from it, loaded into it, or reported as its failure.
+    # vLLM counts MLA as full attention. Other kinds give blocks up, and vLLM puts its null block, which all requests
+    # share, in their place: nothing can be stored from it, loaded into it, or reported as failed.
     others = {type(kind).__name__ for kind in kinds if not isinstance(kind, FullAttentionSpec)}
     if len(groups) != 1 or others:
         raise ConfigError(

@@ -111,7 +111,7 @@ def salts_of(request: Any, block_size: int) -> list[tuple[int, bytes | None]]:
 
 
 def limits_of(request: Any, locality: Locality) -> Limits:
-    """The limits of a request. What vLLM ignores as malformed is ignored here, too, with a warning.
+    """The limits of a request. A malformed value is ignored, as in vLLM, with a warning.
 
     Args:
         locality: of the storage; ``kv_load_tiers`` may keep a request from loading from it.

@@ -30,8 +30,8 @@ def check_siblings() -> None:
     """Refuse connectors beside ours (``MultiConnector``) that may load within a step.
 
     Such a connector says only after a step which blocks it could not fill. vLLM computes those blocks again, but what
-    the step computed from them would be stored as good. An unknown connector is refused, too. Call this in a worker,
-    after vLLM has made all connectors of the process.
+    the step computed from them would be stored as good. A connector that kvtiers does not know is refused as
+    well. Call this in a worker, after vLLM has made all connectors of the process.
 
     Raises:
         ConfigError: names these connectors.

@@ -172,7 +172,7 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
         spec: makes the manager; shut down with this one.
         steps_in_flight: engine steps after which a worker has seen a reset.
         tier_types: of its tiers.
-        keeps_storage: the tiers are used after a reset, too.
+        keeps_storage: whether the tiers stay in use after a reset.
         role: what the tiers are used for; the region is used for all.
     """
 

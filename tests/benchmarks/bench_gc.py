@@ -1,10 +1,10 @@
-"""What listing, summing up and collecting cost a block: CPU time and memory of each command's own process.
+"""CPU time for each block, and memory, of the commands that list, sum up and collect; each is a process of its own.
 
 ``python -m tests.benchmarks.bench_gc --root /dev/shm/kvtiers-bench --counts 1000000``; the folder is made and removed.
 Ten million take 10 GB of memory and, on tmpfs, ``mount -o nr_inodes=0``.
 
-The limits are what asks the same of the file system: ``find`` and a bare loop over os.scandir, each with the size and
-time of every file. Up to a million blocks most folders have one, so each block costs the opening of a folder, too.
+``find`` and a bare loop over os.scandir are the limits: both read the size and time of every file. Up to a million
+blocks most folders have one block, so the cost of a block includes opening its folder.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def show(root: Path, folder: Path, count: int, rounds: int) -> None:
         if ours:
             cells[0] += LOST * (cpu_us > GOAL_US)
             cells[2] += LOST * (count <= GOAL_COUNT and found.seconds > GOAL_S)
-            # Not of the limits: a process's peak begins with that of the one that started it.
+            # Only of commands: a small process shows the peak memory of this one, which started it.
             cells[3] = f"{found.peak_mib:.0f}{LOST * (found.peak_mib > GOAL_MIB)}"
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
@@ -131,7 +131,7 @@ def main() -> None:
     for count in options.counts:
         options.root.mkdir()
         try:
-            # In a child: a process's peak memory begins with that of the one that started it.
+            # In a child, or the memory that this takes would show as the peak of every process started later.
             pid = os.fork()
             if pid == 0:
                 status = 1

@@ -33,7 +33,7 @@ from botocore.utils import is_valid_endpoint_url, is_valid_ipv6_endpoint_url
 from obstore.exceptions import UnauthenticatedError
 
 from tests.certificate import make_certificate
-from tests.s3_clients import CLIENTS, READERS, be_patient, choose
+from tests.s3_clients import CLIENTS, READERS, asks_once, be_patient, choose
 from tests.waiting import in_time, wait_for
 from tiers.errors import (
     ConfigError,
@@ -830,10 +830,8 @@ def test_allow_insecure() -> None:
 def test_request_timeout(options: S3Options, server: HttpFaultServer) -> None:
     server.inject(Fault.STALL)
     store = S3Store(replace(options, request_timeout_s=0.5, retries=5))
-    with pytest.raises(StoreTimeoutError, match=r"did not answer within 0\.25 s"):
-        store.size("a")
-    # A late answer is not asked for again: half of the time is gone. A busy machine may send nothing in time.
-    assert len(server.requests()) <= 1
+    # A late answer is not asked for again: half of the time is gone.
+    asks_once(server, lambda: store.size("a"), r"did not answer within 0\.25 s")
 
 
 def test_connect_timeout(options: S3Options) -> None:
@@ -887,9 +885,8 @@ def test_max_connections(options: S3Options, server: HttpFaultServer, limit: int
     assert errors == []
     assert len(server.requests("PUT")) == 40
     assert server.most_under_way <= limit
-    # Connections are kept and used again; obstore opens one more when the last is free a moment too late, as they
-    # often are on a busy machine.
-    assert len({request.client_port for request in server.requests("PUT")}) < 40
+    # Connections are kept and used again; obstore opens one more when the last is free a moment too late.
+    assert len({request.client_port for request in server.requests("PUT")}) < 20
 
 
 def test_client(server: HttpFaultServer) -> None:

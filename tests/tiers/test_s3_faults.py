@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from tests.identity import FakeSpec, block_key
-from tests.s3_clients import CLIENTS, READERS, choose, use_credentials
+from tests.s3_clients import CLIENTS, READERS, asks_once, choose, use_credentials
 from tests.waiting import PATIENT, in_time, wait_for
 from tiers.base import JobMetadata
 from tiers.errors import (
@@ -336,10 +336,8 @@ def test_get_from_a_server_that_hangs(stored: S3Store, server: HttpFaultServer, 
     store = hurried(stored)
     server.inject(fault)
     target = GuardedParts(len(DATA))
-    with pytest.raises(StoreTimeoutError, match=r"did not answer within 0\.3 s"):
-        store.get_into("f/a", target.parts)
+    asks_once(server, lambda: store.get_into("f/a", target.parts), r"did not answer within 0\.3 s", "GET")
     target.assert_only_parts_touched()
-    assert len(server.requests("GET")) <= 1  # a busy machine may send none in time
     server.heal()
     in_time(lambda: store.get_into("f/a", target.parts))
     assert target.joined() == DATA
@@ -408,9 +406,7 @@ def test_control_plane_of_a_server_that_trickles(stored: S3Store, server: HttpFa
 def test_a_trickling_server_holds_no_threads(stored: S3Store, server: HttpFaultServer) -> None:
     store = S3Store(replace(stored.options, request_timeout_s=2.0))
     server.inject(Fault.SLOW_LORIS)
-    with pytest.raises(StoreTimeoutError, match=r"did not answer within 1 s"):
-        store.folders()
-    assert len(server.requests("GET")) <= 1  # a busy machine may send none in time
+    asks_once(server, store.folders, r"did not answer within 1 s", "GET")
     wait_for(lambda: not [thread for thread in threading.enumerate() if thread.name == "kvtiers-s3-control"])
     store.close()
 

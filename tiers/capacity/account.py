@@ -69,7 +69,7 @@ class Account:
         self._denied_until = float("-inf")
         self._refusal = ""
         self._wanted = 0
-        self._failures = 0  # that whoever waited for ``_records`` meanwhile shares
+        self._failures = 0  # whoever waited for ``_records`` during one fails with it
         self._failure = ""
         self._asks_ahead = True  # until that is refused
         self._begin()
@@ -113,7 +113,7 @@ class Account:
         self._end(taken, returned=size)
 
     def _end(self, taken: str, *, settled: int = 0, returned: int = 0) -> None:
-        """A put has ended. Its thread does what may have to be done about the grant."""
+        """A put has ended. Its thread then publishes, or asks for more, if the grant needs that."""
         with self._lock:
             if taken != self._writer:
                 return
@@ -129,7 +129,7 @@ class Account:
             if is_spare:
                 self._reserved -= spare
                 self._available -= spare
-            # A grant that holds few blobs is used up before more would be there.
+            # Not where a grant holds few blobs: it would be used up before more is there.
             is_low = self._asks_ahead and 0 < 4 * settled <= self._grant_bytes > 2 * self._available
             is_old = age_s > self._renew_s / 2
         try:

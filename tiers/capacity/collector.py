@@ -101,7 +101,7 @@ class Collector:
         self._told_others = False
         self._offset_s: float | None = None  # of the storage's clock and the monotonic one, when it ran last
         self._stepped_at = float("-inf")
-        # The measurement and the writers' records by which there was room enough.
+        # The measurement and the writers' records at which there was room enough.
         self._enough_for: tuple[str, int, set[tuple[str, int, float]]] | None = None
         self._stuck_bytes = 0  # what the last run was to remove and could not
         self.lease = Lease(store, secrets.token_hex(8), lease_s=policy.lease_s, clock=monotonic, keys=keys)

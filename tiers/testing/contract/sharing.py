@@ -33,7 +33,7 @@ from tiers.testing.faults import run_in_child, start_child, wait_child
 KILLS = 5
 RACERS, RACES = 4, 100  # processes, keys that each of them puts
 KILL_S_MAX = 0.05  # of putting; some ten puts
-VISITS_MIN, PUTS_MAX = 3, 1000  # of other handles, and meanwhile
+VISITS_MIN, PUTS_MAX = 3, 1000  # how often another handle comes and goes, and how many puts wait for that
 
 
 class SharingRules(StorePlace):
@@ -133,7 +133,7 @@ class SharingRules(StorePlace):
                     other.close()
                     visits += 1
             finally:
-                visits = VISITS_MIN
+                visits = VISITS_MIN  # or the puts would wait for one that failed
 
         run_in_threads(put, come_and_go)
         assert store.put("f/b", as_parts(b"1")) is True
@@ -212,7 +212,8 @@ class SharingRules(StorePlace):
                 until = time.monotonic() + random.uniform(0, KILL_S_MAX)
                 while time.monotonic() < until:
                     assert _fetched(store, "f/a", LARGE_BYTES) in (None, *versions)
-                # Where readers and writers take turns, it is at the begin of its own right after ours.
+                # Where readers lock writers out, our last read has just let the child begin. Without a pause each kill
+                # would meet the beginning of a put.
                 time.sleep(random.uniform(0, KILL_S_MAX))
             finally:
                 os.close(readable)
