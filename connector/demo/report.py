@@ -84,7 +84,7 @@ class ProcessFigures:
     Attributes:
         answer: to the prompt.
         edited, edited_cold: to the prompt edited in its middle, with its prefix's KV and without; warm process only.
-        hops: of the prompt, in the order of the bytes' way.
+        hops: of the prompt, in the order in which bytes take them.
         start_s: from the process's start until it could answer.
         last_warning: what was logged last at that level or above; empty where nothing was.
     """
@@ -280,7 +280,7 @@ class DemoReport:
         return table
 
     def _hops(self) -> Table:
-        table = Table("process", "hop", title="the bytes' way")
+        table = Table("process", "hop", title="where the bytes went")
         for name in ("bytes", "time", "GB/s"):
             table.add_column(name, justify="right")
         for name, op, process in (("cold", "store", self.cold), ("warm", "load", self.warm)):

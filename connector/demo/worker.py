@@ -241,7 +241,7 @@ def _answer(engine: Engine, prompt: Sequence[int], max_new_tokens: int, *, load:
 
 
 def _hops(engine: Engine, spec: TieringOffloadingSpec) -> tuple[Hop, ...]:
-    """What moved so far, in the order of the bytes' way."""
+    """What moved so far, in the order in which bytes take the hops."""
     moved: dict[tuple[str, str], int] = {}
     seconds: dict[tuple[str, str], float] = {}
     already_stored: dict[str, int] = {}

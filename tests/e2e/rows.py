@@ -497,6 +497,29 @@ def several_connectors(setting: Setting, name: str) -> Row:
     return row
 
 
+def sibling_refused(setting: Setting, name: str) -> Row:
+    """Beside a connector that loads within a step the engine does not start, and says why."""
+    row = Row(f"{name}: beside ExampleConnector in MultiConnector", setting.lab.version)
+    place = setting.place(f"{name}-sibling")
+    example = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(place.folder / "example")},
+    }
+    config = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [way(name, place), example]},
+    }
+    try:
+        setting.lab.run(config, [setting.prompts.warm_up])
+    except EngineFailedError as e:
+        row.expect("ExampleConnector may load within a step" in str(e), f"it ended with something else: {e}"[-500:])
+    else:
+        row.expect(False, "it started")
+    return row
+
+
 def roles(setting: Setting, name: str) -> Row:
     """Engines that only store and one that only loads, by their ``kv_role``."""
     row = Row(f"{name}: producer and consumer", setting.lab.version)
@@ -641,6 +664,7 @@ HARM: tuple[tuple[Run, tuple[str, ...]], ...] = (
     (long_prompt, ("spec on S3", "tier on S3")),
     (served, ("spec on fs", "tier on fs", "SharedStorageConnector on a folder")),
     (several_connectors, ("spec on fs", "tier on fs")),
+    (sibling_refused, ("spec on fs", "tier on fs", "SharedStorageConnector on a folder")),
     (roles, ("spec on fs", "tier on fs", "SharedStorageConnector on a folder")),
     (bounded, ("SharedStorageConnector on a folder", "spec on fs", "tier on fs")),
     (data_parallel, ("spec on fs",)),
