@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TypeVar
 
-import psutil
-
 from tiers.errors import StoreTimeoutError
-from tiers.layers.isolate import ProcessIsolatedStore
 
 T = TypeVar("T")
 
@@ -41,29 +37,3 @@ def in_time(call: Callable[[], T], *, within_s: float = HANG_S) -> T:
         except StoreTimeoutError:
             if time.monotonic() > end:
                 raise
-
-
-@contextmanager
-def deadline(store: ProcessIsolatedStore, deadline_s: float) -> Iterator[None]:
-    """A deadline for calls that are to miss it; the others may have to wait for a worker's start on a busy machine."""
-    before, store.deadline_s = store.deadline_s, deadline_s
-    try:
-        yield
-    finally:
-        store.deadline_s = before
-
-
-def is_gone(pid: int) -> bool:
-    """Whether a process runs no more; a zombie that a foreign parent has not reaped does not run."""
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
-def kill_workers(store: ProcessIsolatedStore) -> None:
-    """Kill the workers and wait until they are dead: one that is dying may take a request, which then fails."""
-    workers = list(store._pool.workers)
-    for worker in workers:
-        worker.process.kill()
-    wait_for(lambda: all(worker.process.poll() is not None for worker in workers))

@@ -7,12 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
 from tests import gpu_machine
 from tests.connector.test_gpu_handler_cuda import run_to_the_last
+from tests.processes import is_gone
 from tests.waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -107,10 +107,4 @@ def test_what_a_launcher_started_ends_with_it() -> None:
         if pid:  # a busy machine may take longer to start a shell
             break
 
-    def has_ended() -> bool:
-        try:
-            return psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return True
-
-    wait_for(has_ended)
+    wait_for(lambda: is_gone(int(pid)))

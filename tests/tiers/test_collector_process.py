@@ -20,7 +20,8 @@ import pytest
 
 from tests.files import files_below
 from tests.identity import FakeSpec, block_key
-from tests.waiting import HANG_S, is_gone, wait_for
+from tests.processes import is_gone
+from tests.waiting import HANG_S, wait_for
 from tiers.base import JobMetadata, OffloadingEvent
 from tiers.capacity.link import CollectorLink
 from tiers.capacity.policy import CapacityPolicy

@@ -17,8 +17,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import deadline
 from tests.tiers.root_folder import FolderContract
-from tests.waiting import deadline, wait_for
+from tests.waiting import wait_for
 from tiers.errors import (
     BlobNotFoundError,
     StoreError,

@@ -24,9 +24,10 @@ import psutil
 import pytest
 
 from tests.leaks import open_fds
+from tests.processes import deadline, is_gone, kill_workers
 from tests.tiers.misbehaving_store import HeldStore, OddStore, OptionsDataclass, PlainStore
 from tests.tiers.root_folder import FolderContract
-from tests.waiting import deadline, is_gone, kill_workers, wait_for
+from tests.waiting import wait_for
 from tiers.errors import (
     BlobNotFoundError,
     RegionError,

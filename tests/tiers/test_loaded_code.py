@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.identity import FakeSpec
-from tests.waiting import kill_workers, wait_for
+from tests.processes import kill_workers
+from tests.waiting import wait_for
 from tiers.capacity.link import CollectorLink
 from tiers.capacity.policy import CapacityPolicy
 from tiers.errors import StoreUnavailableError
