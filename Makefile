@@ -47,7 +47,7 @@ test-rest: setup
 
 # CONTRIBUTING.md says how to run it where nothing can be installed.
 test-gpu: setup
-	KVTIERS_TEST_GPU=1 $(BIN)/python -m pytest tests/connector/test_gpu_handler_cuda.py tests/connector/test_triton_copy.py
+	KVTIERS_TEST_GPU=1 $(BIN)/python -m pytest tests/connector/transfer/test_gpu_handler_cuda.py tests/connector/transfer/test_triton_copy.py
 
 lint: setup
 	$(BIN)/ruff format --check .
@@ -127,7 +127,7 @@ e2e-reduced: e2e-env
 
 # And the copy kernel, because Triton comes with vLLM and not with the tests' environment.
 test-vllm:
-	HF_HUB_OFFLINE=1 $(E2E_ENV)/bin/python -m pytest tests/vllm tests/connector/test_triton_copy.py
+	HF_HUB_OFFLINE=1 $(E2E_ENV)/bin/python -m pytest tests/vllm tests/connector/transfer/test_triton_copy.py
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

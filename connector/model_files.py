@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from tiers.plain_logs import get_logger
+from kvtiers.tiers.plain_logs import get_logger
 
 logger = get_logger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from connector.base import (
+from kvtiers.connector.base import (
     CanonicalKVCaches,
     CPULoadStoreSpec,
     GPULoadStoreSpec,
@@ -14,24 +14,24 @@ from connector.base import (
     OffloadingHandler,
     OffloadingSpec,
 )
-from connector.eviction import create_policy
-from connector.primary import CPUPrimaryTier
-from connector.region_file import show_size
-from connector.region_header import row_stride
-from connector.shared_region import SharedOffloadRegion
-from connector.tier_guard import GuardedTier, load_deadline_s, shut_down_tiers
-from connector.tiering import TieringOffloadingManager
-from connector.tiering_options import LOAD_DEADLINE_S, LOOKUP_DEADLINE_S, LOOKUP_TOTAL_S, TieringOptions
-from tiers.base import SecondaryTierManager
-from tiers.config import DeploymentConfig
-from tiers.errors import ConfigError
-from tiers.metrics import Metrics
-from tiers.plain_logs import get_logger
-from tiers.registry import SecondaryTierFactory
-from tiers.tier_config import TierConfig
+from kvtiers.connector.manager.eviction import create_policy
+from kvtiers.connector.manager.guard import GuardedTier, load_deadline_s, shut_down_tiers
+from kvtiers.connector.manager.options import LOAD_DEADLINE_S, LOOKUP_DEADLINE_S, LOOKUP_TOTAL_S, TieringOptions
+from kvtiers.connector.manager.primary import CPUPrimaryTier
+from kvtiers.connector.manager.tiering import TieringOffloadingManager
+from kvtiers.connector.region.region_file import show_size
+from kvtiers.connector.region.region_header import row_stride
+from kvtiers.connector.region.shared_region import SharedOffloadRegion
+from kvtiers.tiers.base import SecondaryTierManager
+from kvtiers.tiers.config.deployment import DeploymentConfig
+from kvtiers.tiers.config.tier_options import TierConfig
+from kvtiers.tiers.errors import ConfigError
+from kvtiers.tiers.metrics import Metrics
+from kvtiers.tiers.plain_logs import get_logger
+from kvtiers.tiers.registry import SecondaryTierFactory
 
 if TYPE_CHECKING:
-    from tiers.exporter import MetricsServer
+    from kvtiers.tiers.exporter import MetricsServer
 
 logger = get_logger(__name__)
 
@@ -114,7 +114,9 @@ class TieringOffloadingSpec(OffloadingSpec):
     def get_handlers(
         self, kv_caches: CanonicalKVCaches
     ) -> Iterator[tuple[type[LoadStoreSpec], type[LoadStoreSpec], OffloadingHandler]]:
-        from connector.gpu_handler import create_handlers  # brings torch in, which the scheduler does not need
+        from kvtiers.connector.transfer.gpu_handler import (
+            create_handlers,
+        )  # brings torch in, which the scheduler does not need
 
         if not self._handlers:
             sizes = [tensor.page_size_bytes * self.blocks_per_chunk for tensor in kv_caches.tensors]
@@ -142,7 +144,7 @@ class TieringOffloadingSpec(OffloadingSpec):
         where = self.deployment.metrics
         if where.port is None:
             return None
-        from tiers.exporter import MetricsServer
+        from kvtiers.tiers.exporter import MetricsServer
 
         try:
             server = MetricsServer([self.metrics], port=where.port, address=where.address)

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from connector.prefix_place import OF_A_REQUEST, REQUEST_PARAMETERS, place_of_prefixes
-from tiers.config import DeploymentConfig, RegionConfig, load_config, parse_config
-from tiers.errors import ConfigError, public_url
-from tiers.file_mapper import FORMAT_VLLM_RAW
-from tiers.plain_logs import get_logger
-from tiers.registry import SecondaryTierFactory
-from tiers.tier_config import FsspecTierConfig, S3TierConfig, TierConfig
+from kvtiers.connector.prefixes.place import OF_A_REQUEST, REQUEST_PARAMETERS, place_of_prefixes
+from kvtiers.tiers.blocks.file_mapper import FORMAT_VLLM_RAW
+from kvtiers.tiers.config.deployment import DeploymentConfig, RegionConfig, load_config, parse_config
+from kvtiers.tiers.config.tier_options import FsspecTierConfig, S3TierConfig, TierConfig
+from kvtiers.tiers.errors import ConfigError, public_url
+from kvtiers.tiers.plain_logs import get_logger
+from kvtiers.tiers.registry import SecondaryTierFactory
 
 logger = get_logger(__name__)
 
@@ -75,7 +75,7 @@ def vllm_config(deployment_path: str | os.PathLike[str]) -> dict[str, Any]:
     if shared:
         ways["shared_storage"] = {
             "kv_connector": "SharedStorageConnector",
-            "kv_connector_module_path": "connector.vllm.shared_storage",
+            "kv_connector_module_path": "kvtiers.vllm",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": shared,
@@ -102,10 +102,10 @@ def connector_options(extra_config: Mapping[str, Any], environ: Mapping[str, str
     for name in sorted(options.keys() & _REFUSED[way].keys()):
         raise ConfigError(f"is not accepted by way {way}: {_REFUSED[way][name]}", field=name)
     if way == "spec":
-        return {"spec_name": "KVTiersSpec", "spec_module_path": "connector.vllm.spec", **options}
+        return {"spec_name": "KVTiersSpec", "spec_module_path": "kvtiers.vllm", **options}
     deployment = deployment_from(options)
     chunk = {} if "block_size" in options else {"blocks_per_chunk": deployment.blocks_per_chunk}
-    entry = {"type": "KVTiersTier", "module_path": "connector.vllm.tier"}
+    entry = {"type": "KVTiersTier", "module_path": "kvtiers.vllm"}
     ignored = ignored_options(options)
     file = options.get("config_file")
     several = len(deployment.tiers) > 1

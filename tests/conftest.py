@@ -9,7 +9,7 @@ import pytest
 
 from tests.promises import PASS_LINES, Measured, Record, lines
 
-pytest.register_assert_rewrite("tiers.testing.contract")
+pytest.register_assert_rewrite("kvtiers.tiers.testing.contract")
 
 with contextlib.suppress(ImportError):  # what runs on a GPU has no hypothesis
     from hypothesis import HealthCheck, settings

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from connector.base import CacheConfig, KVCacheGroup, ModelConfig, OffloadingConfig, ParallelConfig
-from tiers.keys import OffloadKey, make_offload_key
-from tiers.metrics import Metrics
+from kvtiers.connector.base import CacheConfig, KVCacheGroup, ModelConfig, OffloadingConfig, ParallelConfig
+from kvtiers.tiers.blocks.keys import OffloadKey, make_offload_key
+from kvtiers.tiers.metrics import Metrics
 
 CONFIG = OffloadingConfig(
     model=ModelConfig(name="HuggingFaceTB/SmolLM2-135M-Instruct", dtype="torch.float32", revision="abc123"),

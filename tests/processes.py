@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import psutil
 
+from kvtiers.tiers.isolation.store import ProcessIsolatedStore
 from tests.waiting import wait_for
-from tiers.layers.isolate import ProcessIsolatedStore
 
 
 @contextmanager

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
+from kvtiers.tiers.errors import StoreTimeoutError
+from kvtiers.tiers.stores.s3.options import Client
+from kvtiers.tiers.testing.http_faults import HttpFaultServer
+from kvtiers.tiers.testing.servers import S3Server
 from tests.waiting import wait_for
-from tiers.errors import StoreTimeoutError
-from tiers.stores.s3_options import Client
-from tiers.testing.http_faults import HttpFaultServer
-from tiers.testing.servers import S3Server
 
 CLIENTS: tuple[Client, ...] = ("obstore", "boto3")
 #: How an object is read; "direct" is obstore's client with the way of large objects for all.
@@ -21,7 +21,7 @@ def choose(reader: str, monkeypatch: pytest.MonkeyPatch) -> Client:
     """Have objects be read that way: the client to configure."""
     if reader != "direct":
         return "boto3" if reader == "boto3" else "obstore"
-    monkeypatch.setattr("tiers.stores.s3_obstore.DIRECT_BYTES_MIN", 1)
+    monkeypatch.setattr("kvtiers.tiers.stores.s3.obstore_client.DIRECT_BYTES_MIN", 1)
     return "obstore"
 
 
@@ -34,8 +34,8 @@ def use_credentials(monkeypatch: pytest.MonkeyPatch, server: S3Server | None = N
 
 def be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait for a busy machine, which may take seconds to import boto3."""
-    for limit in ("s3_clients.CLIENTS_S_MIN", "s3.CHECK_S_MAX", "s3.TRY_S_MAX"):
-        monkeypatch.setattr(f"tiers.stores.{limit}", 60.0)
+    for limit in ("clients.CLIENTS_S_MIN", "store.CHECK_S_MAX", "store.TRY_S_MAX"):
+        monkeypatch.setattr(f"kvtiers.tiers.stores.s3.{limit}", 60.0)
 
 
 def asks_once(server: HttpFaultServer, call: Callable[[], object], match: str, *methods: str) -> None:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from tiers.errors import StoreTimeoutError
+from kvtiers.tiers.errors import StoreTimeoutError
 
 T = TypeVar("T")
 

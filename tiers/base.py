@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tiers.errors import ConfigError
-from tiers.keys import OffloadKey
+from kvtiers.tiers.blocks.keys import OffloadKey
+from kvtiers.tiers.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

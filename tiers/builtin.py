@@ -13,24 +13,17 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from tiers.block_mover import Rows
-from tiers.capacity.policy import CapacityPolicy
-from tiers.capacity.records import RecordKeys
-from tiers.config import parse_tier
-from tiers.errors import ConfigError, RegionError, StoreError, printable, public_url
-from tiers.file_mapper import FORMAT_VLLM_RAW, FileMapper, VllmFileMapper, strict_fields
-from tiers.keyring import KEY_VARIABLES, load_keys
-from tiers.lookup import LookupOptions
-from tiers.mounts import missing_mount
-from tiers.namespace import open_namespace
-from tiers.neighbors import tell_nearest
-from tiers.open_store import for_engine, open_store, store_recipe, tool_recipe
-from tiers.plain_logs import get_logger
-from tiers.seal import TRAILER_BYTES, Checksum, Seal
-from tiers.seal_kinds import seal_factory
-from tiers.store import Store, SupportsTouch
-from tiers.store_tier import LOAD_ONLY_THREADS, CollectorEnd, StoreTierManager, TierOptions
-from tiers.tier_config import (
+from kvtiers.tiers.blocks.file_mapper import FORMAT_VLLM_RAW, FileMapper, VllmFileMapper, strict_fields
+from kvtiers.tiers.blocks.keyring import KEY_VARIABLES, load_keys
+from kvtiers.tiers.blocks.namespace import open_namespace
+from kvtiers.tiers.blocks.neighbors import tell_nearest
+from kvtiers.tiers.blocks.seal import TRAILER_BYTES, Checksum, Seal
+from kvtiers.tiers.blocks.seal_kinds import seal_factory
+from kvtiers.tiers.capacity.policy import CapacityPolicy
+from kvtiers.tiers.capacity.records import RecordKeys
+from kvtiers.tiers.config.deployment import parse_tier
+from kvtiers.tiers.config.open_store import for_engine, open_store, store_recipe, tool_recipe
+from kvtiers.tiers.config.tier_options import (
     BoundedTierConfig,
     ExternalTierConfig,
     FsspecTierConfig,
@@ -41,7 +34,14 @@ from tiers.tier_config import (
     TierConfig,
     default_threads,
 )
-from tiers.tracing import make_job_tracer
+from kvtiers.tiers.errors import ConfigError, RegionError, StoreError, printable, public_url
+from kvtiers.tiers.plain_logs import get_logger
+from kvtiers.tiers.store import Store, SupportsTouch
+from kvtiers.tiers.stores.files.mounts import missing_mount
+from kvtiers.tiers.tier.block_mover import Rows
+from kvtiers.tiers.tier.lookup import LookupOptions
+from kvtiers.tiers.tier.store_tier import LOAD_ONLY_THREADS, CollectorEnd, StoreTierManager, TierOptions
+from kvtiers.tiers.tracing import make_job_tracer
 
 logger = get_logger(__name__)
 
@@ -65,7 +65,7 @@ class FileSystemTierManager(StoreTierManager):
 
     Made by ``SecondaryTierFactory`` with thread counts that fit the machine; the defaults here are upper bounds for
     callers that construct it by hand: each thread may have a worker process. A count that is given is taken as it is.
-    ``options`` are those of ``tiers.tier_config.FsTierConfig``.
+    ``options`` are those of ``tiers.config.tier_options.FsTierConfig``.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class FileSystemTierManager(StoreTierManager):
 
 
 class NfsTierManager(StoreTierManager):
-    """Blocks as files on an NFS mount. ``options`` are those of ``tiers.tier_config.NfsTierConfig``.
+    """Blocks as files on an NFS mount. ``options`` are those of ``tiers.config.tier_options.NfsTierConfig``.
 
     The I/O is in processes of its own by default, because a thread in a dead mount can be neither cancelled nor
     forgotten.
@@ -100,7 +100,7 @@ class NfsTierManager(StoreTierManager):
 
 
 class MemoryTierManager(StoreTierManager):
-    """Blocks in this process's memory. ``options`` are those of ``tiers.tier_config.MemoryTierConfig``."""
+    """Blocks in this process's memory. ``options`` are those of ``tiers.config.tier_options.MemoryTierConfig``."""
 
     def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **options: Any) -> None:
         config = parse_tier({"type": "memory", **options})
@@ -108,7 +108,7 @@ class MemoryTierManager(StoreTierManager):
 
 
 class S3TierManager(StoreTierManager):
-    """Blocks as objects in a bucket. ``options`` are those of ``tiers.tier_config.S3TierConfig``.
+    """Blocks as objects in a bucket. ``options`` are those of ``tiers.config.tier_options.S3TierConfig``.
 
     Raises:
         StorePermissionError, StoreConfigError: credentials, bucket, region or clock are wrong; says which and what to
@@ -116,7 +116,7 @@ class S3TierManager(StoreTierManager):
     """
 
     def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **options: Any) -> None:
-        from tiers.stores.s3 import S3Store
+        from kvtiers.tiers.stores.s3.store import S3Store
 
         config = parse_tier({"type": "s3", **options})
         assert isinstance(config, S3TierConfig)
@@ -132,7 +132,7 @@ class S3TierManager(StoreTierManager):
 
 
 class FsspecTierManager(StoreTierManager):
-    """Blocks under any fsspec URL. ``options`` are those of ``tiers.tier_config.FsspecTierConfig``."""
+    """Blocks under any fsspec URL. ``options`` are those of ``tiers.config.tier_options.FsspecTierConfig``."""
 
     def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **options: Any) -> None:
         config = parse_tier({"type": "fsspec", **options})
@@ -245,8 +245,8 @@ def _open_in_workers(name: str, config: TierConfig, options: TierOptions, view: 
         ConfigError: they cannot be had, and are asked for.
         StoreError: as the store's constructor.
     """
-    from tiers.layers.isolate import ProcessIsolatedStore, StoreRecipe
-    from tiers.layers.worker_pool import WorkersUnavailableError
+    from kvtiers.tiers.isolation.pool import WorkersUnavailableError
+    from kvtiers.tiers.isolation.store import ProcessIsolatedStore, StoreRecipe
 
     store_class, store_options = store_recipe(config)
     try:
@@ -286,7 +286,7 @@ def _check_room(name: str, policy: CapacityPolicy) -> None:
     Raises:
         ConfigError: not one block has room.
     """
-    from tiers.capacity.collector import HELD_SHARE_MAX
+    from kvtiers.tiers.capacity.collector import HELD_SHARE_MAX
 
     if policy.max_bytes is None:
         return
@@ -307,8 +307,8 @@ def _check_room(name: str, policy: CapacityPolicy) -> None:
 
 def bound_store(store: Store, config: TierConfig, max_bytes: int) -> Store:
     """The store with a bound that it shares with all writers of the same root."""
-    from tiers.capacity.account import Account
-    from tiers.layers.bound import BoundedStore
+    from kvtiers.tiers.capacity.account import Account
+    from kvtiers.tiers.capacity.bound import BoundedStore
 
     newcomer_s = NFS_NEWCOMER_S if isinstance(config, NfsTierConfig) else 0.0
     return BoundedStore(store, Account(store, max_bytes, newcomer_s=newcomer_s, keys=record_keys(config)))
@@ -331,8 +331,8 @@ def _start_collector(
     policy: CapacityPolicy,
     mapper: FileMapper,
 ) -> CollectorEnd:
-    from tiers.capacity.link import CollectorLink
-    from tiers.layers.worker_process import StoreRecipe
+    from kvtiers.tiers.capacity.link import CollectorLink
+    from kvtiers.tiers.isolation.process import StoreRecipe
 
     store_class, store_options = tool_recipe(config)
     return CollectorLink(
@@ -348,7 +348,7 @@ def _start_collector(
 
 def _why_unmappable(view: memoryview) -> str | None:
     """Why other processes cannot map the region; None: they can."""
-    from tiers.layers.mapped_file import address_of, open_mapped_file
+    from kvtiers.tiers.isolation.mapped_file import address_of, open_mapped_file
 
     address = address_of(view)
     if address is None:

@@ -65,7 +65,7 @@ def quoted(text: str) -> str:
 
 
 def without_keys(text: str) -> str:
-    """A text without the keys of ``tiers.keyring``, which somebody may have written in the wrong place."""
+    """A text without the keys of ``tiers.blocks.keyring``, which somebody may have written in the wrong place."""
     return _KEY.sub(HIDDEN, text)
 
 

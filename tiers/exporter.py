@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from tiers.errors import ConfigError
-from tiers.metrics import MetricDef, MetricKind, Metrics, Sample
+from kvtiers.tiers.errors import ConfigError
+from kvtiers.tiers.metrics import MetricDef, MetricKind, Metrics, Sample
 
 try:
     from prometheus_client import CollectorRegistry, start_http_server

@@ -13,18 +13,17 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from tiers.base import SecondaryTierManager
-from tiers.config import ENTRY_POINT_GROUP
-from tiers.errors import ConfigError, printable
-from tiers.layers import loaded_code  # noqa: F401 - to look at the package while it is loaded, not when a worker starts
+from kvtiers.tiers.base import SecondaryTierManager
+from kvtiers.tiers.config.deployment import ENTRY_POINT_GROUP
+from kvtiers.tiers.errors import ConfigError, printable
 
 #: Tier type -> (module, class).
 _BUILT_IN: Mapping[str, tuple[str, str]] = {
-    "fs": ("tiers.builtin", "FileSystemTierManager"),
-    "fsspec": ("tiers.builtin", "FsspecTierManager"),
-    "memory": ("tiers.builtin", "MemoryTierManager"),
-    "nfs": ("tiers.builtin", "NfsTierManager"),
-    "s3": ("tiers.builtin", "S3TierManager"),
+    "fs": ("kvtiers.tiers.builtin", "FileSystemTierManager"),
+    "fsspec": ("kvtiers.tiers.builtin", "FsspecTierManager"),
+    "memory": ("kvtiers.tiers.builtin", "MemoryTierManager"),
+    "nfs": ("kvtiers.tiers.builtin", "NfsTierManager"),
+    "s3": ("kvtiers.tiers.builtin", "S3TierManager"),
 }
 
 

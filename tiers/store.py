@@ -24,8 +24,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from tiers.errors import InvalidKeyError, StoreClosedError, StoreError, StoreTimeoutError
-from tiers.plain_logs import get_logger
+from kvtiers.tiers.errors import InvalidKeyError, StoreClosedError, StoreError, StoreTimeoutError
+from kvtiers.tiers.plain_logs import get_logger
 
 logger = get_logger(__name__)
 

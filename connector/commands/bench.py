@@ -21,25 +21,25 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from connector.base import CacheConfig, KVCacheGroup, ModelConfig, OffloadingConfig
-from connector.commands.places import EXIT_FAILED, Ticker, complain, human_bytes, refuse
-from connector.commands.storage import AsJson, Config, TierName
-from connector.orderly_end import orderly_end
-from connector.region_header import row_stride
-from connector.spec import TieringOffloadingSpec
-from tiers.base import JobMetadata
-from tiers.capacity.collector import listed_bytes
-from tiers.config import DeploymentConfig, load_config
-from tiers.config_values import parse_size
-from tiers.errors import ConfigError, KVTiersError, StoreError
-from tiers.keys import make_offload_key
-from tiers.open_store import open_tool_store, store_recipe
-from tiers.publish import PRIVATE_FOLDER, PrivateNames
-from tiers.registry import SecondaryTierFactory
-from tiers.seal import TRAILER_BYTES, Seal
-from tiers.store_tier import StoreTierManager
-from tiers.tier_config import BoundedTierConfig, TierConfig
-from tiers.vectored_io import transfer
+from kvtiers.connector.base import CacheConfig, KVCacheGroup, ModelConfig, OffloadingConfig
+from kvtiers.connector.commands.orderly_end import orderly_end
+from kvtiers.connector.commands.places import EXIT_FAILED, Ticker, complain, human_bytes, refuse
+from kvtiers.connector.commands.storage import AsJson, Config, TierName
+from kvtiers.connector.region.region_header import row_stride
+from kvtiers.connector.spec import TieringOffloadingSpec
+from kvtiers.tiers.base import JobMetadata
+from kvtiers.tiers.blocks.keys import make_offload_key
+from kvtiers.tiers.blocks.seal import TRAILER_BYTES, Seal
+from kvtiers.tiers.capacity.collector import listed_bytes
+from kvtiers.tiers.config.deployment import DeploymentConfig, load_config
+from kvtiers.tiers.config.open_store import open_tool_store, store_recipe
+from kvtiers.tiers.config.tier_options import BoundedTierConfig, TierConfig
+from kvtiers.tiers.config.values import parse_size
+from kvtiers.tiers.errors import ConfigError, KVTiersError, StoreError
+from kvtiers.tiers.registry import SecondaryTierFactory
+from kvtiers.tiers.stores.files.publish import PRIVATE_FOLDER, PrivateNames
+from kvtiers.tiers.stores.files.vectored_io import transfer
+from kvtiers.tiers.tier.store_tier import StoreTierManager
 
 ROUNDS = 3
 SETTLE_S = 0.5  # for worker processes to start and to map the region, as they do while an engine loads its model

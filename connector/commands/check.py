@@ -15,17 +15,12 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from connector.commands.places import EXIT_BAD_INPUT, EXIT_FAILED, cell, human_age, human_bytes, make_console
-from connector.region_file import free_bytes
-from tiers.builtin import make_seal
-from tiers.config import DeploymentConfig, json_schema, load_config
-from tiers.daemon_pool import DaemonPool
-from tiers.errors import KVTiersError, StoreError, printable
-from tiers.mounts import file_system_type, missing_mount, mount_findings
-from tiers.open_store import store_recipe
-from tiers.registry import SecondaryTierFactory
-from tiers.stores.fsspec_driver import check_drivers
-from tiers.tier_config import (
+from kvtiers.connector.commands.places import EXIT_BAD_INPUT, EXIT_FAILED, cell, human_age, human_bytes, make_console
+from kvtiers.connector.region.region_file import free_bytes
+from kvtiers.tiers.builtin import make_seal
+from kvtiers.tiers.config.deployment import DeploymentConfig, json_schema, load_config
+from kvtiers.tiers.config.open_store import store_recipe
+from kvtiers.tiers.config.tier_options import (
     BoundedTierConfig,
     ExternalTierConfig,
     FsspecTierConfig,
@@ -34,7 +29,12 @@ from tiers.tier_config import (
     S3TierConfig,
     TierConfig,
 )
-from tiers.tracing import make_job_tracer
+from kvtiers.tiers.daemon_pool import DaemonPool
+from kvtiers.tiers.errors import KVTiersError, StoreError, printable
+from kvtiers.tiers.registry import SecondaryTierFactory
+from kvtiers.tiers.stores.files.mounts import file_system_type, missing_mount, mount_findings
+from kvtiers.tiers.stores.fsspec_driver import check_drivers
+from kvtiers.tiers.tracing import make_job_tracer
 
 TIERS_AT_ONCE = 16
 TIERS_S_MAX = 10.0  # what `kvtiers check` waits for storage; a bucket has said what is wrong with it long before
@@ -91,7 +91,7 @@ def find_problems(deployment: DeploymentConfig) -> list[str]:
                 "lower it, or give /dev/shm more (in a container: --shm-size)"
             )
     if deployment.metrics.port is not None:
-        findings += [problem[1:] for problem in _refusals(lambda: importlib.import_module("tiers.exporter"))]
+        findings += [problem[1:] for problem in _refusals(lambda: importlib.import_module("kvtiers.tiers.exporter"))]
     if not deployment.tiers:
         findings.append("tiers: the list is empty, so blocks live in the region only and are gone at exit")
     if deployment.tiers:
@@ -141,7 +141,7 @@ def _refusals(call: Callable[[], object], field: str = "") -> list[str]:
 
 
 def _bucket_problems(tier: S3TierConfig) -> list[str]:
-    from tiers.stores.s3 import S3Store  # brings the clients in
+    from kvtiers.tiers.stores.s3.store import S3Store  # brings the clients in
 
     try:
         with closing(S3Store(tier.store_options())) as store:

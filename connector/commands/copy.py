@@ -13,20 +13,20 @@ from typing import Annotated, Any
 
 import typer
 
-from connector.commands.places import EXIT_FAILED, Place, Ticker, complain, human_bytes, refuse, say
-from connector.commands.storage import AsJson, Config, open_places
-from tiers.builtin import bound_store, record_keys
-from tiers.capacity.collector import listed_bytes
-from tiers.capacity.usage import read_measured, used_bytes
-from tiers.conversion import Converter
-from tiers.copying import Copier, CopyReport, find_blocks
-from tiers.errors import ConfigError, StoreError
-from tiers.file_mapper import FORMAT_SEALED
-from tiers.open_store import open_store, open_tool_store
-from tiers.store import Store, SupportsFreeBytes
-from tiers.stores.memory import MemoryStore
-from tiers.tier_config import BoundedTierConfig, FsTierConfig, NfsTierConfig
-from tiers.tier_place import place_of
+from kvtiers.connector.commands.places import EXIT_FAILED, Place, Ticker, complain, human_bytes, refuse, say
+from kvtiers.connector.commands.storage import AsJson, Config, open_places
+from kvtiers.tiers.blocks.file_mapper import FORMAT_SEALED
+from kvtiers.tiers.builtin import bound_store, record_keys
+from kvtiers.tiers.capacity.collector import listed_bytes
+from kvtiers.tiers.capacity.usage import read_measured, used_bytes
+from kvtiers.tiers.config.open_store import open_store, open_tool_store
+from kvtiers.tiers.config.places import place_of
+from kvtiers.tiers.config.tier_options import BoundedTierConfig, FsTierConfig, NfsTierConfig
+from kvtiers.tiers.errors import ConfigError, StoreError
+from kvtiers.tiers.store import Store, SupportsFreeBytes
+from kvtiers.tiers.stores.memory import MemoryStore
+from kvtiers.tiers.tools.conversion import Converter
+from kvtiers.tiers.tools.copying import Copier, CopyReport, find_blocks
 
 From = Annotated[str | None, typer.Option("--from", help="The tier to copy from.")]
 To = Annotated[str | None, typer.Option("--to", help="The tier to copy to.")]

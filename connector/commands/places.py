@@ -15,17 +15,23 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from connector.prefix_chunks import ChunkStore
-from connector.prefix_limits import PrefixLimits
-from connector.prefix_place import place_of_prefixes
-from tiers.capacity.policy import CapacityPolicy
-from tiers.config import load_config
-from tiers.errors import ConfigError, StoreConfigError, printable, printable_lines
-from tiers.open_store import open_tool_store, tool_recipe
-from tiers.posix import store_error
-from tiers.registry import SecondaryTierFactory
-from tiers.store import Store
-from tiers.tier_config import BoundedTierConfig, FsTierConfig, MemoryTierConfig, NfsTierConfig, TierConfig
+from kvtiers.connector.prefixes.chunks import ChunkStore
+from kvtiers.connector.prefixes.limits import PrefixLimits
+from kvtiers.connector.prefixes.place import place_of_prefixes
+from kvtiers.tiers.capacity.policy import CapacityPolicy
+from kvtiers.tiers.config.deployment import load_config
+from kvtiers.tiers.config.open_store import open_tool_store, tool_recipe
+from kvtiers.tiers.config.tier_options import (
+    BoundedTierConfig,
+    FsTierConfig,
+    MemoryTierConfig,
+    NfsTierConfig,
+    TierConfig,
+)
+from kvtiers.tiers.errors import ConfigError, StoreConfigError, printable, printable_lines
+from kvtiers.tiers.registry import SecondaryTierFactory
+from kvtiers.tiers.store import Store
+from kvtiers.tiers.stores.files.posix import store_error
 
 EXIT_FAILED = 1  # the command ran and found something wrong
 EXIT_BAD_INPUT = 2

@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from connector.commands.places import (
+from kvtiers.connector.commands.places import (
     EXIT_FAILED,
     Place,
     Ticker,
@@ -29,13 +29,13 @@ from connector.commands.places import (
     refuse,
     say,
 )
-from tiers.builtin import record_keys
-from tiers.capacity.collector import Collector
-from tiers.capacity.removal import CollectReport
-from tiers.capacity.usage import used_bytes
-from tiers.errors import ConfigError, KVTiersError, StoreError, printable
-from tiers.inventory import UNKNOWN_AGE, Inventory, block_beginnings, list_blocks
-from tiers.tier_config import BoundedTierConfig, S3TierConfig
+from kvtiers.tiers.builtin import record_keys
+from kvtiers.tiers.capacity.collector import Collector
+from kvtiers.tiers.capacity.removal import CollectReport
+from kvtiers.tiers.capacity.usage import used_bytes
+from kvtiers.tiers.config.tier_options import BoundedTierConfig, S3TierConfig
+from kvtiers.tiers.errors import ConfigError, KVTiersError, StoreError, printable
+from kvtiers.tiers.tools.inventory import UNKNOWN_AGE, Inventory, block_beginnings, list_blocks
 
 TELL_EVERY_BLOBS = 1000
 DAY_S = 86_400
@@ -48,7 +48,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON."
 
 @runtime_checkable
 class _Expires(Protocol):
-    """A storage that removes blobs by itself: ``tiers.stores.s3.S3Store``."""
+    """A storage that removes blobs by itself: ``tiers.stores.s3.store.S3Store``."""
 
     def folders(self) -> list[str]: ...
 

@@ -15,14 +15,14 @@ from typing import Annotated, Any
 
 import typer
 
-from connector.commands.places import Place, Ticker, human_bytes, refuse, say
-from connector.commands.storage import AsJson, Config, Results, TierName, open_places
-from tiers.errors import public_url
-from tiers.layers.worker_process import StoreRecipe
-from tiers.open_store import tool_recipe
-from tiers.store import SupportsQuarantine
-from tiers.verify import UnitResult, damaged_count, decode_result, find_units, total_of
-from tiers.verify_processes import verify_units
+from kvtiers.connector.commands.places import Place, Ticker, human_bytes, refuse, say
+from kvtiers.connector.commands.storage import AsJson, Config, Results, TierName, open_places
+from kvtiers.tiers.config.open_store import tool_recipe
+from kvtiers.tiers.errors import public_url
+from kvtiers.tiers.isolation.process import StoreRecipe
+from kvtiers.tiers.store import SupportsQuarantine
+from kvtiers.tiers.tools.verify import UnitResult, damaged_count, decode_result, find_units, total_of
+from kvtiers.tiers.tools.verify_processes import verify_units
 
 BAD_SHOWN_MAX = 20
 STATE_BEGINS = '{"place": '

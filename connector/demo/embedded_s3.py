@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from tiers.errors import ConfigError
+from kvtiers.tiers.errors import ConfigError
 
 PROFILE_VARIABLES = ("AWS_PROFILE", "AWS_DEFAULT_PROFILE")  # of the user's files, which are hidden from the clients
 SERVER_HOST = "127.0.0.1"
@@ -29,7 +29,7 @@ def start_embedded_s3(deployment: Mapping[str, Any], cleanup: contextlib.ExitSta
     embedded = [tier for tier in tiers if tier.pop("embedded", False)]
     if embedded:
         try:
-            from tiers.testing.servers import moto_server
+            from kvtiers.tiers.testing.servers import moto_server
 
             server = cleanup.enter_context(moto_server())
         except ImportError as e:

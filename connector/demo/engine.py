@@ -15,12 +15,18 @@ from enum import Enum, auto
 
 import torch
 
-from connector.base import GPULoadStoreSpec, OffloadingHandler, OffloadingManager, OffloadingSpec, TransferSpec
-from connector.demo.model import LoadedModel
-from connector.demo.paged_cache import PagedKVCache, RequestCache
-from tiers.base import ReqContext
-from tiers.errors import ConfigError
-from tiers.keys import OffloadKey, hash_blocks, make_offload_key
+from kvtiers.connector.base import (
+    GPULoadStoreSpec,
+    OffloadingHandler,
+    OffloadingManager,
+    OffloadingSpec,
+    TransferSpec,
+)
+from kvtiers.connector.demo.model import LoadedModel
+from kvtiers.connector.demo.paged_cache import PagedKVCache, RequestCache
+from kvtiers.tiers.base import ReqContext
+from kvtiers.tiers.blocks.keys import OffloadKey, hash_blocks, make_offload_key
+from kvtiers.tiers.errors import ConfigError
 
 POLL_S = 0.0005  # between two looks at transfers while there is nothing to compute: short, and off the GIL
 PREFILL_CHUNK_TOKENS = 4096

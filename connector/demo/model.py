@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from connector.demo.weights_cache import Source, WeightsCache, cache_root
-from tiers.errors import ConfigError
-from tiers.plain_logs import get_logger
+from kvtiers.connector.demo.weights_cache import Source, WeightsCache, cache_root
+from kvtiers.tiers.errors import ConfigError
+from kvtiers.tiers.plain_logs import get_logger
 
 if TYPE_CHECKING:
     import torch

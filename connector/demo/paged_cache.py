@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
-from connector.base import CanonicalKVCaches
-from connector.canonical import canonicalize_kv_caches
-from tiers.errors import ConfigError
+from kvtiers.connector.base import CanonicalKVCaches
+from kvtiers.connector.transfer.canonical import canonicalize_kv_caches
+from kvtiers.tiers.errors import ConfigError
 
 
 def _refuse_rope_by_length(module: Any) -> None:

@@ -25,14 +25,14 @@ from typing import IO, Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from connector.demo.embedded_s3 import start_embedded_s3
-from connector.demo.model import check_extra, find_model
-from connector.demo.report import DemoReport, ProcessFigures
-from connector.demo.run_folder import run_folder
-from connector.orderly_end import orderly_end
-from tiers.config import load_config, parse_tier
-from tiers.errors import ConfigError, KVTiersError, printable_lines
-from tiers.registry import SecondaryTierFactory
+from kvtiers.connector.commands.orderly_end import orderly_end
+from kvtiers.connector.demo.embedded_s3 import start_embedded_s3
+from kvtiers.connector.demo.model import check_extra, find_model
+from kvtiers.connector.demo.report import DemoReport, ProcessFigures
+from kvtiers.connector.demo.run_folder import run_folder
+from kvtiers.tiers.config.deployment import load_config, parse_tier
+from kvtiers.tiers.errors import ConfigError, KVTiersError, printable_lines
+from kvtiers.tiers.registry import SecondaryTierFactory
 
 BLOCK_SIZE_TOKENS = 16  # the default of vLLM on a GPU
 SILENCE_S_MAX = 1800.0  # a process that reports nothing for so long is taken for hung
@@ -192,7 +192,7 @@ def _run_worker(task: dict[str, Any], bars: _Bars, name: str) -> ProcessFigures:
     """
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "connector.demo.worker"],
+            [sys.executable, "-P", "-m", "kvtiers.connector.demo.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
@@ -343,6 +343,6 @@ def _license() -> str:
         if text:
             return text
     try:
-        return (Path(__file__).parents[2] / "LICENSE").read_text(encoding="utf-8")
+        return (Path(__file__).parents[3] / "LICENSE").read_text(encoding="utf-8")
     except OSError as e:
         raise ConfigError("the license's text is not installed; name a text file", field="--prompt") from e

@@ -1,4 +1,4 @@
-"""One process of the demo: ``python -m connector.demo.worker``.
+"""One process of the demo: ``python -m kvtiers.connector.demo.worker``.
 
 A ``WorkerTask`` comes in as JSON on standard input. JSON lines go out on standard output, each an object with an
 "event": "progress" (stage, done, total; total 0 is unknown), "result" (ProcessFigures) or "error" (message).
@@ -17,16 +17,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from connector.base import CacheConfig, KVCacheGroup, ModelConfig, OffloadingConfig
-from connector.demo.engine import Engine
-from connector.demo.model import LoadedModel, ModelSource, load_model
-from connector.demo.paged_cache import KVLayout, PagedKVCache
-from connector.demo.report import KV_TENSORS, REGION, Answer, Hop, ProcessFigures
-from connector.region_header import row_stride
-from connector.spec import TieringOffloadingSpec
-from tiers.config import DeploymentConfig, parse_config
-from tiers.errors import ConfigError, KVTiersError
-from tiers.layers.isolate_worker import own_output
+from kvtiers.connector.base import CacheConfig, KVCacheGroup, ModelConfig, OffloadingConfig
+from kvtiers.connector.demo.engine import Engine
+from kvtiers.connector.demo.model import LoadedModel, ModelSource, load_model
+from kvtiers.connector.demo.paged_cache import KVLayout, PagedKVCache
+from kvtiers.connector.demo.report import KV_TENSORS, REGION, Answer, Hop, ProcessFigures
+from kvtiers.connector.region.region_header import row_stride
+from kvtiers.connector.spec import TieringOffloadingSpec
+from kvtiers.tiers.config.deployment import DeploymentConfig, parse_config
+from kvtiers.tiers.errors import ConfigError, KVTiersError
+from kvtiers.tiers.isolation.worker import own_output
 
 ADDED_LINE = "This line was added in the middle of the text."
 MIDDLE_SHARE = 10  # a line's end within a tenth of the text behind its middle is taken for the middle
@@ -91,16 +91,14 @@ class LastWarning(logging.StreamHandler[TextIO]):
         super().__init__()
         self.setLevel(logging.WARNING)
         self.message = ""
-        self._loggers = [logging.getLogger(package) for package in ("connector", "tiers")]
+        self._logger = logging.getLogger("kvtiers")
 
     def __enter__(self) -> LastWarning:
-        for logger in self._loggers:
-            logger.addHandler(self)
+        self._logger.addHandler(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for logger in self._loggers:
-            logger.removeHandler(self)
+        self._logger.removeHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Any thread."""

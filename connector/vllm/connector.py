@@ -7,7 +7,7 @@
 
 or inline, ``"cpu_bytes_to_use": "4GiB", "tiers": [{"type": "fs", …}]``. ``"way": "tier"`` puts the tiers behind vLLM's
 own TieringOffloadingSpec; the default, ``spec``, brings region and tiering too. Where kvtiers is installed, vLLM knows
-the name from its plug-in entry points; elsewhere add ``"kv_connector_module_path": "connector.vllm.connector"``.
+the name from its plug-in entry points; elsewhere add ``"kv_connector_module_path": "kvtiers.vllm"``.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
-from connector.vllm import refusals, translate
-from connector.vllm.contract import implements
-from connector.vllm.handed import handing_over
-from connector.vllm.logs import log_as_vllm
-from connector.vllm.spec import KVTiersManager
-from connector.vllm_config import connector_options
-from connector.vllm_plugin import register
+from kvtiers.connector.vllm import refusals, translate
+from kvtiers.connector.vllm.contract import implements
+from kvtiers.connector.vllm.handed import handing_over
+from kvtiers.connector.vllm.logs import log_as_vllm
+from kvtiers.connector.vllm.spec import KVTiersManager
+from kvtiers.connector.vllm_config import connector_options
+from kvtiers.vllm import register
 
 
 @implements

@@ -21,9 +21,9 @@ from importlib import import_module
 from types import FunctionType
 from typing import Any, TypeVar
 
-from connector.vllm.versions import TESTED, VERSION, release
-from tiers.errors import ConfigError
-from tiers.plain_logs import get_logger
+from kvtiers.connector.vllm.versions import TESTED, VERSION, release
+from kvtiers.tiers.errors import ConfigError
+from kvtiers.tiers.plain_logs import get_logger
 
 logger = get_logger(__name__)
 

@@ -19,11 +19,11 @@ from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from typing import Any
 
-from connector.model_files import value_digest
-from connector.vllm import versions
-from connector.vllm.uncounted import IGNORED, IGNORED_VARIABLES
-from tiers.errors import ConfigError
-from tiers.plain_logs import get_logger
+from kvtiers.connector.model_files import value_digest
+from kvtiers.connector.vllm import versions
+from kvtiers.connector.vllm.uncounted import IGNORED, IGNORED_VARIABLES
+from kvtiers.tiers.errors import ConfigError
+from kvtiers.tiers.plain_logs import get_logger
 
 logger = get_logger(__name__)
 

@@ -17,9 +17,9 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from connector.vllm import translate
-from connector.vllm.handed import HandedOver
-from tiers.errors import ConfigError
+from kvtiers.connector.vllm import translate
+from kvtiers.connector.vllm.handed import HandedOver
+from kvtiers.tiers.errors import ConfigError
 
 # R-SWA, of newer releases, keeps a window of what it has generated.
 _RSWA = getattr(kv_cache_interface, "RSWASpec", ())

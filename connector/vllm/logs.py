@@ -8,23 +8,20 @@ from __future__ import annotations
 
 import logging
 
-_PACKAGES = ("tiers", "connector")
-
 
 def log_as_vllm() -> None:
-    """Configure kvtiers' loggers as vLLM's logger is configured in this process. May be called again.
+    """Configure kvtiers' logger as vLLM's logger is configured in this process. May be called again.
 
-    A logger of kvtiers that has handlers, or ``propagate`` off, is left as it is: whoever runs the engine configured
-    it, for instance with ``VLLM_LOGGING_CONFIG_PATH``. Its own level counts more than vLLM's. Where vLLM's logger has
-    no handlers (``VLLM_CONFIGURE_LOGGING=0``), kvtiers' lines go to the root logger, as vLLM's do.
+    If kvtiers' logger has handlers, or ``propagate`` off, it is left as it is: whoever runs the engine configured it,
+    for instance with ``VLLM_LOGGING_CONFIG_PATH``. Its own level counts more than vLLM's. Where vLLM's logger has no
+    handlers (``VLLM_CONFIGURE_LOGGING=0``), kvtiers' lines go to the root logger, as vLLM's do.
     """
     theirs = logging.getLogger("vllm")
-    for package in _PACKAGES:
-        ours = logging.getLogger(package)
-        if ours.handlers or not ours.propagate:
-            continue
-        for handler in theirs.handlers:
-            ours.addHandler(handler)
-        ours.propagate = theirs.propagate
-        if ours.level == logging.NOTSET:
-            ours.setLevel(theirs.level)
+    ours = logging.getLogger("kvtiers")
+    if ours.handlers or not ours.propagate:
+        return
+    for handler in theirs.handlers:
+        ours.addHandler(handler)
+    ours.propagate = theirs.propagate
+    if ours.level == logging.NOTSET:
+        ours.setLevel(theirs.level)

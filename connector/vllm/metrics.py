@@ -18,8 +18,8 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
 
-from connector.vllm import translate
-from tiers.metrics import METRICS, MetricKind, Metrics, Sample
+from kvtiers.connector.vllm import translate
+from kvtiers.tiers.metrics import METRICS, MetricKind, Metrics, Sample
 
 _PREFIX = "vllm:"
 

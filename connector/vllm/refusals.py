@@ -7,7 +7,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group, has_kv_transfer_group
 from vllm.platforms import current_platform
 
-from tiers.errors import ConfigError
+from kvtiers.tiers.errors import ConfigError
 
 #: vLLM's connectors that load between steps, or load nothing (read in 0.28 to 0.33), and kvtiers' own.
 _LOAD_BETWEEN_STEPS = (
@@ -60,7 +60,7 @@ def check_step(scheduler_output: Any) -> None:
 
 def _loads_between_steps(connector: Any) -> bool:
     kind = type(connector)
-    if kind.__name__ not in _LOAD_BETWEEN_STEPS or not kind.__module__.startswith(("vllm.", "connector.vllm.")):
+    if kind.__name__ not in _LOAD_BETWEEN_STEPS or not kind.__module__.startswith(("vllm.", "kvtiers.connector.vllm.")):
         return False
     options = connector._kv_transfer_config.kv_connector_extra_config or {}
     return bool(options.get("load_async", True)) and not options.get("sync_load_budget_bytes")

@@ -20,7 +20,7 @@ from vllm.v1.kv_offload.base import PrepareStoreOutput as VllmPrepareStoreOutput
 from vllm.v1.kv_offload.base import TransferResult as VllmTransferResult
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec as VllmCPULoadStoreSpec
 
-from connector.base import (
+from kvtiers.connector.base import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
@@ -29,18 +29,18 @@ from connector.base import (
     OffloadingHandler,
     OffloadingManager,
 )
-from connector.gpu_handler import create_handlers
-from connector.pacing import DRAIN_SHARE, SHUTDOWN_S, Pacer, drain
-from connector.shared_region import reap_stale_regions
-from connector.spec import TieringOffloadingSpec
-from connector.vllm import kv_groups, refusals, translate
-from connector.vllm.contract import implements
-from connector.vllm.handed import handed_over
-from connector.vllm.metrics import StatsExporter, definitions, tiering_definitions
-from connector.vllm_config import deployment_from, keeps_storage
-from tiers.errors import ConfigError, RegionError
-from tiers.keys import OffloadKey
-from tiers.plain_logs import get_logger
+from kvtiers.connector.manager.pacing import DRAIN_SHARE, SHUTDOWN_S, Pacer, drain
+from kvtiers.connector.region.shared_region import reap_stale_regions
+from kvtiers.connector.spec import TieringOffloadingSpec
+from kvtiers.connector.transfer.gpu_handler import create_handlers
+from kvtiers.connector.vllm import kv_groups, refusals, translate
+from kvtiers.connector.vllm.contract import implements
+from kvtiers.connector.vllm.handed import handed_over
+from kvtiers.connector.vllm.metrics import StatsExporter, definitions, tiering_definitions
+from kvtiers.connector.vllm_config import deployment_from, keeps_storage
+from kvtiers.tiers.blocks.keys import OffloadKey
+from kvtiers.tiers.errors import ConfigError, RegionError
+from kvtiers.tiers.plain_logs import get_logger
 
 logger = get_logger(__name__)
 
@@ -368,7 +368,7 @@ class KVTiersWorker(VllmWorker):  # type: ignore[misc]  # vLLM is not installed 
         region: has ``create_next_view(page_bytes)`` or, vLLM's own, ``create_next_worker_view(page_bytes)``, and
             ``cleanup()``; belongs to the worker from now on.
         blocks_per_chunk: engine blocks in one slot.
-        options: fields of ``connector.gpu_handler.HandlerOptions``.
+        options: fields of ``connector.transfer.gpu_handler.HandlerOptions``.
     """
 
     def __init__(self, kv_caches: Any, region: Any, blocks_per_chunk: int, **options: Any) -> None:

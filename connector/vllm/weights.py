@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from connector.model_files import DIGEST_HEX_DIGITS, files_digest, hub_commit, hub_folder, value_digest
-from tiers.errors import ConfigError
-from tiers.plain_logs import get_logger
+from kvtiers.connector.model_files import DIGEST_HEX_DIGITS, files_digest, hub_commit, hub_folder, value_digest
+from kvtiers.tiers.errors import ConfigError
+from kvtiers.tiers.plain_logs import get_logger
 
 logger = get_logger(__name__)
 

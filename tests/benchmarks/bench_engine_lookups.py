@@ -26,18 +26,18 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from connector.primary import CPUPrimaryTier
-from connector.shared_region import SharedOffloadRegion
-from connector.tiering import TieringOffloadingManager
-from connector.tiering_options import TieringOptions
+from kvtiers.connector.manager.options import TieringOptions
+from kvtiers.connector.manager.primary import CPUPrimaryTier
+from kvtiers.connector.manager.tiering import TieringOffloadingManager
+from kvtiers.connector.region.shared_region import SharedOffloadRegion
+from kvtiers.tiers.base import ReqContext, SecondaryTierManager
+from kvtiers.tiers.blocks.file_mapper import FileMapper
+from kvtiers.tiers.blocks.keys import OffloadKey
+from kvtiers.tiers.blocks.seal import TRAILER_BYTES
+from kvtiers.tiers.builtin import FileSystemTierManager
+from kvtiers.tiers.stores.memory import MemoryStore
+from kvtiers.tiers.tier.store_tier import StoreTierManager
 from tests.identity import FakeSpec, block_key
-from tiers.base import ReqContext, SecondaryTierManager
-from tiers.builtin import FileSystemTierManager
-from tiers.file_mapper import FileMapper
-from tiers.keys import OffloadKey
-from tiers.seal import TRAILER_BYTES
-from tiers.store_tier import StoreTierManager
-from tiers.stores.memory import MemoryStore
 
 ROW_BYTES = 4096
 SIZES = ((1, 127), (1, 2_048), (1, 8_192), (32, 2_048))  # requests, keys of each

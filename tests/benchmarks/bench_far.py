@@ -28,14 +28,14 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from connector.shared_region import SharedOffloadRegion
+from kvtiers.connector.region.shared_region import SharedOffloadRegion
+from kvtiers.tiers.base import JobMetadata
+from kvtiers.tiers.blocks.keys import OffloadKey
+from kvtiers.tiers.builtin import S3TierManager
+from kvtiers.tiers.isolation.mover import IsolatedMover
+from kvtiers.tiers.testing.servers import STUB_BUCKET, S3Server, nginx_stub
 from tests.benchmarks.bench_fs import KIB, MIB
 from tests.identity import FakeSpec, block_key
-from tiers.base import JobMetadata
-from tiers.builtin import S3TierManager
-from tiers.isolated_mover import IsolatedMover
-from tiers.keys import OffloadKey
-from tiers.testing.servers import STUB_BUCKET, S3Server, nginx_stub
 
 JOBS = 6  # loads of one tier: the first ones find out how many requests pay
 SIZES = {256 * KIB: 512, MIB: 256, 4 * MIB: 96, 16 * MIB: 32}  # block bytes -> blocks

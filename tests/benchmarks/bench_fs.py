@@ -35,13 +35,13 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from connector.shared_region import SharedOffloadRegion
+from kvtiers.connector.region.shared_region import SharedOffloadRegion
+from kvtiers.tiers.base import JobMetadata
+from kvtiers.tiers.blocks.keys import OffloadKey
+from kvtiers.tiers.blocks.seal import TRAILER_BYTES
+from kvtiers.tiers.builtin import FileSystemTierManager
+from kvtiers.tiers.config.tier_options import default_threads
 from tests.identity import FakeSpec, block_key
-from tiers.base import JobMetadata
-from tiers.builtin import FileSystemTierManager
-from tiers.keys import OffloadKey
-from tiers.seal import TRAILER_BYTES
-from tiers.tier_config import default_threads
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (128 * KIB, 512 * KIB, MIB, 4 * MIB, 16 * MIB)

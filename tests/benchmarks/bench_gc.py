@@ -20,9 +20,9 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from kvtiers.tiers.blocks.file_mapper import FileMapper
+from kvtiers.tiers.blocks.keys import make_offload_key
 from tests.identity import FakeSpec
-from tiers.file_mapper import FileMapper
-from tiers.keys import make_offload_key
 
 BLOB_BYTES = 64  # the cost is in the number of files, not in their bytes
 AGE_S_MAX = 30 * 86_400
@@ -94,7 +94,7 @@ def show(root: Path, folder: Path, count: int, rounds: int) -> None:
     """Print a row for each limit and command."""
     within = write_config(folder / "within.yaml", root, 4 * count * BLOB_BYTES, "365d")
     above = write_config(folder / "above.yaml", root, count * BLOB_BYTES, "29d")
-    kvtiers = (sys.executable, "-m", "connector.cli")
+    kvtiers = (sys.executable, "-m", "kvtiers.connector.commands.cli")
     start_s = measure(*kvtiers, "ls", within, "--limit", "1", rounds=rounds).cpu_s
     print(f"\n{count:,} blocks of {BLOB_BYTES} bytes in {root}; of a command's time, {start_s:.2f} s are its start.")
     print(f"Load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores; least of {rounds} rounds, of the last row one.\n")

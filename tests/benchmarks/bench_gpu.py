@@ -33,7 +33,7 @@ import torch
 from numpy.typing import NDArray
 from rich.console import Console
 
-from connector.base import (
+from kvtiers.connector.base import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
@@ -43,8 +43,8 @@ from connector.base import (
     TransferResult,
     TransferSpec,
 )
-from connector.gpu_copy import GpuCopier
-from connector.gpu_handler import create_handlers
+from kvtiers.connector.transfer.gpu_copy import GpuCopier
+from kvtiers.connector.transfer.gpu_handler import create_handlers
 from tests import gpu_machine
 from tests.benchmarks.gpu_report import KIB, Report, Row, print_report, save_png, target
 

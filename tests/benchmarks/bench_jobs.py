@@ -33,9 +33,9 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from kvtiers.tiers.base import JobMetadata
+from kvtiers.tiers.config.tier_options import default_threads
 from tests.benchmarks.bench_fs import MIB, Options, Setup, free_pages, fresh, memcpy_speed, percentile
-from tiers.base import JobMetadata
-from tiers.tier_config import default_threads
 
 KIB = 1 << 10
 #: Block size, blocks in a job, blocks in all.

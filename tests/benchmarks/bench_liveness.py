@@ -32,17 +32,17 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from connector.base import CPULoadStoreSpec
-from connector.primary import CPUPrimaryTier
-from connector.shared_region import SharedOffloadRegion
-from connector.tiering import TieringOffloadingManager
+from kvtiers.connector.base import CPULoadStoreSpec
+from kvtiers.connector.manager.primary import CPUPrimaryTier
+from kvtiers.connector.manager.tiering import TieringOffloadingManager
+from kvtiers.connector.region.shared_region import SharedOffloadRegion
+from kvtiers.tiers.base import JobMetadata, ReqContext, SecondaryTierManager
+from kvtiers.tiers.blocks.keys import OffloadKey
+from kvtiers.tiers.builtin import FileSystemTierManager, NfsTierManager
+from kvtiers.tiers.testing.fuse import FuseMount, why_no_fuse
+from kvtiers.tiers.tier.store_tier import StoreTierManager
 from tests.identity import FakeSpec, block_key
 from tests.soak.ledger import CallTimes, settled_heap
-from tiers.base import JobMetadata, ReqContext, SecondaryTierManager
-from tiers.builtin import FileSystemTierManager, NfsTierManager
-from tiers.keys import OffloadKey
-from tiers.store_tier import StoreTierManager
-from tiers.testing.fuse import FuseMount, why_no_fuse
 
 KIB, MIB = 1 << 10, 1 << 20
 HUNG_RATIO_GOAL, CALL_GOAL_MS = 0.95, 20.0

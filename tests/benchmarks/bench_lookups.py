@@ -19,10 +19,10 @@ from unittest import mock
 from rich.console import Console
 from rich.table import Table
 
-from tiers.stores.s3 import S3Store
-from tiers.stores.s3_options import S3Options
-from tiers.testing.http_faults import HttpFaultServer
-from tiers.testing.servers import find_weed, seaweed_server
+from kvtiers.tiers.stores.s3.options import S3Options
+from kvtiers.tiers.stores.s3.store import S3Store
+from kvtiers.tiers.testing.http_faults import HttpFaultServer
+from kvtiers.tiers.testing.servers import find_weed, seaweed_server
 
 FAR_S = 0.025
 ASKED = 64

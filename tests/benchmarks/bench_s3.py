@@ -35,6 +35,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from kvtiers.tiers.testing.servers import STUB_BUCKET, S3Server, find_nginx, find_weed, nginx_stub, seaweed_server
 from tests.benchmarks.bench_fs import KIB, MIB, free_pages, stall_while
 from tests.benchmarks.s3_contenders import (
     CEILING,
@@ -46,7 +47,6 @@ from tests.benchmarks.s3_contenders import (
     make_contender,
 )
 from tests.certificate import make_certificate
-from tiers.testing.servers import STUB_BUCKET, S3Server, find_nginx, find_weed, nginx_stub, seaweed_server
 
 SIZES = (256 * KIB, MIB, 4 * MIB, 16 * MIB)
 PLACES = ("nginx", "nginx-tls", "seaweed")

@@ -22,11 +22,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from kvtiers.tiers.base import JobMetadata
+from kvtiers.tiers.blocks.keyring import KeyRing
+from kvtiers.tiers.blocks.seal_kinds import seal_factory
+from kvtiers.tiers.builtin import FileSystemTierManager
 from tests.identity import FakeSpec, block_key
-from tiers.base import JobMetadata
-from tiers.builtin import FileSystemTierManager
-from tiers.keyring import KeyRing
-from tiers.seal_kinds import seal_factory
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (128 * KIB, 512 * KIB, MIB, 4 * MIB, 16 * MIB)

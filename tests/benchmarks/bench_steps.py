@@ -25,9 +25,17 @@ import xxhash
 from rich.console import Console
 from rich.table import Table
 
-from tiers.posix import FILE_MODE, OPEN_FOLDER, OPEN_READ, close_reader, link_open_file, openat2, regular_size
-from tiers.publish import OPEN_UNNAMED
-from tiers.seal import TRAILER_BYTES
+from kvtiers.tiers.blocks.seal import TRAILER_BYTES
+from kvtiers.tiers.stores.files.posix import (
+    FILE_MODE,
+    OPEN_FOLDER,
+    OPEN_READ,
+    close_reader,
+    link_open_file,
+    openat2,
+    regular_size,
+)
+from kvtiers.tiers.stores.files.publish import OPEN_UNNAMED
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (128 * KIB, 512 * KIB, MIB, 4 * MIB)

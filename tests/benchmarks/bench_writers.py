@@ -20,12 +20,12 @@ from unittest import mock
 from rich.console import Console
 from rich.table import Table
 
-from tiers.capacity import usage
-from tiers.capacity.account import Account
-from tiers.capacity.usage import Measured, publish_measured
-from tiers.layers.bound import BoundedStore
-from tiers.store import KeyInfo
-from tiers.stores.memory import MemoryStore
+from kvtiers.tiers.capacity import usage
+from kvtiers.tiers.capacity.account import Account
+from kvtiers.tiers.capacity.bound import BoundedStore
+from kvtiers.tiers.capacity.usage import Measured, publish_measured
+from kvtiers.tiers.store import KeyInfo
+from kvtiers.tiers.stores.memory import MemoryStore
 
 BLOCK_BYTES = 1 << 20
 ROOT_BYTES = 1 << 40

@@ -19,18 +19,18 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from connector.shared_region import SharedOffloadRegion
+from kvtiers.connector.region.shared_region import SharedOffloadRegion
+from kvtiers.tiers.base import JobMetadata
+from kvtiers.tiers.blocks.file_mapper import FileMapper, strict_fields
+from kvtiers.tiers.blocks.seal import TRAILER_BYTES
+from kvtiers.tiers.isolation.store import ProcessIsolatedStore, StoreRecipe
+from kvtiers.tiers.store import Store
+from kvtiers.tiers.stores.fsspec import FsspecStore
+from kvtiers.tiers.stores.s3.options import S3Options
+from kvtiers.tiers.stores.s3.store import S3Store
+from kvtiers.tiers.testing.servers import STUB_BUCKET, S3Server
+from kvtiers.tiers.tier.store_tier import StoreTierManager, TierOptions
 from tests.identity import FakeSpec, block_key
-from tiers.base import JobMetadata
-from tiers.file_mapper import FileMapper, strict_fields
-from tiers.layers.isolate import ProcessIsolatedStore, StoreRecipe
-from tiers.seal import TRAILER_BYTES
-from tiers.store import Store
-from tiers.store_tier import StoreTierManager, TierOptions
-from tiers.stores.fsspec import FsspecStore
-from tiers.stores.s3 import S3Store
-from tiers.stores.s3_options import S3Options
-from tiers.testing.servers import STUB_BUCKET, S3Server
 
 THREADS = 8
 CEILING = "http"

@@ -15,7 +15,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from connector.base import TransferResult
+from kvtiers.connector.base import TransferResult
 from tests import gpu_machine
 from tests.benchmarks import bench_gpu
 from tests.benchmarks.bench_gpu import GB, Memcpy, Shape, bench_cuda, measure

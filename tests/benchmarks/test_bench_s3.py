@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from kvtiers.tiers.testing.servers import find_nginx
 from tests.benchmarks.bench_s3 import CLIENTS, server
 from tests.benchmarks.s3_contenders import CEILING, Region, make_contender
-from tiers.testing.servers import find_nginx
 
 
 @pytest.mark.parametrize("name", [CEILING, "socket", *CLIENTS])

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from connector.base import (
+from kvtiers.connector.base import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
@@ -22,16 +22,16 @@ from connector.base import (
     GPULoadStoreSpec,
     OffloadingHandler,
 )
-from connector.gpu_handler import create_handlers
-from connector.region_file import region_path
-from connector.spec import TieringOffloadingSpec
-from tests.connector.scripted_tier import ScriptedTier
+from kvtiers.connector.region.region_file import region_path
+from kvtiers.connector.spec import TieringOffloadingSpec
+from kvtiers.connector.transfer.gpu_handler import create_handlers
+from kvtiers.tiers.base import ReqContext
+from kvtiers.tiers.blocks.keys import OffloadKey
+from kvtiers.tiers.config.deployment import HandlerConfig, parse_config
+from kvtiers.tiers.errors import ConfigError, RegionError, StoreError
+from tests.connector.manager.scripted_tier import ScriptedTier
 from tests.identity import CONFIG, block_key
 from tests.waiting import PATIENT, wait_for
-from tiers.base import ReqContext
-from tiers.config import HandlerConfig, parse_config
-from tiers.errors import ConfigError, RegionError, StoreError
-from tiers.keys import OffloadKey
 
 torch = pytest.importorskip("torch")
 
@@ -181,7 +181,7 @@ def test_the_config_reaches_the_handlers(
         given.update(options)
         return create_handlers(*args, **options)
 
-    monkeypatch.setattr("connector.gpu_handler.create_handlers", handlers)
+    monkeypatch.setattr("kvtiers.connector.transfer.gpu_handler.create_handlers", handlers)
     spec = make()
     spec.deployment = spec.deployment.model_copy(
         update={"handler": HandlerConfig(method="copy", load_kernel_bytes_max="4KiB", pin=False)}
@@ -333,8 +333,8 @@ def test_the_schedulers_side_needs_no_torch() -> None:
     """A scheduler that imports torch pays a second and 200 MB for nothing."""
     script = (
         "import sys; sys.modules['torch'] = None\n"
-        "from connector.spec import TieringOffloadingSpec\n"
-        "from connector.shared_region import SharedOffloadRegion\n"
+        "from kvtiers.connector.spec import TieringOffloadingSpec\n"
+        "from kvtiers.connector.region.shared_region import SharedOffloadRegion\n"
         "SharedOffloadRegion.anonymous(1, 4096).create_kv_memoryview()\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from connector.cli import app
-from connector.commands.places import EXIT_BAD_INPUT
-from connector.prefix_place import shared_place
-from connector.vllm_config import connector_options, deployment_from, keeps_storage, vllm_config
-from tiers.errors import ConfigError
-from tiers.tier_config import FsspecTierConfig, FsTierConfig, NfsTierConfig, S3TierConfig
+from kvtiers.connector.commands.cli import app
+from kvtiers.connector.commands.places import EXIT_BAD_INPUT
+from kvtiers.connector.prefixes.place import shared_place
+from kvtiers.connector.vllm_config import connector_options, deployment_from, keeps_storage, vllm_config
+from kvtiers.tiers.config.tier_options import FsspecTierConfig, FsTierConfig, NfsTierConfig, S3TierConfig
+from kvtiers.tiers.errors import ConfigError
 
 # The embedded server lives inside the demo's process: no engine could reach it.
 CONFIGS = sorted(path for path in (Path(__file__).parents[2] / "configs").glob("*.yaml") if "embedded" not in path.name)
@@ -153,7 +153,7 @@ def test_a_path_is_a_folder_a_mount_a_bucket_or_another_url(monkeypatch: pytest.
     assert isinstance(s3fs, FsspecTierConfig)
     assert (s3fs.url, s3fs.storage_options) == ("s3://kvs/team", {"anon": True})
     assert isinstance(place("gs://kvs/team"), FsspecTierConfig)
-    monkeypatch.setattr("connector.prefix_place.file_system_type", lambda folder: "nfs4")
+    monkeypatch.setattr("kvtiers.connector.prefixes.place.file_system_type", lambda folder: "nfs4")
     for mount in (place("/mnt/a"), shared_place({"tier": {"type": "nfs", "root_dir": "/mnt"}})):
         assert isinstance(mount, NfsTierConfig)
 
@@ -231,7 +231,7 @@ def test_it_needs_no_vllm() -> None:
     assert "vllm" not in sys.modules
 
 
-SPEC = {"spec_name": "KVTiersSpec", "spec_module_path": "connector.vllm.spec", "blocks_per_chunk": 4}
+SPEC = {"spec_name": "KVTiersSpec", "spec_module_path": "kvtiers.vllm", "blocks_per_chunk": 4}
 
 
 def test_what_is_printed_for_the_way_spec_is_read_back(tmp_path: Path) -> None:

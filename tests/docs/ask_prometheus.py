@@ -26,16 +26,16 @@ from typing import Any
 
 import numpy as np
 
-from connector.storage_monitor import StorageMonitor, WatchedTier
-from tests.connector.test_dashboards import RULES, dashboard_queries, rules
+from kvtiers.connector.commands.monitor import StorageMonitor, WatchedTier
+from kvtiers.tiers.base import JobMetadata
+from kvtiers.tiers.config.tier_options import FsTierConfig
+from kvtiers.tiers.exporter import MetricsServer
+from kvtiers.tiers.metrics import Metrics
+from kvtiers.tiers.registry import SecondaryTierFactory
+from kvtiers.tiers.testing.servers import free_ports
+from tests.connector.commands.test_dashboards import RULES, dashboard_queries, rules
 from tests.identity import FakeSpec, block_key
 from tests.soak.run import SoakOptions, run_soak
-from tiers.base import JobMetadata
-from tiers.exporter import MetricsServer
-from tiers.metrics import Metrics
-from tiers.registry import SecondaryTierFactory
-from tiers.testing.servers import free_ports
-from tiers.tier_config import FsTierConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "dashboard.md"
 RATE_INTERVAL = "30s"

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvtiers.tiers.tier.lookup import LookupOptions
 from tests.benchmarks import bench_engine_lookups, bench_fs, bench_s3
 from tests.benchmarks.bench_fs import MIB
 from tests.benchmarks.s3_contenders import THREADS
 from tests.e2e.lab import Row
 from tests.e2e.report import markdown
-from tiers.lookup import LookupOptions
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "tests" / "benchmarks" / "results"

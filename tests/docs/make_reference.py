@@ -9,10 +9,16 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from connector.storage_monitor import STORAGE_METRICS
-from tiers.config import DeploymentConfig, HandlerConfig, IdentityConfig, MetricsConfig, RegionConfig
-from tiers.metrics import METRICS, MetricDef
-from tiers.tier_config import TIER_MODELS, ExternalTierConfig, Model, TierConfig
+from kvtiers.connector.commands.monitor import STORAGE_METRICS
+from kvtiers.tiers.config.deployment import (
+    DeploymentConfig,
+    HandlerConfig,
+    IdentityConfig,
+    MetricsConfig,
+    RegionConfig,
+)
+from kvtiers.tiers.config.tier_options import TIER_MODELS, ExternalTierConfig, Model, TierConfig
+from kvtiers.tiers.metrics import METRICS, MetricDef
 
 DOCS = Path(__file__).parents[2] / "docs"
 BEGIN, END = "<!-- from the code: {} -->\n", "<!-- end -->\n"

@@ -21,7 +21,7 @@ def draw(report: dict[str, Any]) -> str:
     """The SVG's text.
 
     Args:
-        report: as ``connector.demo.report.DemoReport.as_json`` gives it.
+        report: as ``kvtiers.connector.demo.report.DemoReport.as_json`` gives it.
     """
     cold, warm, partial = report["cold_ttft_s"], report["warm_ttft_s"], report["partial_ttft_s"]
     tokens = report["prompt_tokens"]

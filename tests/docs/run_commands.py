@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 import yaml
 
+from kvtiers.tiers.base import JobMetadata
+from kvtiers.tiers.registry import SecondaryTierFactory
+from kvtiers.tiers.testing.servers import SeaweedServer, free_ports, seaweed_server
 from tests.identity import FakeSpec, block_key
 from tests.waiting import wait_for
-from tiers.base import JobMetadata
-from tiers.registry import SecondaryTierFactory
-from tiers.testing.servers import SeaweedServer, free_ports, seaweed_server
 
 PAGE = Path(__file__).parents[2] / "docs" / "commands.md"
 KVTIERS = str(Path(sys.executable).with_name("kvtiers"))

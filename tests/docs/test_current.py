@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from connector.cli import app
+from kvtiers.connector.commands.cli import app
+from kvtiers.tiers.metrics import METRICS
 from tests.docs import make_benchmarks, make_reference, plot_demo
 from tests.docs.make_reference import DOCS
-from tiers.metrics import METRICS
 
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from connector.spec import TieringOffloadingSpec
+from kvtiers.connector.spec import TieringOffloadingSpec
+from kvtiers.tiers.config.deployment import parse_config
+from kvtiers.tiers.testing.fuse import why_no_fuse
 from tests.identity import CONFIG
-from tiers.config import parse_config
-from tiers.testing.fuse import why_no_fuse
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "writing-a-store.md"
@@ -29,7 +29,7 @@ def example() -> str:
 def test_two_tiers_of_the_recipe_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     (recipe,) = [block for block in blocks if "class MyTier" in block]
-    store = "from tiers.stores.local import LocalStore as MyStore\n\n"
+    store = "from kvtiers.tiers.stores.files.local import LocalStore as MyStore\n\n"
     (tmp_path / "my_recipe.py").write_text(store + textwrap.dedent(recipe))
     monkeypatch.syspath_prepend(tmp_path)
     tiers = [

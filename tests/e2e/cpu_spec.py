@@ -12,7 +12,7 @@ from typing import Any
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from connector.vllm.spec import KVTiersWorker
+from kvtiers.connector.vllm.spec import KVTiersWorker
 
 
 class CpuTieringOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM is not installed where mypy runs

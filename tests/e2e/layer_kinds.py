@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from connector.vllm_config import vllm_config
+from kvtiers.connector.vllm_config import vllm_config
 from tests.e2e.lab import EngineFailedError, Row
 from tests.e2e.rows import BLOCK_TOKENS, Run, Setting
 from tests.e2e.ways import on_cpu

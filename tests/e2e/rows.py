@@ -18,14 +18,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from connector.vllm_config import vllm_config
+from kvtiers.connector.vllm_config import vllm_config
+from kvtiers.tiers.testing.fuse import FuseFault, FuseMount, why_no_fuse
+from kvtiers.tiers.testing.servers import SeaweedServer
 from tests.e2e.far import far
 from tests.e2e.lab import ENGINE_S_MAX, EngineFailedError, Lab, Row, metric
 from tests.e2e.server import VllmServer, two_hosts_work
 from tests.e2e.ways import PATIENT, Place, on_cpu, shared_storage, way
 from tests.files import files_below
-from tiers.testing.fuse import FuseFault, FuseMount, why_no_fuse
-from tiers.testing.servers import SeaweedServer
 
 Run = Callable[["Setting", str], Row]
 

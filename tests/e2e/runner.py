@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvtiers.tiers.testing.servers import seaweed_server
 from tests.e2e.lab import REPOSITORY, Lab, Row
 from tests.e2e.layer_kinds import LAYER_KINDS
 from tests.e2e.make_env import overlay_folder
@@ -21,7 +22,6 @@ from tests.e2e.make_model import make_model, make_tiny_model
 from tests.e2e.report import write_report
 from tests.e2e.rows import BLOCK_TOKENS, HARM, SLOW, Prompts, Setting, attempt, reference, reuse, upgraded, yardstick
 from tests.e2e.ways import REUSE_WAYS, VLLM_WAYS
-from tiers.testing.servers import seaweed_server
 
 DOCUMENT_TOKENS = 2029
 LONG_TOKENS = 32_100

@@ -15,7 +15,7 @@ PATIENT = {"lookup_deadline_s": 20.0}
 _OFFLOADING: dict[str, Any] = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
 _OURS: dict[str, Any] = {
     "kv_connector": "KVTiersConnector",
-    "kv_connector_module_path": "connector.vllm.connector",
+    "kv_connector_module_path": "kvtiers.vllm",
     "kv_role": "kv_both",
 }
 _CPU_SPEC = {"spec_name": "CpuTieringOffloadingSpec", "spec_module_path": "tests.e2e.cpu_spec"}
@@ -113,7 +113,7 @@ def shared_storage(**extra: Any) -> dict[str, Any]:
     """Our connector. As above."""
     return {
         "kv_connector": "SharedStorageConnector",
-        "kv_connector_module_path": "connector.vllm.shared_storage",
+        "kv_connector_module_path": "kvtiers.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"storage_after_reset": "keep", **extra},

@@ -9,11 +9,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tiers.file_mapper import FileMapper
-from tiers.keyring import KeyRing
-from tiers.keys import make_offload_key
-from tiers.protected_seal import GcmSeal, GmacSeal
-from tiers.seal import Seal
+from kvtiers.tiers.blocks.file_mapper import FileMapper
+from kvtiers.tiers.blocks.keyring import KeyRing
+from kvtiers.tiers.blocks.keys import make_offload_key
+from kvtiers.tiers.blocks.protected_seal import GcmSeal, GmacSeal
+from kvtiers.tiers.blocks.seal import Seal
 
 HERE = Path(__file__).parent
 SEALED_KEY = make_offload_key(bytes(range(32)), 3)

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tiers.errors import BlobNotFoundError, StoreError, StoreTimeoutError
-from tiers.layers.isolate import ProcessIsolatedStore, StoreRecipe
-from tiers.mounts import mount_findings
-from tiers.store import Store
-from tiers.stores.nfs import NfsStore
-from tiers.testing.contract import StoreContract, as_parts, fetch, list_keys, make_data
+from kvtiers.tiers.errors import BlobNotFoundError, StoreError, StoreTimeoutError
+from kvtiers.tiers.isolation.store import ProcessIsolatedStore, StoreRecipe
+from kvtiers.tiers.store import Store
+from kvtiers.tiers.stores.files.mounts import mount_findings
+from kvtiers.tiers.stores.files.nfs import NfsStore
+from kvtiers.tiers.testing.contract import StoreContract, as_parts, fetch, list_keys, make_data
 
 SERVER, A, B = Path("/mnt/exported"), Path("/mnt/a"), Path("/mnt/b")
 WAIT_S_MAX = 90.0

@@ -19,11 +19,11 @@ from pathlib import Path
 
 import psutil
 
+from kvtiers.tiers.errors import StoreUnavailableError
+from kvtiers.tiers.stores.files.local import LocalStore
+from kvtiers.tiers.testing import faults, http_faults
+from kvtiers.tiers.testing.fuse import FuseFault, FuseMount
 from tests.soak.s3_server import S3Process
-from tiers.errors import StoreUnavailableError
-from tiers.stores.local import LocalStore
-from tiers.testing import faults, http_faults
-from tiers.testing.fuse import FuseFault, FuseMount
 
 REMOVED_SHARE = 0.3  # of the blocks that are there, in one turn
 FAILING = ("open", "read", "write", "flush", "create", "link", "rename", "unlink")  # operations of the file system

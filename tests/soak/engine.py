@@ -15,13 +15,13 @@ from enum import Enum, auto
 import numpy as np
 from numpy.typing import NDArray
 
-from connector.base import CPULoadStoreSpec
-from connector.primary import SlotCounts
-from connector.tiering import TieringOffloadingManager
+from kvtiers.connector.base import CPULoadStoreSpec
+from kvtiers.connector.manager.primary import SlotCounts
+from kvtiers.connector.manager.tiering import TieringOffloadingManager
+from kvtiers.tiers.base import JobMetadata, JobResult, OffloadingEvent, ReqContext, SecondaryTierManager
+from kvtiers.tiers.blocks.keys import OffloadKey
 from tests.identity import block_key
 from tests.soak.ledger import CallTimes, Ledger
-from tiers.base import JobMetadata, JobResult, OffloadingEvent, ReqContext, SecondaryTierManager
-from tiers.keys import OffloadKey
 
 REQUESTS_AT_ONCE = 8
 BLOCKS_PER_REQUEST_MAX = 12

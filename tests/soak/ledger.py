@@ -15,8 +15,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from tiers.base import JobMetadata, JobResult
-from tiers.keys import OffloadKey
+from kvtiers.tiers.base import JobMetadata, JobResult
+from kvtiers.tiers.blocks.keys import OffloadKey
 
 T = TypeVar("T")
 

@@ -17,22 +17,22 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from connector.primary import CPUPrimaryTier
-from connector.shared_region import SharedOffloadRegion
-from connector.tiering import TieringOffloadingManager
+from kvtiers.connector.manager.primary import CPUPrimaryTier
+from kvtiers.connector.manager.tiering import TieringOffloadingManager
+from kvtiers.connector.region.shared_region import SharedOffloadRegion
+from kvtiers.tiers.base import JobMetadata, JobResult, SecondaryTierManager
+from kvtiers.tiers.blocks.file_mapper import FileMapper
+from kvtiers.tiers.metrics import Metrics
+from kvtiers.tiers.registry import SecondaryTierFactory
+from kvtiers.tiers.testing.fuse import why_no_fuse
+from kvtiers.tiers.tier.lookup import LookupOptions
+from kvtiers.tiers.tier.store_tier import StoreTierManager, TierOptions
 from tests.identity import FakeSpec
 from tests.soak.chaos import Chaos, FolderPlace, FusePlace, LayerPlace, Place, S3Place
 from tests.soak.engine import RecordedTier, SoakEngine
 from tests.soak.ledger import Ledger, Pulse, settled_heap
 from tests.soak.report import SoakReport
 from tests.soak.s3_server import BUCKET
-from tiers.base import JobMetadata, JobResult, SecondaryTierManager
-from tiers.file_mapper import FileMapper
-from tiers.lookup import LookupOptions
-from tiers.metrics import Metrics
-from tiers.registry import SecondaryTierFactory
-from tiers.store_tier import StoreTierManager, TierOptions
-from tiers.testing.fuse import why_no_fuse
 
 ROW_BYTES = 64 << 10
 NUM_SLOTS = 96

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from tiers.testing.http_faults import Fault, HttpFaultServer
+from kvtiers.tiers.testing.http_faults import Fault, HttpFaultServer
 
 BUCKET = "bucket"
 

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvtiers.tiers.base import JobMetadata, JobResult
 from tests.identity import block_key
 from tests.promises import Record
 from tests.soak.ledger import CallTimes, Ledger
 from tests.waiting import wait_for
-from tiers.base import JobMetadata, JobResult
 
 RUN_S_MAX = 800
 HEAL_S_MAX = 120  # the command's own limit is for a machine that does nothing else

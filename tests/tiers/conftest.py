@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import botocore.session
 import pytest
 
-from tiers.testing.servers import S3Server, SeaweedServer, find_weed, moto_server, seaweed_server
+from kvtiers.tiers.testing.servers import S3Server, SeaweedServer, find_weed, moto_server, seaweed_server
 
 
 @pytest.fixture(scope="session")

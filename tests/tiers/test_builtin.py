@@ -11,23 +11,23 @@ import boto3
 import numpy as np
 import pytest
 
-from connector.shared_region import SharedOffloadRegion
+from kvtiers.connector.region.shared_region import SharedOffloadRegion
+from kvtiers.tiers import builtin
+from kvtiers.tiers.base import JobMetadata
+from kvtiers.tiers.builtin import FsspecTierManager, NfsTierManager, S3TierManager
+from kvtiers.tiers.config.deployment import parse_tier
+from kvtiers.tiers.config.open_store import store_recipe
+from kvtiers.tiers.config.tier_options import FsspecTierConfig, NfsTierConfig, S3TierConfig
+from kvtiers.tiers.errors import ConfigError, StoreConfigError, StorePermissionError
+from kvtiers.tiers.isolation.store import ProcessIsolatedStore
+from kvtiers.tiers.registry import SecondaryTierFactory
+from kvtiers.tiers.stores.s3.options import S3Options
+from kvtiers.tiers.testing.servers import S3Server, moto_server
+from kvtiers.tiers.tier.store_tier import StoreTierManager
 from tests.identity import FakeSpec, block_key
 from tests.s3_clients import use_credentials
-from tests.tiers.misbehaving_store import HeldStore
+from tests.tiers.isolation.misbehaving_store import HeldStore
 from tests.waiting import wait_for
-from tiers import builtin
-from tiers.base import JobMetadata
-from tiers.builtin import FsspecTierManager, NfsTierManager, S3TierManager
-from tiers.config import parse_tier
-from tiers.errors import ConfigError, StoreConfigError, StorePermissionError
-from tiers.layers.isolate import ProcessIsolatedStore
-from tiers.open_store import store_recipe
-from tiers.registry import SecondaryTierFactory
-from tiers.store_tier import StoreTierManager
-from tiers.stores.s3_options import S3Options
-from tiers.testing.servers import S3Server, moto_server
-from tiers.tier_config import FsspecTierConfig, NfsTierConfig, S3TierConfig
 
 ROWS, ROW_BYTES = 8, 8192
 KEYS = [block_key(n) for n in range(ROWS)]

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from tiers.daemon_pool import DaemonPool
+from kvtiers.tiers.daemon_pool import DaemonPool
 
 
 def test_what_is_not_begun_is_cancelled_at_the_end_and_what_comes_later_too() -> None:

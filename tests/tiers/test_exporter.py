@@ -9,12 +9,12 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from connector.spec import TieringOffloadingSpec
+from kvtiers.connector.spec import TieringOffloadingSpec
+from kvtiers.tiers.config.deployment import parse_config
+from kvtiers.tiers.errors import SealReason
+from kvtiers.tiers.exporter import MetricsCollector, MetricsServer
+from kvtiers.tiers.metrics import METRICS, MetricKind, Metrics
 from tests.identity import CONFIG
-from tiers.config import parse_config
-from tiers.errors import SealReason
-from tiers.exporter import MetricsCollector, MetricsServer
-from tiers.metrics import METRICS, MetricKind, Metrics
 
 
 def exported(*metrics: Metrics) -> str:
@@ -128,8 +128,8 @@ def test_a_taken_port_does_not_keep_an_engine_from_starting(tmp_path: Path, capl
 def test_without_prometheus_client_the_extra_is_named() -> None:
     code = (
         "import sys; sys.modules['prometheus_client'] = None\n"
-        "from tiers.errors import ConfigError\n"
-        "try:\n    import tiers.exporter\nexcept ConfigError as e:\n    print(e)"
+        "from kvtiers.tiers.errors import ConfigError\n"
+        "try:\n    import kvtiers.tiers.exporter\nexcept ConfigError as e:\n    print(e)"
     )
     root = Path(__file__).parents[2]
     out = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tiers.metrics import METRICS, MetricKind, Metrics
+from kvtiers.tiers.metrics import METRICS, MetricKind, Metrics
 
 
 def test_counters_gauges_and_histograms() -> None:

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-import connector
-import tiers
-from tiers.errors import (
+import kvtiers
+from kvtiers.tiers.errors import (
     BlobNotFoundError,
     ConfigError,
     QueueFullError,
@@ -23,7 +22,7 @@ from tiers.errors import (
     StoreUnavailableError,
     printable,
 )
-from tiers.plain_logs import get_logger
+from kvtiers.tiers.plain_logs import get_logger
 
 #: Clears the screen, turns the rest about, begins a command as C1, hides a letter, and makes a line of its own.
 EVIL = "a\x1b[2Jb\u202ec\x9b31md\u200be\rf\nERROR all is lost"
@@ -35,7 +34,7 @@ def log() -> Iterator[io.StringIO]:
     """What a handler with logging's own formatter writes."""
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
-    logger = get_logger("tiers.test_plain_logs")
+    logger = get_logger("kvtiers.test_plain_logs")
     logger.addHandler(handler)
     yield stream
     logger.removeHandler(handler)
@@ -53,7 +52,7 @@ def test_printable_is_plain_and_stays_as_it_is() -> None:
 
 
 def test_a_logs_arguments_and_text(log: io.StringIO) -> None:
-    logger = get_logger("tiers.test_plain_logs")
+    logger = get_logger("kvtiers.test_plain_logs")
     logger.warning("%s, %d of %.1f %r: %s", EVIL, 3, 4.5, None, OSError(EVIL))
     logger.warning("%(name)s", {"name": EVIL})
     logger.warning(f"{EVIL}")
@@ -65,14 +64,14 @@ def test_a_logs_traceback(log: io.StringIO) -> None:
     try:
         raise ValueError(EVIL)
     except ValueError:
-        get_logger("tiers.test_plain_logs").exception("a tier raised")
+        get_logger("kvtiers.test_plain_logs").exception("a tier raised")
     assert lines(log)[:2] == ["a tier raised", "Traceback (most recent call last):"]
     assert all(line.isprintable() for line in lines(log))
 
 
 def test_arguments_that_are_plain_stay_what_they_are(caplog: pytest.LogCaptureFixture) -> None:
     error = OSError("no such file")
-    get_logger("tiers.test_plain_logs").warning("%s of %s", error, 3)
+    get_logger("kvtiers.test_plain_logs").warning("%s of %s", error, 3)
     assert caplog.records[-1].args == (error, 3)
 
 
@@ -99,8 +98,10 @@ def test_a_configs_mistakes_have_a_line_each_and_no_other() -> None:
 
 
 def test_every_logger_is_a_plain_one() -> None:
-    roots = [Path(package.__file__ or "").parent for package in (tiers, connector)]
-    modules = [path for root in roots for path in root.rglob("*.py") if path.name != "plain_logs.py"]
+    root = Path(kvtiers.__file__).parent
+    modules = [
+        path for part in ("tiers", "connector") for path in (root / part).rglob("*.py") if path.name != "plain_logs.py"
+    ]
     assert len(modules) > 100
     own = [path for path in modules if re.search(r"getLogger\((__name__|\))", path.read_text(encoding="utf-8"))]
-    assert own == [], "use tiers.plain_logs.get_logger"
+    assert own == [], "use kvtiers.tiers.plain_logs.get_logger"

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from kvtiers.tiers import registry
+from kvtiers.tiers.base import JobMetadata, JobResult, ReqContext, SecondaryTierManager
+from kvtiers.tiers.blocks.keys import OffloadKey
+from kvtiers.tiers.builtin import FileSystemTierManager
+from kvtiers.tiers.errors import ConfigError
+from kvtiers.tiers.registry import SecondaryTierFactory
 from tests.identity import FakeSpec
-from tiers import registry
-from tiers.base import JobMetadata, JobResult, ReqContext, SecondaryTierManager
-from tiers.builtin import FileSystemTierManager
-from tiers.errors import ConfigError
-from tiers.keys import OffloadKey
-from tiers.registry import SecondaryTierFactory
 
 
 class NullTier(SecondaryTierManager):

@@ -15,10 +15,10 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from kvtiers.tiers.base import JobMetadata
+from kvtiers.tiers.builtin import FileSystemTierManager
+from kvtiers.tiers.errors import ConfigError
 from tests.identity import FakeSpec, block_key
-from tiers.base import JobMetadata
-from tiers.builtin import FileSystemTierManager
-from tiers.errors import ConfigError
 
 ROW_BYTES = 4096
 KEYS = [block_key(n) for n in range(3)]

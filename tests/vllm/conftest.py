@@ -40,7 +40,7 @@ def inside_a_connector(request: pytest.FixtureRequest) -> Iterator[None]:
     if importlib.util.find_spec("vllm") is None or request.node.get_closest_marker("outside"):
         yield
         return
-    from connector.vllm.handed import handing_over
+    from kvtiers.connector.vllm.handed import handing_over
     from tests.vllm import engines
 
     with handing_over(engines.VllmConfig(), engines.kv_cache_config(*[engines.FULL] * 3)):
@@ -50,7 +50,7 @@ def inside_a_connector(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def own_loggers() -> Iterator[None]:
     """Give the loggers that a door configures back as they were: ``caplog`` hears what reaches the root."""
-    loggers = [logging.getLogger(name) for name in ("vllm", "tiers", "connector")]
+    loggers = [logging.getLogger(name) for name in ("vllm", "kvtiers")]
     before = [(each.handlers[:], each.level, each.propagate) for each in loggers]
     loggers[0].propagate = True
     yield

@@ -29,10 +29,10 @@ from vllm.v1.kv_offload.config import (
     OffloadingParallelConfig,
 )
 
+from kvtiers.tiers.base import JobMetadata
+from kvtiers.tiers.blocks.keys import OffloadKey
+from kvtiers.tiers.tier.store_tier import StoreTierManager
 from tests.identity import block_key
-from tiers.base import JobMetadata
-from tiers.keys import OffloadKey
-from tiers.store_tier import StoreTierManager
 
 BLOCK_TOKENS = 32
 PAGE_BYTES = 2048

@@ -18,8 +18,8 @@ import pytest
 from vllm.v1.kv_offload.base import Locality
 from vllm.v1.kv_offload.tiering.fs import manager
 
-from connector.vllm.handed import handing_over
-from connector.vllm.tier import KVTiersTier
+from kvtiers.connector.vllm.handed import handing_over
+from kvtiers.connector.vllm.tier import KVTiersTier
 from tests.vllm.engines import FULL, VllmConfig, kv_cache_config
 
 

@@ -21,13 +21,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from connector.vllm import translate
-from connector.vllm.connector import KVTiersConnector
-from connector.vllm.handed import handed_over
-from connector.vllm_config import deployment_from, ignored_options
-from connector.vllm_config import vllm_config as printed
+from kvtiers.connector.vllm import translate
+from kvtiers.connector.vllm.connector import KVTiersConnector
+from kvtiers.connector.vllm.handed import handed_over
+from kvtiers.connector.vllm_config import deployment_from, ignored_options
+from kvtiers.connector.vllm_config import vllm_config as printed
+from kvtiers.tiers.errors import ConfigError
 from tests.vllm.engines import FULL, VllmConfig, kv_cache_config
-from tiers.errors import ConfigError
 
 pytestmark = pytest.mark.outside
 
@@ -72,7 +72,7 @@ def file(tmp_path: Path) -> Path:
 def test_its_own_spec_is_what_it_makes_unless_told_otherwise(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     extra = {"config_file": str(file), "offload_prompt_only": False}
     _, options = made(extra, monkeypatch)
-    assert options == {"spec_name": "KVTiersSpec", "spec_module_path": "connector.vllm.spec", **extra}
+    assert options == {"spec_name": "KVTiersSpec", "spec_module_path": "kvtiers.vllm", **extra}
 
 
 def test_the_file_in_the_environment_counts_where_no_other_is_named(
@@ -97,7 +97,7 @@ def test_the_way_tier_makes_vllms_own_spec_with_an_entry_for_each_tier(
         "blocks_per_chunk": 4,
         "offload_prompt_only": False,
     }
-    entry = {"type": "KVTiersTier", "module_path": "connector.vllm.tier", "config_file": str(file)}
+    entry = {"type": "KVTiersTier", "module_path": "kvtiers.vllm", "config_file": str(file)}
     assert entries == [{**entry, "index": index} for index in range(2)]
 
 

@@ -18,9 +18,9 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
-from connector.vllm import contract, versions
-from connector.vllm.contract import CALLED, READ, check_contract, entries_of, implements
-from tiers.errors import ConfigError
+from kvtiers.connector.vllm import contract, versions
+from kvtiers.connector.vllm.contract import CALLED, READ, check_contract, entries_of, implements
+from kvtiers.tiers.errors import ConfigError
 
 PACKAGE = Path(contract.__file__).parent
 NEWEST = versions.release(versions.TESTED[-1])
@@ -37,9 +37,10 @@ def entries(table: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def our_classes() -> Iterator[type]:
-    """Classes of connector.vllm with methods that vLLM calls."""
-    for path in sorted(PACKAGE.glob("*.py")):
-        module = importlib.import_module(f"connector.vllm.{path.stem}" if path.stem != "__init__" else "connector.vllm")
+    """Classes of kvtiers.connector.vllm with methods that vLLM calls."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        module = importlib.import_module(".".join(("kvtiers.connector.vllm", *parts)).removesuffix(".__init__"))
         for each in vars(module).values():
             if isinstance(each, type) and each.__module__ == module.__name__ and called_by_vllm(each):
                 yield each
@@ -235,11 +236,11 @@ def test_a_door_is_closed_before_it_misses_a_name() -> None:
 import vllm.v1.kv_offload.base as base
 base.PrepareStoreResult = base.PrepareStoreOutput
 del base.PrepareStoreOutput
-import connector.vllm.spec
+import kvtiers.connector.vllm.spec
 """
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     error = run.stderr.strip().splitlines()[-1]
-    assert error.startswith("tiers.errors.ConfigError: vllm: version ")
+    assert error.startswith("kvtiers.tiers.errors.ConfigError: vllm: version ")
     assert "vllm.v1.kv_offload.base.PrepareStoreOutput is gone" in error
 
 
@@ -274,7 +275,7 @@ def reads(tree: ast.AST) -> Iterator[tuple[str, str]]:
 
 
 CONFIG = "vllm.config:"
-#: Names that connector.vllm gives to vLLM's objects, and what they are.
+#: Names that kvtiers.connector.vllm gives to vLLM's objects, and what they are.
 VARIABLES = {
     "cache": (f"{CONFIG}CacheConfig", f"{contract._OFFLOAD_CONFIG}OffloadingCacheConfig"),
     "cached": (f"{contract._STEP}CachedRequestData",),
@@ -315,7 +316,7 @@ def everything(table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def imported() -> set[str]:
-    """``module:name`` of all that connector.vllm imports from vLLM."""
+    """``module:name`` of all that kvtiers.connector.vllm imports from vLLM."""
     return {
         f"{node.module}:{alias.name}"
         for tree in trees()

@@ -9,12 +9,12 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
-from connector.vllm.handed import handed_over, handing_over
-from connector.vllm.spec import KVTiersSpec
-from connector.vllm.tier import KVTiersTier
+from kvtiers.connector.vllm.handed import handed_over, handing_over
+from kvtiers.connector.vllm.spec import KVTiersSpec
+from kvtiers.connector.vllm.tier import KVTiersTier
+from kvtiers.tiers.errors import ConfigError
 from tests.vllm import engines
 from tests.vllm.engines import offloading_config
-from tiers.errors import ConfigError
 
 pytestmark = pytest.mark.outside
 

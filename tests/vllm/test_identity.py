@@ -18,12 +18,12 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
 import vllm.config
 
-from connector.vllm import identity as module
-from connector.vllm import versions
-from connector.vllm.identity import identity, identity_digest, is_ignored
-from connector.vllm.uncounted import IGNORED, IGNORED_VARIABLES
+from kvtiers.connector.vllm import identity as module
+from kvtiers.connector.vllm import versions
+from kvtiers.connector.vllm.identity import identity, identity_digest, is_ignored
+from kvtiers.connector.vllm.uncounted import IGNORED, IGNORED_VARIABLES
+from kvtiers.tiers.errors import ConfigError
 from tests.vllm.engines import VllmConfig
-from tiers.errors import ConfigError
 
 
 def config_classes() -> list[type]:
@@ -199,7 +199,7 @@ def test_an_object_that_cannot_be_told_from_others_counts_by_its_type_and_is_sai
 def test_two_processes_agree() -> None:
     script = """
 import json, vllm.config
-from connector.vllm.identity import identity
+from kvtiers.connector.vllm.identity import identity
 print("ID", json.dumps(identity(vllm.config.VllmConfig(), {}), default=str))
 """
     printed = []

@@ -16,13 +16,13 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches
 from vllm.v1.kv_offload.config import OffloadingCacheConfig
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from connector.vllm import kv_groups, translate
-from connector.vllm.handed import handed_over, handing_over
-from connector.vllm.spec import KVTiersSpec
+from kvtiers.connector.vllm import kv_groups, translate
+from kvtiers.connector.vllm.handed import handed_over, handing_over
+from kvtiers.connector.vllm.spec import KVTiersSpec
+from kvtiers.tiers.errors import ConfigError
 from tests.vllm import engines
 from tests.vllm.engines import BLOCK_BYTES, CHUNKED, FULL, MAMBA, SLIDING, VllmConfig, offloading_config
 from tests.vllm.test_translate import some_vllm_config
-from tiers.errors import ConfigError
 
 CHUNK = 4
 UNIFORM = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"layer0": SLIDING})
@@ -88,7 +88,7 @@ def test_a_window_is_stored_block_by_block(
 def test_vllms_own_spec_is_told_to_store_a_window_block_by_block(
     kinds: list[Any], has_window: bool, blocks_per_chunk: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tier = {"type": "KVTiersTier", "module_path": "connector.vllm.tier", "tier": {"type": "memory"}}
+    tier = {"type": "KVTiersTier", "module_path": "kvtiers.vllm", "tier": {"type": "memory"}}
     extra = {"cpu_bytes_to_use": 1 << 20, "secondary_tiers": [tier]}
     spec = TieringOffloadingSpec(config_of(kinds, extra, blocks_per_chunk))
     if has_window and blocks_per_chunk > 1:
@@ -112,7 +112,7 @@ def test_vllms_own_spec_is_told_to_store_a_window_block_by_block(
     ],
 )
 def test_layouts_of_which_vllm_hands_over_other_bytes_are_refused(kinds: list[Any], layout: str, refused: bool) -> None:
-    tier = {"type": "KVTiersTier", "module_path": "connector.vllm.tier", "tier": {"type": "memory"}}
+    tier = {"type": "KVTiersTier", "module_path": "kvtiers.vllm", "tier": {"type": "memory"}}
     extra = {"cpu_bytes_to_use": 1 << 20, "secondary_tiers": [tier]}
     behind = TieringOffloadingSpec(config_of(kinds, extra, 1, kv_cache_layout=layout))
     ours = config_of(kinds, {"cpu_bytes_to_use": "1MiB"}, 1, kv_cache_layout=layout)
@@ -128,7 +128,7 @@ def test_layouts_of_which_vllm_hands_over_other_bytes_are_refused(kinds: list[An
 def refusal(kind: Any, **extra: Any) -> str:
     """Of both ways."""
     config = config_of([kind], {"cpu_bytes_to_use": "1MiB", **extra}, 1)
-    tier = {"type": "KVTiersTier", "module_path": "connector.vllm.tier", "tier": {"type": "memory"}}
+    tier = {"type": "KVTiersTier", "module_path": "kvtiers.vllm", "tier": {"type": "memory"}}
     behind = TieringOffloadingSpec(
         config_of([kind], {"cpu_bytes_to_use": 1 << 20, "secondary_tiers": [tier], **extra}, 1)
     )
@@ -217,7 +217,7 @@ def test_blocks_of_plain_mla_have_one_namespace_on_all_gpus(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = {"type": "fs", "root_dir": str(tmp_path), "min_free": 0}
-    behind = {"type": "KVTiersTier", "module_path": "connector.vllm.tier", "tier": tier}
+    behind = {"type": "KVTiersTier", "module_path": "kvtiers.vllm", "tier": tier}
     extra = {"secondary_tiers": [behind]} if way == "tier" else {"tiers": [tier]}
 
     def make() -> None:

@@ -24,8 +24,8 @@ if hasattr(logger, "configure_logging"):
 """
 #: What doors do first, then what a tier's circuit says. (Importing a whole door takes seconds.)
 CIRCUIT = """
-from connector.vllm.logs import log_as_vllm
-from tiers.circuit import Circuit
+from kvtiers.connector.vllm.logs import log_as_vllm
+from kvtiers.tiers.tier.circuit import Circuit
 for _ in range(2):
     log_as_vllm()
 circuit = Circuit("fs", failures_max=1, probe_every_s=0)
@@ -36,13 +36,13 @@ circuit.succeed("store")
 TIER = """
 from tests.vllm import engines
 from types import SimpleNamespace
-from connector.vllm import connector, shared_storage, spec, tier
-from connector.vllm.handed import handing_over
-from connector.vllm.logs import log_as_vllm
+from kvtiers.connector.vllm import connector, spec, tier
+from kvtiers.connector.vllm.prefixes import connector as shared_storage
+from kvtiers.connector.vllm.handed import handing_over
+from kvtiers.connector.vllm.logs import log_as_vllm
 
-for name in ("tiers", "connector"):
-    ours = logging.getLogger(name)
-    print("tier fs", ours.handlers, ours.level, ours.propagate)
+ours = logging.getLogger("kvtiers")
+print("tier fs", ours.handlers, ours.level, ours.propagate)
 
 def make():
     spec = SimpleNamespace(config=engines.offloading_config(), blocks_per_chunk=1)
@@ -110,7 +110,7 @@ def test_a_config_file_of_the_operators_is_obeyed(names_ours: bool, tmp_path: Pa
     handler = {"class": "logging.StreamHandler", "stream": "ext://sys.stdout"}
     loggers: dict[str, Any] = {"vllm": {"handlers": ["theirs"], "level": "INFO", "propagate": False}}
     if names_ours:
-        loggers["tiers"] = {"handlers": ["ours"], "level": "WARNING"}
+        loggers["kvtiers"] = {"handlers": ["ours"], "level": "WARNING"}
     config = {
         "version": 1,
         "disable_existing_loggers": False,

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from connector.vllm.metrics import StatsExporter
-from tiers.errors import SealReason
-from tiers.metrics import Metrics
+from kvtiers.connector.vllm.metrics import StatsExporter
+from kvtiers.tiers.errors import SealReason
+from kvtiers.tiers.metrics import Metrics
 
 
 @pytest.fixture

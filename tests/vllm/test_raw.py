@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.kv_offload.file_mapper import FileMapper as VllmsFileMapper
 
-from connector.cli import app
-from connector.vllm import translate
+from kvtiers.connector.commands.cli import app
+from kvtiers.connector.vllm import translate
+from kvtiers.tiers.blocks.file_mapper import FORMAT_SEALED, FORMAT_VLLM_RAW, VllmFileMapper, strict_fields
 from tests.vllm.engines import VllmConfig, keys, offloading_config
 from tests.vllm.test_tier import Engine
 from tests.waiting import PATIENT
-from tiers.file_mapper import FORMAT_SEALED, FORMAT_VLLM_RAW, VllmFileMapper, strict_fields
 
 SOME = keys(5)
 HITS, MISSES = [LookupResult.HIT] * len(SOME), [LookupResult.MISS] * len(SOME)

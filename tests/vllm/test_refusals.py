@@ -12,13 +12,13 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
-from connector.vllm import refusals
-from connector.vllm.connector import KVTiersConnector
-from connector.vllm.handed import handing_over
-from connector.vllm.shared_storage import SharedStorageConnector
-from connector.vllm.tier import KVTiersTier
+from kvtiers.connector.vllm import refusals
+from kvtiers.connector.vllm.connector import KVTiersConnector
+from kvtiers.connector.vllm.handed import handing_over
+from kvtiers.connector.vllm.prefixes.connector import SharedStorageConnector
+from kvtiers.connector.vllm.tier import KVTiersTier
+from kvtiers.tiers.errors import ConfigError
 from tests.vllm.engines import FULL, kv_cache_config, offloading_config
-from tiers.errors import ConfigError
 
 
 def config(**changes: Any) -> Any:

@@ -20,7 +20,7 @@ from vllm.v1.kv_offload.base import ReqContext, ScheduleEndContext, make_offload
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.request import Request
 
-from connector.vllm import translate
+from kvtiers.connector.vllm import translate
 from tests.vllm.engines import BLOCK_BYTES, BLOCK_TOKENS, FULL, kv_cache_config, kv_caches, offloading_config
 from tests.waiting import wait_for
 
@@ -31,9 +31,9 @@ LIMITED_LOADS = pytest.mark.skipif(not translate._READS_MAX_LOAD_TOKENS, reason=
 
 def options_of(way: str) -> dict[str, Any]:
     if way == "spec":
-        own = {"spec_name": "KVTiersSpec", "spec_module_path": "connector.vllm.spec", "storage_after_reset": "keep"}
+        own = {"spec_name": "KVTiersSpec", "spec_module_path": "kvtiers.vllm", "storage_after_reset": "keep"}
         return {**own, "tiers": [{"type": "memory"}]}
-    entry = {"type": "KVTiersTier", "module_path": "connector.vllm.tier", "tier": {"type": "memory"}}
+    entry = {"type": "KVTiersTier", "module_path": "kvtiers.vllm", "tier": {"type": "memory"}}
     return {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [entry]}
 
 

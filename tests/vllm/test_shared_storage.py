@@ -31,21 +31,22 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-import connector.vllm.shared_storage as module
-from connector import prefix_worker
-from connector.paged_buffer import extract_slots, inject_slots
-from connector.vllm import prefix_steps, translate
-from connector.vllm.prefix_steps import SharedStorageMetadata
-from connector.vllm.shared_storage import SharedStorageConnector
+from kvtiers.connector.prefixes import worker as prefix_worker
+from kvtiers.connector.prefixes.paged_buffer import extract_slots, inject_slots
+from kvtiers.connector.vllm import translate
+from kvtiers.connector.vllm.prefixes import connector as module
+from kvtiers.connector.vllm.prefixes import steps as prefix_steps
+from kvtiers.connector.vllm.prefixes.connector import SharedStorageConnector
+from kvtiers.connector.vllm.prefixes.steps import SharedStorageMetadata
+from kvtiers.tiers import daemon_pool
+from kvtiers.tiers.blocks.keys import hash_blocks
+from kvtiers.tiers.errors import ConfigError, StoreConfigError, StoreUnavailableError
+from kvtiers.tiers.testing.http_faults import HttpFaultServer
 from tests.clock import Clock
 from tests.files import files_below
 from tests.s3_clients import use_credentials
 from tests.vllm.engines import LAYERS, VllmConfig, offloading_config
 from tests.waiting import wait_for
-from tiers import daemon_pool
-from tiers.errors import ConfigError, StoreConfigError, StoreUnavailableError
-from tiers.keys import hash_blocks
-from tiers.testing.http_faults import HttpFaultServer
 
 BLOCKS, SIZE = 12, 4
 # A busy machine misses the defaults. Tests of what is late set deadlines of their own.

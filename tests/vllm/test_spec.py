@@ -20,14 +20,18 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, ScheduleEndC
 from vllm.v1.kv_offload.base import OffloadingManager as VllmManager
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
-from connector.host_copy import HostCopier
-from connector.pacing import DRAIN_SHARE as VLLM_DRAIN_SHARE
-from connector.tier_guard import SHUTDOWN_SHARE
-from connector.vllm import spec as spec_module
-from connector.vllm import translate
-from connector.vllm.connector import KVTiersConnector
-from connector.vllm.handed import handing_over
-from connector.vllm.spec import KVTiersManager, KVTiersSpec, KVTiersWorker
+from kvtiers.connector.manager.guard import SHUTDOWN_SHARE
+from kvtiers.connector.manager.pacing import DRAIN_SHARE as VLLM_DRAIN_SHARE
+from kvtiers.connector.transfer.host_copy import HostCopier
+from kvtiers.connector.vllm import spec as spec_module
+from kvtiers.connector.vllm import translate
+from kvtiers.connector.vllm.connector import KVTiersConnector
+from kvtiers.connector.vllm.handed import handing_over
+from kvtiers.connector.vllm.spec import KVTiersManager, KVTiersSpec, KVTiersWorker
+from kvtiers.tiers.blocks.keys import OffloadKey
+from kvtiers.tiers.errors import ConfigError
+from kvtiers.tiers.stores.files.folder_store import FolderStore
+from kvtiers.tiers.tier.store_tier import DRAIN_SHARE, StoreTierManager
 from tests.vllm.engines import (
     BLOCK_BYTES,
     FULL,
@@ -41,10 +45,6 @@ from tests.vllm.engines import (
 )
 from tests.vllm.test_tier import hang_until_cut
 from tests.waiting import PATIENT, wait_for
-from tiers.errors import ConfigError
-from tiers.folder_store import FolderStore
-from tiers.keys import OffloadKey
-from tiers.store_tier import DRAIN_SHARE, StoreTierManager
 
 STEP = ScheduleEndContext(new_req_ids=[], preempted_req_ids=[])
 NUM_BLOCKS = 8
@@ -56,7 +56,7 @@ class Engine:
     def __init__(self, root: Path, engine_id: str, *, blocks: int = NUM_BLOCKS, **extra: Any) -> None:
         config = {
             "spec_name": "KVTiersSpec",
-            "spec_module_path": "connector.vllm.spec",
+            "spec_module_path": "kvtiers.vllm",
             "cpu_bytes_to_use": blocks * BLOCK_BYTES,
             "tiers": [{"type": "fs", "root_dir": str(root), "min_free": 0, **PATIENT}],
             **extra,

@@ -19,14 +19,14 @@ from vllm.v1.kv_offload.base import make_offload_key
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.request import Request
 
-from connector.vllm.translate import hold_back_stream
+from kvtiers.connector.vllm.translate import hold_back_stream
 from tests.vllm.engines import BLOCK_BYTES, BLOCK_TOKENS, FULL, kv_cache_config, offloading_config
 from tests.waiting import wait_for
 
-SPEC = {"spec_name": "KVTiersSpec", "spec_module_path": "connector.vllm.spec", "tiers": []}
+SPEC = {"spec_name": "KVTiersSpec", "spec_module_path": "kvtiers.vllm", "tiers": []}
 TIER = {
     "spec_name": "TieringOffloadingSpec",
-    "secondary_tiers": [{"type": "KVTiersTier", "module_path": "connector.vllm.tier", "tier": {"type": "memory"}}],
+    "secondary_tiers": [{"type": "KVTiersTier", "module_path": "kvtiers.vllm", "tier": {"type": "memory"}}],
 }
 TABLE = [11, 12, 13, 14, 15]
 

@@ -20,11 +20,16 @@ from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from connector.tier_guard import SHUTDOWN_SHARE
-from connector.tiering_options import LOAD_GRACE_S
-from connector.vllm import translate
-from connector.vllm.handed import handing_over
-from connector.vllm_config import connector_options
+from kvtiers.connector.manager.guard import SHUTDOWN_SHARE
+from kvtiers.connector.manager.options import LOAD_GRACE_S
+from kvtiers.connector.vllm import translate
+from kvtiers.connector.vllm.handed import handing_over
+from kvtiers.connector.vllm_config import connector_options
+from kvtiers.tiers.base import JobResult, OffloadingEvent
+from kvtiers.tiers.blocks.keys import OffloadKey
+from kvtiers.tiers.errors import ConfigError, StoreUnavailableError
+from kvtiers.tiers.stores.memory import MemoryStore
+from kvtiers.tiers.tier.store_tier import DRAIN_SHARE, StoreTierManager
 from tests.clock import Clock
 from tests.vllm.engines import (
     FULL,
@@ -36,11 +41,6 @@ from tests.vllm.engines import (
     spied_stores,
 )
 from tests.waiting import PATIENT, wait_for
-from tiers.base import JobResult, OffloadingEvent
-from tiers.errors import ConfigError, StoreUnavailableError
-from tiers.keys import OffloadKey
-from tiers.store_tier import DRAIN_SHARE, StoreTierManager
-from tiers.stores.memory import MemoryStore
 
 NUM_CHUNKS = 16
 STEP = ScheduleEndContext(new_req_ids=[], preempted_req_ids=[])
@@ -50,7 +50,7 @@ class Engine:
     """vLLM's manager over one tier of ours, and the steps a scheduler makes."""
 
     def __init__(self, name: str, tier: dict[str, Any], **changes: Any) -> None:
-        adapter = {"type": "KVTiersTier", "module_path": "connector.vllm.tier", **tier}
+        adapter = {"type": "KVTiersTier", "module_path": "kvtiers.vllm", **tier}
         adapter = {name: value for name, value in adapter.items() if value is not None}
         extra = {"cpu_bytes_to_use": NUM_CHUNKS * 4096, "secondary_tiers": [adapter]}
         self.spec = TieringOffloadingSpec(offloading_config(extra, engine_id=name, **changes))
@@ -230,7 +230,7 @@ def test_vllm_publishes_stored_and_removed(engines: Any, tmp_path: Path) -> None
 @pytest.mark.skipif(not hasattr(VllmTier, "cache_hit_source"), reason="vLLM asks for sources from 0.32 on")
 def test_vllm_is_told_of_what_kind_the_storage_is(engines: Any, tmp_path: Path) -> None:
     assert engines("files", on_folder(tmp_path)).tier.cache_hit_source.value == "disk"
-    memory = {"type": "KVTiersTier", "module_path": "connector.vllm.tier", "tier": {"type": "memory"}}
+    memory = {"type": "KVTiersTier", "module_path": "kvtiers.vllm", "tier": {"type": "memory"}}
     assert engines("memory", memory).tier.cache_hit_source.value == "host"
     assert translate.hit_source("s3").value == translate.hit_source("nfs").value == "external_unspecified"
 
@@ -282,7 +282,7 @@ def test_shutdown_counts_what_was_not_stored(engines: Any, tmp_path: Path, caplo
     engine = engines("slow", on_folder(tmp_path))
     tier = engine.tier
     tier._stores[99] = keys(7)
-    with caplog.at_level("WARNING", logger="connector.vllm.tier"):
+    with caplog.at_level("WARNING", logger="kvtiers.connector.vllm.tier"):
         tier.shutdown()
     assert "7 blocks were not stored" in caplog.text
 
@@ -511,5 +511,5 @@ def test_a_tier_that_is_refused_for_its_deadline_is_stopped() -> None:
 def make_tier(options: dict[str, Any]) -> Any:
     spec = type("Spec", (), {"config": offloading_config(), "blocks_per_chunk": 1})()
     view = memoryview(bytearray(4 * 4096)).cast("b", (4, 4096))
-    adapter = {"type": "KVTiersTier", "module_path": "connector.vllm.tier", **options}
+    adapter = {"type": "KVTiersTier", "module_path": "kvtiers.vllm", **options}
     return SecondaryTierFactory.create_secondary_tier(adapter, view, spec)

@@ -22,16 +22,16 @@ from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.kv_offload.base import Locality, LookupResult, Medium
 from vllm.v1.kv_offload.config import OffloadingGroupConfig, OffloadingModelConfig
 
-from connector import model_files
-from connector.vllm import translate, weights
+from kvtiers.connector import model_files
+from kvtiers.connector.vllm import translate, weights
+from kvtiers.tiers.base import JobResult, OffloadingEvent
+from kvtiers.tiers.blocks.file_mapper import FileMapper, strict_fields
+from kvtiers.tiers.errors import ConfigError
 from tests.tiny_model import make_model_dir
 from tests.vllm.engines import VllmConfig, keys, offloading_config, request
-from tiers.base import JobResult, OffloadingEvent
-from tiers.errors import ConfigError
-from tiers.file_mapper import FileMapper, strict_fields
 
 
-@pytest.mark.parametrize("module", ["connector", "spec", "tier", "shared_storage", "translate"])
+@pytest.mark.parametrize("module", ["connector", "spec", "tier", "prefixes.connector", "translate"])
 @pytest.mark.parametrize("version", ["'dev'", "'0.27.0'", "None", "'0'"])
 def test_each_door_says_which_releases_were_tested_before_it_needs_anything_of_vllm(module: str, version: str) -> None:
     """In place of vLLM is a package that has a version and nothing else."""
@@ -40,11 +40,11 @@ import sys, types
 vllm = types.ModuleType("vllm")
 vllm.__version__ = {version}
 sys.modules["vllm"] = vllm
-import connector.vllm.{module}
+import kvtiers.connector.vllm.{module}
 """
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     error = run.stderr.strip().splitlines()[-1]
-    assert error.startswith("tiers.errors.ConfigError: vllm: ")
+    assert error.startswith("kvtiers.tiers.errors.ConfigError: vllm: ")
     assert f"version {version.strip(chr(39))!r} lacks what kvtiers uses of vLLM: " in error
     assert error.endswith("Install a release that kvtiers was tested with (0.28 to 0.33), or a newer kvtiers")
 

@@ -1,4 +1,4 @@
-"""Account: one writer's part in keeping what a root holds within ``max_bytes``. ``tiers.capacity.usage`` says how."""
+"""Account: one writer's part in keeping what a root holds within ``max_bytes``. ``usage`` says how."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import threading
 import time
 from collections.abc import Callable
 
-from tiers.capacity.records import RecordKeys, put_record
-from tiers.capacity.usage import USAGE_PREFIX, WRITERS_PREFIX, used_bytes
-from tiers.errors import StoreError, StoreFullError, StoreUnavailableError
-from tiers.plain_logs import get_logger
-from tiers.store import Store
+from kvtiers.tiers.capacity.records import RecordKeys, put_record
+from kvtiers.tiers.capacity.usage import USAGE_PREFIX, WRITERS_PREFIX, used_bytes
+from kvtiers.tiers.errors import StoreError, StoreFullError, StoreUnavailableError
+from kvtiers.tiers.plain_logs import get_logger
+from kvtiers.tiers.store import Store
 
 logger = get_logger(__name__)
 

@@ -23,13 +23,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from tiers.capacity.histogram import AgeHistogram, bucket_of
-from tiers.capacity.lease import Lease
-from tiers.capacity.policy import CapacityPolicy
-from tiers.capacity.records import PREFIXES_FOLDER, UNREADABLE, RecordKeys
-from tiers.capacity.removal import CollectReport, Removal
-from tiers.capacity.room import FREE_HIGH, FREE_LOW, TRIAL_EVERY_S, Room
-from tiers.capacity.usage import (
+from kvtiers.tiers.capacity.histogram import AgeHistogram, bucket_of
+from kvtiers.tiers.capacity.lease import Lease
+from kvtiers.tiers.capacity.policy import CapacityPolicy
+from kvtiers.tiers.capacity.records import PREFIXES_FOLDER, UNREADABLE, RecordKeys
+from kvtiers.tiers.capacity.removal import CollectReport, Removal
+from kvtiers.tiers.capacity.room import FREE_HIGH, FREE_LOW, TRIAL_EVERY_S, Room
+from kvtiers.tiers.capacity.usage import (
     MEASURED,
     USAGE_PREFIX,
     Baseline,
@@ -41,10 +41,10 @@ from tiers.capacity.usage import (
     read_measured,
     read_usage,
 )
-from tiers.errors import StoreConfigError, StoreError, StoreFullError
-from tiers.inventory import parse_block_name
-from tiers.plain_logs import get_logger
-from tiers.store import KeyInfo, NamesBlocks, Store, SupportsSweep, SupportsTouch, delete_all
+from kvtiers.tiers.errors import StoreConfigError, StoreError, StoreFullError
+from kvtiers.tiers.plain_logs import get_logger
+from kvtiers.tiers.store import KeyInfo, NamesBlocks, Store, SupportsSweep, SupportsTouch, delete_all
+from kvtiers.tiers.tools.inventory import parse_block_name
 
 logger = get_logger(__name__)
 

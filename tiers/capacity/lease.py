@@ -14,10 +14,10 @@ import re
 import time
 from collections.abc import Callable
 
-from tiers.capacity.records import OWN_PREFIX, UNREADABLE, RecordKeys, get_record, put_record
-from tiers.errors import StoreError
-from tiers.plain_logs import get_logger
-from tiers.store import KeyInfo, Store
+from kvtiers.tiers.capacity.records import OWN_PREFIX, UNREADABLE, RecordKeys, get_record, put_record
+from kvtiers.tiers.errors import StoreError
+from kvtiers.tiers.plain_logs import get_logger
+from kvtiers.tiers.store import KeyInfo, Store
 
 logger = get_logger(__name__)
 

@@ -13,14 +13,14 @@ from dataclasses import asdict
 from queue import Full, Queue
 from typing import Any
 
-from tiers.capacity.policy import CapacityPolicy
-from tiers.capacity.records import RecordKeys
-from tiers.file_mapper import FileMapper
-from tiers.keys import OffloadKey
-from tiers.layers.isolate_worker import own_log_level
-from tiers.layers.loaded_code import OWN_CODE
-from tiers.layers.worker_process import StoreRecipe, environment_without, python_command
-from tiers.plain_logs import get_logger
+from kvtiers.tiers.blocks.file_mapper import FileMapper
+from kvtiers.tiers.blocks.keys import OffloadKey
+from kvtiers.tiers.capacity.policy import CapacityPolicy
+from kvtiers.tiers.capacity.records import RecordKeys
+from kvtiers.tiers.isolation.loaded_code import OWN_CODE
+from kvtiers.tiers.isolation.process import StoreRecipe, environment_without, python_command
+from kvtiers.tiers.isolation.worker import own_log_level
+from kvtiers.tiers.plain_logs import get_logger
 
 logger = get_logger(__name__)
 
@@ -157,7 +157,7 @@ class CollectorLink:
         """One process, from its start to its end."""
         OWN_CODE.check()
         process = subprocess.Popen(
-            python_command("tiers.capacity.process", str(os.getpid())),
+            python_command("kvtiers.tiers.capacity.process", str(os.getpid())),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

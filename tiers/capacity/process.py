@@ -20,14 +20,14 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, TextIO
 
-from tiers.capacity.collector import Collector
-from tiers.capacity.policy import CapacityPolicy
-from tiers.capacity.records import RecordKeys
-from tiers.capacity.usage import read_measured, used_bytes
-from tiers.errors import StoreError
-from tiers.layers.isolate_worker import die_with_parent, limit_memory, log_to_stderr, make_store, own_output
-from tiers.plain_logs import get_logger
-from tiers.store import Store, SupportsTouch
+from kvtiers.tiers.capacity.collector import Collector
+from kvtiers.tiers.capacity.policy import CapacityPolicy
+from kvtiers.tiers.capacity.records import RecordKeys
+from kvtiers.tiers.capacity.usage import read_measured, used_bytes
+from kvtiers.tiers.errors import StoreError
+from kvtiers.tiers.isolation.worker import die_with_parent, limit_memory, log_to_stderr, make_store, own_output
+from kvtiers.tiers.plain_logs import get_logger
+from kvtiers.tiers.store import Store, SupportsTouch
 
 logger = get_logger(__name__)
 

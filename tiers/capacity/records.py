@@ -25,10 +25,10 @@ from typing import Any
 
 import xxhash
 
-from tiers.errors import BlobCorruptError, BlobNotFoundError, StorePermissionError, StoreUnavailableError
-from tiers.json_text import parse_json
-from tiers.keyring import KeyRing
-from tiers.store import Store
+from kvtiers.tiers.blocks.keyring import KeyRing
+from kvtiers.tiers.errors import BlobCorruptError, BlobNotFoundError, StorePermissionError, StoreUnavailableError
+from kvtiers.tiers.json_text import parse_json
+from kvtiers.tiers.store import Store
 
 OWN_PREFIX = "_kvtiers/"
 #: Where SharedStorageConnector keeps its prefixes beside a tier's blocks, with a bound and a collector of their own.

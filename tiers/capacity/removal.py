@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tiers.store import KeyInfo
+from kvtiers.tiers.store import KeyInfo
 
 DELETE_BATCH_KEYS = 512
 DELETE_WAIT_S_MAX = 1.0  # who uses a block after it was listed finds it gone; below grace_s, so that few are met

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from tiers.capacity.policy import CapacityPolicy
-from tiers.capacity.records import OWN_PREFIX
-from tiers.errors import StoreError, StoreFullError
-from tiers.plain_logs import get_logger
-from tiers.store import Store, SupportsFreeBytes
+from kvtiers.tiers.capacity.policy import CapacityPolicy
+from kvtiers.tiers.capacity.records import OWN_PREFIX
+from kvtiers.tiers.errors import StoreError, StoreFullError
+from kvtiers.tiers.plain_logs import get_logger
+from kvtiers.tiers.store import Store, SupportsFreeBytes
 
 logger = get_logger(__name__)
 

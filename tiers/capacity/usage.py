@@ -1,8 +1,8 @@
 """What a root can hold at this moment, by the records of its writers and of its collector.
 
-All writers together keep a bound (``tiers.capacity.account``) without a lock, on any store.
+All writers together keep a bound (``account``) without a lock, on any store.
 
-Records (``tiers.capacity.records``), each written by one process at a time::
+Records (``records``), each written by one process at a time::
 
     measured          {id, bytes, base}     by the collector: the sizes it listed, less what it removed since
     grants/<writer>   {reserved, settled,   by that writer: bytes it may have put so far, bytes whose put has ended,
@@ -35,7 +35,7 @@ larger than what is left above that mark would be refused for ever otherwise.
 Writers are found by listing ``members/``, where nothing is ever replaced: a listing need not show a name that is
 replaced meanwhile (tmpfs gives it a new place in the folder).
 
-A record that cannot be believed (see ``tiers.capacity.records``), or that says what no storage can hold, is as good as
+A record that cannot be believed (see ``records``), or that says what no storage can hold, is as good as
 none. Without a measurement nothing is granted until the next one. A writer whose record is lost may have reserved any
 number of bytes, so nothing is granted until it publishes the record anew, which it does before each grant, or is taken
 for dead. Earlier versions kept records without a checksum in ``writers/`` and ``usage/``. Those are never read, and the
@@ -47,7 +47,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from tiers.capacity.records import (
+from kvtiers.tiers.capacity.records import (
     OWN_PREFIX,
     READ_ATTEMPTS_MAX,
     UNREADABLE,
@@ -55,10 +55,10 @@ from tiers.capacity.records import (
     get_record,
     put_record,
 )
-from tiers.daemon_pool import DaemonPool
-from tiers.errors import StoreUnavailableError
-from tiers.plain_logs import get_logger
-from tiers.store import Store
+from kvtiers.tiers.daemon_pool import DaemonPool
+from kvtiers.tiers.errors import StoreUnavailableError
+from kvtiers.tiers.plain_logs import get_logger
+from kvtiers.tiers.store import Store
 
 logger = get_logger(__name__)
 

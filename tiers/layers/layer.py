@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from tiers.store import KeyInfo, Store, parts_size
+from kvtiers.tiers.store import KeyInfo, Store, parts_size
 
 T = TypeVar("T")
 

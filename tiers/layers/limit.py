@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from tiers.errors import ConfigError, StoreThrottledError
-from tiers.layers.layer import Layer
-from tiers.store import Store
+from kvtiers.tiers.errors import ConfigError, StoreThrottledError
+from kvtiers.tiers.layers.layer import Layer
+from kvtiers.tiers.store import Store
 
 T = TypeVar("T")
 

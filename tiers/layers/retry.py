@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from tiers.errors import StoreError
-from tiers.layers.layer import Layer
-from tiers.store import Store
+from kvtiers.tiers.errors import StoreError
+from kvtiers.tiers.layers.layer import Layer
+from kvtiers.tiers.store import Store
 
 T = TypeVar("T")
 

@@ -44,7 +44,7 @@ def cap_loggers_of(driver: type) -> None:
     module = sys.modules.get(driver.__module__)
     used = {driver.__module__, *(_module_of(value) for value in vars(module).values())} if module else set()
     packages = {name.partition(".")[0] for name in used} - sys.stdlib_module_names - {""}
-    packages -= {"tiers", "connector"}
+    packages -= {"kvtiers"}
     for package in tuple(packages):
         packages |= _required_by(package)
     cap_chatty_loggers(frozenset(packages | {"fsspec"} | CHATTY))

@@ -21,7 +21,7 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from tiers.errors import (
+from kvtiers.tiers.errors import (
     BlobCorruptError,
     BlobNotFoundError,
     InvalidKeyError,
@@ -33,11 +33,11 @@ from tiers.errors import (
     printable,
     public_url,
 )
-from tiers.plain_logs import get_logger
-from tiers.posix import is_absent
-from tiers.store import Capabilities, KeyInfo, Store, check_key, parts_size
-from tiers.stores.chatty_loggers import cap_chatty_loggers
-from tiers.stores.fsspec_driver import (
+from kvtiers.tiers.plain_logs import get_logger
+from kvtiers.tiers.store import Capabilities, KeyInfo, Store, check_key, parts_size
+from kvtiers.tiers.stores.chatty_loggers import cap_chatty_loggers
+from kvtiers.tiers.stores.files.posix import is_absent
+from kvtiers.tiers.stores.fsspec_driver import (
     ATOMIC_PUT,
     EXCLUSIVE_CREATE,
     LOCAL,

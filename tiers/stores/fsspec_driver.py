@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final
 
-from tiers.errors import (
+from kvtiers.tiers.errors import (
     BlobCorruptError,
     BlobNotFoundError,
     StoreConfigError,
@@ -18,10 +18,10 @@ from tiers.errors import (
     StoreUnavailableError,
     public_url,
 )
-from tiers.plain_logs import get_logger
-from tiers.posix import store_error
-from tiers.stores.chatty_loggers import cap_loggers_of
-from tiers.stores.s3_errors import Place, RequestRefusedError, server_error
+from kvtiers.tiers.plain_logs import get_logger
+from kvtiers.tiers.stores.chatty_loggers import cap_loggers_of
+from kvtiers.tiers.stores.files.posix import store_error
+from kvtiers.tiers.stores.s3.errors import Place, RequestRefusedError, server_error
 
 logger = get_logger(__name__)
 

@@ -5,9 +5,8 @@ A layer, for whatever sits on top of a store::
     store = FaultyStore(MemoryStore(), [Fault("get_into", first=3, flip_bit=17), Fault("put", count=None, error=...)])
     store.plan = []  # healed
 
-System calls, for stores on a file system (``tiers.posix``, ``tiers.vectored_io``, ``tiers.publish``,
-``tiers.folder_listing`` and ``tiers.folder_cleanup`` make all of theirs). Run once to learn how many there are, then
-once for each::
+System calls, for stores on a file system (``tiers.stores.files`` makes all of theirs). Run once to learn how many there
+are, then once for each::
 
     with SyscallFaults() as dry:
         store.put("a", parts)
@@ -35,9 +34,20 @@ from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 from unittest import mock
 
-from tiers import folder_cleanup, folder_listing, posix, publish, vectored_io, vllm_raw
-from tiers.layers.layer import Layer
-from tiers.store import KeyInfo, Store
+from kvtiers.tiers.layers.layer import Layer
+from kvtiers.tiers.store import KeyInfo, Store
+from kvtiers.tiers.stores.files import (
+    cleanup as folder_cleanup,
+)
+from kvtiers.tiers.stores.files import (
+    listing as folder_listing,
+)
+from kvtiers.tiers.stores.files import (
+    posix,
+    publish,
+    vectored_io,
+    vllm_raw,
+)
 
 T = TypeVar("T")
 

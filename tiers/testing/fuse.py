@@ -125,7 +125,7 @@ class FuseMount:
             command = [
                 sys.executable,
                 "-m",
-                "tiers.testing.fuse",
+                "kvtiers.tiers.testing.fuse",
                 str(theirs.fileno()),
                 str(self.backing),
                 str(self.path),

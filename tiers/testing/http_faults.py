@@ -27,8 +27,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from tiers.testing.hostile import Hostile, send_hostile
-from tiers.testing.tiny_s3 import Answer, Request, TinyS3, error
+from kvtiers.tiers.testing.hostile import Hostile, send_hostile
+from kvtiers.tiers.testing.tiny_s3 import Answer, Request, TinyS3, error
 
 LORIS_INTERVAL_S = 0.02  # between two bytes: far below any read timeout
 POLL_S = 0.05

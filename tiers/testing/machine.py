@@ -24,9 +24,9 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from tiers.errors import BlobCorruptError, BlobNotFoundError
-from tiers.store import Store, SupportsDeleteMany, SupportsSizeMany, SupportsTail
-from tiers.testing.contract import as_parts, fetch, list_keys, make_data
+from kvtiers.tiers.errors import BlobCorruptError, BlobNotFoundError
+from kvtiers.tiers.store import Store, SupportsDeleteMany, SupportsSizeMany, SupportsTail
+from kvtiers.tiers.testing.contract import as_parts, fetch, list_keys, make_data
 
 Place = Callable[[], AbstractContextManager[Callable[[], Store]]]
 """A fresh place for blobs, gone at the end; it yields what opens one more store on it."""

@@ -16,14 +16,14 @@ A backend's whole conformance test::
 ``plant`` and ``peek`` go behind the store's back, so that a put and a get wrong in the same way cannot agree. What
 a store can do beyond the six methods is asked for with isinstance, and tested where it is there.
 
-In a project of its own, put ``pytest.register_assert_rewrite("tiers.testing.contract")`` into ``conftest.py``, or
-a failing rule prints a bare AssertionError.
+In a project of its own, put ``pytest.register_assert_rewrite("kvtiers.tiers.testing.contract")`` into ``conftest.py``,
+or a failing rule prints a bare AssertionError.
 """
 
 from __future__ import annotations
 
-from tiers.testing.contract.blobs import BlobRules
-from tiers.testing.contract.data import (
+from kvtiers.tiers.testing.contract.blobs import BlobRules
+from kvtiers.tiers.testing.contract.data import (
     BAD_KEYS,
     GOOD_KEYS,
     KEYS_COUNT_LARGE,
@@ -38,9 +38,9 @@ from tiers.testing.contract.data import (
     make_data,
     run_in_threads,
 )
-from tiers.testing.contract.extras import ExtraRules
-from tiers.testing.contract.listing import ListingRules
-from tiers.testing.contract.sharing import SharingRules
+from kvtiers.tiers.testing.contract.extras import ExtraRules
+from kvtiers.tiers.testing.contract.listing import ListingRules
+from kvtiers.tiers.testing.contract.sharing import SharingRules
 
 __all__ = [
     "BAD_KEYS",

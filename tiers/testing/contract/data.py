@@ -10,8 +10,8 @@ from collections.abc import Callable
 from concurrent.futures import wait
 from itertools import pairwise
 
-from tiers.daemon_pool import DaemonPool
-from tiers.store import Store
+from kvtiers.tiers.daemon_pool import DaemonPool
+from kvtiers.tiers.store import Store
 
 SIZES_BYTES = (0, 1, 4095, 4096, 4097, (1 << 20) + 4096)
 LARGE_BYTES = (9 << 20) + 4096  # beyond 8 MiB, where clients of object stores begin to cut blobs

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from tiers.errors import BlobCorruptError, BlobNotFoundError, InvalidKeyError, StoreError
-from tiers.store import (
+from kvtiers.tiers.errors import BlobCorruptError, BlobNotFoundError, InvalidKeyError, StoreError
+from kvtiers.tiers.store import (
     Store,
     SupportsAges,
     SupportsDeleteMany,
@@ -24,7 +24,7 @@ from tiers.store import (
     SupportsTail,
     SupportsTouch,
 )
-from tiers.testing.contract.data import (
+from kvtiers.tiers.testing.contract.data import (
     KEYS_COUNT_LARGE,
     SIZES_BYTES,
     GuardedParts,
@@ -34,7 +34,7 @@ from tiers.testing.contract.data import (
     make_data,
     wait_until,
 )
-from tiers.testing.contract.place import StorePlace
+from kvtiers.tiers.testing.contract.place import StorePlace
 
 
 class ExtraRules(StorePlace):

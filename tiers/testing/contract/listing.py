@@ -7,10 +7,26 @@ from collections.abc import Callable
 
 import pytest
 
-from tiers.errors import BlobCorruptError, BlobNotFoundError, InvalidKeyError, StoreError
-from tiers.store import KeyInfo, Store, SupportsPieces, SupportsQuarantine, SupportsTail, SupportsTouch, check_key
-from tiers.testing.contract.data import BAD_KEYS, GOOD_KEYS, KEYS_COUNT_LARGE, as_parts, fetch, list_keys, wait_until
-from tiers.testing.contract.place import StorePlace
+from kvtiers.tiers.errors import BlobCorruptError, BlobNotFoundError, InvalidKeyError, StoreError
+from kvtiers.tiers.store import (
+    KeyInfo,
+    Store,
+    SupportsPieces,
+    SupportsQuarantine,
+    SupportsTail,
+    SupportsTouch,
+    check_key,
+)
+from kvtiers.tiers.testing.contract.data import (
+    BAD_KEYS,
+    GOOD_KEYS,
+    KEYS_COUNT_LARGE,
+    as_parts,
+    fetch,
+    list_keys,
+    wait_until,
+)
+from kvtiers.tiers.testing.contract.place import StorePlace
 
 CLOCKS_APART_S_MAX = 900.0  # of the storage and us: what S3 puts up with
 

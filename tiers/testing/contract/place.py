@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import pytest
 
-from tiers.store import Store
+from kvtiers.tiers.store import Store
 
 
 class StorePlace(ABC):

@@ -12,8 +12,8 @@ from functools import partial
 
 import pytest
 
-from tiers.errors import BlobNotFoundError, StoreClosedError
-from tiers.store import (
+from kvtiers.tiers.errors import BlobNotFoundError, StoreClosedError
+from kvtiers.tiers.store import (
     Store,
     SupportsDeleteMany,
     SupportsFolders,
@@ -26,9 +26,9 @@ from tiers.store import (
     SupportsTail,
     SupportsTouch,
 )
-from tiers.testing.contract.data import LARGE_BYTES, as_parts, fetch, list_keys, make_data, run_in_threads
-from tiers.testing.contract.place import StorePlace
-from tiers.testing.faults import run_in_child, start_child, wait_child
+from kvtiers.tiers.testing.contract.data import LARGE_BYTES, as_parts, fetch, list_keys, make_data, run_in_threads
+from kvtiers.tiers.testing.contract.place import StorePlace
+from kvtiers.tiers.testing.faults import run_in_child, start_child, wait_child
 
 KILLS = 5
 RACERS, RACES = 4, 100  # processes, keys that each of them puts

@@ -1,0 +1,299 @@
+"""``kvtiers doctor``: what a deployment needs of this machine and its storage, looked at for real; each finding with
+its fix.
+
+``kvtiers check`` says whether a configuration makes sense, and of S3 whether each client can move bytes. This tries
+everything out: it makes the root folders as an engine would, and writes and removes small blobs in each tier.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import resource
+import shutil
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, suppress
+
+from rich.console import Console
+
+from kvtiers.connector.commands.doctor_storage import (
+    PROBE_FOLDER,
+    Finding,
+    examine_folder,
+    examine_mount,
+    examine_namespaces,
+    examine_store,
+    need_root,
+)
+from kvtiers.connector.region.region_file import free_bytes
+from kvtiers.tiers.builtin import make_seal
+from kvtiers.tiers.config.deployment import DeploymentConfig
+from kvtiers.tiers.config.open_store import open_store
+from kvtiers.tiers.config.tier_options import (
+    ExternalTierConfig,
+    FsTierConfig,
+    MemoryTierConfig,
+    NfsTierConfig,
+    S3TierConfig,
+    TierConfig,
+)
+from kvtiers.tiers.errors import KVTiersError, StoreError, printable
+from kvtiers.tiers.tools.inventory import block_beginnings
+
+TIER_S_MAX = 30.0  # storage that hangs is a finding, too
+CGROUP_MEMORY = "/sys/fs/cgroup/memory.max"
+FILES_PER_THREAD = 8
+FILES_BASE = 256
+_MARKS = {"ok": "[green]ok     [/green]", "note": "[cyan]note   [/cyan]", "problem": "[red]problem[/red]"}
+
+
+def examine(
+    deployment: DeploymentConfig, *, environ: Mapping[str, str] = os.environ, tier_s_max: float = TIER_S_MAX
+) -> list[Finding]:
+    """Everything, in the order of the configuration."""
+    findings = [*_host(deployment), *_engine(deployment, environ)]
+    for index, tier in enumerate(deployment.tiers):
+        where = f"tiers[{index}] {tier.type}"
+        if isinstance(tier, ExternalTierConfig):
+            findings.append(Finding("note", where, "type", "a tier of yours: nothing is known about it"))
+        else:
+            findings += _in_time(where, lambda tier=tier, where=where: _tier(where, tier), tier_s_max)  # type: ignore[misc]
+    return findings
+
+
+def show(findings: list[Finding], console: Console) -> None:
+    """One line a finding, and one for its fix."""
+    for finding in findings:
+        console.print(f"{_MARKS[finding.level]} ", end="")
+        text = f"{finding.where}, {finding.check}: {finding.message}"
+        console.print(printable(text), markup=False, highlight=False)
+        if finding.fix:
+            console.print(f"        fix: {printable(finding.fix)}", markup=False, highlight=False)
+    problems = sum(finding.level == "problem" for finding in findings)
+    console.print(f"{problems} problem{'' if problems == 1 else 's'} in {len(findings)} findings")
+
+
+def _in_time(where: str, look: Callable[[], Iterator[Finding]], seconds: float) -> list[Finding]:
+    """What was found until it ended, or until the time was up: storage that hangs keeps its thread."""
+    found: list[Finding] = []
+
+    def work() -> None:
+        try:
+            for finding in look():
+                found.append(finding)
+        except (KVTiersError, OSError) as e:
+            found.append(Finding("problem", where, "storage", str(e), "see the message"))
+        except Exception as e:  # noqa: BLE001 - the thread's edge: what is lost here would read as no problem
+            # Not its text, which nobody has looked through for secrets.
+            at = traceback.extract_tb(e.__traceback__)[-1]
+            text = f"could not be looked at: {type(e).__name__} in {os.path.basename(at.filename)}:{at.lineno}"
+            found.append(
+                Finding("problem", where, "storage", text, "please report it: this is a fault of kvtiers doctor")
+            )
+
+    thread = threading.Thread(target=work, name=f"kvtiers-doctor-{where}", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    done = list(found)
+    if thread.is_alive():
+        text = f"no answer within {seconds:g} s"
+        done.append(Finding("problem", where, "storage", text, "is the server up, and is the mount not hung?"))
+    return done
+
+
+# ---- this machine ----------------------------------------------------------------------------------------------------
+
+
+def _host(deployment: DeploymentConfig) -> Iterator[Finding]:
+    region_bytes = deployment.region.size
+    yield _shared_memory(region_bytes)
+    yield _memory(region_bytes)
+    yield _locked_memory(region_bytes)
+    yield _open_files(deployment)
+
+
+def _shared_memory(region_bytes: int) -> Finding:
+    gib = 2**30
+    takes = f"the region takes {region_bytes / gib:.1f}"
+    try:
+        free = free_bytes("/dev/shm")
+        if free is None:
+            return Finding("ok", "host", "/dev/shm", f"has no limit of its own, {takes} GiB")
+        total = shutil.disk_usage("/dev/shm").total
+    except OSError:
+        return Finding(
+            "problem", "host", "/dev/shm", "is not there: engine processes cannot share a region", "mount it"
+        )
+    text = f"{free / gib:.1f} of {total / gib:.1f} GiB free, {takes}"
+    if free < region_bytes:
+        return Finding(
+            "problem", "host", "/dev/shm", text,
+            "lower region.size, or give it more: --shm-size (Docker), an emptyDir with medium: Memory (Kubernetes)",
+        )  # fmt: skip
+    return Finding("ok", "host", "/dev/shm", text)
+
+
+def _memory(region_bytes: int) -> Finding:
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        with open(CGROUP_MEMORY, encoding="ascii") as f:
+            total = min(total, int(f.read()))
+    except (OSError, ValueError):
+        pass  # no cgroup, or "max"
+    text = f"the region takes {region_bytes / total:.0%} of {total / 2**30:.1f} GiB"
+    if region_bytes > 0.8 * total:
+        return Finding("problem", "host", "memory", text, "lower region.size: the engine needs some, too")
+    return Finding("ok", "host", "memory", text)
+
+
+def _locked_memory(region_bytes: int) -> Finding:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return Finding("ok", "host", "locked memory", "unlimited")
+    text = f"limited to {soft / 2**20:.0f} MiB, the region takes {region_bytes / 2**20:.0f}"
+    if soft >= region_bytes:
+        return Finding("ok", "host", "locked memory", text)
+    return Finding(
+        "note", "host", "locked memory", f"{text}: some drivers then refuse to pin it, and copies to a GPU are slower",
+        "CPU engines need none. ulimit -l unlimited; --ulimit memlock=-1 (Docker); LimitMEMLOCK=infinity (systemd)",
+    )  # fmt: skip
+
+
+def _open_files(deployment: DeploymentConfig) -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    threads = sum(
+        tier.n_read_threads + tier.n_write_threads + tier.lookup_threads
+        for tier in deployment.tiers
+        if isinstance(tier, TierConfig)
+    )
+    wanted = FILES_BASE + FILES_PER_THREAD * threads
+    text = f"{soft} may be open, {wanted} are wanted for {threads} threads"
+    if soft < wanted:
+        return Finding(
+            "problem", "host", "open files", text, f"ulimit -n {min(max(wanted, 65_536), max(hard, wanted))}"
+        )
+    return Finding("ok", "host", "open files", text)
+
+
+# ---- the engine's process --------------------------------------------------------------------------------------------
+
+
+def _engine(deployment: DeploymentConfig, environ: Mapping[str, str]) -> Iterator[Finding]:
+    seed = environ.get("PYTHONHASHSEED")
+    if seed is None or seed == "random":
+        yield Finding(
+            "note", "engine", "hash seed",
+            "PYTHONHASHSEED is not set: with a block hash that is seeded, no two processes agree",
+            "keep vLLM's default sha256 (from 0.29 on), or set the same PYTHONHASHSEED for every replica",
+        )  # fmt: skip
+    else:
+        yield Finding("ok", "engine", "hash seed", f"PYTHONHASHSEED is {seed}: it must be that on every replica")
+    metrics = deployment.metrics
+    if metrics.port is not None:
+        yield from _metrics(metrics.address, metrics.port)
+
+
+def _metrics(address: str, port: int) -> Iterator[Finding]:
+    if not _is_installed("prometheus_client"):
+        yield Finding(
+            "problem", "engine", "metrics", "prometheus_client is missing: the engine will not start",
+            "pip install 'kvtiers[metrics]', or leave metrics.port out",
+        )  # fmt: skip
+        return
+    try:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((address, port))
+    except OSError as e:
+        yield Finding(
+            "problem", "engine", "metrics", f"{address}:{port} cannot be had ({e.strerror}): nothing will be served",
+            "another metrics.port; if an engine with this file is running, this is it",
+        )  # fmt: skip
+    else:
+        yield Finding("ok", "engine", "metrics", f"{address}:{port} is free")
+
+
+def _is_installed(module: str) -> bool:
+    return module in sys.modules or importlib.util.find_spec(module) is not None
+
+
+# ---- a tier ----------------------------------------------------------------------------------------------------------
+
+
+def _tier(where: str, tier: TierConfig) -> Iterator[Finding]:
+    yield from _keys(where, tier)
+    if isinstance(tier, MemoryTierConfig):
+        yield Finding("note", where, "storage", "in the engine's memory: gone at its exit and seen by nobody else")
+        return
+    if isinstance(tier, S3TierConfig) and tier.embedded:
+        yield Finding("note", where, "storage", "kvtiers demo starts a server of its own for it; no engine can use it")
+        return
+    if isinstance(tier, NfsTierConfig):
+        yield from examine_mount(where, tier)  # before anything in it is touched
+    if isinstance(tier, (FsTierConfig, NfsTierConfig)):
+        need_root(tier)
+    with closing(open_store(tier)) as store:
+        if isinstance(tier, (FsTierConfig, NfsTierConfig)):
+            yield from examine_folder(where, tier)
+        if isinstance(tier, S3TierConfig):
+            yield from _bucket(where, tier)
+        yield from examine_store(where, tier, store)
+        if isinstance(tier, S3TierConfig) and not tier.read_only:
+            refused = getattr(store, "checksum_refused", False)
+            yield _checksum(where, tier, refused=refused)
+        yield from examine_namespaces(where, store)
+    if isinstance(tier, (FsTierConfig, NfsTierConfig)):
+        with suppress(OSError):
+            os.rmdir(os.path.join(tier.root_dir, PROBE_FOLDER))
+
+
+def _bucket(where: str, tier: S3TierConfig) -> Iterator[Finding]:
+    from kvtiers.tiers.stores.s3.store import S3Store
+
+    with closing(S3Store(tier.store_options())) as store:
+        store.try_out(read_only=tier.read_only)
+        try:
+            keeps_versions = store.keeps_versions(block_beginnings(store.folders()))
+        except StoreError:  # no right to ask, which a tier does not need, or a server without versions
+            keeps_versions = False
+    yield Finding("ok", where, "bucket", f"{tier.bucket} is there, and the credentials are good")
+    if keeps_versions and not tier.read_only:
+        yield Finding(
+            "problem", where, "versioning", "the bucket keeps all that is deleted, also beyond max_bytes and ttl",
+            "a bucket without versioning, or a rule that expires noncurrent versions: kvtiers gc --lifecycle",
+        )  # fmt: skip
+    if not tier.verify:
+        yield Finding(
+            "problem", where, "TLS", "certificates are not checked", "verify: true, with ca_bundle where needed"
+        )
+    if tier.allow_insecure:
+        yield Finding("problem", where, "TLS", "http is allowed: blocks and signatures go in the clear", "use https")
+
+
+def _checksum(where: str, tier: S3TierConfig, *, refused: bool) -> Finding:
+    if refused:
+        return Finding(
+            "note", where, "checksums",
+            f"the server refuses {tier.checksum} or unsigned payloads; payloads are signed instead",
+            "checksum: none saves one refused request at each start; or update the server",
+        )  # fmt: skip
+    return Finding("ok", where, "checksums", f"{tier.checksum} is taken")
+
+
+def _keys(where: str, tier: TierConfig) -> Iterator[Finding]:
+    if tier.protection == "none":
+        return
+    if not _is_installed("cryptography"):
+        yield Finding("problem", where, "keys", "cryptography is missing", "pip install 'kvtiers[crypto]'")
+        return
+    try:
+        make_seal(tier)
+    except KVTiersError as e:
+        yield Finding("problem", where, "keys", str(e), getattr(e, "fix", "openssl rand -hex 32 makes a key"))
+        return
+    yield Finding("ok", where, "keys", f"readable; protection is {tier.protection}")

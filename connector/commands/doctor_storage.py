@@ -1,0 +1,387 @@
+"""What ``kvtiers doctor`` asks a tier's storage. Each check is done for real, on small blobs that are removed again.
+
+Whatever the store: a blob is put, put again, replaced, read whole and at its end, listed and deleted, which takes every
+right the tier needs. Folders are asked for what publishing and direct I/O need, besides. Where a tier is read_only,
+nothing is written: what is there is listed and read.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import secrets
+import stat
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Literal
+
+from kvtiers.tiers.blocks.neighbors import Namespace, differing_fields, namespaces_in, shown_values
+from kvtiers.tiers.capacity.collector import is_block
+from kvtiers.tiers.capacity.usage import read_measured
+from kvtiers.tiers.config.tier_options import BoundedTierConfig, FsTierConfig, NfsTierConfig, S3TierConfig, TierConfig
+from kvtiers.tiers.errors import ConfigError, StoreConfigError, StoreError, printable
+from kvtiers.tiers.store import Store, SupportsTail, delete_all
+from kvtiers.tiers.stores.files.mounts import file_system_type, mount_findings
+
+Level = Literal["ok", "note", "problem"]
+
+PROBE_FOLDER = "kvtiers-doctor"
+CLOCK_SKEW_S_MAX = 5.0
+LISTED_MAX = 2000  # a look at what is there must not list a bucket of millions
+INODES_FREE_MIN = 100_000
+LOST_AND_FOUND = "lost+found"
+REFUSED_SHOWN_MAX = 5
+READ_BYTES_MAX = 256 << 20  # what is larger is no block
+_WRITERS = "look whether an engine with the same place and prefix writes here"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One answer.
+
+    Attributes:
+        level: note is worth knowing, problem is worth changing.
+        where: ``host``, ``engine`` or ``tiers[0] fs``.
+        check: what was looked at, in a word or two.
+        message: what was found.
+        fix: what to do; "" where nothing need be.
+    """
+
+    level: Level
+    where: str
+    check: str
+    message: str
+    fix: str = ""
+
+
+def examine_folder(where: str, config: FsTierConfig | NfsTierConfig) -> Iterator[Finding]:
+    """What the kernel says of a root folder. It must be there."""
+    root = config.root_dir
+    kind = file_system_type(root)
+    status = os.lstat(root)
+    # Whoever may write there can make an engine load what he likes; with keys, no more than have it miss.
+    level: Level = "problem" if config.protection == "none" else "note"
+    keys = "" if level == "note" else "; or auth: gmac, by which only blocks of those with a key are taken"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        yield Finding(
+            level, where, "mode", f"{root} may be written by others (mode {stat.S_IMODE(status.st_mode):o})",
+            f"chmod 700 {root}{keys}",
+        )  # fmt: skip
+    if status.st_uid not in (0, os.geteuid()) and os.geteuid() != 0:  # root looks at the folder of an engine's user
+        yield Finding(
+            level, where, "owner", f"{root} belongs to uid {status.st_uid}, who may write there, too",
+            f"chown it to uid {os.geteuid()}{keys}",
+        )  # fmt: skip
+    if kind in ("overlay", "overlayfs"):
+        yield Finding(
+            "problem", where, "file system", f"{root} is in a container's own layer: gone with the container, and slow",
+            "mount a volume there",
+        )  # fmt: skip
+    elif kind in ("tmpfs", "ramfs"):
+        yield Finding(
+            "note", where, "file system", f"{root} is on {kind}: its blocks take memory and end with the boot"
+        )
+    else:
+        yield Finding("ok", where, "file system", f"{root} is on {kind or 'an unknown file system'}")
+    if config.read_only:
+        yield from _refused_folders(where, root)
+        return
+    yield _free_space(where, config)
+    yield from _refused_folders(where, root)
+    yield _unnamed_files(where, root, expected=isinstance(config, FsTierConfig))
+    yield _rename(where, root)
+    yield _direct_io(where, root)
+
+
+def examine_mount(where: str, config: NfsTierConfig) -> Iterator[Finding]:
+    """What is unwise about a mount, by its options alone: nothing in it is touched."""
+    findings = mount_findings(config.root_dir)
+    recommended = next((f.partition("recommended: ")[2] for f in findings if "recommended: " in f), "")
+    for finding in findings:
+        if "recommended: " not in finding:
+            yield Finding("problem", where, "mount options", finding, recommended)
+    if file_system_type(config.root_dir) not in ("nfs", "nfs4"):
+        yield Finding(
+            "note", where, "mount options", f"{config.root_dir} is on no NFS mount",
+            "type: fs is faster there; if a mount is missing, mount it before the engine starts",
+        )  # fmt: skip
+    elif not findings:
+        yield Finding("ok", where, "mount options", "as recommended")
+
+
+def examine_store(
+    where: str, config: TierConfig, store: Store, now: Callable[[], float] = time.time
+) -> Iterator[Finding]:
+    """Put, put again, replace, read, list and delete. Ends at the first thing that is refused."""
+    if isinstance(config, BoundedTierConfig) and config.read_only:
+        yield from _reading(where, config, store)
+        return
+    key = f"{PROBE_FOLDER}/{secrets.token_hex(8)}"
+    first, second = bytes(4096), bytes([1]) * 4096
+    got = bytearray(4096)
+    try:
+        began = time.perf_counter()
+        store.put(key, [memoryview(first)])
+        put_s = time.perf_counter() - began
+        try:
+            began = time.perf_counter()
+            store.get_into(key, [memoryview(got)])
+            get_s = time.perf_counter() - began
+            yield _latency(where, config, put_s, get_s)
+            yield from _semantics(where, key, store, (first, second), got)
+            yield from _listing(where, key, store, now)
+        finally:
+            (error,) = delete_all(store, [key])
+            if error is not None:
+                raise error
+        if isinstance(config, BoundedTierConfig) and config.max_bytes is not None:
+            read_measured(store)  # without which no engine stores anything
+        if store.size(key) is not None:
+            yield Finding("problem", where, "delete", "a deleted blob is still there", "look at versioning and locks")
+        yield Finding("ok", where, "rights", "blobs can be put, read, listed, replaced and deleted")
+    except StoreConfigError as e:
+        yield Finding("problem", where, "storage", str(e), "see the message")
+    except StoreError as e:
+        yield Finding("problem", where, "rights", str(e), _fix_of(config))
+
+
+def examine_namespaces(where: str, store: Store) -> Iterator[Finding]:
+    """Namespaces of one model side by side: what keeps replicas from sharing blocks."""
+    by_model: dict[str, list[Namespace]] = {}
+    namespaces, is_cut = namespaces_in(store)
+    for namespace in namespaces:
+        by_model.setdefault(namespace.model, []).append(namespace)
+    for model, found in sorted(by_model.items()):
+        if len(found) == 1 and is_cut:
+            yield Finding(
+                "note", where, "namespaces", f"{model}: one was found, but not all that is stored was looked through",
+                "kvtiers ls lists all",
+            )  # fmt: skip
+            continue
+        if len(found) == 1:
+            yield Finding("ok", where, "namespaces", f"{model}: one, so all replicas that write here share blocks")
+            continue
+        values = "; ".join(f"{name}: {', '.join(shown_values(found, name))}" for name in differing_fields(found))
+        yield Finding(
+            "note", where, "namespaces",
+            f"{model}: {'at least ' if is_cut else ''}{len(found)}, which share nothing, by {values}",
+            "give replicas that are to share blocks the same values; others may be removed when nothing uses them",
+        )  # fmt: skip
+
+
+def _reading(where: str, config: TierConfig, store: Store) -> Iterator[Finding]:
+    try:
+        some = itertools.islice(store.keys(), LISTED_MAX)
+        info = next((info for info in some if info.size <= READ_BYTES_MAX and is_block(info.key)), None)
+        if info is None:
+            yield Finding("problem", where, "blocks", "there are none, and read_only: nothing will be found", _WRITERS)
+            return
+        store.get_into(info.key, [memoryview(bytearray(info.size))])
+        yield Finding("ok", where, "rights", "blobs can be listed and read; no others were tried, as for read_only")
+    except StoreError as e:
+        yield Finding("problem", where, "rights", str(e), _fix_of(config))
+
+
+def _latency(where: str, config: TierConfig, put_s: float, get_s: float) -> Finding:
+    text = f"put {put_s * 1e3:.1f} ms, get {get_s * 1e3:.1f} ms for 4 KiB"
+    if get_s > config.lookup_deadline_s:
+        return Finding(
+            "problem", where, "latency", f"{text}: lookups are misses after {config.lookup_deadline_s} s of silence",
+            "raise lookup_deadline_s, or bring the storage nearer",
+        )  # fmt: skip
+    return Finding("ok", where, "latency", text)
+
+
+def _semantics(where: str, key: str, store: Store, contents: tuple[bytes, bytes], got: bytearray) -> Iterator[Finding]:
+    """Who puts what is there already changes nothing, unless it is told to replace it."""
+    first, second = contents
+    store.put(key, [memoryview(second)])
+    store.get_into(key, [memoryview(got)])
+    if got == first:
+        yield Finding("ok", where, "conditional put", "the first writer of a block wins")
+    elif store.capabilities.exclusive_create:
+        yield Finding(
+            "problem", where, "conditional put",
+            "the storage ignores If-None-Match: every replica writes every block anew",
+            "harmless, since blocks of one key are alike, but it costs requests: update the server",
+        )  # fmt: skip
+    else:
+        yield Finding("note", where, "conditional put", "the last writer of a block wins, which is harmless here")
+    store.put(key, [memoryview(second)], overwrite=True)
+    store.get_into(key, [memoryview(got)])
+    if got != second:
+        yield Finding(
+            "problem", where, "replace", "a blob that was replaced still has its old content: bad blocks cannot heal",
+            "look for a cache between here and the storage",
+        )  # fmt: skip
+    if isinstance(store, SupportsTail):
+        found = store.get_tail(key, 16)
+        if found != (len(got), bytes(got[-16:])):
+            yield Finding(
+                "problem",
+                where,
+                "ranges",
+                f"reading the last 16 bytes gave {found!r:.60}",
+                "the server must know ranges",
+            )
+
+
+def _listing(where: str, key: str, store: Store, now: Callable[[], float]) -> Iterator[Finding]:
+    began = now()
+    store.put(key, [memoryview(bytes(4096))], overwrite=True)
+    ended = now()
+    info = next((info for info in store.keys(key) if info.key == key), None)
+    if info is None:
+        yield Finding(
+            "problem", where, "listing", "a blob that was just put is not listed", "the listing is stale or not allowed"
+        )
+        return
+    skew_s = info.mtime - min(max(info.mtime, began), ended)
+    if abs(skew_s) > CLOCK_SKEW_S_MAX:
+        text = f"the storage's clock is {abs(skew_s):.0f} s {'ahead' if skew_s > 0 else 'behind'}"
+        yield Finding(
+            "problem", where, "clock", text,
+            "run NTP on both: ages of blocks are told by both clocks, and S3 refuses a skew of 15 minutes",
+        )  # fmt: skip
+    else:
+        yield Finding("ok", where, "clock", f"within {CLOCK_SKEW_S_MAX:.0f} s of the storage's")
+
+
+def _fix_of(config: TierConfig) -> str:
+    if isinstance(config, S3TierConfig):
+        return "docs/security.md has the policy with the rights that are needed"
+    root = getattr(config, "root_dir", None)
+    rights = "read" if getattr(config, "read_only", False) else "read and write"
+    return f"give uid {os.getuid()} the right to {rights} {root}" if root else "see the message"
+
+
+def _free_space(where: str, config: FsTierConfig | NfsTierConfig) -> Finding:
+    status = os.statvfs(config.root_dir)
+    free = status.f_bavail * status.f_frsize
+    text = f"{free / 2**30:.1f} GiB free, {config.min_free / 2**30:.1f} GiB are to stay free"
+    if free <= config.min_free:
+        return Finding("problem", where, "free space", f"{text}: nothing is stored", "make room, or lower min_free")
+    if status.f_files > 0 and status.f_favail < INODES_FREE_MIN:
+        return Finding(
+            "problem", where, "free space", f"{text}, but only {status.f_favail} inodes are",
+            "a larger blocks_per_chunk makes fewer files; or a file system with more inodes",
+        )  # fmt: skip
+    return Finding("ok", where, "free space", text)
+
+
+def _refused_folders(where: str, root: str) -> Iterator[Finding]:
+    """Folders that this user may not look into: listings pass them over, and their blocks are errors."""
+    refused = []
+    looked_at = 0
+    left = deque([""])  # the outer ones first: a command that was run by root has mostly made some of these
+    while left and looked_at < LISTED_MAX:
+        outer = left.popleft()
+        with suppress(OSError), os.scandir(os.path.join(root, outer)) as entries:
+            for name in sorted(os.path.join(outer, e.name) for e in entries if e.is_dir(follow_symlinks=False)):
+                looked_at += 1
+                if os.access(os.path.join(root, name), os.R_OK | os.X_OK):
+                    left.append(name)
+                elif os.path.lexists(os.path.join(root, name)):  # else an engine has just removed it
+                    refused.append(name)
+    if LOST_AND_FOUND in refused:
+        refused.remove(LOST_AND_FOUND)
+        yield Finding("note", where, "folders", f"{LOST_AND_FOUND} is the file system's own; listings pass it over")
+    if refused:
+        shown = ", ".join(map(printable, refused[:REFUSED_SHOWN_MAX])) + (
+            ", …" if len(refused) > REFUSED_SHOWN_MAX else ""
+        )
+        yield Finding(
+            "problem", where, "folders",
+            f"uid {os.getuid()} may not look into {len(refused)} in {root}: {shown}; what they hold is neither loaded, "
+            "counted nor removed",
+            f"chown -R {os.getuid()}:{os.getgid()} {root}, and run kvtiers commands as the engine's user",
+        )  # fmt: skip
+
+
+def _unnamed_files(where: str, root: str, *, expected: bool) -> Finding:
+    """O_TMPFILE and linkat: how a block is published by which a writer that is killed leaves nothing behind."""
+    name = os.path.join(root, f".{secrets.token_hex(8)}")
+    try:
+        fd = os.open(root, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+        try:
+            root_fd = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:  # with a dir_fd Python calls linkat, which can follow the link of /proc; link cannot
+                os.link(f"/proc/self/fd/{fd}", os.path.basename(name), dst_dir_fd=root_fd, follow_symlinks=True)
+            finally:
+                os.close(root_fd)
+            os.unlink(name)
+        finally:
+            os.close(fd)
+    except OSError as e:
+        text = f"no O_TMPFILE with linkat ({errno.errorcode.get(e.errno or 0, e)})"
+        if not expected:
+            return Finding("ok", where, "publishing", f"{text}: private names and link or rename, as always on NFS")
+        return Finding(
+            "note",
+            where,
+            "publishing",
+            f"{text}: blocks are published by private names; a killed writer's is swept later",
+        )
+    return Finding("ok", where, "publishing", "O_TMPFILE and linkat: a writer that is killed leaves nothing behind")
+
+
+def _rename(where: str, root: str) -> Finding:
+    """Rename over a file that is open elsewhere: how a bad block is replaced."""
+    old, new = (os.path.join(root, f".{secrets.token_hex(8)}") for _ in range(2))
+    try:
+        for name, content in ((old, b"old"), (new, b"new")):
+            with open(os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as f:
+                f.write(content)
+        with open(old, "rb") as reader:
+            os.rename(new, old)
+            with open(old, "rb") as f:
+                replaced = f.read() == b"new"
+            kept = reader.read() == b"old"
+    except OSError as e:
+        fix = "use another file system"
+        if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            fix = f"give uid {os.getuid()} the right to read and write {root}"
+        return Finding("problem", where, "atomic rename", f"could not be tried: {e.strerror}", fix)
+    finally:
+        for name in (old, new):
+            try:
+                os.unlink(name)
+            except OSError:
+                pass
+    if replaced and kept:
+        return Finding("ok", where, "atomic rename", "a block that is being read can be replaced")
+    return Finding("problem", where, "atomic rename", "a reader saw the new file", "use another file system")
+
+
+def _direct_io(where: str, root: str) -> Finding:
+    name = os.path.join(root, f".{secrets.token_hex(8)}")
+    try:
+        fd = os.open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC, 0o600)
+        os.close(fd)
+    except OSError as e:
+        return Finding(
+            "note", where, "O_DIRECT", f"not there ({errno.errorcode.get(e.errno or 0, e)}); nothing here needs it"
+        )
+    finally:
+        try:
+            os.unlink(name)
+        except OSError:
+            pass
+    return Finding("ok", where, "O_DIRECT", "there; blocks go through the page cache all the same")
+
+
+def need_root(config: FsTierConfig | NfsTierConfig) -> None:
+    """Raise where the root is no folder that a store would take or make.
+
+    Raises:
+        ConfigError: says why.
+    """
+    root = config.root_dir
+    if os.path.islink(root):
+        raise ConfigError(f"{root} is a symbolic link; name the folder it leads to", field="root_dir")
+    if os.path.exists(root) and not os.path.isdir(root):
+        raise ConfigError(f"{root} is not a folder", field="root_dir")

@@ -1,0 +1,337 @@
+"""What can be known about a deployment's storage from outside its engines: is it there, how fast, how full, of what.
+
+Hits, circuits and verify failures are in the engine's own process (``metrics.port`` of the config); nothing here can
+know them. Each tier is asked on a thread of its own, because storage that hangs keeps its caller; a tier that has not
+answered in time is reported as down while its thread still waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from kvtiers.tiers.config.deployment import DeploymentConfig
+from kvtiers.tiers.config.open_store import open_tool_store
+from kvtiers.tiers.config.tier_options import FsTierConfig, MemoryTierConfig, NfsTierConfig, S3TierConfig, TierConfig
+from kvtiers.tiers.errors import ConfigError, KVTiersError
+from kvtiers.tiers.metrics import MetricDef, MetricKind, Metrics
+from kvtiers.tiers.plain_logs import get_logger
+from kvtiers.tiers.store import Store
+from kvtiers.tiers.tools.inventory import parse_block_name
+
+logger = get_logger(__name__)
+
+NAMESPACES_MAX = 1000  # label values; what is beyond them counts as "other"
+OTHER = "other"
+PUBLISH_EVERY_S = 0.5
+#: A name that no block has: any answer will do.
+PROBE_KEY = "kvtiers-probe/absent"
+
+
+def _gauge(text: str, *labels: str) -> MetricDef:
+    return MetricDef(MetricKind.GAUGE, text, labels)
+
+
+STORAGE_METRICS: Mapping[str, MetricDef] = {
+    "kvtiers_storage_blocks": _gauge("Blocks stored, at the last scan.", "tier", "namespace"),
+    "kvtiers_storage_bytes": _gauge("Bytes of stored blocks, at the last scan.", "tier", "namespace"),
+    "kvtiers_storage_free_bytes": _gauge("Free bytes of the file system a tier is on.", "tier"),
+    "kvtiers_storage_probe_seconds": _gauge("How long the storage took to say that a block is absent.", "tier"),
+    "kvtiers_storage_probes_total": MetricDef(
+        MetricKind.COUNTER, "Probes by result: ok, timeout, or the error's class.", ("tier", "result")
+    ),
+    "kvtiers_storage_reserve_bytes": _gauge("Free bytes below which nothing is stored (min_free).", "tier"),
+    "kvtiers_storage_scan_seconds": _gauge("How long the last scan took.", "tier"),
+    "kvtiers_storage_scan_timestamp_seconds": _gauge("When the last scan ended, Unix seconds.", "tier"),
+    "kvtiers_storage_up": _gauge("1 when the last probe was answered in time.", "tier"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a scan found, by namespace: blocks and bytes."""
+
+    blocks: Mapping[str, int]
+    size_bytes: Mapping[str, int]
+    took_s: float
+    ended_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeResult:
+    """What a probe found.
+
+    Attributes:
+        began: by the tier's clock; tells it from the probe under way.
+        error: class of the error, "" where it was answered.
+        free_bytes: of the file system, where there is one.
+    """
+
+    number: int
+    began: float
+    took_s: float
+    error: str
+    free_bytes: int | None = None
+
+
+class WatchedTier:
+    """One tier's storage. ``probe`` and ``scan`` are for the tier's own thread, the fields may be read by any.
+
+    Attributes:
+        asking_since: when the probe under way began; None between probes.
+        last: the last probe that ended.
+        usage: of the last scan that ended.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: TierConfig,
+        *,
+        make_store: Callable[[TierConfig], Store] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self.name = name
+        self.config = config
+        self.asking_since: float | None = None
+        self.last: ProbeResult | None = None
+        self.usage: Usage | None = None
+        self._make_store = make_store or partial(open_tool_store, read_only=True)
+        self._store: Store | None = None
+        self._clock = clock
+        self._now = now
+        self._probes = 0
+
+    def probe(self) -> ProbeResult:
+        """Ask the storage for a block that is not there."""
+        began = self._clock()
+        self.asking_since = began
+        self._probes += 1
+        error = ""
+        free_bytes = None
+        try:
+            self._ask(self._open())
+            free_bytes = _free_bytes(self.config)
+        except Exception as e:  # whatever hinders it, the storage was not seen to answer
+            error = type(e).__name__
+            if not isinstance(e, (KVTiersError, OSError)):
+                logger.exception("tier %s could not be probed", self.name)
+            self._forget()
+        self.last = ProbeResult(self._probes, began, self._clock() - began, error, free_bytes)
+        self.asking_since = None
+        return self.last
+
+    def scan(self) -> None:
+        """Count the blocks of each namespace. A scan that fails leaves the last one's figures."""
+        began = self._clock()
+        blocks: dict[str, int] = {}
+        size_bytes: dict[str, int] = {}
+        try:
+            # A store of its own: the probe closes its one after an error.
+            with contextlib.closing(self._make_store(self.config)) as store:
+                for info in store.keys():  # noqa: SIM118 - not a dict
+                    if parse_block_name(info.key) is None:
+                        continue
+                    namespace = info.key.partition("/")[0]
+                    if namespace not in blocks and len(blocks) >= NAMESPACES_MAX:
+                        namespace = OTHER
+                    blocks[namespace] = blocks.get(namespace, 0) + 1
+                    size_bytes[namespace] = size_bytes.get(namespace, 0) + info.size
+        except KVTiersError as e:
+            logger.warning("tier %s could not be scanned: %s", self.name, e)
+            return
+        self.usage = Usage(blocks, size_bytes, self._clock() - began, self._now())
+
+    def close(self) -> None:
+        """Release the store."""
+        self._forget()
+
+    def _ask(self, store: Store) -> None:
+        store.size(PROBE_KEY)
+        if isinstance(self.config, S3TierConfig):
+            # A HEAD's 404 has no body: it is the same of a bucket that is gone, and of a server that speaks no S3. The
+            # answer to a LIST tells.
+            next(iter(store.keys(PROBE_KEY)), None)
+
+    def _open(self) -> Store:
+        if self._store is None:
+            self._store = self._make_store(self.config)
+        return self._store
+
+    def _forget(self) -> None:
+        store, self._store = self._store, None
+        if store is not None:
+            with contextlib.suppress(Exception):  # a store that failed may fail at this, too
+                store.close()
+
+
+def _free_bytes(config: TierConfig) -> int | None:
+    if not isinstance(config, (FsTierConfig, NfsTierConfig)):
+        return None
+    status = os.statvfs(config.root_dir)
+    return status.f_bavail * status.f_frsize
+
+
+def watched_tiers(deployment: DeploymentConfig) -> list[WatchedTier]:
+    """The deployment's tiers that another process can see."""
+    watched = []
+    for tier in deployment.tiers:
+        if not isinstance(tier, TierConfig) or isinstance(tier, MemoryTierConfig):
+            continue
+        if isinstance(tier, S3TierConfig) and tier.embedded:
+            continue
+        watched.append(WatchedTier(tier.name or tier.type, tier))
+    return watched
+
+
+class StorageMonitor:
+    """Watches tiers and keeps ``metrics``. ``publish`` is for one thread; each tier has one of its own.
+
+    Args:
+        tiers: see ``watched_tiers``.
+        probe_every_s: seconds between probes; one that takes longer than this counts as down.
+        scan_every_s: seconds between scans, which list every block; 0: never.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[WatchedTier],
+        *,
+        probe_every_s: float,
+        scan_every_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.metrics = Metrics(STORAGE_METRICS)
+        self._tiers = tuple(tiers)
+        self._probe_every_s = probe_every_s
+        self._scan_every_s = scan_every_s
+        self._clock = clock
+        self._stop = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._published: dict[str, int] = {tier.name: 0 for tier in self._tiers}
+        self._overdue: dict[str, float] = {}
+
+    def start(self) -> None:
+        """Begin to watch."""
+        for tier in self._tiers:
+            for name, work, every_s in (
+                ("probe", tier.probe, self._probe_every_s),
+                ("scan", tier.scan, self._scan_every_s),
+            ):
+                if every_s > 0:
+                    thread = threading.Thread(
+                        target=self._repeat, args=(work, every_s), name=f"kvtiers-{name}-{tier.name}", daemon=True
+                    )
+                    thread.start()
+                    self._threads.append(thread)
+
+    def publish(self) -> None:
+        """Bring the metrics up to date with what the tiers' threads have found."""
+        for tier in self._tiers:
+            self._publish_probe(tier)
+            self._publish_usage(tier)
+
+    def close(self, timeout_s: float = 1.0) -> None:
+        """Stop. A thread that hangs in its storage is left behind."""
+        self._stop.set()
+        deadline = self._clock() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - self._clock()))
+        if not any(thread.is_alive() for thread in self._threads):
+            for tier in self._tiers:
+                tier.close()
+
+    def _repeat(self, work: Callable[[], object], every_s: float) -> None:
+        while True:
+            try:
+                work()
+            except Exception:
+                logger.exception("a tier could not be watched")  # a thread's edge: the next round tries again
+            if self._stop.wait(every_s):
+                return
+
+    def _publish_probe(self, tier: WatchedTier) -> None:
+        metrics, name = self.metrics, tier.name
+        since, last = tier.asking_since, tier.last
+        if last is not None and last.number > self._published[name]:
+            self._published[name] = last.number
+            is_late = last.took_s > self._probe_every_s
+            if self._overdue.get(name) != last.began:  # else it was counted while it was waited for
+                metrics.inc("kvtiers_storage_probes_total", name, last.error or ("timeout" if is_late else "ok"))
+            metrics.set("kvtiers_storage_probe_seconds", name, value=last.took_s)
+            metrics.set("kvtiers_storage_up", name, value=float(not last.error and not is_late))
+            if last.free_bytes is None:
+                metrics.forget("kvtiers_storage_free_bytes", name)  # what it was before the error is no news of now
+            else:
+                metrics.set("kvtiers_storage_free_bytes", name, value=last.free_bytes)
+        has_ended = last is not None and last.began == since  # between the two reads above
+        if since is not None and not has_ended and self._clock() - since > self._probe_every_s:
+            metrics.set("kvtiers_storage_up", name, value=0.0)
+            if self._overdue.get(name) != since:
+                self._overdue[name] = since
+                metrics.inc("kvtiers_storage_probes_total", name, "timeout")
+        reserve = getattr(tier.config, "min_free", None)
+        if reserve is not None and not getattr(tier.config, "read_only", False):  # there nothing is stored anyway
+            metrics.set("kvtiers_storage_reserve_bytes", name, value=reserve)
+
+    def _publish_usage(self, tier: WatchedTier) -> None:
+        usage, metrics, name = tier.usage, self.metrics, tier.name
+        if usage is None:
+            return
+        metrics.set("kvtiers_storage_scan_seconds", name, value=usage.took_s)
+        metrics.set("kvtiers_storage_scan_timestamp_seconds", name, value=usage.ended_at)
+        for metric, found in (("kvtiers_storage_blocks", usage.blocks), ("kvtiers_storage_bytes", usage.size_bytes)):
+            metrics.forget(metric, name)  # of namespaces that are gone
+            for namespace, value in found.items():
+                metrics.set(metric, name, namespace, value=value)
+
+
+def serve_metrics(
+    deployment: DeploymentConfig,
+    *,
+    port: int,
+    address: str,
+    probe_every_s: float,
+    scan_every_s: float,
+    stop: threading.Event,
+    started: Callable[[str], None],
+) -> None:
+    """Serve the storage's metrics until ``stop`` is set.
+
+    Args:
+        started: told the URL once it listens.
+
+    Raises:
+        ConfigError: no tier can be seen from here, prometheus_client is missing, or address or port cannot be had.
+    """
+    from kvtiers.tiers.exporter import MetricsServer
+
+    tiers = watched_tiers(deployment)
+    if not tiers:
+        raise ConfigError("none of these is storage that another process can see", field="tiers")
+    monitor = StorageMonitor(tiers, probe_every_s=probe_every_s, scan_every_s=scan_every_s)
+    try:
+        server = MetricsServer([monitor.metrics], port=port, address=address)
+    except OSError as e:
+        if isinstance(e, socket.gaierror) or e.errno == errno.EADDRNOTAVAIL:
+            raise ConfigError(f"{address} cannot be served: {e.strerror}", field="--address") from e
+        raise ConfigError(f"{address}:{port} cannot be served: {e.strerror}", field="--port") from e
+    except ValueError as e:  # of what no host name can be
+        raise ConfigError(f"{address!r} is no host name", field="--address") from e
+    try:
+        monitor.start()
+        started(server.url)
+        while not stop.wait(min(PUBLISH_EVERY_S, probe_every_s / 2)):  # only the last probe is looked at
+            monitor.publish()
+    finally:
+        server.close()
+        monitor.close()

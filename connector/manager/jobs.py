@@ -1,0 +1,103 @@
+"""TierJobs: what the tiers have been given and have not reported yet."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from kvtiers.connector.manager.guard import RAISED, GuardedTier
+from kvtiers.connector.manager.promotion import Job
+from kvtiers.tiers.base import JobMetadata, JobResult, ReqContext
+from kvtiers.tiers.blocks.keys import OffloadKey
+from kvtiers.tiers.plain_logs import get_logger
+
+logger = get_logger(__name__)
+
+Ended = tuple[Job, frozenset[OffloadKey]]
+"""A job, and its keys that succeeded."""
+
+
+class TierJobs:
+    """The jobs of all tiers, each of which ends once. Scheduler thread only.
+
+    Args:
+        tiers: as the jobs number them.
+        deadlines_s: after which each is done with a job, as far as anybody can tell.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, tiers: Sequence[GuardedTier], deadlines_s: Sequence[float], clock: Callable[[], float]) -> None:
+        self._tiers = tiers
+        self._deadlines_s = deadlines_s
+        self._clock = clock
+        self._ids = itertools.count(1)
+        self._jobs: dict[int, Job] = {}
+        self._raised: dict[int, float] = {}  # jobs whose submission raised, and until when they are awaited
+        self._reports_until = -math.inf  # by when all are reported, unless storage hangs
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    @property
+    def are_awaited(self) -> bool:
+        """Whether a tier may still report one. None does so later than its own deadline, unless storage hangs."""
+        return len(self._jobs) > len(self._raised) and self._clock() < self._reports_until
+
+    def submit(self, method: str, job: Job, req_context: ReqContext) -> bool:
+        """Give a tier a job.
+
+        Returns:
+            False if it raised. It may have begun some blocks before: freed now, a slot would be filled under its next
+            owner. So the job is a job still, until the tier reports it or its deadline has passed.
+        """
+        job_id = next(self._ids)
+        until = self._clock() + self._deadlines_s[job.tier]
+        self._jobs[job_id] = job
+        self._reports_until = max(self._reports_until, until)
+        keys = tuple(block.key for block in job.blocks)
+        slots = np.array([block.slot for block in job.blocks], dtype=np.int32)
+        if self._tiers[job.tier].call(method, JobMetadata(job_id, keys, slots, req_context)) is RAISED:
+            self._raised[job_id] = until
+            return False
+        return True
+
+    def take_ended(self, index: int) -> Iterator[Ended]:
+        """The jobs that a tier reports; and those that it will not, as it raised: slots are not kept for ever."""
+        tier = self._tiers[index]
+        for result in tier.collect("get_finished", JobResult):
+            job = tier.job_of(result, self._jobs)
+            if job is None or job.tier != index:
+                tier.contain_unknown(result)
+                continue
+            self._forget(result.job_id)
+            yield job, tier.succeeded_in(result, [block.key for block in job.blocks])
+        now = self._clock()
+        for job_id, until in list(self._raised.items()):
+            if now >= until and self._jobs[job_id].tier == index:
+                yield self._forget(job_id), frozenset()
+
+    def drain(self, take: Callable[[], None]) -> None:
+        """Wait until the tiers have done what they were given. Bounded by the tiers' own deadlines.
+
+        Args:
+            take: takes what ended. What a round loaded or made room for may be stored by the next.
+        """
+        before: frozenset[int] | None = None
+        while True:
+            for tier in self._tiers:
+                tier.call("drain_jobs")
+            take()
+            left = frozenset(self._jobs)
+            if not left:
+                return
+            if left == before:
+                logger.warning("%d jobs of the tiers did not end when they were drained", len(left))
+                return
+            before = left
+
+    def _forget(self, job_id: int) -> Job:
+        self._raised.pop(job_id, None)
+        return self._jobs.pop(job_id)

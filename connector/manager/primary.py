@@ -1,0 +1,382 @@
+"""CPUPrimaryTier: which block is in which slot of the region, who uses it, and what leaves to make room.
+
+A slot is in one of five states, and ``slot_counts`` tells how many are in each; their sum never changes:
+
+    free -> pending -> ready <-> pinned          quarantined
+      ^        |         |                            |
+      +--------+---------+----------------------------+
+
+pending: being filled, by the engine (store) or by a tier (promotion). ready: loadable and evictable. pinned: loadable,
+and in use by the engine's loads or the tiers' jobs. quarantined: never loadable again, but somebody may still touch
+the bytes; free when that one lets go.
+
+It moves no bytes. Scheduler thread only. Everything is O(1) a key, save to sort keys that are named in no order.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from enum import Enum, auto
+from typing import NamedTuple, Protocol
+
+from kvtiers.connector.base import CPULoadStoreSpec, OffloadingManager, PrepareStoreOutput
+from kvtiers.connector.manager.eviction import EvictionPolicy, LRUPolicy
+from kvtiers.tiers.base import OffloadingEvent, ReqContext
+from kvtiers.tiers.blocks.keys import OffloadKey
+from kvtiers.tiers.errors import ConfigError
+from kvtiers.tiers.metrics import Metrics
+from kvtiers.tiers.plain_logs import get_logger
+from kvtiers.tiers.tier.events import UnreadEvents
+
+logger = get_logger(__name__)
+
+
+class SlotCounts(NamedTuple):
+    """Slots by state."""
+
+    free: int
+    ready: int
+    pinned: int
+    pending: int
+    quarantined: int
+
+
+class BlockState(Enum):
+    """What a block's slot holds."""
+
+    STORING = auto()  # being filled by the engine
+    LOADING = auto()  # being filled by a tier
+    READY = auto()
+    QUARANTINED = auto()  # never ready again, in use
+    GONE = auto()  # has no slot any more
+
+
+class Waiter(Protocol):
+    """Who waits for a block that is being filled."""
+
+    def filling_ended(self, key: OffloadKey) -> None:
+        """The key's block is not being filled any more: it is ready, or gone."""
+
+
+class Block:
+    """A key in a slot. Only CPUPrimaryTier changes it, save ``tier``; others hold it as a handle.
+
+    Attributes:
+        loads: the engine's loads under way.
+        pins: tiers' jobs and waiting requests that need it to stay.
+        promoted: it came from a tier, and the use that it came for is still to be told (``touch``).
+        tier: that fills it, while it is LOADING; set by the tier's ``TierLoads``.
+        waiters: are told when it is STORING or LOADING no longer.
+        prepared: number of when it was last given a slot or prepared to be loaded: a prefix's are in its order.
+    """
+
+    __slots__ = ("key", "loads", "pins", "prepared", "promoted", "slot", "state", "tier", "waiters")
+
+    def __init__(self, key: OffloadKey, slot: int, state: BlockState, prepared: int) -> None:
+        self.key = key
+        self.slot = slot
+        self.state = state
+        self.loads = 0
+        self.pins = 0
+        self.promoted = False
+        self.tier = 0
+        self.waiters: list[Waiter] | None = None  # of most blocks: none
+        self.prepared = prepared
+
+    def add_waiter(self, waiter: Waiter) -> None:
+        """Tell it when the block is not being filled any more."""
+        if self.waiters is None:
+            self.waiters = [waiter]
+        else:
+            self.waiters.append(waiter)
+
+    def tell_waiters(self) -> None:
+        """The block is not being filled any more."""
+        if self.waiters is not None:
+            waiters, self.waiters = self.waiters, None
+            for waiter in waiters:
+                waiter.filling_ended(self.key)
+
+
+class CPUPrimaryTier(OffloadingManager):
+    """The region's slots.
+
+    The first half are the engine's calls. They come from outside, so bad ones are counted, logged once and ignored:
+    no call corrupts the accounting. The second half is for TieringOffloadingManager, which holds Blocks.
+
+    Within one call, the first keys are taken for the most valuable (a prefix is useless without its first blocks), so
+    the last ones are the first to be evicted. What ends may be named in any order (vLLM names it in sets): the order is
+    that in which it was prepared.
+
+    Args:
+        num_blocks: slots, 1 or more.
+        policy: LRU by default.
+    """
+
+    def __init__(
+        self, num_blocks: int, policy: EvictionPolicy | None = None, *, metrics: Metrics | None = None
+    ) -> None:
+        if num_blocks < 1:
+            raise ConfigError(f"{num_blocks} is not accepted; write 1 or more", field="num_blocks")
+        self.num_blocks = num_blocks
+        self.metrics = Metrics() if metrics is None else metrics
+        self._policy = LRUPolicy() if policy is None else policy  # an empty policy is falsy
+        self._blocks: dict[OffloadKey, Block] = {}  # one dict for ever
+        #: The key's block, in whatever state. Not a method: it is called for each key of each waiting request.
+        self.find: Callable[[OffloadKey], Block | None] = self._blocks.get
+        self._free = list(reversed(range(num_blocks)))  # taken from the end, so that a fresh region fills in order
+        self._pinned = self._pending = self._quarantined = 0
+        self._numbers = itertools.count()
+        self._events = UnreadEvents(CPULoadStoreSpec.medium())
+        self._logged: set[str] = set()
+        self._closed = False
+        for call in ("complete_load", "complete_store"):
+            self.metrics.inc("kvtiers_contained_errors_total", "engine", call, by=0)  # as GuardedTier does
+
+    def slot_counts(self) -> SlotCounts:
+        """Slots by state, in O(1)."""
+        return SlotCounts(len(self._free), len(self._policy), self._pinned, self._pending, self._quarantined)
+
+    # -- the engine's calls ------------------------------------------------------------------------------------------
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:  # noqa: ARG002
+        block = self._blocks.get(key)
+        if block is None:
+            return False
+        return True if block.state is BlockState.READY else None
+
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:  # noqa: ARG002
+        blocks = [self._blocks[key] for key in keys]
+        for block in blocks:
+            if block.state is not BlockState.READY:
+                raise KeyError(block.key)
+        for block in blocks:
+            self._use(block)
+            block.loads += 1
+            block.prepared = next(self._numbers)
+        return CPULoadStoreSpec([block.slot for block in blocks])
+
+    def touch(self, keys: Collection[OffloadKey]) -> None:
+        for key in reversed(list(keys)):
+            block = self._blocks.get(key)
+            if block is not None and block.promoted:
+                block.promoted = False
+                if block.loads or block.pins:
+                    continue  # the use that it was loaded for: to ARC a second one would make it a block used often
+            self._policy.touch(key)
+
+    def complete_load(self, keys: Collection[OffloadKey]) -> None:
+        blocks = []
+        for key in keys:
+            block = self._blocks.get(key)
+            if block is None:
+                self._ignore("complete_load", key)
+            else:
+                blocks.append(block)
+        for block in sorted(blocks, key=_when_prepared, reverse=True):
+            if not block.loads:
+                self._ignore("complete_load", block.key)
+                continue
+            block.loads -= 1
+            if block.state is BlockState.QUARANTINED and not block.loads:
+                del self._blocks[block.key]
+            self._disuse(block)
+
+    def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        """Reserve room for the keys that are not there. Of more keys than there are slots, the first are taken."""
+        if self._closed:
+            return None
+        wanted = list(dict.fromkeys(keys))
+        if len(wanted) > self.num_blocks:
+            self._log_once(
+                "store",
+                f"region holds {self.num_blocks} blocks, request {req_context.req_id!r} needs {len(wanted)}: nothing "
+                f"of it can be stored beyond its first {self.num_blocks} blocks; make region.size larger",
+            )
+            wanted = wanted[: self.num_blocks]
+        new = [key for key in wanted if key not in self._blocks]
+        evicted = self._make_room(len(new), protected=set(wanted))
+        if evicted is None:
+            return None
+        blocks = self._fill(new, BlockState.STORING)
+        return PrepareStoreOutput(tuple(new), CPULoadStoreSpec([block.slot for block in blocks]), tuple(evicted))
+
+    def complete_store(self, keys: Collection[OffloadKey], success: bool = True) -> None:
+        self.end_store(keys, success)
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        return self._events.take()
+
+    def reset_cache(self) -> None:
+        """Forget every block, save those the engine itself is storing.
+
+        What tiers use is quarantined until they let go. So is what the engine loads, but under its key, by which the
+        end of a load is told: until then that key is neither found nor stored.
+        """
+        removed = [block for block in self._blocks.values() if block.state is not BlockState.STORING]
+        self._events.add([block.key for block in removed if block.state is BlockState.READY], removed=True)
+        for block in removed:
+            if not block.loads:
+                del self._blocks[block.key]
+            self._drop(block)
+
+    def shutdown(self) -> None:
+        """Free every slot but those that a tier may still touch. From now on there is no room."""
+        self._closed = True
+        blocks = list(self._blocks.values())
+        self._blocks.clear()
+        for block in blocks:
+            while block.loads:
+                block.loads -= 1
+                self._disuse(block)
+            self._drop(block)
+
+    # -- TieringOffloadingManager's ----------------------------------------------------------------------------------
+
+    def end_store(self, keys: Collection[OffloadKey], success: bool) -> list[Block]:
+        """As ``complete_store``; returns the blocks that became ready."""
+        ended = []
+        for key in dict.fromkeys(keys):
+            block = self._blocks.get(key)
+            if block is None or block.state is not BlockState.STORING:
+                self._ignore("complete_store", key)
+            else:
+                ended.append(block)
+        return self._end_filling(sorted(ended, key=_when_prepared), success)
+
+    @property
+    def room(self) -> int:
+        """Slots that are free, or whose blocks may be evicted."""
+        return len(self._free) + len(self._policy)
+
+    def reserve(self, keys: Sequence[OffloadKey]) -> list[Block]:
+        """Slots for a promotion of absent keys: of as many of the first as there is room for."""
+        if self._closed:
+            return []
+        keys = keys[: self.room]
+        self._make_room(len(keys))
+        return self._fill(keys, BlockState.LOADING)
+
+    def end_promotion(self, blocks: Iterable[Block], success: bool) -> list[Block]:
+        """The load into these slots ended; returns the blocks that became ready."""
+        ended = []
+        for block in blocks:
+            if block.state is BlockState.QUARANTINED:
+                self._release(block)
+            else:
+                assert block.state is BlockState.LOADING
+                ended.append(block)
+        ready = self._end_filling(ended, success)
+        for block in ready:
+            block.promoted = True
+        return ready
+
+    def quarantine(self, blocks: Iterable[Block]) -> None:
+        """Forget blocks whose promotion does not end; ``end_promotion`` frees their slots when it does."""
+        for block in blocks:
+            if block.state is BlockState.LOADING:
+                del self._blocks[block.key]
+                self._drop(block)
+
+    def pin(self, block: Block) -> None:
+        """Keep a ready block until ``unpin``. Pins count."""
+        assert block.state is BlockState.READY
+        self._use(block)
+        block.pins += 1
+
+    def unpin(self, block: Block) -> None:
+        """Undo one ``pin``."""
+        block.pins -= 1
+        assert block.pins >= 0
+        self._disuse(block)
+
+    # -- slots -------------------------------------------------------------------------------------------------------
+
+    def _make_room(self, n: int, protected: Container[OffloadKey] = ()) -> list[OffloadKey] | None:
+        """Evict until n slots are free; returns the evicted keys, or None where there are too few."""
+        short = n - len(self._free)
+        if short <= 0:
+            return []
+        evicted = self._policy.evict(short, protected)
+        if evicted is None:
+            return None
+        for key in evicted:
+            self._release(self._blocks.pop(key))
+        self._events.add(evicted, removed=True)
+        return evicted
+
+    def _fill(self, keys: Iterable[OffloadKey], state: BlockState) -> list[Block]:
+        blocks = [Block(key, self._free.pop(), state, next(self._numbers)) for key in keys]
+        for block in blocks:
+            self._blocks[block.key] = block
+        self._pending += len(blocks)
+        return blocks
+
+    def _end_filling(self, blocks: list[Block], success: bool) -> list[Block]:
+        self._pending -= len(blocks)
+        for block in reversed(blocks):
+            if success:
+                block.state = BlockState.READY
+                self._policy.insert(block.key)
+            else:
+                del self._blocks[block.key]
+                self._release(block)
+        for block in blocks:
+            block.tell_waiters()
+        if not success:
+            return []
+        self._events.add([block.key for block in blocks], removed=False)
+        return blocks
+
+    def _use(self, block: Block) -> None:
+        if not block.loads and not block.pins:
+            self._policy.pin(block.key)
+            self._pinned += 1
+
+    def _disuse(self, block: Block) -> None:
+        if block.loads or block.pins:
+            return
+        if block.state is BlockState.QUARANTINED:
+            self._release(block)
+        else:
+            self._policy.unpin(block.key)
+            self._pinned -= 1
+
+    def _drop(self, block: Block) -> None:
+        """Free the slot of a block that is found no more, or quarantine it while somebody may touch it."""
+        if block.state in (BlockState.QUARANTINED, BlockState.GONE):
+            return
+        in_use = block.state is BlockState.LOADING or block.loads > 0 or block.pins > 0
+        if block.state is not BlockState.READY:
+            self._pending -= 1
+            block.tell_waiters()
+        else:
+            if in_use:
+                self._policy.unpin(block.key)
+                self._pinned -= 1
+            self._policy.discard(block.key)
+        if in_use:
+            block.state = BlockState.QUARANTINED
+            self._quarantined += 1
+        else:
+            self._release(block)
+
+    def _release(self, block: Block) -> None:
+        if block.state is BlockState.QUARANTINED:
+            self._quarantined -= 1
+        block.state = BlockState.GONE
+        self._free.append(block.slot)
+
+    def _ignore(self, call: str, key: OffloadKey) -> None:
+        self.metrics.inc("kvtiers_contained_errors_total", "engine", call)
+        self._log_once(call, f"{call} of a block that was not prepared for it: ignored (key {key!r})")
+
+    def _log_once(self, what: str, message: str) -> None:
+        if what not in self._logged:
+            self._logged.add(what)
+            logger.warning("%s", message)
+
+
+def _when_prepared(block: Block) -> int:
+    return block.prepared

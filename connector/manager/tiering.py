@@ -1,0 +1,357 @@
+"""TieringOffloadingManager: the CPU region in front, any number of tiers behind it.
+
+- Cascade (``cascade``): a block that the engine has stored in the region goes to every tier.
+- Promotion: a key that is not in the region is asked of the tiers, in order. A hit is loaded into a reserved slot, a
+  request's together, submitted when the step ends; until it is in, the answer is "ask again". What comes from a
+  later tier also goes to the tiers before it. What a tier has not reported is a bounded part of the region
+  (``load_share``): what is beyond waits for that, so that a tier that hangs leaves room for the others.
+- Waiting is bounded everywhere: for the tiers' answers (``lookup_total_s``, and ``lookup_deadline_s`` for a tier that
+  is silent), for room in the region (``promotion_wait_s``), for the tier's share of it (``load_deadline_s``), for a
+  load (the tier's deadline, and ``load_deadline_s``); then the key is absent.
+- A failed load makes that tier's copy absent for the request until it finishes, so no request runs in circles; and for
+  those that have waited for it as well, so that they do not try one after the other, nor wait for one who tries later.
+- Nothing a tier does reaches the engine: what it raises, reports twice or reports of no job is counted and contained.
+
+Scheduler thread only, save that shutdown calls the tiers' shutdown on threads of their own, to bound it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from kvtiers.connector.base import LoadStoreSpec, OffloadingManager, PrepareStoreOutput
+from kvtiers.connector.manager.cascade import Cascade
+from kvtiers.connector.manager.guard import GuardedTier, load_deadline_s, shut_down_tiers
+from kvtiers.connector.manager.holds import Holds
+from kvtiers.connector.manager.jobs import TierJobs
+from kvtiers.connector.manager.options import TieringOptions
+from kvtiers.connector.manager.primary import Block, BlockState, CPUPrimaryTier
+from kvtiers.connector.manager.promotion import FailedLoads, Job, Request, TierLoads
+from kvtiers.connector.manager.room import PromotionRoom
+from kvtiers.connector.manager.waiting import WaitingRequests
+from kvtiers.tiers.base import OffloadingEvent, ReqContext, SecondaryTierManager
+from kvtiers.tiers.blocks.keys import OffloadKey
+from kvtiers.tiers.plain_logs import get_logger
+
+logger = get_logger(__name__)
+
+
+class TieringOffloadingManager(OffloadingManager):
+    """The region and its tiers as one OffloadingManager.
+
+    Args:
+        primary: the region's slots.
+        tiers: asked in this order; each is stored to.
+        clock: seconds, monotonic.
+
+    Attributes:
+        shutdown_s: bound of ``shutdown``; may be set to less.
+        barred: tells the bit mask of the tiers that a request may not load from; may be set. By default none.
+    """
+
+    def __init__(
+        self,
+        primary: CPUPrimaryTier,
+        tiers: Sequence[SecondaryTierManager] = (),
+        options: TieringOptions | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.primary = primary
+        self._tiers = tuple(GuardedTier(tier, primary.metrics) for tier in tiers)
+        self._questions = [(index, 1 << index, tier.lookup) for index, tier in enumerate(self._tiers)]
+        self.metrics = primary.metrics
+        self._options = options or TieringOptions()
+        self._clock = clock
+        self.shutdown_s = self._options.shutdown_s
+        self.barred: Callable[[ReqContext], int] = lambda _: 0
+        load_blocks_max = math.ceil(self._options.load_share * primary.num_blocks / max(1, len(self._tiers)))
+        deadlines_s = [load_deadline_s(tier) for tier in tiers]
+        self._jobs = TierJobs(self._tiers, deadlines_s, clock)
+        self._loads = [TierLoads(load_blocks_max, min(self._options.load_deadline_s, own_s)) for own_s in deadlines_s]
+        self._failed = FailedLoads()
+        self._holds = Holds(primary, self._options.promotion_hold_s)
+        self._requests = WaitingRequests(self._tiers, self._holds, self._options, self.metrics, clock, self._log_once)
+        self._room = PromotionRoom(primary, self._tiers, self._loads, self._holds, self._options, self._log_once)
+        self._looked_up = False  # since what requests found was held last
+        self._cascade = Cascade(
+            primary, self._tiers, self._options.store_backlog_share, self._submit_store, clock, self._log_once
+        )
+        self._logged: set[str] = set()
+        self._closed = False
+
+    # -- the engine's calls ------------------------------------------------------------------------------------------
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        request = self._requests.asking
+        if request is not None and request.req_id == req_context.req_id:
+            if key in request.coming:
+                return None
+            if key in request.held:
+                return True
+            if self.primary.find(key) is None:
+                is_known = key in request.owed or key in request.hits
+                return None if is_known else self._lookup_tiers(key, request)
+        return self._look(key, req_context)
+
+    def is_waiting(self, req_id: str) -> bool:
+        """Whether ``lookup`` would answer a request as it did last: no answer, load or deadline has changed that.
+
+        Ask before the step's first lookup of the request: answers that tiers give within a step count from the next.
+        In O(1); counts as asking. False of a request that waits for nothing, or is not known.
+        """
+        return self._requests.is_waiting(req_id)
+
+    def is_coming(self, key: OffloadKey, req_context: ReqContext) -> bool:
+        """Whether a key of which ``lookup`` said None is on its way into the region, so that no answer is owed."""
+        block = self.primary.find(key)
+        if block is not None:
+            return block.state in (BlockState.STORING, BlockState.LOADING)
+        request = self._requests.by_id.get(req_context.req_id)
+        return request is not None and key in request.hits
+
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        spec = self.primary.prepare_load(keys, req_context)
+        self._holds.forget(req_context.req_id)
+        request = self._requests.by_id.get(req_context.req_id)
+        if request is not None:
+            self._requests.forget(request)  # it has come, for all it wants
+        return spec
+
+    def touch(self, keys: Collection[OffloadKey]) -> None:
+        self.primary.touch(keys)
+        for tier in self._tiers:
+            tier.call("touch", keys)
+        self._cascade.use(keys)
+
+    def complete_load(self, keys: Collection[OffloadKey]) -> None:
+        self.primary.complete_load(keys)
+
+    def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        if self._looked_up:  # else a thousand stores of a step would look at a thousand requests each
+            self._looked_up = False
+            now = self._clock()
+            for req_id in self._holds.found():  # before room is made
+                request = self._requests.by_id.get(req_id)
+                if request in self._requests.waiting:
+                    self._holds.hold_found(request, now)
+        return self.primary.prepare_store(keys, req_context)
+
+    def complete_store(self, keys: Collection[OffloadKey], success: bool = True) -> None:
+        self._cascade.add(self.primary.end_store(keys, success), len(self._tiers))
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        events = list(self.primary.take_events())
+        for tier in self._tiers:
+            events += tier.take_events()
+        return events
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._holds.forget(req_context.req_id)
+        self._requests.finish(req_context.req_id)
+        for tier in self._tiers:
+            tier.on_request_finished(req_context)
+
+    def on_schedule_end(self) -> None:
+        """Take results, submit this step's promotions, let the tiers send this step's lookups."""
+        began = self._clock()
+        self._take_results()
+        waiting = self._requests.waiting
+        if waiting or any(loads.is_awaited for loads in self._loads):
+            now = self._clock()
+            self._give_up_late_loads(now)
+            for request in waiting:  # before room is made for any
+                self._holds.hold_found(request, now)
+            self._room.let_last_go(waiting, now)
+            for request in list(waiting):
+                self._serve(request, now)
+        self._holds.end_step()
+        self._requests.end_step()
+        for tier in self._tiers:
+            tier.on_schedule_end()
+        for state, count in self.primary.slot_counts()._asdict().items():
+            self.metrics.set("kvtiers_slots", state, value=count)
+        self.metrics.observe("kvtiers_schedule_end_seconds", value=self._clock() - began)
+
+    def has_jobs_to_await(self) -> bool:
+        """Whether a tier may still report a job."""
+        return self._jobs.are_awaited
+
+    def drain(self) -> None:
+        """Wait until the tiers have done what they were given. Bounded by the tiers' own deadlines."""
+        self._jobs.drain(self._take_results)
+
+    def reset_cache(self) -> None:
+        """Forget the region's blocks, save those that the engine is loading or storing. The tiers keep theirs.
+
+        Jobs of the tiers are not waited for, as storage may hang: they go on in slots that are quarantined until they
+        are reported. What they load is never ready, and what they store was computed before.
+        """
+        self._requests.forget_all()
+        self._holds.end_step()
+        self._cascade.drop_unsent()
+        self.primary.reset_cache()
+
+    def shutdown(self) -> None:
+        """End everything, within ``shutdown_s``. Slots of jobs that no tier reported stay quarantined."""
+        if self._closed:
+            return
+        self._requests.forget_all()
+        self._cascade.close()
+        self._closed = True
+        stuck = shut_down_tiers(self._tiers, self.shutdown_s, self._clock)
+        self._take_results(but=stuck)
+        if self._jobs:
+            logger.error("shutdown: %d jobs were never reported; their slots stay quarantined", len(self._jobs))
+        self.primary.shutdown()
+        self._tiers, self._loads, self._questions = (), [], []  # late calls of the engine end here
+
+    # -- promotion ---------------------------------------------------------------------------------------------------
+
+    def _look(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        """``lookup``, where a request is asked of first in a step, or the region may have the block for it."""
+        self._looked_up = True
+        requests = self._requests
+        request = requests.by_id.get(req_context.req_id)
+        if request is not None and request is not requests.asking:
+            requests.begin_round(request)
+        block = self.primary.find(key)
+        if block is not None and block.state is BlockState.READY:
+            if request is None or key not in request.held:
+                self._holds.note(req_context.req_id, block)
+            return True
+        if not self._tiers:
+            return False if block is None else None
+        if request is None:
+            if block is not None and requests.is_crowded:
+                return None
+            request = requests.remember(req_context)
+            if request is None:
+                return False
+            request.barred = self.barred(req_context)
+        return self._lookup_tiers(key, request) if block is None else self._await(block, request)
+
+    def _await(self, block: Block, request: Request) -> bool | None:
+        """The answer for a block that is being filled: a request waits for no tier whose load has failed it."""
+        # It may have been refused for want of room as well, which a block that another request loads does not need.
+        if block.state is BlockState.LOADING and self._failed.has_failed(request, block.key, block.tier):
+            return self._lookup_tiers(block.key, request)  # the other tiers
+        if block.state is not BlockState.QUARANTINED:
+            request.await_block(block)
+        self._requests.wait(request, self._clock() + self._options.promotion_hold_s)
+        return None
+
+    def _lookup_tiers(self, key: OffloadKey, request: Request) -> bool | None:
+        if key in request.hits:
+            return None
+        hit: int | None = None
+        owing = 0
+        may_be_refused = request.barred or request.refused or self._failed.failed_at
+        for index, bit, ask in self._questions:  # enumerate would take a sixth of the time of this call
+            if may_be_refused and self._failed.refuse(request, key, index):
+                continue
+            answer = ask(key, request.context)
+            if answer is None:
+                owing |= bit
+                continue
+            if key in request.was_owed:
+                self._requests.note_answer(index)
+            if answer:
+                hit = index
+                break
+        # A tier that has not answered yet is before the hit, so it may be the faster one: worth a bounded wait.
+        if owing & ~request.gave_up:
+            if owing & ~request.owing:
+                self._requests.owe(request, owing)
+            request.owed.add(key)
+            return None
+        if owing:
+            self._count_expired(key, request, owing)
+        if hit is None:
+            return False
+        request.owed.discard(key)  # where it was asked about twice in a round, and the answer came in between
+        request.hits[key] = hit
+        request.hit_tiers |= 1 << hit
+        if request not in self._requests.waiting:
+            self._requests.wait(request, self._clock())
+        return None
+
+    def _count_expired(self, key: OffloadKey, request: Request, tiers: int) -> None:
+        """The request does not wait for these tiers' answers."""
+        if key in request.expired:
+            return
+        request.expired.add(key)
+        for index, tier in enumerate(self._tiers):
+            if tiers >> index & 1:
+                self.metrics.inc("kvtiers_deadline_expired_total", tier.name, "lookup")
+                tier.note_answer(key, request.context, hit=False)
+
+    def _serve(self, request: Request, now: float) -> None:
+        for job in self._room.begin_loads(request, now):
+            for block in job.blocks:
+                if self._failed.failed_at and self._failed.has_failed(request, block.key, job.tier):
+                    request.has_news = True  # of another request meanwhile: it waits for this one as little
+                else:
+                    request.await_block(block)
+            self._submit("submit_load", job, request.context)
+        if not request.hits and not request.loading and (not request.held or now >= request.held_until):
+            self._requests.release(request)
+
+    def _end_load(self, job: Job, succeeded: Collection[OffloadKey]) -> None:
+        self._loads[job.tier].end(job)
+        failed = [block for block in job.blocks if block.key not in succeeded]
+        if not job.ended:
+            self._end_wait(job, failed)
+        self.primary.end_promotion(failed, success=False)
+        ready = self.primary.end_promotion([block for block in job.blocks if block.key in succeeded], success=True)
+        if job.request in self._requests.waiting:
+            self._holds.hold_loaded(job.request, ready, self._clock())
+        self._cascade.add(ready, job.tier)
+
+    def _end_wait(self, job: Job, failed: Iterable[Block]) -> None:
+        """The request waits for this job no longer, and will not ask this tier for what failed."""
+        assert job.request is not None
+        job.ended = True
+        job.request.loading -= len(job.blocks)
+        self._failed.add(job, failed, self._clock())
+
+    def _give_up_late_loads(self, now: float) -> None:
+        """Their slots stay out of use until the tier reports them after all."""
+        for index, loads in enumerate(self._loads):
+            for job in loads.take_late(now):
+                name = self._tiers[index].name
+                self.metrics.inc("kvtiers_deadline_expired_total", name, "load")
+                # Storage that hangs: no fault of the tier's.
+                self._log_once(f"late {index}", f"tier {name}: loads over {loads.deadline_s:g} s are given up")
+                self._end_wait(job, job.blocks)
+                self.primary.quarantine(job.blocks)
+
+    # -- tiers and their jobs ----------------------------------------------------------------------------------------
+
+    def _submit_store(self, index: int, blocks: list[Block]) -> None:
+        self._submit("submit_store", Job(index, blocks), ReqContext())
+
+    def _submit(self, method: str, job: Job, req_context: ReqContext) -> None:
+        if not self._jobs.submit(method, job, req_context) and job.request is not None:
+            self._end_wait(job, job.blocks)
+            self.primary.quarantine(job.blocks)
+
+    def _take_results(self, but: Collection[int] = ()) -> None:
+        for index in range(len(self._tiers)):
+            if index not in but:
+                for job, succeeded in self._jobs.take_ended(index):
+                    self._finish(job, succeeded)
+                self._cascade.send(index)
+
+    def _finish(self, job: Job, succeeded: frozenset[OffloadKey]) -> None:
+        if job.request is None:
+            self._cascade.end(job.tier, job.blocks, succeeded)
+        else:
+            self._end_load(job, succeeded)
+
+    def _log_once(self, what: str, message: str) -> None:
+        if what not in self._logged:
+            self._logged.add(what)
+            logger.warning("%s", message)

@@ -1,0 +1,39 @@
+"""The files of PrefixStore, by relative path: in a folder, in a bucket, or under any fsspec URL."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvtiers.connector.prefixes.files.base import FILES_AT_ONCE, Files
+from kvtiers.connector.prefixes.files.bucket import BucketFiles
+from kvtiers.connector.prefixes.files.folder import FolderFiles
+from kvtiers.connector.prefixes.files.fsspec_url import FsspecFiles
+from kvtiers.tiers.config.open_store import for_engine, open_store
+from kvtiers.tiers.config.tier_options import (
+    BoundedTierConfig,
+    FsspecTierConfig,
+    FsTierConfig,
+    NfsTierConfig,
+    S3TierConfig,
+)
+
+__all__ = ["FILES_AT_ONCE", "Files", "files_for"]
+
+THREADS_MAX = 32  # which live in the engine's process
+
+
+def files_for(place: BoundedTierConfig) -> Files:
+    """Those of a place (see ``connector.prefixes.place``). Asks no storage.
+
+    Raises:
+        ConfigError: fsspec does not know the URL, or a package is missing.
+    """
+    if isinstance(place, S3TierConfig):
+        store: Any = open_store(for_engine(place, "prefixes", "they have no worker processes"))
+        return BucketFiles(
+            store, max(place.n_read_threads, place.n_write_threads), min(THREADS_MAX, place.n_threads_max)
+        )
+    if isinstance(place, FsspecTierConfig):
+        return FsspecFiles(place.url, place.storage_options)
+    assert isinstance(place, FsTierConfig | NfsTierConfig)
+    return FolderFiles(place.root_dir, place.min_free)

@@ -1,0 +1,124 @@
+"""FsspecFiles: prefixes under any fsspec URL."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain, takewhile
+from typing import Any
+
+from kvtiers.connector.prefixes.files.base import FILES_AT_ONCE, Files, storage_errors
+from kvtiers.connector.prefixes.files.side_by_side import SideBySide, result_of
+from kvtiers.tiers.errors import ConfigError, StoreConfigError, public_url
+from kvtiers.tiers.stores.fsspec_driver import ATOMIC_PUT, TEMPORARY_FOLDER, check_drivers, protocols_of, put_and_move
+
+
+class FsspecFiles(Files):
+    """Files under an fsspec URL. Object stores show a put in one piece; elsewhere files are written and moved."""
+
+    def __init__(self, url: str, options: dict[str, Any]) -> None:
+        try:
+            check_drivers(url)
+        except StoreConfigError as e:
+            raise ConfigError(f"{public_url(url)!r}: {e}", field="url") from None
+        try:
+            import fsspec
+
+            self._fs, root = fsspec.core.url_to_fs(url, **options)
+        except (ImportError, ValueError) as e:
+            raise ConfigError(
+                f"{public_url(url)!r} cannot be used: {e}; see the extra kvtiers[fsspec]", field="url"
+            ) from e
+        self._root = root.rstrip("/")
+        self._side_by_side = SideBySide(FILES_AT_ONCE, "kvtiers-prefix-fsspec")
+        self._is_atomic = bool(protocols_of(self._fs) & ATOMIC_PUT)
+
+    def write(self, path: str, data: bytes) -> None:
+        with storage_errors(path):
+            if self._is_atomic:
+                self._fs.pipe_file(self._full(path), data)
+            else:
+                put_and_move(self._fs, self._full(path), [memoryview(data)], self._full(TEMPORARY_FOLDER))
+
+    def read(self, path: str, bytes_max: int) -> bytes:
+        with storage_errors(path):
+            data: bytes = self._fs.cat_file(self._full(path), start=0, end=bytes_max)
+            return data
+
+    def read_all(self, files: Mapping[str, tuple[str, int]]) -> Iterator[tuple[str, memoryview]]:
+        names = list(files)
+        with self._side_by_side.files_at_once(max((size for _, size in files.values()), default=0)) as at_once:
+            at_once = min(at_once, FILES_AT_ONCE)
+            for start in range(0, len(names), at_once):
+                some = names[start : start + at_once]
+                full = [self._full(files[name][0]) for name in some]
+                ends = [files[name][1] + 1 for name in some]  # one byte more shows that there is more
+                with storage_errors(files[some[0]][0]):
+                    # Not cat(), which takes a path with a bracket for a pattern.
+                    found = self._fs.cat_ranges(full, [0] * len(full), ends, on_error="raise")
+                for name, data in zip(some, found, strict=True):
+                    yield name, memoryview(bytearray(data))  # which a tensor may lie over; nobody may write bytes
+
+    def write_all(self, files: Mapping[str, bytes]) -> None:
+        if not self._is_atomic:
+            super().write_all(files)
+        elif files:
+            with storage_errors(next(iter(files))):
+                self._fs.pipe({self._full(path): data for path, data in files.items()})
+
+    def exists(self, path: str) -> bool:
+        with storage_errors(path):
+            try:
+                self._fs.info(self._fresh(path))
+            except FileNotFoundError:
+                return False
+            return True
+
+    def present(self, runs: Sequence[Sequence[str]]) -> list[int]:
+        asked = [[self._side_by_side.submit(self.exists, path) for path in run] for run in runs]
+        counts = []
+        try:
+            for run in asked:
+                counts.append(sum(1 for _ in takewhile(result_of, run)))
+                for question in run[counts[-1] :]:
+                    question.cancel()  # those of other lookups are behind it in line
+        finally:  # of an error, too
+            for question in chain.from_iterable(asked[len(counts) :]):
+                question.cancel()
+        return counts
+
+    def reading(self, paths: Sequence[str], bytes_max: int) -> list[Callable[[], bytes]]:
+        if len(paths) == 1:  # the caller waits for it at once
+            return super().reading(paths, bytes_max)
+        return [partial(result_of, self._side_by_side.submit(self.read, path, bytes_max)) for path in paths]
+
+    def names(self, folder: str) -> list[str]:
+        with storage_errors(folder):
+            try:
+                found = self._fs.ls(self._fresh(folder), detail=True)
+            except FileNotFoundError:
+                return []
+            return sorted(entry["name"].rsplit("/", 1)[-1] for entry in found if entry["type"] == "file")
+
+    def delete(self, path: str) -> None:
+        with storage_errors(path), contextlib.suppress(FileNotFoundError):
+            self._fs.rm_file(self._full(path))
+
+    def delete_folder(self, folder: str) -> None:
+        for name in self.names(folder):
+            self.delete(f"{folder}/{name}")
+        if not self._is_atomic:  # else there are no folders
+            with storage_errors(folder), contextlib.suppress(FileNotFoundError):
+                self._fs.rmdir(self._full(folder))
+
+    def close(self) -> None:
+        self._side_by_side.close()
+
+    def _fresh(self, path: str) -> str:
+        full = self._full(path)
+        self._fs.invalidate_cache(full)  # others write here, too; refresh=True is known to some file systems only
+        return full
+
+    def _full(self, path: str) -> str:
+        return f"{self._root}/{path}"

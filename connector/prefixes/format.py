@@ -1,0 +1,111 @@
+"""What the files of a prefix chunk hold: the manifest, sealed, and one tensor for each layer.
+
+Who writes, finds and removes them is ``store`` and ``chunks``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.parse
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from kvtiers.tiers.errors import SealError, SealReason
+from kvtiers.tiers.json_text import parse_json
+
+if TYPE_CHECKING:
+    import torch
+
+FORMAT = "prefix-1"
+MANIFEST_BYTES_MAX = 4 << 20
+#: Pattern of a manifest's name: how many blocks, and the last one's hash.
+MANIFEST_NAME = r"([0-9]{1,6})-([0-9a-f]{8,128})\.json"
+_TENSOR = "kv"
+#: Of KV caches: safetensors' names -> torch's.
+_DTYPES = {
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "F32": "float32",
+    "F64": "float64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I8": "int8",
+    "U8": "uint8",
+}
+
+
+def seal(body: Mapping[str, Any]) -> bytes:
+    """A manifest's bytes; ``unseal`` says what its content is."""
+    text = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+    return text + f"\n{xxhash.xxh3_128_hexdigest(text)}\n".encode()
+
+
+def unseal(data: bytes, path: str) -> dict[str, Any]:
+    """A manifest's content: ``hashes``, ``attempt``, ``layers`` and ``identity``, which is for the caller to compare.
+
+    Raises:
+        SealError: it is no sound manifest.
+    """
+    text, _, rest = data.partition(b"\n")
+    if rest != f"{xxhash.xxh3_128_hexdigest(text)}\n".encode():
+        raise SealError(SealReason.TRAILER_CHECKSUM, f"{path} does not match its checksum")
+    try:
+        body = parse_json(text)
+        hashes, layers, its_format = body["hashes"], body["layers"], body["format"]
+        sound = (
+            isinstance(body["identity"], str)
+            and re.fullmatch(r"[0-9a-f]{32}", body["attempt"]) is not None
+            and all(isinstance(block, str) for block in hashes)
+            and all(isinstance(size, int) and isinstance(checksum, str) for size, checksum in layers.values())
+        )
+    except (ValueError, TypeError, KeyError, AttributeError) as e:
+        raise SealError(SealReason.MAGIC, f"{path} is no manifest") from e
+    if its_format != FORMAT:
+        raise SealError(SealReason.VERSION, f"{path} has format {its_format!r}", foreign=True)
+    if not sound:
+        raise SealError(SealReason.MAGIC, f"{path} is no manifest")
+    checked: dict[str, Any] = body
+    return checked
+
+
+def tensor_bytes(tensor: torch.Tensor) -> bytes:
+    """A layer's file: safetensors. The tensor is contiguous and on the CPU."""
+    import safetensors.torch
+
+    return safetensors.torch.save({_TENSOR: tensor})
+
+
+def tensor_in(data: memoryview) -> torch.Tensor:
+    """The tensor of a file of ours, over the file's memory: safetensors itself can only copy what is in memory.
+
+    Raises:
+        SealError: it is no such file.
+    """
+    import safetensors.torch
+    import torch
+
+    try:
+        begin = 8 + int.from_bytes(data[:8], "little")
+        entry = parse_json(bytes(data[8:begin]))[_TENSOR]
+        first, last = entry["data_offsets"]
+        if entry["dtype"] not in _DTYPES:
+            return safetensors.torch.load(bytes(data))[_TENSOR]
+        dtype = getattr(torch, _DTYPES[entry["dtype"]])
+        return torch.frombuffer(data[begin + first : begin + last], dtype=dtype).reshape(entry["shape"])
+    except (ValueError, KeyError, TypeError, RuntimeError) as e:
+        raise SealError(SealReason.MAGIC, f"no tensor: {e}") from e
+
+
+def file_name(layer: str) -> str:
+    """Of a layer's file, in its attempt's folder."""
+    # A layer's name comes from the model; quoted, it cannot leave its folder.
+    return urllib.parse.quote(layer, safe="").replace("..", "%2E%2E") + ".safetensors"
+
+
+def chunk_bytes_max(hashes: Sequence[bytes], layers: Mapping[str, torch.Tensor]) -> int:
+    """More than the files of a chunk will have."""
+    manifest = 512 + sum(2 * len(block) + 8 for block in hashes) + sum(6 * len(layer) + 128 for layer in layers)
+    return manifest + sum(tensor.nbytes + 512 for tensor in layers.values())

@@ -1,0 +1,81 @@
+"""What SharedStorageConnector's storage may hold, and for how long: as a tier's, for a PrefixStore's place.
+
+The limits are those of ``tiers.config.tier_options.BoundedTierConfig``, and so are the means: writers take their room
+from one account (``tiers.capacity.account``), and a collector in a process of its own removes chunks (``chunks``).
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+from kvtiers.tiers.blocks.file_mapper import FileMapper
+from kvtiers.tiers.builtin import NFS_NEWCOMER_S, record_keys
+from kvtiers.tiers.capacity.account import Account
+from kvtiers.tiers.capacity.link import TOUCH_EVERY_S, CollectorLink
+from kvtiers.tiers.capacity.policy import CapacityPolicy
+from kvtiers.tiers.config.open_store import for_engine, open_tool_store, tool_recipe
+from kvtiers.tiers.config.tier_options import BoundedTierConfig, NfsTierConfig
+from kvtiers.tiers.isolation.process import StoreRecipe
+
+USE_NOTED_S = 3600.0
+GRACE_S = 60.0  # younger chunks stay: of some the layers are under way, and others are about to be loaded
+
+
+class PrefixLimits:
+    """Limits of a place, and the account of its writers. Any thread; ``_lock`` owns ``_account``.
+
+    Args:
+        policy: the limits.
+        place: see ``place``.
+
+    Attributes:
+        policy: as given.
+    """
+
+    def __init__(self, policy: CapacityPolicy, place: BoundedTierConfig) -> None:
+        self.policy = policy
+        self._place = place
+        self._lock = threading.Lock()
+        self._account: Account | None = None
+
+    @classmethod
+    def of(cls, place: BoundedTierConfig) -> PrefixLimits | None:
+        """Those of a place; None: it has none, or is only read. Asks no storage."""
+        policy = place.capacity_policy()
+        return None if policy is None else cls(replace(policy, grace_s=GRACE_S), place)
+
+    def account(self) -> Account | None:
+        """Where chunks take their room; None: there is no ``max_bytes``.
+
+        Raises:
+            StoreError: the storage cannot be opened.
+        """
+        if self.policy.max_bytes is None:
+            return None
+        with self._lock:
+            if self._account is None:
+                newcomer_s = NFS_NEWCOMER_S if isinstance(self._place, NfsTierConfig) else 0.0
+                store = open_tool_store(for_engine(self._place))
+                keys = record_keys(self._place)
+                self._account = Account(store, self.policy.max_bytes, newcomer_s=newcomer_s, keys=keys)
+            return self._account
+
+    def start_collector(self, mapper: FileMapper) -> CollectorLink:
+        """Start the process that removes what is too old or too much; whoever starts it closes it.
+
+        Args:
+            mapper: of the namespace.
+        """
+        store_class, options = tool_recipe(self._place)
+        recipe = StoreRecipe(
+            "kvtiers.connector.prefixes.chunks", "open_chunks", {"root": StoreRecipe.of(store_class, **options)}
+        )
+        return CollectorLink("prefixes", recipe, self.policy, mapper, notes_uses=False, keys=record_keys(self._place))
+
+
+def use_noted_s(policy: CapacityPolicy | None) -> float:
+    """For so long a use need not be noted again, whoever uses it: before it counts for what is to go."""
+    if policy is None:
+        return USE_NOTED_S
+    return min(USE_NOTED_S, TOUCH_EVERY_S, (policy.ttl_s or 4 * TOUCH_EVERY_S) / 4)

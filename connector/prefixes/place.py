@@ -1,0 +1,161 @@
+"""Where SharedStorageConnector keeps its prefixes: beside a tier's blocks, or at a URL, as the options of a tier."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from kvtiers.tiers.capacity.records import PREFIXES_FOLDER
+from kvtiers.tiers.config.deployment import load_config, parse_tier
+from kvtiers.tiers.config.tier_options import (
+    BoundedTierConfig,
+    ExternalTierConfig,
+    FsspecTierConfig,
+    FsTierConfig,
+    NfsTierConfig,
+    S3TierConfig,
+    TierConfig,
+)
+from kvtiers.tiers.errors import ConfigError
+from kvtiers.tiers.registry import SecondaryTierFactory
+from kvtiers.tiers.stores.files.mounts import file_system_type
+from kvtiers.tiers.stores.fsspec_driver import LOCAL
+
+#: Of a tier's options those that may be given beside ``shared_storage_path``.
+SETTINGS = ("read_only", "max_bytes", "ttl", "gc_high", "gc_low", "gc_every_s", "min_free")
+_WAYS = ("shared_storage_path", "tier", "config_file")
+#: What else ``kv_connector_extra_config`` may have.
+_OPTIONS = ("index", "storage_options", "lookup_deadline_s", "load_deadline_s", "storage_after_reset", "identity")
+#: What vLLM reads in the ``kv_transfer_params`` of a request, and never in the connector's options.
+REQUEST_PARAMETERS = ("kv_load_tiers", "max_load_tokens", "max_offload_tokens")
+OF_A_REQUEST = "it is a parameter of a request; write it into the request's kv_transfer_params"
+
+_PLACES = ("bucket", "prefix", "root_dir", "url")  # options that ``shared_storage_path`` became
+
+
+def shared_place(extra_config: Mapping[str, Any]) -> BoundedTierConfig:
+    """What a SharedStorageConnector is told of its storage.
+
+    Args:
+        extra_config: has ``shared_storage_path`` (see ``place_at``), with it ``storage_options`` and ``SETTINGS``;
+            ``tier``, a tier's options; or ``config_file``, and ``index`` for a file with several tiers. The connector's
+            own options are passed over.
+
+    Raises:
+        ConfigError: not just one of the three is given, an option is unknown, or the tier has no such place.
+    """
+    for name in sorted(extra_config.keys() - {*_WAYS, *_OPTIONS, *SETTINGS}):
+        if name in REQUEST_PARAMETERS:
+            raise ConfigError(f"is not accepted by SharedStorageConnector: {OF_A_REQUEST}", field=name)
+        accepted = ", ".join((*_WAYS, *_OPTIONS, *SETTINGS))
+        raise ConfigError(f"is no option of SharedStorageConnector; accepted are {accepted}", field=name)
+    ways = [name for name in _WAYS if extra_config.get(name)]
+    if len(ways) != 1:
+        raise ConfigError(
+            f"{' and '.join(ways) or 'nothing'} is given; write one of shared_storage_path (a folder or a URL such as "
+            "s3://bucket/folder), tier and config_file",
+            field="shared_storage_path",
+        )
+    if ways != ["shared_storage_path"]:
+        for name in {"storage_options", *SETTINGS} & extra_config.keys():
+            raise ConfigError(f"is an option of the tier; write it there, not beside {ways[0]}", field=name)
+    else:
+        settings = {name: extra_config[name] for name in SETTINGS if name in extra_config}
+        return place_at(extra_config["shared_storage_path"], extra_config.get("storage_options"), **settings)
+    if ways == ["tier"]:
+        try:
+            return place_of_prefixes(parse_tier(extra_config["tier"], SecondaryTierFactory.tier_types()))
+        except ConfigError as e:
+            raise ConfigError(e.message, field=f"tier.{e.field}".rstrip(".")) from None
+    config_file = extra_config["config_file"]
+    tiers = load_config(config_file, SecondaryTierFactory.tier_types()).tiers
+    index = extra_config.get("index", 0 if len(tiers) == 1 else None)
+    if not isinstance(index, int) or not 0 <= index < len(tiers):
+        raise ConfigError(f"{config_file} has {len(tiers)} tiers; write 0..{len(tiers) - 1}", field="index")
+    try:
+        return place_of_prefixes(tiers[index])
+    except ConfigError as e:
+        raise ConfigError(f"tiers[{index}] is no storage for plain prefixes: {e}", field="config_file") from e
+
+
+def seconds_of(extra_config: Mapping[str, Any], name: str, default: float) -> float:
+    """One of the connector's own options that are seconds.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    value = extra_config.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ConfigError(f"{value!r} is not accepted; write seconds, more than 0", field=name)
+    return float(value)
+
+
+def place_of_prefixes(tier: TierConfig | ExternalTierConfig) -> BoundedTierConfig:
+    """The place beside a tier's blocks, with its limits; in a bucket or at a URL it is reached as the tier's is.
+
+    Raises:
+        ConfigError: names the key that would not hold for prefix files.
+    """
+    if not isinstance(tier, FsTierConfig | NfsTierConfig | FsspecTierConfig | S3TierConfig):
+        raise ConfigError(f"{tier.type} has no place for prefix files; fs, nfs, s3 and fsspec have", field="type")
+    for name in ("auth", "encrypt"):
+        if getattr(tier, name) != "none":
+            raise ConfigError("prefix files are plain safetensors, which no key protects", field=name)
+    if isinstance(tier, S3TierConfig):
+        if tier.embedded:
+            raise ConfigError("only kvtiers demo has such a server; give an endpoint_url", field="embedded")
+        return tier.model_copy(update={"prefix": "/".join(filter(None, (tier.prefix.strip("/"), PREFIXES_FOLDER)))})
+    if isinstance(tier, FsspecTierConfig):
+        return tier.model_copy(update={"url": f"{tier.url.rstrip('/')}/{PREFIXES_FOLDER}"})
+    kept = {name: getattr(tier, name) for name in SETTINGS if name in tier.model_fields_set}
+    return place_at(os.path.join(tier.root_dir, PREFIXES_FOLDER), **kept)
+
+
+def place_at(url: str, storage_options: Mapping[str, Any] | None = None, **settings: Any) -> BoundedTierConfig:
+    """A place of its own.
+
+    Args:
+        url: a folder, or any fsspec URL. A bucket, ``s3://bucket/folder``, is reached as by an ``s3`` tier, but with
+            ``storage_options`` by s3fs.
+        storage_options: passed to the fsspec file system; not for a folder.
+        settings: of ``SETTINGS``.
+
+    Raises:
+        ConfigError: names what is not accepted.
+    """
+    folder = local_folder(url)
+    scheme, _, rest = url.partition("://")
+    if folder is not None:
+        kind = "nfs" if file_system_type(folder).startswith("nfs") else "fs"
+        options: dict[str, Any] = {"type": kind, "root_dir": folder}
+    elif scheme == "s3" and not storage_options:
+        bucket, _, prefix = rest.partition("/")
+        options = {"type": "s3", "bucket": bucket, "prefix": prefix.strip("/")}
+    else:
+        options = {"type": "fsspec", "url": url, "storage_options": storage_options or {}}
+    try:
+        place = parse_tier({**options, **settings})
+    except ConfigError as e:
+        if e.field in _PLACES:
+            raise ConfigError(e.message, field="shared_storage_path") from None
+        raise
+    assert isinstance(place, BoundedTierConfig)
+    return place
+
+
+def local_folder(url: str) -> str | None:
+    """The folder, absolute, that a path or a URL names; None for another URL.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if not isinstance(url, str) or not url:
+        raise ConfigError(
+            f"{url!r} is not accepted; write a folder or a URL such as s3://bucket/folder", field="shared_storage_path"
+        )
+    scheme, separator, rest = url.partition("://")
+    if separator and scheme not in LOCAL:
+        return None
+    return os.path.abspath(os.path.expanduser(rest if separator else url))

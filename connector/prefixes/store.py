@@ -1,0 +1,450 @@
+"""PrefixStore: KV of prompt prefixes as per-layer safetensors, in a folder, a bucket or at an fsspec URL.
+
+It knows no engine.
+
+A prefix is a chain of chunks, a chunk a run of engine blocks. Blocks are named by chained hashes, each covering its
+parent's, so the hash of a chunk's first block says all that comes before it::
+
+    <model>_<digest12>_r<rank>/<first block's hash>/<blocks>-<last block's hash>.json     the manifest
+    <model>_<digest12>_r<rank>/<first block's hash>/<attempt>/<layer>.safetensors         its layers
+
+Publish: the layers are written under the name of an attempt of their own, then the manifest, in one piece. Who reads
+goes by the manifest, so a chunk is visible when all its layers are, and two writers of one chunk never mix.
+
+The manifest seals the chunk: identity of the namespace, every block's hash, size and checksum of every layer's file,
+and a checksum of itself. What does not fit is a miss and is removed, manifest and layers, so that
+the next store heals it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from kvtiers.connector.prefixes.files import FILES_AT_ONCE, files_for
+from kvtiers.connector.prefixes.format import (
+    FORMAT,
+    MANIFEST_BYTES_MAX,
+    MANIFEST_NAME,
+    chunk_bytes_max,
+    file_name,
+    seal,
+    tensor_bytes,
+    tensor_in,
+    unseal,
+)
+from kvtiers.connector.prefixes.limits import PrefixLimits, use_noted_s
+from kvtiers.tiers.config.tier_options import BoundedTierConfig
+from kvtiers.tiers.errors import (
+    BlobCorruptError,
+    BlobNotFoundError,
+    SealError,
+    SealReason,
+    StoreError,
+    StoreFullError,
+)
+from kvtiers.tiers.plain_logs import get_logger
+
+if TYPE_CHECKING:
+    import torch
+
+logger = get_logger(__name__)
+
+STUCK_MAX = 4096
+CANDIDATES_MAX = 16  # chunks that begin alike and are read to find where they part from a prompt
+AHEAD_FIRST, AHEAD_MAX = 4, 32  # chunks of one size that are asked for at once, where one of that size came before
+CHUNK_BLOCKS_MAX = 128
+_MANIFEST = re.compile(MANIFEST_NAME)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A stored run of blocks, or its first ones.
+
+    Attributes:
+        path: of the manifest.
+        blocks: how many of its blocks are meant, from its first.
+    """
+
+    path: str
+    blocks: int
+
+
+@dataclass(slots=True)
+class PrefixCounts:
+    """What a PrefixStore did since it was made."""
+
+    chunks_stored: int = 0
+    chunks_refused: int = 0
+    chunks_loaded: int = 0
+    bytes_stored: int = 0
+    bytes_loaded: int = 0
+    verify_failures: int = 0
+    errors: int = 0
+
+
+class PrefixStore:
+    """Prefixes of one namespace and rank. Any thread; concurrent calls are fine.
+
+    Args:
+        place: see ``place``; with ``read_only`` bad chunks stay.
+        namespace: folder of the namespace, without the rank (``FileMapper.base_path`` with an empty root).
+        fingerprint: SHA-256 of the namespace's identity.
+        rank: the worker whose KV it is.
+        limits: of the place: chunks take their room from its account. None: there are none.
+
+    Attributes:
+        use_noted_s: for so long a use need not be noted again.
+
+    Raises:
+        ConfigError: the URL's scheme is unknown or its package is missing.
+    """
+
+    def __init__(
+        self,
+        place: BoundedTierConfig,
+        namespace: str,
+        fingerprint: bytes,
+        *,
+        rank: int = 0,
+        limits: PrefixLimits | None = None,
+    ) -> None:
+        self._files = files_for(place)
+        self._base = f"{namespace}_r{rank}"
+        self._identity = f"{fingerprint.hex()}:{rank}"
+        self._read_only = place.read_only
+        self._limits = limits
+        self._stuck: dict[str, None] = {}  # manifests of bad chunks that could not be removed; any thread
+        self.use_noted_s = use_noted_s(place.capacity_policy())
+        self.counts = PrefixCounts()
+
+    def prepare(self) -> None:
+        """Make what the first load would make, so that no request waits for it. Asks no storage, raises nothing."""
+        self._files.prepare()
+
+    def check(self) -> None:
+        """Ask the storage whether it can be used, where it can say.
+
+        Raises:
+            StoreError: one line that says what is wrong and what to do about it.
+        """
+        self._files.check()
+
+    def close(self) -> None:
+        """Release connections; what is under way may fail."""
+        self._files.close()
+
+    def match(self, hashes: Sequence[bytes]) -> list[Chunk]:
+        """The chunks of the longest stored prefix of these blocks. An error of the storage ends the prefix there."""
+        chunks: list[Chunk] = []
+        position = 0
+        while position < len(hashes):
+            chunk = self._longest(hashes[position : position + CHUNK_BLOCKS_MAX])
+            if chunk is None:
+                break
+            chunks += [chunk, *self._like(chunk, hashes[position:])]
+            position = sum(chunk.blocks for chunk in chunks)
+        return chunks
+
+    def publish(self, hashes: Sequence[bytes], layers: Mapping[str, torch.Tensor]) -> bool:
+        """Store a chunk, if it is not there.
+
+        Args:
+            hashes: of its blocks, 1 to ``CHUNK_BLOCKS_MAX``.
+            layers: layer name -> (tokens, …), contiguous, CPU; tokens are those of all blocks.
+
+        Returns:
+            Whether it was stored now.
+
+        Raises:
+            StoreFullError: there is no room for it.
+            StoreError: the storage refused.
+        """
+        if not 1 <= len(hashes) <= CHUNK_BLOCKS_MAX:
+            raise ValueError(f"a chunk of {len(hashes)} blocks; accepted are 1..{CHUNK_BLOCKS_MAX}")
+        path = self._path(hashes)
+        try:
+            if path not in self._stuck and self._files.exists(path):
+                return False
+        except StoreError:
+            self.counts.errors += 1
+            raise
+        account = None if self._limits is None else self._limits.account()
+        if account is None:
+            return self._write(path, hashes, layers)
+        size = chunk_bytes_max(hashes, layers)
+        try:
+            taken = account.take(size, path)
+        except StoreError as e:
+            if isinstance(e, StoreFullError):
+                self.counts.chunks_refused += 1
+            else:
+                self.counts.errors += 1
+            raise
+        end = account.settle  # whatever it came to: that shows when storage is measured next
+        try:
+            return self._write(path, hashes, layers)
+        except StoreError as e:
+            if not e.retryable:  # else its acknowledgement may be lost
+                end = account.give_back
+            raise
+        finally:
+            end(taken, size)
+
+    def _write(self, path: str, hashes: Sequence[bytes], layers: Mapping[str, torch.Tensor]) -> bool:
+        folder = path.rpartition("/")[0]
+        attempt = uuid.uuid4().hex
+        entries, total = {}, 0
+        try:
+            files = {}
+            for layer, tensor in layers.items():
+                data = tensor_bytes(tensor)
+                files[f"{folder}/{attempt}/{file_name(layer)}"] = data
+                entries[layer] = [len(data), xxhash.xxh3_128_hexdigest(data)]
+                total += len(data)
+                if len(files) == FILES_AT_ONCE:
+                    self._files.write_all(files)
+                    files = {}
+            self._files.write_all(files)
+            # Another one was faster; only its layers would be named by no manifest.
+            if path not in self._stuck and self._files.exists(path):
+                self._files.delete_folder(f"{folder}/{attempt}")
+                return False
+            body = {
+                "format": FORMAT,
+                "identity": self._identity,
+                "hashes": [block.hex() for block in hashes],
+                "attempt": attempt,
+                "layers": entries,
+            }
+            self._files.write(path, seal(body))
+            self._stuck.pop(path, None)
+        except BaseException:
+            with contextlib.suppress(StoreError):
+                self._files.delete_folder(f"{folder}/{attempt}")
+            self.counts.errors += 1
+            raise
+        self.counts.chunks_stored += 1
+        self.counts.bytes_stored += total
+        return True
+
+    def manifests(self, chunks: Sequence[Chunk]) -> list[Callable[[], bytes]]:
+        """For ``load``: begin to read the manifests of several chunks, side by side where the storage is far."""
+        return self._files.reading([chunk.path for chunk in chunks], MANIFEST_BYTES_MAX)
+
+    def load(
+        self, chunk: Chunk, hashes: Sequence[bytes], manifest: Callable[[], bytes] | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (layer name, tensor (tokens of the whole chunk, …)) for every layer, each verified before it is seen.
+
+        A tensor's memory is lent until the next one is asked for.
+
+        Args:
+            hashes: of the blocks that the caller expects, ``chunk.blocks`` of them.
+            manifest: of ``manifests``; by default it is read now.
+
+        Raises:
+            SealError: it is not what it should be; it was removed.
+            StoreError: the storage failed, or the chunk is gone (BlobNotFoundError).
+        """
+        body = None
+        try:
+            body = self._manifest(chunk.path, manifest)
+            if body["hashes"][: chunk.blocks] != [block.hex() for block in hashes]:
+                raise SealError(SealReason.KEY, f"{chunk.path} holds other blocks")
+            folder = chunk.path.rsplit("/", 1)[0]
+            files = {
+                layer: (f"{folder}/{body['attempt']}/{file_name(layer)}", size)
+                for layer, (size, _) in body["layers"].items()
+            }
+            for layer, data in self._files.read_all(files):
+                size, checksum = body["layers"][layer]
+                if len(data) != size:
+                    raise SealError(SealReason.SIZE, f"{layer} of {chunk.path} has {len(data)} bytes, not {size}")
+                if xxhash.xxh3_128_hexdigest(data) != checksum:
+                    raise SealError(SealReason.PAYLOAD_CHECKSUM, f"{layer} of {chunk.path}")
+                self.counts.bytes_loaded += size
+                yield layer, tensor_in(data)
+        except (SealError, BlobNotFoundError, BlobCorruptError) as e:
+            if isinstance(e, BlobNotFoundError) and (body is None or self._is_gone(chunk.path)):
+                raise  # it was removed since it was matched: a collector takes the manifest first
+            self.counts.verify_failures += 1
+            logger.warning("prefix chunk is not what it should be and counts as absent: %s", e)
+            self._discard(chunk.path, body)
+            if isinstance(e, SealError):
+                raise
+            what = "gone" if isinstance(e, BlobNotFoundError) else "not what was stored"
+            raise SealError(SealReason.SIZE, f"a layer of {chunk.path} is {what}") from e
+        except StoreError:
+            self.counts.errors += 1
+            raise
+        self.counts.chunks_loaded += 1
+
+    def discard(self, chunk: Chunk, manifest: Callable[[], bytes]) -> None:
+        """Remove a chunk that is sound, and of no use to who loaded it: as long as it is there none replaces it.
+
+        Args:
+            manifest: what it was loaded by. One that has replaced it stays.
+        """
+        self._discard(chunk.path, self._manifest(chunk.path, manifest))
+
+    @property
+    def notes_uses(self) -> bool:
+        """Whether ``note_uses`` does anything."""
+        return self._files.has_uses and not self._read_only
+
+    def note_uses(self, chunks: Sequence[Chunk]) -> bool:
+        """Make the files of chunks new, where they have not been for ``use_noted_s``: what is old then is not used.
+
+        Returns:
+            Whether all are noted.
+        """
+        all_noted = True
+        for chunk in reversed(chunks) if self.notes_uses else ():  # without its beginning the rest is of no use
+            try:
+                if self._files.unused_s(chunk.path) < self.use_noted_s:
+                    continue
+                body = self._manifest(chunk.path)
+                folder = f"{chunk.path.rsplit('/', 1)[0]}/{body['attempt']}"
+                for path in (*(f"{folder}/{file_name(layer)}" for layer in body["layers"]), chunk.path):
+                    self._files.touch(path)
+            except (SealError, StoreError) as e:  # whoever loads it will see
+                logger.debug("a use of %s is not noted: %s", chunk.path, e)
+                all_noted = False
+        return all_noted
+
+    # -- privates ----------------------------------------------------------------------------------------------------
+
+    def _longest(self, hashes: Sequence[bytes]) -> Chunk | None:
+        folder = f"{self._base}/{hashes[0].hex()}"
+        wanted = [block.hex() for block in hashes]
+        others = []
+        best: Chunk | None = None
+        for name in self._list(folder):
+            found = _MANIFEST.fullmatch(name)
+            if found is None:
+                continue
+            blocks = int(found[1])
+            if 1 <= blocks <= len(wanted) and wanted[blocks - 1] == found[2]:
+                if best is None or blocks > best.blocks:
+                    best = Chunk(f"{folder}/{name}", blocks)
+            else:
+                others.append(name)
+        if best is not None and best.blocks == len(wanted):
+            return best
+        # Chunks that part from the prompt somewhere inside may still share more of it than the best whole one.
+        candidates = [f"{folder}/{name}" for name in others[:CANDIDATES_MAX]]
+        for path, read in zip(candidates, self._files.reading(candidates, MANIFEST_BYTES_MAX), strict=True):
+            try:
+                stored = self._manifest(path, read)["hashes"]
+            except SealError as e:  # it may be the prompt's own, of which all but the last block is asked for
+                self.counts.verify_failures += 1
+                logger.warning("prefix chunk is not what it should be and counts as absent: %s", e)
+                self._discard(path, None)
+                continue
+            except StoreError as e:
+                self.counts.errors += not isinstance(e, BlobNotFoundError)  # it was removed meanwhile
+                logger.debug("manifest %s: %s", path, e)
+                continue
+            alike = 0
+            for one, other in zip(stored, wanted, strict=False):
+                if one != other:
+                    break
+                alike += 1
+            if alike > (best.blocks if best else 0):
+                best = Chunk(path, alike)
+        return best
+
+    def _like(self, chunk: Chunk, hashes: Sequence[bytes]) -> list[Chunk]:
+        """The chunks behind one, the first of these blocks, as far as they have its size: an engine's steps often do.
+
+        Each that is missed here costs a listing, and those cannot be asked for side by side.
+        """
+        size = chunk.blocks
+        found: list[Chunk] = []
+        ahead = AHEAD_FIRST if chunk.path == self._path(hashes[:size]) else 0
+        while ahead:
+            first = (1 + len(found)) * size
+            starts = range(first, len(hashes) - size + 1, size)[:ahead]
+            paths = [self._path(hashes[start : start + size]) for start in starts]
+            (count,) = self._present([paths])
+            found += [Chunk(path, size) for path in paths[:count]]
+            ahead = min(2 * ahead, AHEAD_MAX) if paths and count == len(paths) else 0
+        return found
+
+    def _present(self, runs: Sequence[Sequence[str]]) -> list[int]:
+        try:
+            return self._files.present(runs)
+        except StoreError as e:
+            self.counts.errors += 1
+            logger.debug("asking for manifests: %s", e)
+            return [0] * len(runs)
+
+    def _path(self, hashes: Sequence[bytes]) -> str:
+        """Of the manifest of a chunk of these blocks."""
+        return f"{self._base}/{hashes[0].hex()}/{len(hashes)}-{hashes[-1].hex()}.json"
+
+    def _discard(self, path: str, body: Mapping[str, Any] | None) -> None:
+        """Remove a bad chunk: its manifest first, so that nobody goes by it any more, then its layers' files."""
+        if self._read_only:
+            return
+        try:
+            if self._is_bad(path, body):
+                self._files.delete(path)
+        except StoreError as e:
+            logger.warning("prefix chunk %s could not be removed, and is overwritten by the next one: %s", path, str(e))
+            if len(self._stuck) < STUCK_MAX:
+                self._stuck[path] = None
+        if body is not None:
+            with contextlib.suppress(StoreError):
+                self._files.delete_folder(f"{path.rsplit('/', 1)[0]}/{body['attempt']}")
+
+    def _is_gone(self, path: str) -> bool:
+        try:
+            return not self._files.exists(path)
+        except StoreError:
+            return False
+
+    def _is_bad(self, path: str, body: Mapping[str, Any] | None) -> bool:
+        """Read again: False where another one has healed it meanwhile."""
+        try:
+            manifest = self._manifest(path)
+        except SealError:
+            return True
+        return body is not None and bool(manifest["attempt"] == body["attempt"])
+
+    def _list(self, folder: str) -> list[str]:
+        try:
+            return self._files.names(folder)
+        except StoreError as e:
+            self.counts.errors += 1
+            logger.debug("listing %s: %s", folder, e)
+            return []
+
+    def _manifest(self, path: str, read: Callable[[], bytes] | None = None) -> dict[str, Any]:
+        body = unseal(self._files.read(path, MANIFEST_BYTES_MAX) if read is None else read(), path)
+        if body["identity"] != self._identity:
+            raise SealError(SealReason.FINGERPRINT, f"{path} is of another namespace or rank")
+        return body
+
+
+def blocks_in_all(stores: Sequence[PrefixStore], hashes: Sequence[bytes]) -> int:
+    """Leading blocks that all of these have: one for each rank, in the same place.
+
+    Ranks store the same chunks, in the same steps. So the others are asked for those of the first, all at once, and
+    only one that lacks some is searched by itself.
+    """
+    first, *others = stores
+    chunks = first.match(hashes)
+    found = sum(chunk.blocks for chunk in chunks)
+    runs = [[f"{other._base}{chunk.path.removeprefix(first._base)}" for chunk in chunks] for other in others]
+    for other, count in zip(others, first._present(runs), strict=True):
+        if count < len(chunks):
+            found = min(found, sum(chunk.blocks for chunk in other.match(hashes[:found])))
+    return found

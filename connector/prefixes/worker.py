@@ -1,0 +1,217 @@
+"""PrefixWorker: from a store of prefixes into an engine's paged buffers, and from them into it.
+
+Loads and publications run on threads; the engine's thread begins them, asks for their ends, and copies what is saved.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import nullcontext
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+from kvtiers.connector.prefixes.loads import Load
+from kvtiers.connector.prefixes.paged_buffer import ShapeError, extract_slots, inject_slots, token_pages
+from kvtiers.connector.prefixes.requests import Transfer
+from kvtiers.connector.prefixes.store import PrefixStore
+from kvtiers.connector.transfer.gpu_copy import submitted_so_far
+from kvtiers.tiers.daemon_pool import DaemonPool
+from kvtiers.tiers.errors import KVTiersError, StoreTimeoutError
+from kvtiers.tiers.plain_logs import get_logger
+
+logger = get_logger(__name__)
+
+IDLE_WAIT_S = 0.001
+SAVE_BYTES_MAX = 4 << 30
+SAY_EVERY_S = 60.0
+
+
+class PrefixWorker:
+    """Loads and saves of one worker. All methods are for the engine's one thread.
+
+    Args:
+        pool: threads for loads; whoever made it ends it.
+        num_blocks: of each paged buffer.
+        block_size: tokens of one block.
+        load_deadline_s: after which a load is given up.
+
+    Attributes:
+        dropped_blocks: not saved because ``SAVE_BYTES_MAX`` waited to be published.
+        loads_failed: given up and dropped ones among them.
+    """
+
+    def __init__(self, pool: DaemonPool, num_blocks: int, block_size: int, load_deadline_s: float) -> None:
+        self.dropped_blocks = 0
+        self.loads_failed = 0
+        self._pool = pool
+        self._num_blocks = num_blocks
+        self._block_size = block_size
+        self._load_deadline_s = load_deadline_s
+        self._kv_caches: dict[str, torch.Tensor] = {}
+        self._token_bytes = 0  # of one token in all of them
+        self._cuda: torch.device | None = None
+        self._loading: dict[str, Load] = {}
+        self._failed_blocks: set[int] = set()
+        self._save_pool = DaemonPool(1, "kvtiers-prefix-save")  # what waits to be stored is in no load's way
+        self._saving: dict[Future[Any], int] = {}
+        self._not_stored = 0  # since this was said
+        self._say_at = float("-inf")
+
+    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """The paged buffers, by layer.
+
+        Raises:
+            ConfigError: the order of one is not known.
+        """
+        for tensor in kv_caches.values():
+            self._pages(tensor)
+        self._kv_caches = kv_caches
+        self._token_bytes = sum(tensor.nbytes for tensor in kv_caches.values()) // (self._num_blocks * self._block_size)
+        self._cuda = next((tensor.device for tensor in kv_caches.values() if tensor.is_cuda), None)
+
+    def load(self, store: PrefixStore, transfer: Transfer) -> None:
+        """Begin a load."""
+        blocks = (transfer.slot_mapping[:: self._block_size] // self._block_size).tolist()
+        load = Load(blocks, time.monotonic() + self._load_deadline_s)
+        # The model may still read these blocks, or fill them with zeros.
+        submitted = None if self._cuda is None else submitted_so_far(self._cuda)
+        if self._pool.hangs(self._load_deadline_s):  # it would only be waited for in vain
+            load.future = _failed(StoreTimeoutError("all threads hang in loads that were given up"))
+        else:
+            load.future = self._pool.submit(self._load_on_device, store, transfer, load, submitted)
+        self._loading[transfer.req_id] = load
+
+    def ended(self, *, idle: bool) -> set[str]:
+        """Requests whose loads ended since the last call, well or not; ``idle``: the engine has nothing else to do."""
+        if self._loading and idle:
+            # vLLM steps on and on while requests wait; without a pause it would keep the GIL from those that load.
+            wait([load.future for load in self._loading.values()], IDLE_WAIT_S, FIRST_COMPLETED)
+        done = {req_id for req_id, load in self._loading.items() if load.future.done()}
+        late = {req_id for req_id, load in self._loading.items() if time.monotonic() >= load.late_at} - done
+        for req_id in done | late:
+            load = self._loading.pop(req_id)
+            error: object = load.future.exception() if req_id in done else self._give_up(load)
+            if error is not None:
+                logger.warning("request %s: its prefix was not loaded and is computed: %s", req_id, error)
+                self._failed_blocks.update(load.blocks)
+                self.loads_failed += 1
+        for saved in [future for future in self._saving if future.done()]:
+            del self._saving[saved]
+            if saved.exception() is not None:
+                self._say_not_stored(saved.exception())
+        return done | late
+
+    def drop_loads(self) -> None:
+        """What was loaded and is not reported yet, or is under way, failed: a reset has made it another model's."""
+        for load in self._loading.values():
+            self._stop(load)
+            load.future = _failed(KVTiersError("the engine's caches were reset"))
+
+    def failed_blocks(self) -> set[int]:
+        """Ids of the blocks whose loads failed since the last call: they hold nothing of use."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def publish(self, store: PrefixStore, stores: Sequence[Transfer]) -> None:
+        """Copy what a step's ``stores`` take, now that it is computed, and hand it to the publishing thread."""
+        for transfer in stores:
+            size_bytes = len(transfer.slot_mapping) * self._token_bytes
+            if sum(self._saving.values()) + size_bytes > SAVE_BYTES_MAX:
+                self.dropped_blocks += len(transfer.hashes)
+                continue
+            layers = {
+                layer: extract_slots(self._pages(tensor), transfer.slot_mapping)
+                for layer, tensor in self._kv_caches.items()
+            }
+            job = self._save_pool.submit(store.publish, transfer.hashes, layers)
+            self._saving[job] = size_bytes
+
+    def shutdown(self, publish_s: float, threads_end_s: float) -> None:
+        """Wait so long for what is under way, and so long for the publishing thread; give up and count what is left."""
+        loads = [load.future for load in self._loading.values()]
+        _, late = wait([*self._saving, *loads], timeout=publish_s)
+        for load in self._loading.values():
+            load.give_up()
+        self._save_pool.shutdown(threads_end_s)
+        lost = len(late & self._saving.keys())
+        if lost or self.dropped_blocks:
+            logger.warning(
+                "%d prefixes were not stored when the engine ended, %d blocks before", lost, self.dropped_blocks
+            )
+
+    def _say_not_stored(self, error: object) -> None:
+        """Once a minute at most: where there is no room, it is so with each."""
+        self._not_stored += 1
+        if time.monotonic() >= self._say_at:
+            logger.warning("%d prefixes were not stored; the last one: %s", self._not_stored, error)
+            self._not_stored = 0
+            self._say_at = time.monotonic() + SAY_EVERY_S
+
+    def _give_up(self, load: Load) -> str:
+        had_begun = self._stop(load)
+        what = "with its wait in line storage took longer than" if had_begun else "it waited in line behind others for"
+        return f"{what} load_deadline_s, {self._load_deadline_s:g} s"
+
+    def _stop(self, load: Load) -> bool:
+        """Returns whether it had begun."""
+        had_begun = load.give_up()
+        if self._cuda is not None:
+            torch.cuda.synchronize(self._cuda)  # what was written before may still be on its way
+        return had_begun
+
+    def _load_on_device(
+        self, store: PrefixStore, transfer: Transfer, load: Load, submitted: torch.cuda.Event | None
+    ) -> None:
+        # Each thread begins on device 0, where a worker of another device has neither its buffers nor memory to spare.
+        with nullcontext() if self._cuda is None else torch.cuda.device(self._cuda):
+            try:
+                if submitted is not None:  # the model's stream need not be this thread's
+                    torch.cuda.current_stream(self._cuda).wait_event(submitted)
+                self._load(store, transfer, load)
+            finally:  # of a load that failed, too: nothing may land in blocks that are computed again
+                if self._cuda is not None:
+                    torch.cuda.current_stream(self._cuda).synchronize()
+
+    def _load(self, store: PrefixStore, transfer: Transfer, load: Load) -> None:
+        size = self._block_size
+        position, last = 0, len(transfer.hashes)
+        wanted = []
+        for chunk in store.match(transfer.hashes):
+            begin, position = position, position + chunk.blocks
+            if position > transfer.first_block:
+                wanted.append((begin, chunk))
+        manifests = store.manifests([chunk for _, chunk in wanted])
+        for (begin, chunk), manifest in zip(wanted, manifests, strict=True):
+            end = begin + chunk.blocks
+            skip = max(0, transfer.first_block - begin)
+            start = begin + skip - transfer.first_block
+            slots = transfer.slot_mapping[start * size : (end - transfer.first_block) * size]
+            missing = set(self._kv_caches)
+            manifest = cache(manifest)
+            try:
+                for layer, tensor in store.load(chunk, transfer.hashes[begin:end], manifest):
+                    if layer in missing:
+                        missing.discard(layer)
+                        values = tensor[skip * size : chunk.blocks * size]
+                        load.write(partial(inject_slots, self._pages(self._kv_caches[layer]), slots, values))
+                if missing:
+                    raise ShapeError(f"{chunk.path} lacks the layers {sorted(missing)}")
+            except ShapeError as e:
+                logger.warning("a prefix chunk of another engine's is of no use here, and is removed: %s", e)
+                store.discard(chunk, manifest)
+                raise
+        if position < last:
+            raise KVTiersError(f"{last - position} blocks that were there are gone")
+
+    def _pages(self, layer: torch.Tensor) -> torch.Tensor:
+        return token_pages(layer, self._num_blocks, self._block_size)
+
+
+def _failed(error: Exception) -> Future[None]:
+    future: Future[None] = Future()
+    future.set_exception(error)
+    return future

@@ -1,0 +1,329 @@
+"""The file behind a SharedOffloadRegion, and how the processes of one engine come to it.
+
+The bytes: ``num_blocks`` rows of ``row_stride`` bytes from offset 0, then one header page. The header comes last so
+that rows are page-aligned at ``block * row_stride``, in the file as in memory.
+
+Step by step. Every step happens under an exclusive flock on the file, which dies with its holder:
+
+1. The first process makes a file without a name (O_TMPFILE, 0600), writes the header (geometry, its pid), locks it and
+   links it to its name. linkat fails where the name exists, as O_EXCL does, and follows no symlink; and no region ever
+   has a name before it has a header.
+2. It allocates every page with fallocate, so that too little memory is an error here and not a SIGBUS later, and
+   marks the header as sized.
+3. Each process, the first included, maps the file, locks its seat for as long as it has the file open and writes its
+   pid there: one seat a worker, one for the scheduler. Who takes the last seat removes the name: from then on nothing
+   stays in /dev/shm whoever dies.
+4. A region that still has its name belongs to an engine that is starting. If any process in it is dead (its seat is
+   taken and not locked), that start has failed: the next one removes the file and begins anew. This holds across
+   containers that share /dev/shm.
+
+So ``instance_id`` has to be the engine's own. Of two engines that start with the same one at the same time, one gets a
+RegionError if a seat is taken already; where their processes come in turns, each engine's scheduler may end up with the
+other one's worker, and nobody can tell.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import stat
+import time
+from collections.abc import Callable, Iterator
+
+from kvtiers.connector.region.region_header import RegionGeometry, RegionHeader, mark_sized, write_header, write_seat
+from kvtiers.tiers.errors import ConfigError, RegionError
+from kvtiers.tiers.plain_logs import get_logger
+
+logger = get_logger(__name__)
+
+FILE_PREFIX = "vllm_offload_"
+FILE_SUFFIX = ".mmap"
+
+_INSTANCE_ID = re.compile(r"[^\x00-\x1f\x7f/]+")
+_INSTANCE_ID_BYTES_MAX = 255 - len(FILE_PREFIX) - len(FILE_SUFFIX)
+
+# Long calls go by pieces: a signal makes fallocate undo the piece at hand, and madvise holds the GIL for its piece.
+_PIECE_BYTES = 256 << 20
+_POLL_S = 0.005
+_REMOVE_TRIES = 10
+
+
+def region_path(directory: str, instance_id: str) -> str:
+    """Name of an engine's region.
+
+    Raises:
+        ConfigError: ``instance_id`` cannot be part of a file's name.
+    """
+    name = f"{FILE_PREFIX}{instance_id}{FILE_SUFFIX}"
+    if _INSTANCE_ID.fullmatch(instance_id) is None or len(name.encode(errors="surrogatepass")) > 255:
+        raise ConfigError(
+            f"{instance_id!r} is not accepted; write 1 to {_INSTANCE_ID_BYTES_MAX} bytes without '/' and control "
+            "characters",
+            field="instance_id",
+        )
+    return os.path.join(directory, name)
+
+
+def reap_stale_regions(directory: str = "/dev/shm") -> list[str]:
+    """Remove region files of engines that died while they were starting; returns their paths.
+
+    Files of other users, of living processes and of other programs stay.
+    """
+    reaped = []
+    for name in sorted(os.listdir(directory)):
+        if not (name.startswith(FILE_PREFIX) and name.endswith(FILE_SUFFIX)):
+            continue
+        path = os.path.join(directory, name)
+        try:
+            fd = _open_existing(path)
+        except (OSError, RegionError):
+            continue
+        try:
+            header = RegionHeader.read(fd, path) if _try_lock(fd) else None
+            if header is not None and header.is_stale(fd) and _unlink_if_same(path, fd):
+                reaped.append(path)
+        except (OSError, RegionError):  # nothing is known of it, or it is another program version's: its business
+            continue
+        finally:
+            os.close(fd)
+    return reaped
+
+
+def allocate_anonymous(geometry: RegionGeometry) -> int:
+    """A memfd of this geometry that nobody can resize.
+
+    Raises:
+        RegionError: too little memory.
+    """
+    fd = os.memfd_create("kvtiers-region", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        write_header(fd, geometry)
+        _allocate(fd, geometry, "")
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def join_named(
+    path: str,
+    geometry: RegionGeometry,
+    seat: int,
+    *,
+    timeout_s: float,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> int:
+    """Make the file or join it (steps 1 and 2).
+
+    Returns:
+        A descriptor of the sized file, locked: map it, then ``take_seat`` or ``remove_name``.
+
+    Raises:
+        RegionError: too little memory, another geometry, a taken seat, a timeout, a foreign file.
+    """
+    deadline = clock() + timeout_s
+    while True:
+        fd = _create(path, geometry)
+        if fd is not None:
+            return fd
+        try:
+            fd = _open_existing(path)
+        except FileNotFoundError:
+            continue
+        try:
+            while not _try_lock(fd):
+                # Somebody allocates or joins. A mismatch need not wait for that.
+                header = RegionHeader.read(fd, path)
+                if header is not None and header.is_creator_alive(fd):
+                    header.check_geometry(geometry, path)
+                if clock() >= deadline:
+                    raise RegionError(f"region {path}: waited {timeout_s:g} s for process {header and header.creator}")
+                sleep(_POLL_S)
+            if _is_joinable(path, fd, geometry, seat):
+                return fd
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+
+
+def take_seat(fd: int, path: str, seat: int) -> None:
+    """Say that this process has mapped the file, remove the name if it was the last to, and unlock (step 3)."""
+    header = RegionHeader.read(fd, path)
+    assert header is not None
+    write_seat(fd, header.geometry, seat)
+    if all(pid for index, pid in enumerate(header.seats) if index != seat):
+        _unlink_if_same(path, fd)
+    fcntl.flock(fd, fcntl.LOCK_UN)
+
+
+def remove_name(fd: int, path: str, *, sleep: Callable[[float], None] = time.sleep) -> None:
+    """Remove the name, if it is still there and this file's, and unlock."""
+    # Who looks for stale regions holds the lock for a moment. Who holds it for longer is joining an engine that is
+    # about to lose this process, and is not waited for.
+    for _ in range(_REMOVE_TRIES):
+        if _try_lock(fd):
+            _unlink_if_same(path, fd)
+            fcntl.flock(fd, fcntl.LOCK_UN)
+            return
+        sleep(_POLL_S)
+
+
+def free_bytes(directory: str) -> int | None:
+    """Bytes free in a file system; None: it has no limit of its own, as a tmpfs mounted with size=0.
+
+    Raises:
+        OSError: it cannot be asked.
+    """
+    status = os.statvfs(directory)
+    return status.f_bavail * status.f_frsize if status.f_blocks else None
+
+
+def show_size(size_bytes: int) -> str:
+    """Bytes for people."""
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if size_bytes >= 1 << power:
+            return f"{size_bytes / (1 << power):.2f} {unit}"
+    return f"{size_bytes} bytes"
+
+
+def pieces(size_bytes: int) -> Iterator[tuple[int, int]]:
+    """(start, length) of the pieces in which memory is allocated and mapped."""
+    for start in range(0, size_bytes, _PIECE_BYTES):
+        yield start, min(_PIECE_BYTES, size_bytes - start)
+
+
+def _create(path: str, geometry: RegionGeometry) -> int | None:
+    """None: the name exists."""
+    if os.path.lexists(path):
+        return None
+    directory = os.path.dirname(path)
+    for stale in reap_stale_regions(directory):
+        logger.warning("region: removed %s, left by an engine that died while it was starting", stale)
+    fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    linked = False
+    try:
+        os.fchmod(fd, 0o600)
+        write_header(fd, geometry)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        # Given a directory descriptor, CPython calls linkat with AT_SYMLINK_FOLLOW; without one it does not.
+        os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)
+        linked = True
+        _allocate(fd, geometry, directory)
+    except FileExistsError:
+        os.close(fd)
+        return None
+    except BaseException:
+        if linked:
+            _unlink_if_same(path, fd)
+        os.close(fd)
+        raise
+    return fd
+
+
+def _is_joinable(path: str, fd: int, geometry: RegionGeometry, seat: int) -> bool:
+    """Whether the locked file is the one to join; False: begin anew."""
+    if not _is_same(path, fd):  # every seat was taken, or the file was reaped, while this process waited for the lock
+        return False
+    header = RegionHeader.read(fd, path)
+    if header is None and os.fstat(fd).st_size:
+        raise RegionError(f"{path} exists and is no region of ours; remove it or choose another instance_id")
+    if header is None or header.is_stale(fd):
+        os.unlink(path)
+        logger.warning("region: removed %s, left by an engine that died while it was starting", path)
+        return False
+    header.check_geometry(geometry, path)
+    pid = header.seats[seat]
+    if pid:
+        who = "the scheduler" if seat == geometry.num_workers else f"rank {seat}"
+        raise RegionError(
+            f"region {path}: {who} is process {pid} already, or one that it forked and that outlived it: "
+            "two engines share one instance_id, or an ended one has left that process behind"
+        )
+    return True
+
+
+def _allocate(fd: int, geometry: RegionGeometry, directory: str) -> None:
+    """Allocate every page and say so in the header.
+
+    Args:
+        directory: the file's; "" for a memfd, which no file system limits.
+    """
+    size = geometry.size_bytes
+    # Asked first: filling memory takes a second per GB, and where the machine is the limit it ends in an OOM kill.
+    for place, free in _limits(directory):
+        if size > free:
+            raise RegionError(_too_large(size, place, free))
+    try:
+        for start, length in pieces(size):
+            os.posix_fallocate(fd, start, length)
+    except OSError as e:
+        if e.errno not in (errno.ENOSPC, errno.ENOMEM):
+            raise
+        raise RegionError(_too_large(size, *min(_limits(directory), key=lambda limit: limit[1]))) from e
+    mark_sized(fd, geometry)
+
+
+def _too_large(size: int, place: str, free: int) -> str:
+    return (
+        f"a region of {show_size(size)}, and a page for its header, does not fit: {place} has {show_size(free)} free. "
+        "Make region.size smaller, or give it more room (docker: --shm-size; Kubernetes: memory limit, and sizeLimit "
+        "of the memory volume on /dev/shm)"
+    )
+
+
+def _limits(directory: str) -> Iterator[tuple[str, int]]:
+    """What bounds a region: (place, bytes free)."""
+    free = free_bytes(directory) if directory else None
+    if free is not None:
+        yield directory, free
+    with open("/proc/meminfo", "rb") as f:
+        kib = {line.split(b":")[0]: int(line.split()[1]) for line in f}
+    yield "this machine", (kib[b"MemAvailable"] + kib[b"SwapFree"]) << 10
+    try:
+        with open("/sys/fs/cgroup/memory.max", "rb") as f:
+            # The limit, not what is left of it: page cache counts as used there although it would make room.
+            yield "the container's memory limit", int(f.read())
+    except (OSError, ValueError):  # no cgroup v2, or "max"
+        pass
+
+
+def _open_existing(path: str) -> int:
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as e:
+        if e.errno in (errno.ELOOP, errno.EISDIR):
+            raise RegionError(f"{path} is a symlink or a folder; remove it") from e
+        raise
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        os.close(fd)
+        raise RegionError(f"{path} is no private file of this user (regular, mode 0600); remove it")
+    return fd
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_same(path: str, fd: int) -> bool:
+    try:
+        return os.path.samestat(os.lstat(path), os.fstat(fd))
+    except FileNotFoundError:
+        return False
+
+
+def _unlink_if_same(path: str, fd: int) -> bool:
+    """Remove the name if it is this file's. Under its lock only, so that nobody else removes it in between."""
+    same = _is_same(path, fd)
+    if same:
+        os.unlink(path)
+    return same

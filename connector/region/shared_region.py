@@ -1,0 +1,207 @@
+"""SharedOffloadRegion: the CPU memory that every worker and the scheduler of one engine map.
+
+How the processes of an engine come to one file is in ``region_file``.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kvtiers.connector.region.region_file import (
+    allocate_anonymous,
+    join_named,
+    pieces,
+    reap_stale_regions,
+    region_path,
+    remove_name,
+    show_size,
+    take_seat,
+)
+from kvtiers.connector.region.region_header import RegionGeometry, RegionHeader
+from kvtiers.tiers.errors import ConfigError, RegionError
+from kvtiers.tiers.plain_logs import get_logger
+from kvtiers.tiers.stores.files.posix import occupy_standard_streams
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["RegionGeometry", "SharedOffloadRegion", "reap_stale_regions"]
+
+logger = get_logger(__name__)
+
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; not in the mmap module
+
+
+class SharedOffloadRegion:
+    """One mapping of (num_blocks, row_stride) bytes.
+
+    Row of block b: worker 0's cell, worker 1's cell, …, each ``cpu_page_size`` bytes that hold the worker's canonical
+    tensors one after another. One thread at a time calls the methods; the views may be used by any thread.
+
+    Args:
+        instance_id: the engine's own id: the same in all its processes, and no other engine's. None: see ``anonymous``.
+        num_blocks: rows, 1 or more.
+        cpu_page_size: bytes of one worker's cell, 1 or more.
+        num_workers: 1..495.
+        rank: of the worker, or None for the scheduler.
+        directory: a tmpfs.
+        join_timeout_s: how long to wait for the first process, which allocates all of the memory (0.2 to 1 GB/s).
+        clock, sleep: monotonic seconds, and how to wait.
+
+    Attributes:
+        geometry: the region's shape.
+        setup_s: seconds that allocating and mapping took.
+
+    Raises:
+        ConfigError: a bad argument; names it.
+        RegionError: too little memory, another geometry under this id, a taken rank, a timeout, a foreign file.
+    """
+
+    def __init__(
+        self,
+        instance_id: str | None,
+        num_blocks: int,
+        cpu_page_size: int,
+        num_workers: int,
+        rank: int | None,
+        *,
+        directory: str = "/dev/shm",
+        join_timeout_s: float = 300.0,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        started_at = clock()
+        self.geometry = RegionGeometry(num_blocks, cpu_page_size, num_workers)
+        if rank is not None and not 0 <= rank < num_workers:
+            raise ConfigError(f"{rank} is not accepted; write 0..{num_workers - 1} or None", field="rank")
+        self._rank = rank
+        self._cell_used = 0
+        self._path = None if instance_id is None else region_path(directory, instance_id)
+        seat = num_workers if rank is None else rank
+        what = self._path or "(anonymous)"
+        try:
+            occupy_standard_streams()
+            if self._path is not None:
+                self._fd = join_named(
+                    self._path, self.geometry, seat, timeout_s=join_timeout_s, clock=clock, sleep=sleep
+                )
+            else:
+                self._fd = allocate_anonymous(self.geometry)
+            try:
+                self._mmap: mmap.mmap | None = mmap.mmap(self._fd, self.geometry.size_bytes)
+                if self._path is not None:
+                    take_seat(self._fd, self._path, seat)
+            except BaseException:
+                self._close()
+                raise
+        except OSError as e:
+            raise RegionError(f"region {what}: {e.strerror}") from e
+        _populate(self._mmap, self.geometry.size_bytes)
+        self.setup_s = clock() - started_at
+        logger.info(
+            "region %s: %d blocks of %d bytes (%s) ready in %.2f s",
+            what,
+            num_blocks,
+            self.geometry.row_stride,
+            show_size(self.geometry.size_bytes),
+            self.setup_s,
+        )
+
+    @classmethod
+    def anonymous(
+        cls, num_blocks: int, cpu_page_size: int, num_workers: int = 1, rank: int | None = 0
+    ) -> SharedOffloadRegion:
+        """A region without a name: a memfd sealed against resizing.
+
+        Raises:
+            ConfigError: a bad argument; names it.
+            RegionError: too little memory.
+        """
+        return cls(None, num_blocks, cpu_page_size, num_workers, rank)
+
+    @property
+    def fd(self) -> int:
+        """Descriptor of the region, open until ``cleanup``."""
+        self._mapping()
+        return self._fd
+
+    def absent_workers(self) -> list[int]:
+        """Ranks that have not mapped this region, which has a name, so far. On another host they map one of their own.
+
+        Raises:
+            RegionError: the region was cleaned up.
+        """
+        self._mapping()
+        assert self._path is not None, "nobody takes a seat in an anonymous region"
+        header = RegionHeader.read(self._fd, self._path)
+        assert header is not None
+        return [rank for rank, pid in enumerate(header.seats[: header.geometry.num_workers]) if not pid]
+
+    def create_kv_memoryview(self) -> memoryview:
+        """The whole region without a copy: shape (num_blocks, row_stride), format "b", C-contiguous, writable.
+
+        Python cannot take ``view[b]`` of a 2-D view: cast it to 1-D and slice at ``b * row_stride``.
+        """
+        return memoryview(self._mapping()).cast("b", (self.geometry.num_blocks, self.geometry.row_stride))
+
+    def create_next_view(self, tensor_page_size: int) -> torch.Tensor:
+        """This worker's cells for its next canonical tensor; called once per tensor, in order.
+
+        Returns:
+            int8 (num_blocks, tensor_page_size), stride (row_stride, 1), on the region's memory.
+
+        Raises:
+            RegionError: the tensors run past the cell, or this is the scheduler.
+        """
+        import torch  # the scheduler and the tiers never need it
+
+        geometry = self.geometry
+        if self._rank is None:
+            raise RegionError("the scheduler (rank None) has no cell; only workers have tensors")
+        if tensor_page_size < 1 or self._cell_used + tensor_page_size > geometry.cpu_page_size:
+            raise RegionError(
+                f"tensor_page_size {tensor_page_size} does not fit: {self._cell_used} of the cell's "
+                f"{geometry.cpu_page_size} bytes are used"
+            )
+        # torch keeps what it was given alive, but not exported: only a memoryview keeps a mapping from being unmapped.
+        flat = torch.frombuffer(memoryview(self._mapping()), dtype=torch.int8)
+        offset = self._rank * geometry.cpu_page_size + self._cell_used
+        self._cell_used += tensor_page_size
+        return flat.as_strided((geometry.num_blocks, tensor_page_size), (geometry.row_stride, 1), offset)
+
+    def cleanup(self) -> None:
+        """Remove the name if it is still there, unmap and close. Idempotent.
+
+        Where views are still alive, the memory goes with the last of them.
+        """
+        if self._mmap is None:
+            return
+        mapping, self._mmap = self._mmap, None
+        try:
+            mapping.close()
+        except BufferError:
+            logger.debug("region: views are still alive; its memory goes with the last of them")
+        self._close()
+
+    def _close(self) -> None:
+        if self._path is not None:
+            remove_name(self._fd, self._path)
+        os.close(self._fd)
+
+    def _mapping(self) -> mmap.mmap:
+        if self._mmap is None:
+            raise RegionError("the region was cleaned up")
+        return self._mmap
+
+
+def _populate(mapping: mmap.mmap, size_bytes: int) -> None:
+    """Map every page now: a fault on first touch would be paid inside a transfer."""
+    for start, length in pieces(size_bytes):
+        try:
+            mapping.madvise(_MADV_POPULATE_WRITE, start, length)
+        except OSError:  # an older kernel
+            return

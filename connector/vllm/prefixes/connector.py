@@ -1,0 +1,388 @@
+"""SharedStorageConnector: KV of prompt prefixes on shared storage, straight between vLLM's paged buffers and files.
+
+::
+
+    {"kv_connector": "SharedStorageConnector", "kv_connector_module_path": "kvtiers.vllm",
+     "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+     "kv_connector_extra_config": {"shared_storage_path": "s3://bucket/folder"}}
+
+Simple and without a CPU region; ``connector.vllm.tier`` and ``connector.vllm.spec`` are faster. What is stored, and how
+it is proven, is in ``connector.prefixes.store``.
+
+Loads are asynchronous: the request waits outside the batch while a thread reads, verifies and injects. Saves leave the
+forward pass as copies in host memory, which a thread publishes. A chunk that is wrong or gone is reported to vLLM as
+blocks that failed to load, which it recomputes under ``kv_load_failure_policy: recompute``; so is a load that storage
+does not answer within ``load_deadline_s``.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
+from vllm.v1.kv_offload.base import Locality
+
+from kvtiers.connector.prefixes.format import FORMAT
+from kvtiers.connector.prefixes.limits import PrefixLimits
+from kvtiers.connector.prefixes.place import seconds_of, shared_place
+from kvtiers.connector.prefixes.requests import Request, Transfer, transfer_of
+from kvtiers.connector.prefixes.store import PrefixStore, blocks_in_all
+from kvtiers.connector.prefixes.uses import PrefixUses
+from kvtiers.connector.prefixes.worker import PrefixWorker
+from kvtiers.connector.vllm import kv_groups, refusals, translate, weights
+from kvtiers.connector.vllm.contract import implements
+from kvtiers.connector.vllm.logs import log_as_vllm
+from kvtiers.connector.vllm.prefixes.metrics import PrefixPromMetrics, PrefixReporter, PrefixStats
+from kvtiers.connector.vllm.prefixes.steps import PrefixSaves, SharedStorageMetadata, limits_of, salts_of
+from kvtiers.connector.vllm_config import keeps_storage
+from kvtiers.tiers.blocks.file_mapper import FileMapper, strict_fields
+from kvtiers.tiers.capacity.link import CollectorLink
+from kvtiers.tiers.daemon_pool import DaemonPool
+from kvtiers.tiers.errors import ConfigError, StoreError
+from kvtiers.tiers.plain_logs import get_logger
+from kvtiers.vllm import register
+
+logger = get_logger(__name__)
+
+LOOKUP_DEADLINE_S = 1.0
+LOAD_DEADLINE_S = 20.0
+FAILED_LOADS_MAX = 3  # of one request: where a bad chunk cannot be removed, its request must not load it for ever
+SHUTDOWN_S = 4.0
+THREADS_END_S = 0.5  # of it, for threads that are at a lookup or at what is too late
+# Both mostly wait where storage is far; a load holds some layers in memory, and needs the GIL beside the model.
+LOOKUP_THREADS = 16
+LOAD_THREADS = 8
+
+
+@implements
+class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
+    """Loads and stores prompt prefixes. One object in the scheduler's process, one in each worker's.
+
+    ``kv_connector_extra_config``: where, as ``connector.prefixes.place.shared_place`` takes it; ``lookup_deadline_s``,
+    ``load_deadline_s``; ``storage_after_reset``.
+
+    Threads: vLLM calls it from one thread in each process; jobs on the pools see a Transfer and hand back a result.
+
+    Raises:
+        ConfigError: the path is missing or cannot be used, a limit is not accepted, the model has several KV cache
+            groups or one that is not of full attention, a block's tokens are on several ranks, or a connector beside
+            it may load within a step.
+        StorePermissionError, StoreConfigError: of a bucket, as ``S3TierManager`` says.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        log_as_vllm()
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        extra = transfer.kv_connector_extra_config
+        self._place = shared_place(extra)
+        self._locality = translate.locality(self._place.type) or Locality.REMOTE
+        self._keeps_storage, self._is_off = keeps_storage(extra), False
+        self._role = translate.role_of(vllm_config)
+        stores_any = self._role.stores and not self._place.read_only
+        self._limits = PrefixLimits.of(self._place) if stores_any else None
+        kv_cache_spec = kv_groups.prefix_spec(kv_cache_config)
+        if getattr(transfer, "kv_load_failure_policy", "recompute") == "fail":
+            logger.warning(
+                "kv_load_failure_policy is 'fail': a request that meets a damaged chunk will fail; write 'recompute'"
+            )
+        self._block_size = int(kv_cache_spec.block_size)
+        self._lookup_deadline_s = seconds_of(extra, "lookup_deadline_s", LOOKUP_DEADLINE_S)
+        self._load_deadline_s = seconds_of(extra, "load_deadline_s", LOAD_DEADLINE_S)
+        self._spec = translate.engine_spec(
+            build_offloading_config(vllm_config, kv_cache_config), vllm_config, by_token=True
+        )
+        self._revision = self._spec.config.model.revision
+        parallel = self._spec.config.parallel
+        if parallel.dcp_size > 1 or parallel.pcp_size > 1:
+            raise ConfigError(
+                "SharedStorageConnector takes 1: with more, a block's tokens are spread over ranks; use KVTiersSpec or "
+                "KVTiersTier",
+                field="decode_context_parallel_size" if parallel.dcp_size > 1 else "prefill_context_parallel_size",
+            )
+        self._ranks = range(parallel.world_size) if role == KVConnectorRole.SCHEDULER else (parallel.rank,)
+        self._stores = self._open(self._spec)
+        threads = LOOKUP_THREADS if role == KVConnectorRole.SCHEDULER else LOAD_THREADS
+        self._pool = DaemonPool(threads, "kvtiers-prefix")
+        if role == KVConnectorRole.SCHEDULER:
+            self._check_storage()
+        else:
+            self._pool.submit(self._stores[0].prepare)
+        # scheduler
+        self._requests: dict[str, Request] = {}
+        self._loading: dict[str, frozenset[int]] = {}  # request -> blocks that workers fill, though it may be aborted
+        self._loads: list[Transfer] = []  # not handed to the workers yet
+        self._drops_loads = False
+        self._saves = PrefixSaves(self._block_size, stores_any=stores_any)
+        self._adapters = weights.Adapters()
+        self._uses = PrefixUses(self._stores)
+        num_blocks = int(kv_cache_config.num_blocks)
+        self._worker = PrefixWorker(self._pool, num_blocks, self._block_size, self._load_deadline_s)
+        self._reporter = PrefixReporter()
+        self._lookups_given_up = 0
+        self._removed = dict.fromkeys(("chunks_removed", "bytes_removed"), 0)
+        self._collector: CollectorLink | None = None
+        if self._limits is not None and role == KVConnectorRole.SCHEDULER:
+            self._collector = self._limits.start_collector(self._mapper(self._spec))
+
+    def _open(self, spec: translate.EngineSpec) -> list[PrefixStore]:
+        mapper = self._mapper(spec)
+        return [
+            PrefixStore(self._place, mapper.base_path, mapper.fingerprint, rank=rank, limits=self._limits)
+            for rank in self._ranks
+        ]
+
+    def _check_storage(self) -> None:
+        try:
+            self._stores[0].check()
+        except StoreError as e:
+            if not e.retryable:
+                raise
+            logger.warning("SharedStorageConnector starts without its storage: %s", e)
+
+    def _mapper(self, spec: translate.EngineSpec) -> FileMapper:
+        fields = strict_fields(spec) | {"format": FORMAT}
+        fields.pop("engine", None)  # may differ in a worker; the revision has the scheduler's digest
+        if spec.config.parallel.pp_size > 1:
+            # A process knows the layers of its own stage. Files are named by layer, so one that is missing is noticed.
+            groups = tuple(replace(group, layer_names=()) for group in spec.config.groups)
+            spec = replace(spec, config=replace(spec.config, groups=groups))
+        return FileMapper.from_offloading_spec("", spec, extra_fields=fields)
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PrefixStats:
+        """Counts that came from another process."""
+        return PrefixStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
+    ) -> PrefixPromMetrics:
+        """Where they are exported."""
+        return PrefixPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def get_kv_connector_stats(self) -> PrefixStats | None:
+        """What changed since the last step."""
+        for told in self._collector.take_reports() if self._collector is not None else ():
+            for count, by_reason in (("chunks_removed", "removed_blobs"), ("bytes_removed", "removed_bytes")):
+                self._removed[count] += sum(told.get("report", {}).get(by_reason, {}).values())
+        own = {
+            "dropped_blocks": self._worker.dropped_blocks,
+            "loads_failed": self._worker.loads_failed,
+            "lookups_given_up": self._lookups_given_up,
+            **self._removed,
+        }
+        return self._reporter.take((store.counts for store in self._stores), own)
+
+    # -- scheduler ---------------------------------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Tokens on storage beyond those computed, block-aligned, never the prompt's last one. None: ask again."""
+        state = self._remember(request)
+        if state is None or state.failed_loads >= FAILED_LOADS_MAX:
+            return 0, False
+        state.num_computed = num_computed_tokens
+        limit_blocks = (len(request.prompt_token_ids) - 1) // self._block_size
+        if limit_blocks * self._block_size <= num_computed_tokens:
+            self._uses.note(state.hashes[:limit_blocks])  # the GPU has it, and storage is to keep it
+            return 0, False
+        if state.matched is None:
+            if self._pool.hangs(self._lookup_deadline_s):  # it would only be waited for in vain
+                return self._give_up(state)
+            state.matched = self._pool.submit(self._match, state, limit_blocks)
+            state.asked_at = time.monotonic()
+            return None, False
+        if not state.matched.done():
+            if time.monotonic() - state.asked_at < self._lookup_deadline_s:
+                return None, False
+            if state.lora is None:  # else it says how the prompt is stored
+                state.matched.cancel()  # those behind it in the line are not to be late for one that is
+            return self._give_up(state)
+        if state.found is None:
+            failed = state.matched.cancelled() or state.matched.exception() is not None
+            state.found = 0 if failed else state.matched.result()
+            # What it stored before a preemption may be on its way still.
+            state.stored_blocks = max(state.stored_blocks, state.found)
+            self._saves.stored.add(state.hashes[: state.found])
+            self._saves.stored.discard(state.hashes[state.stored_blocks : limit_blocks])
+            self._uses.note(state.hashes[: state.found])
+        # From 0.31 on vLLM sees to the first itself. Who only stores asks, too: what is there is not copied again.
+        if getattr(request, "skip_reading_prefix_cache", False) or not self._role.loads:
+            return 0, False
+        end = min(state.found, (num_computed_tokens + state.limits.load_tokens_max) // self._block_size)
+        tokens = end * self._block_size - num_computed_tokens
+        return (tokens, True) if tokens > 0 else (0, False)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Remember a request that needs a load. vLLM calls it for all that it schedules."""
+        state = self._requests.get(request.request_id)
+        if state is None:
+            return
+        # Should it come again, after a preemption, what is there is asked again.
+        state.matched, state.found, state.is_given_up = None, None, False
+        if num_external_tokens <= 0:
+            return
+        first = state.num_computed // self._block_size
+        last = (state.num_computed + num_external_tokens) // self._block_size
+        block_ids = list(blocks.get_block_ids()[0])
+        size = self._block_size
+        self._loads.append(transfer_of(request.request_id, state, block_ids, first, last, size, is_store=False))
+        self._loading[request.request_id] = frozenset(block_ids[first:last])
+        state.load_first = first
+        state.load_began_at = time.monotonic()
+        state.has_failed = False
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Store what could not be loaded again, when it was computed. What came too late is not asked for again."""
+        hung_since = time.monotonic() - self._load_deadline_s
+        failed = set(connector_output.invalid_block_ids or ())
+        for req_id, blocks in self._loading.items() if failed else ():
+            if not blocks.isdisjoint(failed) and (state := self._requests.get(req_id)) is not None:
+                state.stored_blocks = state.load_first
+                state.has_failed = True
+                if state.load_began_at <= hung_since:
+                    state.failed_loads = FAILED_LOADS_MAX
+                self._saves.stored.discard(state.hashes[state.load_first :])
+        for req_id in connector_output.finished_recving or ():
+            self._loading.pop(req_id, None)
+            if (loaded := self._requests.get(req_id)) is not None:
+                loaded.failed_loads += loaded.has_failed  # once, though ranks may have said so in several steps
+
+    def build_connector_meta(self, scheduler_output: Any) -> SharedStorageMetadata:
+        """This step's loads and stores; ``scheduler_output`` is only read.
+
+        Raises:
+            ConfigError: another connector loads within this step.
+        """
+        refusals.check_step(scheduler_output)
+        transfers = self._loads + self._saves.of_step(scheduler_output, self._requests)
+        idle = not scheduler_output.num_scheduled_tokens
+        meta = SharedStorageMetadata(transfers, idle, self._revision, self._drops_loads)
+        self._loads, self._drops_loads = [], False
+        return meta
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:  # noqa: ARG002
+        """Nothing of it needs its blocks any more: what is stored was copied in its step."""
+        state = self._requests.pop(request.request_id, None)
+        if state is not None and state.matched is not None:
+            state.matched.cancel()
+        return False, None
+
+    def reset_cache(self) -> bool | None:
+        """Nothing is cached here; requests that are known keep no claim on storage where it is not used any more.
+
+        Workers hear of it with the next step. A load that one under way reports until then is used, as running requests
+        are: vLLM resets at once only if told to, and answers that it failed, since the load's blocks are in use.
+        Otherwise (pause, sleep) it waits until no step is under way.
+        """
+        if not self._keeps_storage and not self._is_off:
+            translate.warn_of_reset()
+            self._is_off = True
+        if self._is_off:
+            for state in self._requests.values():
+                if state.matched is not None:
+                    state.matched.cancel()
+            self._requests.clear()
+            self._drops_loads = True
+        return True
+
+    def _give_up(self, state: Request) -> tuple[int, bool]:
+        self._lookups_given_up += not state.is_given_up
+        state.is_given_up = True  # vLLM asks again where it has no room for the request yet
+        return 0, False
+
+    def _remember(self, request: Any) -> Request | None:
+        state = self._requests.get(request.request_id)
+        if state is None and not self._is_off:
+            tokens = request.prompt_token_ids
+            if not tokens or getattr(request, "prompt_embeds", None) is not None:
+                return None
+            salts = salts_of(request, self._block_size)
+            adapter, limits = getattr(request, "lora_request", None), limits_of(request, self._locality)
+            state = Request([], list(tokens), salts, adapter, limits)
+            if state.lora is None:
+                state.hash_blocks(self._block_size)
+            self._requests[request.request_id] = state
+        return state
+
+    def _match(self, state: Request, limit_blocks: int) -> int:
+        """Leading blocks that every rank has stored."""
+        if state.lora is not None and not state.hashes:
+            adapter = self._adapters.revision(state.lora)
+            if adapter is None:
+                logger.debug("which adapter is in %s is not known", state.lora.lora_path)
+                return 0
+            state.hash_blocks(self._block_size, adapter)
+        return blocks_in_all(self._stores, state.hashes[:limit_blocks])
+
+    # -- worker ------------------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """The paged buffers, by layer. By now vLLM has made all connectors of the process."""
+        refusals.check_siblings()
+        self._worker.register(kv_caches)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Start this step's loads."""
+        for transfer in self._transfers():
+            if not transfer.is_store:
+                self._worker.load(self._stores[0], transfer)
+        if self._get_connector_metadata().drops_loads:
+            self._worker.drop_loads()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: requests join the batch when all their layers are in."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:  # noqa: ARG002
+        """Requests whose loads ended, well or not."""
+        return None, self._worker.ended(idle=self._get_connector_metadata().idle) or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks that hold nothing of use."""
+        return self._worker.failed_blocks()
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing yet: vLLM calls this for each microbatch, and not at all for what a captured graph runs."""
+
+    def wait_for_save(self) -> None:
+        """Copy what this step stores, now that it is computed, and hand it to the publishing thread."""
+        stores = [transfer for transfer in self._transfers() if transfer.is_store]
+        self._worker.publish(self._stores[0], stores)
+
+    def shutdown(self) -> None:
+        """Publish what is under way for a bounded time; count what is not."""
+        self._worker.shutdown(SHUTDOWN_S - THREADS_END_S, THREADS_END_S / 2)
+        self._pool.shutdown(THREADS_END_S / 2)
+        self._uses.shutdown()
+        if self._collector is not None:
+            self._collector.close()
+        for store in self._stores:
+            store.close()
+
+    def _transfers(self) -> list[Transfer]:
+        meta = self._get_connector_metadata()
+        assert isinstance(meta, SharedStorageMetadata)
+        if meta.revision != self._revision:
+            self._agree(meta.revision)
+        return meta.requests
+
+    def _agree(self, revision: str | None) -> None:
+        """Take the scheduler's digest of the config: models change the one that they are loaded with, a worker's."""
+        if weights.without_config(revision) == weights.without_config(self._revision):
+            model = replace(self._spec.config.model, revision=revision)
+            self._stores = self._open(replace(self._spec, config=replace(self._spec.config, model=model)))
+        else:
+            logger.warning(
+                "this worker's weights or settings (%s) are not those that the scheduler sees (%s): nothing is found; "
+                "give all hosts the same files",
+                self._revision,
+                revision,
+            )
+        self._revision = revision  # this was said once
+
+
+register()  # MultiConnector looks classes up by name only when it reads stats

@@ -1,0 +1,517 @@
+"""warm and migrate, between real folders and S3."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import boto3
+import pytest
+import typer
+
+from kvtiers.connector.commands.copy import _read_names
+from kvtiers.tiers.blocks.file_mapper import FileMapper
+from kvtiers.tiers.blocks.keyring import KeyRing
+from kvtiers.tiers.blocks.namespace import open_namespace
+from kvtiers.tiers.blocks.protected_seal import GcmSeal, GmacSeal
+from kvtiers.tiers.blocks.seal import TRAILER_BYTES, Seal
+from kvtiers.tiers.capacity.account import Account
+from kvtiers.tiers.errors import StoreConfigError, StoreFullError, StorePermissionError, StoreUnavailableError
+from kvtiers.tiers.store import KeyInfo
+from kvtiers.tiers.stores.files import listing as folder_listing
+from kvtiers.tiers.stores.files.local import LocalStore
+from kvtiers.tiers.stores.memory import MemoryStore
+from kvtiers.tiers.testing.faults import Fault, FaultyStore, run_in_child
+from kvtiers.tiers.testing.servers import moto_server
+from kvtiers.tiers.tools.conversion import Conversion, Converter
+from kvtiers.tiers.tools.copying import Copier, find_blocks
+from kvtiers.tiers.tools.inventory import BlockName
+from tests.connector.commands.test_storage_commands import ok, run
+from tests.connector.commands.test_verify_command import COUNT, NAMES, SIZE, flip, make_newer, put_blocks
+from tests.identity import FakeSpec, block_key
+from tests.s3_clients import use_credentials
+from tests.tiers.capacity.test_account import measure
+from tests.tiers.stores.files.test_local_faults import Damaged
+from tests.web_server import serve_folder
+
+BLOB = SIZE + TRAILER_BYTES
+NAMESPACE = NAMES[0].partition("/")[0].removesuffix("_r0")
+
+
+@pytest.fixture
+def far(tmp_path: Path) -> Path:
+    store = LocalStore(tmp_path / "far")
+    put_blocks(store)
+    store.close()
+    return tmp_path / "far"
+
+
+@pytest.fixture
+def near(tmp_path: Path) -> Path:
+    return tmp_path / "near"
+
+
+def write_config(near: Path, far: Path, *options: str) -> str:
+    path = near.parent / "c.yaml"
+    tiers = f"- {{{', '.join(('type: fs', 'name: near', f'root_dir: {near}', *options))}}}\n"
+    path.write_text(f"region: {{size: 1MiB}}\ntiers:\n{tiers}- {{type: nfs, name: far, root_dir: {far}}}\n")
+    return str(path)
+
+
+def stored(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*.bin") if ".tmp" not in path.parts}
+
+
+def test_warm_fills_the_first_tier_from_the_last(near: Path, far: Path) -> None:
+    config = write_config(near, far)
+    assert f"copied: {COUNT} blocks" in ok("warm", config)
+    assert stored(near) == stored(far)
+    assert "all are what they should be" in ok("verify", config, "--tier", "near")
+    assert f"were there already: {COUNT} blocks" in ok("warm", config)
+    assert (near / NAMESPACE / "config.json").read_bytes() == (far / NAMESPACE / "config.json").read_bytes()
+
+
+def test_warm_by_names_and_by_namespace(near: Path, far: Path, tmp_path: Path) -> None:
+    config = write_config(near, far)
+    names = tmp_path / "names"
+    names.write_text(f"{NAMES[3]}\n\n{NAMES[5][:-9]}\n{NAMESPACE}_r7/\n")
+    assert json.loads(ok("warm", config, "--names", str(names), "--json"))["copied"] == 2
+    assert stored(near).keys() == {NAMES[3], NAMES[5]}
+    result = json.loads(ok("warm", config, "--namespace", NAMESPACE, "--json"))
+    assert (result["copied"], result["present"]) == (COUNT - 2, 2)
+
+
+def test_warm_by_what_nothing_is_named_after_fails(near: Path, far: Path, tmp_path: Path) -> None:
+    config = write_config(near, far)
+    names = tmp_path / "names"
+    names.write_text("nothing\n")
+    for option in (("--namespace", "other_0123"), ("--names", str(names))):
+        code, out = run("warm", config, *option)
+        assert code == 1
+        assert "far at " in out
+        assert "no block whose name begins so" in out
+
+
+def test_a_folder_that_the_disk_cannot_read_is_told(near: Path, far: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = NAMES[0].split("/")[1]
+    monkeypatch.setattr(folder_listing, "os", Damaged({folder}, errno.EIO))
+    code, out = run("migrate", write_config(near, far), "--from", "far", "--to", "near")
+    assert code == 1
+    assert "has 1 folders or files that cannot be read" in out
+    assert stored(near).keys() == {name for name in NAMES if name.split("/")[1] != folder}
+
+
+@pytest.fixture
+def no_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bounds of a few small blocks are accepted."""
+    monkeypatch.setattr("kvtiers.tiers.config.tier_options.MAX_BYTES_MIN", 1)
+
+
+@pytest.mark.usefixtures("no_least")
+def test_warm_stops_at_the_bound(near: Path, far: Path) -> None:
+    room = 10 * BLOB + 3000  # for its config.json, and less than one more
+    out = ok("warm", write_config(near, far, f"max_bytes: {room}"))
+    assert "copied: 10 blocks" in out
+    assert "the target is full" in out
+    assert len(stored(near)) == 10
+    assert "copied: 0 blocks" in ok("warm", write_config(near, far, f"max_bytes: {room}"))
+
+
+@pytest.mark.usefixtures("no_least")
+def test_warm_shares_the_bound_with_running_writers(near: Path, far: Path) -> None:
+    """A writer that took room and has not used it yet is seen, and what was warmed is seen by writers."""
+    max_bytes = 16 * BLOB
+    config = write_config(near, far, f"max_bytes: {max_bytes}")
+    store = LocalStore(near)
+    measure(store, time.time())
+    account = Account(store, max_bytes)
+
+    def take(count: int) -> None:
+        for number in range(count):
+            account.take(BLOB, str(number))
+
+    take(6)
+    copied = json.loads(ok("warm", config, "--json"))
+    assert copied["no_room"]
+    assert 0 < copied["copied"] <= 10
+    with pytest.raises(StoreFullError):
+        take(16 - 6 - copied["copied"] + 1)
+    store.close()
+
+
+@pytest.mark.usefixtures("no_least")
+def test_migrate_says_when_not_all_went(near: Path, far: Path) -> None:
+    config = write_config(near, far, f"max_bytes: {10 * BLOB}")
+    assert run("migrate", config, "--from", "far", "--to", "near")[0] == 1
+
+
+def test_bad_blocks_are_not_copied(near: Path, far: Path) -> None:
+    flip(far / NAMES[0], 100)
+    flip(far / NAMES[1], SIZE + 20)
+    code, out = run("warm", write_config(near, far))
+    assert code == 1
+    assert "their seal failed" in out
+    assert stored(near).keys() == set(NAMES[2:])
+    assert len(stored(far)) == COUNT
+
+
+def test_what_is_no_block_is_replaced(near: Path, far: Path) -> None:
+    config = write_config(near, far)
+    ok("warm", config)
+    (near / NAMES[0]).write_bytes(b"short")
+    assert "copied: 1 blocks" in ok("warm", config)
+    assert stored(near) == stored(far)
+
+
+@pytest.mark.parametrize("how", ["trailer", "name"])
+def test_what_is_no_good_block_of_the_same_size_is_replaced(near: Path, far: Path, how: str) -> None:
+    config = write_config(near, far)
+    ok("warm", config)
+    if how == "trailer":
+        flip(near / NAMES[0], SIZE + 60)
+    else:
+        (near / NAMES[0]).write_bytes((near / NAMES[1]).read_bytes())
+    result = json.loads(ok("migrate", config, "--from", "far", "--to", "near", "--json"))
+    assert (result["copied"], result["present"]) == (1, COUNT - 1)
+    assert stored(near) == stored(far)
+
+
+@pytest.mark.usefixtures("no_least")
+def test_a_damaged_block_in_a_full_target_is_replaced(near: Path, far: Path) -> None:
+    ok("warm", write_config(near, far))
+    flip(near / NAMES[0], SIZE + 60)
+    full = sum(path.stat().st_size for path in near.rglob("*") if path.is_file())
+    ok("migrate", write_config(near, far, f"max_bytes: {full}"), "--from", "far", "--to", "near")
+    assert stored(near) == stored(far)
+
+
+def test_a_newer_versions_block_is_not_replaced(near: Path, far: Path) -> None:
+    config = write_config(near, far)
+    ok("warm", config)
+    make_newer(near / NAMES[0])
+    before = stored(near)
+    code, out = run("warm", config)
+    assert code == 1
+    assert "or another engine's or a newer version's block has the name: 1 blocks" in out
+    assert stored(near) == before
+
+
+def test_a_namespace_without_identity_is_refused(near: Path, far: Path) -> None:
+    (far / NAMESPACE / "config.json").unlink()
+    code, out = run("warm", write_config(near, far))
+    assert code == 1
+    assert "config.json is missing or damaged" in out
+    assert not stored(near)
+
+
+@pytest.mark.parametrize("command", ["warm", "migrate"])
+def test_a_namespace_without_identity_keeps_no_other_from_being_copied(near: Path, far: Path, command: str) -> None:
+    digest = NAMESPACE.rpartition("_")[2]
+    other = far / NAMES[0].partition("/")[0].replace(digest, "0" * 12)  # listed before the good one, or after it
+    shutil.copytree(far / NAMES[0].partition("/")[0], other)
+    shutil.copytree(other, other.with_name(other.name.replace("0" * 12, "f" * 12)))
+    config = write_config(near, far)
+    arguments = (config, "--from", "far", "--to", "near")
+    code, out = run(command, *arguments, "--json")
+    assert code == 1
+    (result,) = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    assert (result["copied"], result["errors"]) == (COUNT, 2 * COUNT)
+    assert sorted(result["left_out"]) == [NAMESPACE.replace(digest, digit * 12) for digit in "0f"]
+    assert out.count("is left out:") == 2
+
+
+def test_a_namespace_that_is_left_out_takes_no_room(near: Path, far: Path) -> None:
+    digest = NAMESPACE.rpartition("_")[2]
+    other = far / NAMES[0].partition("/")[0].replace(digest, "0" * 12)  # listed before the good one
+    shutil.copytree(far / NAMES[0].partition("/")[0], other)
+    source, target = LocalStore(far, read_only=True), LocalStore(near)
+    room_bytes = (far / NAMES[0]).stat().st_size
+    report = Copier(source, target, room_bytes=room_bytes).copy(find_blocks(source, [""]))
+    assert (report.copied, report.no_room) == (1, True)
+
+
+def test_a_target_that_takes_nothing_ends_it(near: Path, far: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a million blocks not one would be copied."""
+
+    def refuse(*_: object, **__: object) -> bool:
+        raise StoreConfigError("this file system has no hard links")
+
+    source, target = LocalStore(far, read_only=True), LocalStore(near)
+    monkeypatch.setattr(target, "put", refuse)
+    with pytest.raises(StoreConfigError, match="no hard links"):
+        Copier(source, target).copy(find_blocks(source, [""]))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes root")
+@pytest.mark.parametrize("refused", ["000", "leaf", "namespace"])
+def test_folders_of_somebody_else_in_the_target_stop_nothing(near: Path, far: Path, refused: str) -> None:
+    """As a command leaves them that was run by root."""
+    ok("warm", write_config(near, far))
+    name = NAMES[0]
+    folder = (
+        near / {"000": "/".join(name.split("/")[:2]), "leaf": name.rpartition("/")[0], "namespace": NAMESPACE}[refused]
+    )
+    files = [path for path in near.rglob("*.bin") if path != near / name]
+    for path in files:
+        path.unlink()
+    missing = [path for path in files if folder not in path.parents]
+    for path in (near, *near.rglob("*"), far, *far.rglob("*")):
+        os.chown(path, 65534, 65534)
+    os.chown(folder, 0, 0)
+    for outer in (near, *near.parents):
+        if outer.stat().st_mode & 0o001 == 0:
+            outer.chmod(outer.stat().st_mode | 0o711)
+
+    def use() -> None:
+        os.setgid(65534)
+        os.setuid(65534)
+        source, target = LocalStore(far, read_only=True), LocalStore(near)
+        report = Copier(source, target).copy(find_blocks(source, [""]))
+        if refused == "namespace":
+            assert (report.copied, list(report.left_out)) == (0, [NAMESPACE])
+        else:
+            assert report.copied == len(missing)
+        assert report.copied + report.present + report.errors == COUNT
+        assert report.errors
+
+    assert run_in_child(use) == 0
+
+
+def test_a_list_of_names_from_closed_standard_input(near: Path, far: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtiers.connector.commands.copy.sys.stdin", None)
+    with pytest.raises(typer.Exit) as caught:
+        _read_names(Path("-"))
+    assert caught.value.exit_code == 2
+
+
+def test_a_target_that_is_another_namespaces_is_refused(near: Path, far: Path) -> None:
+    (near / NAMESPACE).mkdir(parents=True)
+    (near / NAMESPACE / "config.json").write_text("{}")
+    code, out = run("warm", write_config(near, far))
+    assert code == 1
+    assert "another namespace's" in out
+
+
+def test_mistakes(near: Path, far: Path, tmp_path: Path) -> None:
+    config = write_config(near, far)
+    empty = tmp_path / "empty"
+    empty.touch()
+    for args, expected in (
+        (("warm", config, "--from", "nowhere"), "accepted: near, far"),
+        (("warm", config, "--from", "near"), "accepted are two tiers"),
+        (("warm", config, "--names", str(tmp_path / "none")), "No such file"),
+        (("warm", config, "--names", str(empty)), "names nothing"),
+        (("warm", config, "--names", str(empty), "--namespace", "x"), "exclude each other"),
+        (("migrate", config, str(tmp_path / "none.yaml")), "none.yaml"),
+    ):
+        code, out = run(*args)
+        assert code == 2, out
+        assert expected in out
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A tier's options."""
+    with moto_server() as server:
+        use_credentials(monkeypatch, server)
+        client = boto3.client("s3", endpoint_url=server.endpoint_url, region_name=server.region)
+        client.create_bucket(Bucket="copies")
+        yield f"type: s3, bucket: copies, prefix: p, endpoint_url: '{server.endpoint_url}'"
+
+
+def test_to_a_bucket_and_back(near: Path, far: Path, tmp_path: Path, bucket: str) -> None:
+    there = tmp_path / "s3.yaml"
+    there.write_text(f"region: {{size: 1MiB}}\ntiers:\n- {{{bucket}}}\n")
+    config = write_config(near, far)
+    assert json.loads(ok("migrate", config, str(there), "--from", "far", "--json"))["copied"] == COUNT
+    assert "all are what they should be" in ok("verify", str(there))
+    assert json.loads(ok("migrate", str(there), config, "--to", "near", "--json"))["copied"] == COUNT
+    assert stored(near) == stored(far)
+
+
+def make_old(root: Path) -> dict[str, float]:
+    """Block n was used n hours ago."""
+    for number, path in enumerate(sorted(root.rglob("*.bin"))):
+        os.utime(path, (time.time() - 3600 * number,) * 2)
+    return used_at(root)
+
+
+def used_at(root: Path) -> dict[str, float]:
+    return {name: (root / name).stat().st_mtime for name in stored(root)}
+
+
+@pytest.mark.parametrize("command", [("warm",), ("migrate", "--from", "far", "--to", "near")])
+def test_blocks_keep_their_age(near: Path, far: Path, command: tuple[str, ...]) -> None:
+    before = make_old(far)
+    config = write_config(near, far, "ttl: 2.5h", "max_bytes: 100MiB")
+    ok(command[0], config, *command[1:])
+    assert used_at(near) == pytest.approx(before, abs=1e-3)
+    # What its source's collector would remove, the target's removes as well.
+    assert f"removed by ttl: {COUNT - 3} blocks" in ok("gc", config, "--tier", "near")
+
+
+def test_a_time_to_come_is_now_in_the_target(near: Path, far: Path) -> None:
+    """Clocks differ, and nobody has used a block tomorrow."""
+    for path in far.rglob("*.bin"):
+        os.utime(path, (time.time() + 86_400,) * 2)
+    ok("warm", write_config(near, far))
+    assert all(at <= time.time() + 1 for at in used_at(near).values())
+
+
+def test_blocks_keep_their_age_in_a_bucket_and_back(near: Path, far: Path, tmp_path: Path, bucket: str) -> None:
+    before = make_old(far)
+    there, further = tmp_path / "s3.yaml", tmp_path / "further.yaml"
+    for path in (there, further):
+        own = bucket.replace("prefix: p", f"prefix: aged/{path.stem}")
+        path.write_text(f"region: {{size: 1MiB}}\ntiers:\n- {{{own}}}\n")
+    config = write_config(near, far)
+    ok("migrate", config, str(there), "--from", "far")
+    ok("migrate", str(there), str(further))
+    ok("migrate", str(further), config, "--to", "near")
+    assert used_at(near) == pytest.approx(before, abs=1e-3)
+
+
+@pytest.mark.parametrize("command", [("warm",), ("migrate", "--from", "far", "--to", "near")])
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_dry_run_writes_nothing(near: Path, far: Path, command: tuple[str, ...], exists: bool) -> None:
+    if exists:
+        LocalStore(near).close()
+        shutil.copytree(far / Path(NAMES[0]).parent, near / Path(NAMES[0]).parent)
+        shutil.copytree(far / NAMESPACE, near / NAMESPACE)
+    config = write_config(near, far)
+    before = sorted(near.rglob("*"))
+    present = len(stored(near))
+    assert f"would be copied: {COUNT - present} blocks" in ok(*command[:1], config, *command[1:], "--dry-run")
+    result = json.loads(ok(*command[:1], config, *command[1:], "--dry-run", "--json"))
+    assert (result["dry_run"], result["copied"], result["present"]) == (True, COUNT - present, present)
+    assert result["copied_bytes"] == (COUNT - present) * BLOB
+    assert sorted(near.rglob("*")) == before
+    assert near.exists() == exists
+    done = json.loads(ok(*command[:1], config, *command[1:], "--json"))
+    assert {**done, "seconds": 0} == {**result, "seconds": 0, "dry_run": False}
+
+
+@pytest.mark.usefixtures("no_least")
+def test_a_dry_run_says_where_it_would_stop(near: Path, far: Path) -> None:
+    config = write_config(near, far, f"max_bytes: {10 * BLOB + 3000}")
+    out = ok("warm", config, "--dry-run")
+    assert "would be copied: 10 blocks" in out
+    assert "would stop: the target is full" in out
+    assert not near.exists()
+    code, out = run("migrate", config, "--from", "far", "--to", "near", "--dry-run")
+    assert code == 1
+
+
+def test_a_dry_run_tells_what_is_left_out(near: Path, far: Path) -> None:
+    (far / NAMESPACE / "config.json").unlink()
+    code, out = run("warm", write_config(near, far), "--dry-run")
+    assert code == 1
+    assert f"{NAMESPACE} is left out" in out
+    assert not near.exists()
+
+
+def test_from_a_web_server(near: Path, far: Path, tmp_path: Path) -> None:
+    """Whose listings have names and no sizes."""
+    config = write_config(near, far)
+    there = tmp_path / "web.yaml"
+    with serve_folder(far) as server:
+        there.write_text(f"region: {{size: 1MiB}}\ntiers:\n- {{type: fsspec, url: '{server.url}', read_only: true}}\n")
+        assert json.loads(ok("migrate", str(there), config, "--to", "near", "--json"))["copied"] == COUNT
+        assert stored(near) == stored(far)
+        assert json.loads(ok("migrate", str(there), config, "--to", "near", "--json"))["present"] == COUNT
+        assert "all are what they should be" in ok("verify", str(there))
+        assert f"{COUNT} blocks" in ok("du", str(there))
+        assert len(ok("ls", str(there)).splitlines()) >= COUNT
+
+
+def test_faults_on_the_way() -> None:
+    source, target = MemoryStore(), MemoryStore()
+    put_blocks(source)
+    faulty = FaultyStore(target, [Fault("put", error=lambda: StoreUnavailableError("away"), first=3)])
+    report = Copier(source, faulty).copy(find_blocks(source, [""]))
+    assert (report.copied, report.errors, report.no_room) == (COUNT - 1, 1, False)
+    assert Copier(source, target).copy(find_blocks(source, [""])).copied == 1
+    full = FaultyStore(MemoryStore(), [Fault("put", error=lambda: StoreFullError("full"), first=9, count=None)])
+    assert Copier(source, full).copy(find_blocks(source, [""])).no_room
+    refused = FaultyStore(MemoryStore(), [Fault("put", error=lambda: StorePermissionError("no"), first=5)])
+    with pytest.raises(StorePermissionError):
+        Copier(source, refused).copy(find_blocks(source, [""]))
+
+
+def test_a_block_of_the_target_that_cannot_be_read_stops_nothing() -> None:
+    """A bad sector; it may be a newer version's, so it is not replaced."""
+    source, target = MemoryStore(), MemoryStore()
+    put_blocks(source)
+    target.put(NAMES[0], [memoryview(bytes(BLOB))])
+    faulty = FaultyStore(target, [Fault("get_tail", error=lambda: StoreUnavailableError("EIO"))])
+    report = Copier(source, faulty).copy(find_blocks(source, [""]))
+    assert (report.copied, report.errors) == (COUNT - 1, 1)
+    there = bytearray(BLOB)
+    target.get_into(NAMES[0], [memoryview(there)])
+    assert there == bytes(BLOB)
+    away = FaultyStore(target, [Fault("size", error=lambda: StoreUnavailableError("away"), first=9)])
+    with pytest.raises(StoreUnavailableError):
+        Copier(source, away).copy(find_blocks(source, [""]))
+
+
+def test_a_block_that_may_not_be_read_stops_nothing() -> None:
+    source, target = MemoryStore(), MemoryStore()
+    put_blocks(source)
+    one = FaultyStore(source, [Fault("get_into", error=lambda: StorePermissionError("no"), first=9)])
+    report = Copier(one, target).copy(find_blocks(source, [""]))
+    assert (report.copied, report.errors) == (COUNT - 1, 1)
+
+
+@pytest.mark.parametrize(("kind", "protection"), [(GmacSeal, "gmac"), (GcmSeal, "aes-gcm")])
+def test_protected_blocks_are_checked_and_copied_without_a_key(
+    near: Path, tmp_path: Path, kind: type[Seal], protection: str
+) -> None:
+    far = tmp_path / "protected"
+    mapper = FileMapper.from_offloading_spec("", FakeSpec(), extra_fields={"protection": protection})
+    names = [mapper.relative_name(block_key(number)) for number in range(COUNT)]
+    seal = kind(mapper.fingerprint, mapper.rank, keys=KeyRing(bytes(range(32))))  # type: ignore[call-arg]
+    store = LocalStore(far)
+    open_namespace(store, mapper)
+    for number, name in enumerate(names):
+        store.put(name, seal.seal_parts(block_key(number), memoryview(bytes([number]) * SIZE)))
+    store.close()
+    config = write_config(near, far)
+    assert "all are what they should be" in ok("verify", config, "--tier", "far")
+    flip(far / names[0], 100)
+    code, out = run("verify", config, "--tier", "far")
+    assert (code, "bad (payload_checksum): 1 blocks" in out) == (1, True)
+    assert run("warm", config)[0] == 1
+    assert stored(near).keys() == set(names[1:])
+    assert {name: blob for name, blob in stored(far).items() if name != names[0]} == stored(near)
+    assert f"were there already: {COUNT - 1} blocks" in run("warm", config)[1]
+    to_raw = Copier(LocalStore(far), MemoryStore(), converter=SealedAnew())
+    assert to_raw.copy(find_blocks(LocalStore(far), [""])).bad == COUNT  # what has a key keeps its format
+
+
+class SealedAnew(Converter):
+    """To the same names, with other seals."""
+
+    def __init__(self) -> None:
+        pass
+
+    def convert(self, info: KeyInfo, name: BlockName) -> Conversion:
+        return Conversion(name, Seal(bytes(32), name.rank), bytes(32))
+
+
+@pytest.mark.parametrize("spelling", ["{far}/", "{far}/../far", "{link}/far"])
+def test_one_place_by_two_names_is_no_migration(near: Path, far: Path, tmp_path: Path, spelling: str) -> None:
+    """Who then removed what it calls the old one would lose everything."""
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path)
+    other = tmp_path / "other.yaml"
+    other.write_text(
+        f"region: {{size: 1MiB}}\ntiers:\n- {{type: fs, root_dir: {spelling.format(far=far, link=link)}}}\n"
+    )
+    code, out = run("migrate", write_config(near, far), str(other), "--from", "far")
+    assert code == 2
+    assert "are one place" in out

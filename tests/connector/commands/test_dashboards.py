@@ -1,0 +1,192 @@
+"""Every query of the Grafana dashboard and of the alert rules, against what the exporters really put out."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvtiers.connector.commands.monitor import STORAGE_METRICS, StorageMonitor, WatchedTier
+from kvtiers.tiers.config.tier_options import FsTierConfig
+from kvtiers.tiers.exporter import MetricsCollector
+from kvtiers.tiers.metrics import METRICS, MetricDef, MetricKind, Metrics
+from kvtiers.tiers.registry import SecondaryTierFactory
+from tests.identity import FakeSpec
+
+ROOT = Path(__file__).parents[3]
+DASHBOARD = ROOT / "configs" / "grafana" / "kvtiers.json"
+RULES = ROOT / "configs" / "prometheus" / "kvtiers.rules.yaml"
+RULES_TEST = ROOT / "configs" / "prometheus" / "kvtiers.rules_test.yaml"
+
+_METRIC = re.compile(r"\bkvtiers_\w+")
+_SELECTOR = re.compile(r"\b(kvtiers_\w+)\{([^}]*)\}")
+_MATCHER = re.compile(r"\s*(\w+)\s*(=~|!=|!~|=)\s*\"([^\"]*)\"\s*,?")
+_BY = re.compile(r"\bby\s*\(([^)]*)\)")
+_LEGEND = re.compile(r"\{\{\s*(\w+)\s*\}\}")
+
+Series = dict[str, list[dict[str, str]]]
+
+
+def panels() -> Iterator[dict[str, Any]]:
+    for panel in json.loads(DASHBOARD.read_text())["panels"]:
+        if panel["type"] != "row":
+            yield panel
+
+
+def dashboard_queries() -> list[tuple[str, str, str]]:
+    return [(p["title"], target["expr"], target["legendFormat"]) for p in panels() for target in p["targets"]]
+
+
+def rules() -> list[dict[str, Any]]:
+    return [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
+
+
+def queries() -> list[tuple[str, str]]:
+    return [(title, expr) for title, expr, _ in dashboard_queries()] + [(r["alert"], r["expr"]) for r in rules()]
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Series:
+    """Series of a tier that has just started and of a watched folder, and one of each other metric of the tables."""
+    root = tmp_path_factory.mktemp("kv")
+    spec = FakeSpec()
+    view = memoryview(bytearray(4 * 4096)).cast("B", (4, 4096))
+    options = {"type": "fs", "root_dir": str(root), "min_free": 0}
+    tier = SecondaryTierFactory.create_secondary_tier(options, view, spec)
+    tier.shutdown()
+    watched = WatchedTier("fs", FsTierConfig(root_dir=str(root)))
+    monitor = StorageMonitor([watched], probe_every_s=15, scan_every_s=60)
+    watched.probe()
+    watched.scan()
+    monitor.publish()
+    for metrics, table in ((spec.metrics, METRICS), (monitor.metrics, STORAGE_METRICS)):
+        present = {sample.name for sample in metrics.snapshot()}
+        for name, metric in table.items():
+            if name not in present:
+                _touch(metrics, name, metric)
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(MetricsCollector([spec.metrics, monitor.metrics]))
+    series: Series = {}
+    for family in text_string_to_metric_families(generate_latest(registry).decode()):
+        for sample in family.samples:
+            series.setdefault(sample.name, []).append(sample.labels)
+    return series
+
+
+def _touch(metrics: Metrics, name: str, metric: MetricDef) -> None:
+    labels = ["x"] * len(metric.labels)
+    if metric.kind is MetricKind.HISTOGRAM:
+        metrics.observe(name, *labels, value=0.01)
+    elif metric.kind is MetricKind.GAUGE:
+        metrics.set(name, *labels, value=1)
+    else:
+        metrics.inc(name, *labels)
+
+
+def metric_names(expr: str) -> set[str]:
+    return set(_METRIC.findall(expr))
+
+
+@pytest.mark.parametrize(("title", "expr"), queries(), ids=[title for title, _ in queries()])
+def test_every_metric_and_label_asked_for_is_exported(title: str, expr: str, exported: Series) -> None:
+    names = metric_names(expr)
+    assert names
+    for name in names:
+        assert name in exported, f"{title}: nothing exports {name}"
+    for name, matchers in _SELECTOR.findall(expr):
+        label_names = set(exported[name][0])
+        for label, _, _ in _MATCHER.findall(matchers):
+            assert label in label_names, f"{title}: {name} has the labels {sorted(label_names)}, not {label}"
+        assert not _MATCHER.sub("", matchers).strip(), f"{title}: {matchers} was not understood"
+    known = set().union(*(set(labels) for name in names for labels in exported[name])) | {"instance"}
+    for by in _BY.findall(expr):
+        assert {label.strip() for label in by.split(",")} <= known, f"{title}: grouped by a label that is not there"
+
+
+@pytest.mark.parametrize(("title", "expr"), queries(), ids=[title for title, _ in queries()])
+def test_values_asked_for_are_values_that_occur(title: str, expr: str, exported: Series) -> None:
+    """result="hit": what a started tier shows, or what the code sets."""
+    source = "".join(path.read_text() for p in ("tiers", "connector") for path in (ROOT / p).rglob("*.py"))
+    for name, matchers in _SELECTOR.findall(expr):
+        for label, operator, value in _MATCHER.findall(matchers):
+            if value.startswith("$") or operator in ("=~", "!~"):
+                continue
+            shown = {labels[label] for labels in exported[name]}
+            assert value in shown or f'"{value}"' in source or f"{value}:" in source, f"{title}: {label}={value!r}"
+
+
+@pytest.mark.parametrize(
+    ("title", "expr", "legend"), dashboard_queries(), ids=[title for title, *_ in dashboard_queries()]
+)
+def test_legends_use_labels_that_the_query_leaves(title: str, expr: str, legend: str, exported: Series) -> None:
+    by = _BY.findall(expr)
+    if by:
+        left = {label.strip() for label in by[0].split(",")}
+    else:
+        left = set().union(*(set(labels) for name in metric_names(expr) for labels in exported[name]))
+    assert set(_LEGEND.findall(legend)) <= left, title
+
+
+@pytest.mark.parametrize("table", [METRICS, STORAGE_METRICS], ids=["engine", "storage"])
+def test_every_metric_is_on_the_dashboard(table: dict[str, MetricDef]) -> None:
+    shown = set().union(*(metric_names(expr) for _, expr, _ in dashboard_queries()))
+    shown |= {name.removesuffix("_bucket") for name in shown}
+    assert not table.keys() - shown
+
+
+def test_panels_do_not_overlap_and_have_ids_of_their_own() -> None:
+    everything = json.loads(DASHBOARD.read_text())["panels"]
+    assert len({panel["id"] for panel in everything}) == len(everything)
+    taken: set[tuple[int, int]] = set()
+    for panel in everything:
+        at = panel["gridPos"]
+        cells = {(at["x"] + dx, at["y"] + dy) for dx in range(at["w"]) for dy in range(at["h"])}
+        assert max(x for x, _ in cells) < 24
+        assert not cells & taken, panel["title"]
+        taken |= cells
+
+
+def test_every_alert_says_what_to_read(exported: Series) -> None:
+    troubleshooting = {
+        "docs/troubleshooting.md": (ROOT / "docs" / "troubleshooting.md").read_text().lower(),
+        "docs/security.md": (ROOT / "docs" / "security.md").read_text().lower(),
+    }
+    for rule in rules():
+        assert rule["labels"]["severity"] in ("warning", "critical")
+        page, _, heading = rule["annotations"]["runbook"].partition(": ")
+        assert f"## {heading}" in troubleshooting[page], rule["alert"]
+
+
+def test_the_four_alerts_that_must_be_there() -> None:
+    alerts = {rule["alert"] for rule in rules()}
+    assert {"KVTiersCircuitOpen", "KVTiersVerifyFailures", "KVTiersDiskReserve", "KVTiersHitRateFell"} <= alerts
+
+
+def test_a_tier_that_stores_nothing_has_an_alert_whose_series_begin_at_zero(exported: Series) -> None:
+    assert "KVTiersStoresFail" in {rule["alert"] for rule in rules()}
+    shown = {labels["outcome"] for labels in exported["kvtiers_blocks_total"] if labels["op"] == "store"}
+    assert shown == {"moved", "already_stored", "failed", "dropped"}
+
+
+def test_what_needs_more_than_vllms_endpoint_has_is_named() -> None:
+    """Of a histogram it has the sum only."""
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    assert [title for title, expr in queries() if "_bucket" in expr and title not in page] == []
+
+
+def test_promtool_accepts_the_rules_and_their_tests() -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool (of Prometheus) is not installed")
+    for command in (("check", "rules", str(RULES)), ("test", "rules", str(RULES_TEST))):
+        done = subprocess.run([promtool, *command], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,607 @@
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import resource
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+from typer.testing import CliRunner
+
+from kvtiers.connector.commands import doctor, doctor_storage
+from kvtiers.connector.commands.check import find_problems
+from kvtiers.connector.commands.cli import app
+from kvtiers.connector.commands.doctor_storage import Finding, examine_namespaces, examine_store
+from kvtiers.connector.commands.places import EXIT_BAD_INPUT, EXIT_FAILED
+from kvtiers.tiers.blocks import neighbors
+from kvtiers.tiers.builtin import FileSystemTierManager
+from kvtiers.tiers.capacity.usage import MEASURED
+from kvtiers.tiers.config.deployment import DeploymentConfig, parse_config
+from kvtiers.tiers.config.tier_options import FsTierConfig, MemoryTierConfig
+from kvtiers.tiers.errors import StorePermissionError
+from kvtiers.tiers.exporter import MetricsServer
+from kvtiers.tiers.metrics import Metrics
+from kvtiers.tiers.store import Capabilities, KeyInfo
+from kvtiers.tiers.stores.memory import MemoryStore
+from kvtiers.tiers.testing.servers import S3Server, moto_server
+from tests.connector.commands.test_storage_commands import ok
+from tests.connector.commands.test_verify_command import put_blocks
+from tests.identity import FakeSpec
+from tests.s3_clients import use_credentials
+
+examine = partial(doctor.examine, tier_s_max=300.0)
+
+
+def deployment(*tiers: dict[str, Any], **more: Any) -> DeploymentConfig:
+    return parse_config({"region": {"size": "1MiB"}, "tiers": list(tiers), **more})
+
+
+def fs(root: Path, **options: Any) -> dict[str, Any]:
+    return {"type": "fs", "root_dir": str(root), "min_free": 0, **options}
+
+
+def levels(findings: Sequence[Finding], where: str = "") -> dict[str, str]:
+    return {finding.check: finding.level for finding in findings if finding.where.startswith(where)}
+
+
+def one(findings: Sequence[Finding], check: str, where: str = "") -> Finding:
+    (found,) = [f for f in findings if f.check == check and f.where.startswith(where)]
+    return found
+
+
+def test_a_good_folder_has_no_problem_and_is_left_clean(tmp_path: Path) -> None:
+    root = tmp_path / "kv"
+    findings = examine(deployment(fs(root)))
+    found = levels(findings, "tiers[0] fs")
+    assert "problem" not in found.values()
+    assert {"publishing", "atomic rename", "O_DIRECT", "clock", "rights", "free space", "conditional put"} <= set(found)
+    assert found["atomic rename"] == found["rights"] == found["conditional put"] == found["clock"] == "ok"
+    assert not [path for path in root.rglob("*") if path.is_file()]
+    assert not (root / doctor_storage.PROBE_FOLDER).exists()
+
+
+def test_unnamed_files_are_really_linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a file system that has them the finding is ok, and one that refuses linkat is told from it."""
+    found = doctor_storage._unnamed_files("fs", "/dev/shm", expected=True)
+    assert (found.level, found.check) == ("ok", "publishing")
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(95, "no")
+
+    monkeypatch.setattr(os, "link", refuse)
+    found = doctor_storage._unnamed_files("fs", str(tmp_path), expected=True)
+    assert found.level == "note"
+    assert "no O_TMPFILE with linkat" in found.message
+    assert doctor_storage._unnamed_files("nfs", str(tmp_path), expected=False).level == "ok"
+
+
+def test_what_is_wrong_with_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "link").symlink_to(tmp_path)
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    findings = examine(
+        deployment(
+            fs(tmp_path / "file"),
+            fs(tmp_path / "link"),
+            fs(tmp_path / "open"),
+            fs(tmp_path / "full", min_free="900PiB"),
+        )
+    )
+    assert "is not a folder" in one(findings, "storage", "tiers[0]").message
+    assert "symbolic link" in one(findings, "storage", "tiers[1]").message
+    mode = one(findings, "mode", "tiers[2]")
+    assert (mode.level, "777" in mode.message) == ("problem", True)
+    assert "chmod 700" in mode.fix
+    space = one(findings, "free space", "tiers[3]")
+    assert space.level == "problem"
+    assert "min_free" in space.fix
+    assert one(findings, "rights", "tiers[3]").level == "problem"  # a put is refused at the reserve
+
+
+@pytest.mark.parametrize(("options", "level"), [({}, "problem"), ({"auth": "gmac", "keys_env": "K"}, "note")])
+def test_whose_a_folder_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, str], level: str
+) -> None:
+    """Its owner may write there, whatever its mode says. With keys that costs blocks, not truth."""
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    (tmp_path / "theirs").mkdir(mode=0o755)
+    tiers = [FsTierConfig(root_dir=str(tmp_path / name), **options) for name in ("open", "theirs")]
+    owner_uid = give_to_another(tmp_path / "theirs", monkeypatch)
+    mode = one(list(doctor_storage.examine_folder("fs", tiers[0])), "mode")
+    owner = one(list(doctor_storage.examine_folder("fs", tiers[1])), "owner")
+    assert (mode.level, owner.level) == (level, level)
+    assert f"belongs to uid {owner_uid}" in owner.message
+
+
+def give_to_another(path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Have a file belong to another user than this process seems to be, and not to root. Returns that one's uid."""
+    if os.getuid() == 0:
+        os.chown(path, 4711, -1)
+    uid = path.stat().st_uid
+    monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
+    return uid
+
+
+def test_a_key_file_that_others_may_change_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("ab" * 32)
+    keys.chmod(0o600)
+    tier = FsTierConfig(root_dir=str(tmp_path), auth="gmac", keys_file=str(keys))
+    (good,) = doctor._keys("fs", tier)
+    assert good.level == "ok"
+    for mode in (0o620, 0o604):
+        keys.chmod(mode)
+        (found,) = doctor._keys("fs", tier)
+        assert (found.level, f"mode {mode:04o}" in found.message) == ("problem", True)
+    keys.chmod(0o600)
+    uid = give_to_another(keys, monkeypatch)
+    (found,) = doctor._keys("fs", tier)
+    assert (found.level, f"belongs to uid {uid}" in found.message) == ("problem", True)
+
+
+def test_folders_that_may_not_be_looked_into_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("lost+found", "m_r0", "n\x1b_r0"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name == "m_r0")  # root may look everywhere
+    note, problem = doctor_storage._refused_folders("fs", str(tmp_path))
+    assert (note.level, problem.level) == ("note", "problem")
+    assert "lost+found" in note.message
+    assert f"into 1 in {tmp_path}: n\\x1b_r0;" in problem.message
+    assert "chown" in problem.fix
+
+
+@pytest.mark.parametrize("name", ["m_r0/0a1", "m_r0/0a1/0b_g0", "_kvtiers/usage"])
+def test_a_deep_folder_that_may_not_be_looked_into_is_named(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("_kvtiers/usage", "m_r0/0a1/0b_g0", "m_r0/0a2/0b_g0"):
+        (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.setattr(os, "access", lambda path, mode: not str(path).endswith(name))
+    (problem,) = doctor_storage._refused_folders("fs", str(tmp_path))
+    assert f"into 1 in {tmp_path}: {name};" in problem.message
+
+
+def test_a_folder_that_an_engine_has_just_removed_is_no_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "m_r0").mkdir()
+
+    def access(path: str, mode: int) -> bool:
+        Path(path).rmdir()
+        return False
+
+    monkeypatch.setattr(os, "access", access)
+    assert list(doctor_storage._refused_folders("fs", str(tmp_path))) == []
+
+
+def test_not_all_folders_of_a_large_root_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(10):
+        (tmp_path / "m_r0" / f"{number:03}" / "0b_g0").mkdir(parents=True)
+    looked_at = []
+
+    def access(path: str, mode: int) -> bool:
+        looked_at.append(path)
+        return True
+
+    monkeypatch.setattr(doctor_storage, "LISTED_MAX", 5)
+    monkeypatch.setattr(os, "access", access)
+    assert list(doctor_storage._refused_folders("fs", str(tmp_path))) == []
+    assert len(looked_at) == 11  # those of a folder are looked at together
+
+
+@pytest.mark.parametrize("max_bytes", [None, 1 << 30])
+def test_an_account_that_may_not_be_read_is_a_problem(tmp_path: Path, max_bytes: int | None) -> None:
+    """Where a bound is kept, nothing is stored without it."""
+
+    class Refused(MemoryStore):
+        def size(self, key: str) -> int | None:
+            if key == MEASURED:
+                raise StorePermissionError("Permission denied (EACCES)", key=key)
+            return super().size(key)
+
+        def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
+            self.size(key)
+            super().get_into(key, parts)
+
+        def get_tail(self, key: str, length: int) -> tuple[int, bytes] | None:
+            self.size(key)
+            return super().get_tail(key, length)
+
+    config = FsTierConfig(root_dir=str(tmp_path), max_bytes=max_bytes)
+    found = one(list(examine_store("fs", config, Refused())), "rights")
+    assert found.level == ("ok" if max_bytes is None else "problem")
+    assert max_bytes is None or MEASURED in found.message
+
+
+@pytest.mark.parametrize(("kind", "level"), [("overlay", "problem"), ("tmpfs", "note"), ("ext4", "ok"), ("", "ok")])
+def test_file_systems(kind: str, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_storage, "file_system_type", lambda root: kind)
+    assert one(examine(deployment(fs(tmp_path))), "file system").level == level
+
+
+class Crooked(MemoryStore):
+    """A store that does one thing wrong."""
+
+    capabilities = Capabilities(exclusive_create=True, shared=True, latency_bound=True)
+    always_replaces = never_replaces = refuses = lists_nothing = False
+    skew_s = 0.0
+
+    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> Any:
+        if self.refuses:
+            raise StorePermissionError("secret: AccessDenied for PutObject", key=key)
+        return super().put(key, parts, overwrite=(overwrite or self.always_replaces) and not self.never_replaces)
+
+    def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
+        for info in super().keys(prefix):
+            if not self.lists_nothing:
+                yield KeyInfo(info.key, info.size, 1000.0 + self.skew_s)
+
+
+@pytest.mark.parametrize(
+    ("fault", "check", "message"),
+    [
+        ({"always_replaces": True}, "conditional put", "ignores If-None-Match"),
+        ({"never_replaces": True}, "replace", "still has its old content"),
+        ({"refuses": True}, "rights", "AccessDenied"),
+        ({"lists_nothing": True}, "listing", "not listed"),
+        ({"skew_s": 60.0}, "clock", "60 s ahead"),
+        ({"skew_s": -900.0}, "clock", "900 s behind"),
+    ],
+)
+def test_what_a_storage_does_wrong_is_found(fault: dict[str, Any], check: str, message: str) -> None:
+    store = Crooked()
+    for name, value in fault.items():
+        setattr(store, name, value)
+    findings = list(examine_store("s3", MemoryTierConfig(), store, now=lambda: 1000.0))
+    found = one(findings, check)
+    assert found.level == "problem"
+    assert message in found.message
+    assert found.fix
+    assert [f.check for f in findings if f.level == "problem"] == [check]
+    assert not list(MemoryStore.keys(store))
+
+
+def test_a_slow_listing_is_no_skew_of_clocks() -> None:
+    clock = [1000.0]
+
+    class Slow(Crooked):
+        def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
+            clock[0] += 60
+            return super().keys(prefix)
+
+    assert one(list(examine_store("s3", MemoryTierConfig(), Slow(), now=lambda: clock[0])), "clock").level == "ok"
+
+
+@pytest.fixture(scope="module")
+def moto() -> Iterator[S3Server]:
+    with moto_server() as server:
+        yield server
+
+
+def test_s3_is_tried_out(moto: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvtiers.tiers.stores.s3.store import S3Store
+
+    options = s3_tier(moto, monkeypatch)
+    findings = examine(deployment(options))
+    found = levels(findings, "tiers[0] s3")
+    assert "problem" not in found.values()
+    assert found["bucket"] == found["rights"] == found["conditional put"] == "ok"
+    assert "checksums" in found
+    store = S3Store(doctor_s3_options(options))
+    assert not list(store.keys(doctor_storage.PROBE_FOLDER))
+    store.close()
+    missing = examine(deployment({**options, "bucket": "no-such-bucket-here"}))
+    assert "bucket" in one(missing, "storage", "tiers[0]").message
+
+
+def test_a_bucket_that_keeps_versions_is_found(moto: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from kvtiers.tiers.stores.s3.control import S3Control
+    from kvtiers.tiers.stores.s3.store import S3Store
+
+    options = s3_tier(moto, monkeypatch) | {"bucket": "kv-versions"}
+    moto.client().create_bucket(Bucket="kv-versions")
+    moto.client().put_bucket_versioning(Bucket="kv-versions", VersioningConfiguration={"Status": "Enabled"})
+    found = one(examine(deployment(options)), "versioning", "tiers[0]")
+    assert (found.level, "noncurrent versions" in found.fix) == ("problem", True)
+    store = S3Store(doctor_s3_options(options))
+    put_blocks(store)
+    store.close()
+    config = tmp_path / "c.json"
+    config.write_text(deployment(options | {"max_bytes": "1GiB"}).model_dump_json())
+    assert "noncurrent versions of blocks go" in ok("gc", str(config), "--lifecycle")
+    assert "versioning" not in levels(examine(deployment(options)), "tiers[0] s3")
+
+    def refuse(self: S3Control, beginnings: Sequence[str]) -> bool:
+        raise StorePermissionError("secret: AccessDenied")
+
+    monkeypatch.setattr(S3Control, "keeps_versions", refuse)
+    assert "versioning" not in levels(examine(deployment(options)), "tiers[0] s3")
+
+
+def doctor_s3_options(options: dict[str, Any]) -> Any:
+    tier = deployment(options).tiers[0]
+    return tier.store_options()  # type: ignore[union-attr]
+
+
+def s3_tier(moto: S3Server, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    use_credentials(monkeypatch, moto)
+    moto.client().create_bucket(Bucket="kv-doctor")
+    return {"type": "s3", "bucket": "kv-doctor", "endpoint_url": moto.endpoint_url, "region": "us-east-1"}
+
+
+def test_storage_that_hangs_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs, gate = threading.Event(), threading.Event()
+
+    def hang(*_: Any) -> Iterator[Finding]:
+        yield Finding("ok", "tiers[0] fs", "file system", "first")
+        hangs.set()
+        gate.wait(120)
+
+    monkeypatch.setattr(doctor, "examine_folder", hang)
+    join = threading.Thread.join
+
+    def join_until_it_hangs(thread: threading.Thread, timeout: float | None = None) -> None:
+        if thread.name.startswith("kvtiers-doctor"):
+            hangs.wait(120)
+            timeout = 0.0
+        join(thread, timeout)
+
+    monkeypatch.setattr(threading.Thread, "join", join_until_it_hangs)
+    try:
+        findings = examine(deployment(fs(tmp_path)), tier_s_max=0.2)
+        assert "no answer within 0.2 s" in one(findings, "storage").message
+        assert one(findings, "file system").message == "first"  # what was found before is not lost
+    finally:
+        gate.set()
+
+
+def test_a_check_that_breaks_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Iterator[Finding]:
+        yield Finding("ok", "tiers[0] fs", "file system", "first")
+        raise ValueError("with a secret in it")
+
+    monkeypatch.setattr(doctor, "examine_folder", fail)
+    findings = examine(deployment(fs(tmp_path)))
+    found = one(findings, "storage")
+    assert (found.level, found.message[:36]) == ("problem", "could not be looked at: ValueError i")
+    assert "secret" not in found.message
+    assert one(findings, "file system").message == "first"
+
+
+def test_a_file_system_without_hard_links_is_no_matter_of_rights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def link(*_: Any, **__: Any) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", link)
+    monkeypatch.setattr("kvtiers.tiers.stores.files.publish.link_open_file", link)
+    findings = examine(deployment(fs(tmp_path)))
+    (found,) = [f for f in findings if f.where.startswith("tiers") and f.level == "problem"]
+    assert "no hard links" in found.message
+    assert "give uid" not in found.fix
+
+
+def test_a_missing_right_is_no_fault_of_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "rename", refuse)
+    found = doctor_storage._rename("fs", str(tmp_path))
+    assert (found.level, found.fix) == ("problem", f"give uid {os.getuid()} the right to read and write {tmp_path}")
+
+
+def test_replicas_that_cannot_share_are_told_why(tmp_path: Path) -> None:
+    view = memoryview(bytearray(4096)).cast("b", (1, 4096))
+    for change in ({}, {"hash_algorithm": "xxhash"}):
+        FileSystemTierManager(FakeSpec().changed("cache", **change), view, "fs", str(tmp_path), min_free=0).shutdown()
+    found = one(examine(deployment(fs(tmp_path))), "namespaces")
+    assert found.level == "note"
+    assert 'hash_algorithm: "sha256", "xxhash"' in found.message
+    (torn := tmp_path / "x_0").mkdir()
+    (torn / "config.json").write_bytes(b"{")
+    assert one(examine(deployment(fs(tmp_path))), "namespaces") == found
+
+
+def test_a_field_that_one_namespace_lacks_is_named() -> None:
+    store = MemoryStore()
+    for digest, fields in ("a" * 12, {}), ("b" * 12, {"revision": None}):
+        store.put(f"m_{digest}/config.json", [memoryview(json.dumps({"model_name": "m", **fields}).encode())])
+    (found,) = examine_namespaces("s3", store)
+    assert found.message == "m: 2, which share nothing, by revision: not set, null"
+
+
+def test_options_of_the_engine_that_keep_replicas_apart_are_named() -> None:
+    store = MemoryStore()
+    triton, flags = {"kernel_config.moe_backend": "triton"}, {"VLLM_USE_NEW_ROPE": "1"}
+    for digest, engine in ("a" * 12, triton), ("b" * 12, triton | flags):
+        fields = {"model_name": "m", "model_revision": f"c0ffee+engine:{digest}", "engine": engine}
+        store.put(f"m_{digest}/config.json", [memoryview(json.dumps(fields).encode())])
+    (found,) = examine_namespaces("s3", store)
+    assert found.message == 'm: 2, which share nothing, by VLLM_USE_NEW_ROPE: "1", not set'
+
+
+def test_namespaces_of_a_bucket_are_looked_for_within_bounds() -> None:
+    store = MemoryStore()
+    store.put("m_1/config.json", [memoryview(json.dumps({"model_name": "m"}).encode())])
+    for number in range(10):
+        store.put(f"m_1_r0/000/00_g0/{number}.bin", [memoryview(b"x")])
+    (found,) = examine_namespaces("s3", store)
+    assert found.level == "ok"
+
+
+class InOrder(MemoryStore):
+    """Lists by name, as a bucket does: a namespace's blocks come right after its config.json."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        for namespace, revision in ("m_aaaaaaaaaaaa", "abc"), ("m_bbbbbbbbbbbb", "def"):
+            fields = json.dumps({"model_name": "m", "model_revision": revision}).encode()
+            self.put(f"{namespace}/config.json", [memoryview(fields)])
+            for number in range(blocks):
+                self.put(f"{namespace}_r0/000/00_g0/{number}.bin", [memoryview(b"x")])
+
+    def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
+        yield from sorted(super().keys(prefix), key=lambda info: info.key)
+
+
+class WithFolders(InOrder):
+    def folders(self) -> list[str]:
+        return sorted({info.key.partition("/")[0] for info in MemoryStore.keys(self)})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [(InOrder, "m: one was found, but not all that is stored was looked through"), (WithFolders, "m: 2, which share")],
+)
+def test_a_listing_that_was_cut_is_not_said_to_be_all(
+    make: Callable[[int], MemoryStore], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(neighbors, "LISTED_MAX", 10)
+    (found,) = examine_namespaces("s3", make(20))
+    assert found.level == "note"
+    assert found.message.startswith(message)
+    (found,) = examine_namespaces("s3", make(2))
+    assert found.message.startswith("m: 2, which share nothing, by model_revision")
+
+
+def test_more_namespaces_than_are_looked_at_are_not_said_to_be_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(neighbors, "NAMESPACES_MAX", 1)
+    for name in ("m_aaaaaaaaaaaa", "m_bbbbbbbbbbbb"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"model_name": "m", "name": name}))
+    assert one(examine(deployment(fs(tmp_path))), "namespaces").level == "note"
+
+
+def test_what_others_named_is_shown_as_text(tmp_path: Path) -> None:
+    evil = "m\x1b]0;t\x07\u202e[red]\nproblem all is lost"
+    for name, value in (("m_aaaaaaaaaaaa", 1), ("m_bbbbbbbbbbbb", evil)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"model_name": evil, evil: value}))
+    out = io.StringIO()
+    doctor.show(examine(deployment(fs(tmp_path))), Console(file=out, soft_wrap=True))
+    (line,) = [line for line in out.getvalue().split("\n") if "namespaces" in line]
+    shown = "m\\x1b]0;t\\x07\\u202e[red]\\nproblem all is lost"
+    assert f"namespaces: {shown}: 2, which share nothing, by {shown}: " in line
+    assert all(line.isprintable() for line in out.getvalue().split("\n"))
+
+
+def test_the_hosts_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (64, 64))
+    findings = examine(parse_config({"region": {"size": "900PiB"}, "tiers": [{"type": "memory"}]}), environ={})
+    assert levels(findings, "host") == {
+        "/dev/shm": "problem",
+        "memory": "problem",
+        "locked memory": "note",
+        "open files": "problem",
+    }
+    assert all(finding.fix for finding in findings if finding.level == "problem")
+    assert one(findings, "hash seed").level == "note"
+    assert one(examine(deployment(), environ={"PYTHONHASHSEED": "0"}), "hash seed").level == "ok"
+
+
+def test_a_tmpfs_without_a_limit_is_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result((4096, 4096, *[0] * 7, 255)))  # size=0
+    assert one(examine(deployment()), "/dev/shm").level == "ok"
+    assert not [problem for problem in find_problems(deployment()) if problem.startswith("region.size")]
+
+
+def test_a_containers_memory_is_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(doctor, "CGROUP_MEMORY", str(limit))
+    for text, level in (("1048576\n", "problem"), ("max\n", "ok")):
+        limit.write_text(text)
+        assert one(examine(deployment()), "memory").level == level
+
+
+def test_metrics_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = MetricsServer([Metrics()], port=0)
+    try:
+        found = one(examine(deployment(metrics={"port": taken.port})), "metrics")
+        assert (found.level, "cannot be had" in found.message) == ("problem", True)
+    finally:
+        taken.close()
+    assert one(examine(deployment(metrics={"port": 0})), "metrics").level == "ok"
+    monkeypatch.setattr(doctor, "_is_installed", lambda module: False)
+    assert "kvtiers[metrics]" in one(examine(deployment(metrics={"port": 0})), "metrics").fix
+    assert "metrics" not in levels(examine(deployment()))
+
+
+def test_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "keys"
+    tier = fs(tmp_path / "kv", auth="gmac", keys_file=str(path))
+    assert "cannot be read" in one(examine(deployment(tier)), "keys").message
+    path.write_text("ab" * 32)
+    path.chmod(0o644)
+    found = one(examine(deployment(tier)), "keys")
+    assert (found.level, found.fix) == ("problem", f"chmod 600 {path}")
+    path.chmod(0o600)
+    found = one(examine(deployment(tier)), "keys")
+    assert found.level == "ok"
+    assert "abab" not in repr(examine(deployment(tier)))
+    monkeypatch.setattr(doctor, "_is_installed", lambda module: False)
+    assert "kvtiers[crypto]" in one(examine(deployment(tier)), "keys").fix
+
+
+def test_nfs_options_are_judged_before_the_mount_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    def noting(name: str, result: Any) -> Callable[..., Any]:
+        def call(*_: Any) -> Any:
+            order.append(name)
+            return result
+
+        return call
+
+    found = ["/mnt: hard: a call waits for ever", "/mnt: recommended: mount -t nfs -o softerr S:/E /mnt"]
+    monkeypatch.setattr(doctor_storage, "mount_findings", noting("options", found))
+    monkeypatch.setattr(doctor_storage, "file_system_type", lambda root: "nfs4")
+    monkeypatch.setattr(doctor, "open_store", noting("store", MemoryStore()))
+    monkeypatch.setattr(doctor, "examine_folder", lambda *_: iter(()))
+    findings = examine(deployment({"type": "nfs", "root_dir": str(tmp_path)}))
+    finding = one(findings, "mount options")
+    assert (finding.level, finding.fix) == ("problem", "mount -t nfs -o softerr S:/E /mnt")
+    assert order == ["options", "store"]
+
+
+def test_tiers_that_nothing_can_be_asked_of() -> None:
+    tiers: list[dict[str, Any]] = [
+        {"type": "memory"},
+        {"type": "X", "module_path": "m"},
+        {"type": "s3", "bucket": "kvb", "embedded": True},
+    ]
+    findings = examine(deployment(*tiers))
+    assert [f.level for f in findings if f.where.startswith("tiers")] == ["note"] * 3
+
+
+def test_the_command(tmp_path: Path) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text(yaml.safe_dump({"region": {"size": "1MiB"}, "tiers": [fs(tmp_path / "kv")]}))
+    result = CliRunner().invoke(app, ["doctor", str(config)])
+    assert result.exit_code in (0, EXIT_FAILED)  # the machine's own limits may be a problem
+    assert "atomic rename" in result.output
+    result = CliRunner().invoke(app, ["doctor", str(config), "--json"])
+    findings = json.loads(result.output)
+    assert set(findings[0]) == {"level", "where", "check", "message", "fix"}
+    assert (result.exit_code == EXIT_FAILED) == any(f["level"] == "problem" for f in findings)
+    config.write_text(yaml.safe_dump({"region": {"size": "1MiB"}, "tiers": [fs(tmp_path / "kv", min_free="900PiB")]}))
+    result = CliRunner().invoke(app, ["doctor", str(config)])
+    assert result.exit_code == EXIT_FAILED
+    assert "fix: make room, or lower min_free" in result.output
+    assert CliRunner().invoke(app, ["doctor", str(tmp_path / "none.yaml")]).exit_code == EXIT_BAD_INPUT
+
+
+def test_need_root(tmp_path: Path) -> None:
+    doctor_storage.need_root(FsTierConfig(root_dir=str(tmp_path / "absent")))

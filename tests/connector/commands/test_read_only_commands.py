@@ -1,0 +1,96 @@
+"""What commands do and refuse with a tier that is only read."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from kvtiers.connector.commands.doctor_storage import examine_folder, examine_store
+from kvtiers.tiers.config.deployment import parse_tier
+from kvtiers.tiers.config.open_store import open_store
+from kvtiers.tiers.config.tier_options import FsTierConfig
+from tests.connector.commands.test_storage_commands import ok, run
+from tests.connector.commands.test_verify_command import NAMES, flip, root
+from tests.tiers.stores.test_read_only import tree
+
+__all__ = ["root"]  # a fixture
+
+
+@pytest.fixture
+def config(root: Path, tmp_path: Path) -> str:
+    path = tmp_path / "c.yaml"
+    near = f"{{type: fs, name: near, root_dir: {tmp_path}/near, min_free: 0}}"
+    shared = f"{{type: fs, name: shared, root_dir: {root}, read_only: true, ttl: 1s}}"
+    path.write_text(f"region: {{size: 1MiB}}\ntiers:\n- {near}\n- {shared}\n")
+    return str(path)
+
+
+def test_it_is_looked_into_and_copied_from(config: str, root: Path) -> None:
+    before = tree(root)
+    assert len(ok("ls", config, "--tier", "shared").splitlines()) == len(NAMES)
+    assert "all are what they should be" in ok("verify", config, "--tier", "shared")
+    assert f"copied: {len(NAMES)} blocks" in ok("warm", config)
+    assert tree(root) == before
+
+
+def test_nothing_is_removed_by_age(config: str, root: Path) -> None:
+    for name in NAMES:
+        os.utime(root / name, (0, 0))
+    assert "is read_only" in ok("gc", config, "--tier", "shared")
+    assert all((root / name).exists() for name in NAMES)
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (("verify", "--repair"), "--repair: shared is read_only"),
+        (("warm", "--from", "near", "--to", "shared"), "shared is read_only"),
+        (("migrate",), "shared is read_only"),
+        (("bench",), "read_only: is true for shared"),
+    ],
+)
+def test_what_would_write_is_refused(command: tuple[str, ...], said: str, config: str, root: Path) -> None:
+    flip(root / NAMES[0], 5)
+    before = tree(root)
+    code, out = run(command[0], config, *command[1:])
+    assert (code, said in " ".join(out.split())) == (2, True)
+    assert tree(root) == before
+
+
+def test_check_says_so(config: str, root: Path) -> None:
+    out = " ".join(ok("check", config).split())
+    assert "Every stored block goes to those of these that are not read_only" in out
+    assert "tiers[1]: is only read; its limits are its writers' business" in out
+    root.rename(root.with_name("elsewhere"))
+    code, out = run("check", config)
+    assert code == 1
+    assert f"tiers[1].root_dir: {root} is not there, and read_only" in " ".join(out.split())
+
+
+def test_doctor_writes_nothing(root: Path) -> None:
+    tier = parse_tier({"type": "fs", "root_dir": str(root), "read_only": True, "min_free": "1000TiB"})
+    assert isinstance(tier, FsTierConfig)
+    before = tree(root)
+    store = open_store(tier)
+    try:
+        findings = [*examine_folder("shared", tier), *examine_store("shared", tier, store)]
+    finally:
+        store.close()
+    assert "problem" not in [finding.level for finding in findings]
+    assert next(finding for finding in findings if finding.check == "rights").level == "ok"
+    assert tree(root) == before
+
+
+@pytest.mark.parametrize("files", [(), ("m_aaaaaaaaaaaa/config.json", "_kvtiers/usage/one")])
+def test_doctor_says_where_there_is_nothing_to_read(tmp_path: Path, files: tuple[str, ...]) -> None:
+    (tmp_path / "empty").mkdir()
+    for name in files:  # of a writer that has stored no block
+        (tmp_path / "empty" / name).parent.mkdir(parents=True)
+        (tmp_path / "empty" / name).write_text("{}")
+    tier = parse_tier({"type": "fs", "root_dir": str(tmp_path / "empty"), "read_only": True})
+    store = open_store(tier)  # type: ignore[arg-type]
+    (finding,) = examine_store("shared", tier, store)  # type: ignore[arg-type]
+    store.close()
+    assert (finding.level, finding.check) == ("problem", "blocks")

@@ -1,0 +1,414 @@
+"""ls, du and gc over real folders and S3."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kvtiers.connector.commands.cli import app
+from kvtiers.connector.commands.places import human_age, human_bytes
+from kvtiers.tiers.blocks.file_mapper import FileMapper
+from kvtiers.tiers.blocks.namespace import open_namespace
+from kvtiers.tiers.capacity.lease import Lease
+from kvtiers.tiers.errors import StorePermissionError
+from kvtiers.tiers.store import KeyInfo
+from kvtiers.tiers.stores.files.local import LocalStore
+from kvtiers.tiers.testing.contract import as_parts
+from kvtiers.tiers.testing.servers import S3Server, moto_server
+from kvtiers.tiers.tools.inventory import parse_block_name
+from tests.identity import FakeSpec, block_key
+from tests.s3_clients import use_credentials
+
+SIZE = 4096
+NAMES = [FileMapper.from_offloading_spec("", FakeSpec()).relative_name(block_key(n, group=n % 2)) for n in range(10)]
+NAMESPACE = NAMES[0].partition("/")[0].removesuffix("_r0")
+
+
+def run(*args: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, list(args))
+    return result.exit_code, result.output
+
+
+def ok(*args: str) -> str:
+    code, out = run(*args)
+    assert code == 0, out
+    return out
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Ten blocks, block n last used n hours ago."""
+    store = LocalStore(tmp_path / "kv")
+    open_namespace(store, FileMapper.from_offloading_spec("", FakeSpec()))
+    for number, name in enumerate(NAMES):
+        store.put(name, as_parts(bytes(SIZE)))
+        at = time.time() - 3600 * number
+        os.utime(tmp_path / "kv" / name, (at, at))
+    store.close()
+    return tmp_path / "kv"
+
+
+def write_config(root: Path, *options: str) -> str:
+    path = root.parent / "c.yaml"
+    lines = ["region: {size: 1MiB}", "tiers:", f"- {{type: fs, root_dir: {root}, {', '.join(options)}}}"]
+    path.write_text("\n".join([*lines, "- {type: memory}\n"]))
+    return str(path)
+
+
+def test_blocks_of_a_server_that_tells_no_times_are_not_called_old(root: Path) -> None:
+    for name in NAMES[:3]:
+        os.utime(root / name, (0, 0))
+    config = write_config(root)
+    assert "of unknown age: 3 blocks" in ok("du", config)
+    (found, *_) = json.loads(ok("du", config, "--json"))["tiers"]
+    assert (found["ages"]["unknown"]["blobs"], found["ages"]["older"]["blobs"]) == (3, 0)
+
+
+@pytest.mark.parametrize("command", [("ls",), ("du",), ("verify",), ("migrate",), ("gc", "--dry-run")])
+def test_what_only_looks_leaves_nothing_in_an_nfs_root(tmp_path: Path, command: tuple[str, ...]) -> None:
+    """A folder that root's command made would keep the engine of another user from starting."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    path = tmp_path / "c.yaml"
+    options = "type: nfs, min_free: 0, ttl: 1h"
+    tiers = [f"- {{{options}, name: {name}, root_dir: {tmp_path / name}}}\n" for name in ("a", "b")]
+    path.write_text(f"region: {{size: 1MiB}}\ntiers:\n{''.join(tiers)}")
+    ok(*command, str(path))
+    assert [list((tmp_path / name).iterdir()) for name in ("a", "b")] == [[], []]
+
+
+@pytest.mark.parametrize("command", [("ls",), ("verify",), ("gc", "--dry-run")])
+def test_what_only_looks_leaves_what_dead_writers_left(root: Path, command: tuple[str, ...]) -> None:
+    (root / ".tmp").mkdir()
+    left = root / ".tmp" / "left"
+    left.write_bytes(bytes(SIZE))
+    os.utime(left, (0, 0))
+    out = run(*command, write_config(root, "ttl: 9h"))[1]
+    assert left.exists()
+    assert command[0] != "gc" or "in quarantine and half written: 4 KiB" in out
+
+
+def test_ls(root: Path) -> None:
+    config = write_config(root)
+    lines = ok("ls", config).splitlines()
+    assert sorted(line.split()[2] for line in lines) == sorted(NAMES)
+    assert all(line.split()[0] == str(SIZE) for line in lines)
+    found = [json.loads(line) for line in ok("ls", config, "--json").splitlines()]
+    assert {(item["key"], item["group"], item["tier"]) for item in found} == {
+        (name, number % 2, "fs") for number, name in enumerate(NAMES)
+    }
+    assert len(ok("ls", config, "--limit", "3").splitlines()) == 3
+    assert ok("ls", config, "--prefix", NAMES[4]).split()[2:] == [NAMES[4]]
+    assert ok("ls", config, "--prefix", "nobody") == ""
+
+
+def test_du(root: Path) -> None:
+    out = ok("du", write_config(root, "max_bytes: 1MiB"))
+    assert "10 blocks, 40 KiB, not measured yet of max_bytes 1 MiB" in out
+    assert NAMESPACE[:20] in out
+    (tier,) = json.loads(ok("du", write_config(root), "--json"))["tiers"]
+    assert tier["blocks"] == {"blobs": 10, "bytes": 10 * SIZE}
+    assert [(group["namespace"], group["rank"], group["group"], group["blobs"]) for group in tier["groups"]] == [
+        (NAMESPACE, 0, 0, 5),
+        (NAMESPACE, 0, 1, 5),
+    ]
+    assert tier["ages"]["1h"]["blobs"] == 1
+    assert tier["ages"]["1d"]["blobs"] == 9
+    assert tier["other"]["blobs"] == 1  # config.json
+
+
+def test_gc(root: Path) -> None:
+    config = write_config(root, "ttl: 5.5h")
+    assert "would be removed by ttl: 4 blocks, 16 KiB" in ok("gc", config, "--dry-run")
+    assert len(list(root.rglob("*.bin"))) == 10
+    assert "removed by ttl: 4 blocks, 16 KiB" in ok("gc", config)
+    assert {str(path.relative_to(root)) for path in root.rglob("*.bin")} == set(NAMES[:6])
+    (tier,) = json.loads(ok("gc", config, "--json"))["tiers"]
+    assert tier["removed_blobs"] == {"ttl": 0, "capacity": 0}
+    assert "accounted" in ok("du", write_config(root, "max_bytes: 1MiB"))
+
+
+@pytest.mark.parametrize("command", [("ls",), ("du",), ("gc",), ("gc", "--dry-run"), ("verify",), ("warm",)])
+def test_a_folder_that_is_not_there_is_told_and_not_made(command: tuple[str, ...], tmp_path: Path) -> None:
+    here, mistyped = tmp_path / "here", tmp_path / "mistyped"
+    config = tmp_path / "c.yaml"
+    config.write_text(
+        f"region: {{size: 1MiB}}\ntiers:\n- {{type: fs, root_dir: {here}}}\n"
+        f"- {{type: nfs, root_dir: {mistyped}, ttl: 1h}}\n"
+    )
+    LocalStore(here).close()
+    code, out = run(*command, str(config))
+    assert code == 1
+    assert f"'{mistyped}' is not there" in out
+    assert not mistyped.exists()
+
+
+def test_gc_that_could_not_remove_fails(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = StorePermissionError("Permission denied (EACCES)")
+    monkeypatch.setattr(LocalStore, "delete_many", lambda self, keys: [refused for _ in keys])
+    code, out = run("gc", write_config(root, "ttl: 5.5h"))
+    assert code == 1
+    assert "could not be removed: 4 blocks" in out
+
+
+def test_gc_without_limits_says_so(root: Path) -> None:
+    assert "has neither max_bytes nor ttl" in ok("gc", write_config(root))
+    assert len(list(root.rglob("*.bin"))) == 10
+
+
+def test_gc_while_another_collector_works(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtiers.connector.commands.storage._run", lambda collector, dry_run, lease_s: collector.run())
+    assert Lease(LocalStore(root), "another").try_acquire()
+    assert "another collector is at work" in ok("gc", write_config(root, "ttl: 1s"))
+    (result,) = json.loads(ok("gc", write_config(root, "ttl: 1s"), "--json"))["tiers"]
+    assert result["skipped"] == "another collector is at work"
+    assert len(list(root.rglob("*.bin"))) == 10
+
+
+def test_gc_that_gives_up_to_another_collector_says_so(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtiers.tiers.capacity.collector.publish_measured", lambda *_: False)
+    config = write_config(root, "ttl: 5.5h")
+    assert "another collector has measured meanwhile" in ok("gc", config)
+    (result,) = json.loads(ok("gc", config, "--json"))["tiers"]
+    assert result["gave_up"]
+
+
+def test_which_tier(root: Path) -> None:
+    config = write_config(root, "name: near")
+    assert "near" in ok("du", config, "--tier", "near")
+    for command in ("ls", "du", "gc"):
+        code, out = run(command, config, "--tier", "memory")
+        assert code == 2
+        assert "accepted: near" in out
+        assert run(command, str(root / "none.yaml"))[0] == 2
+    only_memory = root / "memory.yaml"
+    only_memory.write_text("region: {size: 1MiB}\ntiers: [{type: memory, max_bytes: 1MiB}]\n")
+    code, out = run("du", str(only_memory))
+    assert code == 2
+    assert "no tier whose storage outlives its process" in out
+    only_memory.write_text("region: {size: 1MiB}\ntiers: [{type: Mine, module_path: mine}]\n")
+    code, out = run("du", str(only_memory))
+    assert code == 2
+    assert "no tier that a command can look into, as Mine is not kvtiers' own" in out
+
+
+@pytest.mark.parametrize("command", ["ls", "du", "gc", "verify", "warm", "migrate", "bench"])
+def test_a_storage_that_only_the_demo_has_is_refused(command: str, tmp_path: Path) -> None:
+    config = tmp_path / "c.yaml"
+    tiers = f"- {{type: fs, root_dir: {tmp_path}/kv}}\n- {{type: s3, bucket: bucket, embedded: true}}\n"
+    config.write_text(f"region: {{size: 4MiB}}\ntiers:\n{tiers}")
+    code, out = run(command, str(config))
+    assert code == 2
+    assert not (tmp_path / "kv").exists()
+    assert "embedded: only kvtiers demo has such a server" in out
+
+
+def test_a_storage_that_fails(tmp_path: Path) -> None:
+    (tmp_path / "kv").write_text("a file")
+    code, out = run("du", write_config(tmp_path / "kv"))
+    assert code == 1
+    assert "must be a folder" in out
+    config = tmp_path / "c.yaml"
+    config.write_text(f"region: {{size: 1MiB}}\ntiers:\n- {{type: fs, root_dir: {tmp_path}/kv/below}}\n")
+    code, out = run("du", str(config))
+    assert code == 1
+    assert "Not a directory" in out  # rather than that it is not there: as where a folder above may not be read
+
+
+def test_gc_of_prefixes(root: Path) -> None:
+    pytest.importorskip("torch", reason="prefixes are tensors: pip install 'kvtiers[torch]'")
+    from tests.connector.prefixes.test_prefix_limits import age, hashes_of, layers_of, store_at
+
+    config = write_config(root, "ttl: 1h")
+    code, out = run("gc", config, "--prefixes")
+    assert code == 1
+    assert "is not there; an engine makes it when it starts" in out
+    folder = root / "prefixes"
+    assert not folder.exists()
+    store = store_at(str(folder))
+    for number in range(3):
+        assert store.publish(hashes_of(number), layers_of(1))
+    age(folder / store.match(hashes_of(1))[0].path, 7200)
+    said = f"fs at {folder}: 3 blobs"
+    assert said in (dry := ok("gc", config, "--prefixes", "--dry-run"))
+    assert "would be removed by ttl: 1 chunks" in dry
+    assert "removed by ttl: 1 chunks" in ok("gc", config, "--prefixes")
+    assert [bool(store.match(hashes_of(number))) for number in range(3)] == [True, False, True]
+    assert len(list(root.rglob("*.bin"))) == 10  # the tier's own
+    ok("gc", config)
+    assert len(list(folder.rglob("*.json"))) == 2
+    assert "has neither max_bytes nor ttl" in ok("gc", write_config(root), "--prefixes")
+    assert "is read_only" in ok("gc", write_config(root, "ttl: 1h", "read_only: true"), "--prefixes")
+    code, out = run("gc", write_config(root, "ttl: 1h", "auth: gmac", "keys_env: K"), "--prefixes")
+    assert code == 2
+    assert "has no place for prefixes: fs: auth: prefix files are plain safetensors" in out.replace("\n", "")
+    assert run("gc", config, "--prefixes", "--lifecycle")[0] == 2
+
+
+def test_on_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import boto3
+
+    with moto_server() as server:
+        assert isinstance(server, S3Server)
+        use_credentials(monkeypatch, server)
+        client = boto3.client("s3", endpoint_url=server.endpoint_url, region_name=server.region)
+        client.create_bucket(Bucket="bucket")
+        for name in NAMES:
+            client.put_object(Bucket="bucket", Key=f"p/{name}", Body=bytes(SIZE))
+        for name in (f"p/{NAMESPACE}/config.json", "p/notes_r1/plan.txt", "other-team/results"):
+            client.put_object(Bucket="bucket", Key=name, Body=b"precious")
+        config = tmp_path / "c.yaml"
+        tier = f"{{type: s3, bucket: bucket, prefix: p, endpoint_url: '{server.endpoint_url}', ttl: 10d}}"
+        config.write_text(f"region: {{size: 1MiB}}\ntiers:\n- {tier}\n")
+        assert "s3 at s3://bucket/p: 10 blocks, 40 KiB" in ok("du", str(config))
+        ok("gc", str(config), "--lifecycle")
+        (rule,) = client.get_bucket_lifecycle_configuration(Bucket="bucket")["Rules"]
+        assert rule["Expiration"]["Days"] == 10
+        names = [found["Key"] for found in client.list_objects_v2(Bucket="bucket")["Contents"]]
+        expiring = {name for name in names if name.startswith(rule["Filter"]["Prefix"])}
+        assert expiring == {f"p/{name}" for name in NAMES}  # nobody else's object, and no config.json
+        assert len(ok("ls", str(config)).splitlines()) == 10
+        config.write_text(config.read_text().replace(", ttl: 10d", ""))
+        out = ok("gc", str(config), "--lifecycle")
+        assert "the bucket itself removes blocks by no rule of ours" in out
+        with pytest.raises(client.exceptions.ClientError, match="NoSuchLifecycleConfiguration"):
+            client.get_bucket_lifecycle_configuration(Bucket="bucket")
+
+
+def test_a_lifecycle_is_a_buckets(root: Path) -> None:
+    code, out = run("gc", write_config(root, "ttl: 1h"), "--lifecycle")
+    assert code == 2
+    assert "--lifecycle: accepted are tiers of type s3" in out.replace("\n", "")
+
+
+@pytest.mark.parametrize("command", ["du", "ls", "gc", "verify"])
+def test_a_storage_that_fails_hides_no_other(root: Path, command: str) -> None:
+    path = root.parent / "two.yaml"
+    near = f"{{type: fs, name: near, root_dir: {root.parent}/absent, ttl: 9h}}"
+    path.write_text(
+        f"region: {{size: 1MiB}}\ntiers:\n- {near}\n- {{type: nfs, name: far, root_dir: {root}, ttl: 9d}}\n"
+    )
+    code, out = run(command, str(path))
+    assert code == 1
+    assert "tier near at " in out
+    assert "is not there; an engine makes it" in out.replace("\n", " ")
+    assert (NAMES[0] if command == "ls" else "far at ") in out
+    if command != "ls":
+        shown = run(command, str(path), "--json")[1]
+        near_result, far_result = json.loads(shown[shown.index('{"tiers"') :])["tiers"]
+        assert "is not there" in near_result["error"]
+        assert "error" not in far_result
+
+
+def test_a_time_that_no_calendar_has_is_shown(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = LocalStore.keys
+    monkeypatch.setattr(
+        LocalStore, "keys", lambda self, prefix="": (KeyInfo(i.key, i.size, 1e15) for i in keys(self, prefix))
+    )
+    lines = ok("ls", write_config(root)).splitlines()
+    assert [line.split()[1] for line in lines] == 10 * ["1000000000000000"]
+
+
+@pytest.mark.parametrize(
+    ("at", "text"),
+    [
+        (0.5, "1970-01-01T00:00:00Z"),
+        (1_794_787_199.9, "2026-11-15T23:59:59Z"),
+        (-1.0, "1969-12-31T23:59:59Z"),
+        (253_402_300_799.0, "9999-12-31T23:59:59Z"),
+        (253_402_300_800.0, "253402300800"),
+    ],
+)
+def test_times_are_shown_in_utc(root: Path, monkeypatch: pytest.MonkeyPatch, at: float, text: str) -> None:
+    monkeypatch.setattr(LocalStore, "keys", lambda *_: iter([KeyInfo(NAMES[0], SIZE, at)]))
+    assert ok("ls", write_config(root)).split() == [str(SIZE), text, NAMES[0]]
+
+
+OTHERS = "m_0123456789ab"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "x",
+        f"{OTHERS}/abc/de_g0/abcde.bin",
+        f"{OTHERS}_r0/abc/de_g0/abcde.tmp",
+        f"{OTHERS}_r0/abc/de_g0/abcdf.bin",
+        f"{OTHERS}_r0/abc/de_g0/abdde.bin",
+        f"{OTHERS}_r0/abc/de_g0/abcd.bin",
+        f"{OTHERS}_r0/abc/de_g0/abcde{'0' * 124}.bin",
+        f"{OTHERS}_r0/abc/de_g0/abcdeG.bin",
+        f"{OTHERS}_r0/abc/de_g0/abcde.bin\n",
+        f"{OTHERS}_r4294967296/abc/de_g0/abcde.bin",
+        f"{OTHERS}_r0/abc/de_g4294967296/abcde.bin",
+        f"a/{OTHERS}_r0/abc/de_g0/abcde.bin",
+    ],
+)
+def test_names_that_are_no_blocks(name: str) -> None:
+    assert parse_block_name(name) is None
+
+
+def test_a_name_of_a_block_is_taken_apart() -> None:
+    found = parse_block_name(f"{OTHERS}_r4294967295/abc/de_g07/abcde{'0' * 123}.bin")
+    assert found == (OTHERS, 4294967295, 7, f"abcde{'0' * 123}")
+
+
+def test_sizes_and_ages_in_words() -> None:
+    assert [human_bytes(n) for n in (0, 1023, 1536, 5 << 40)] == ["0 B", "1023 B", "1.5 KiB", "5.0 TiB"]
+    assert [human_age(s) for s in (-1, 90, 600, 7300, 172_800)] == ["0s", "90s", "10min", "2h", "2d"]
+
+
+def write_theirs(root: Path, name: str = "theirs.yaml") -> str:
+    """A tier that is not ours, and two that are."""
+    path = root.parent / name
+    fs = [
+        f"- {{type: fs, name: {name}, root_dir: {path}, min_free: 0}}"
+        for name, path in (("near", root), ("far", f"{root}-2"))
+    ]
+    LocalStore(f"{root}-2").close()
+    path.write_text("\n".join(["region: {size: 1MiB}", "tiers:", "- {type: Mine, module_path: mine}", *fs, ""]))
+    return str(path)
+
+
+@pytest.mark.parametrize("command", ["ls", "du", "verify", "warm"])
+def test_a_tier_that_is_not_looked_into_is_named(root: Path, command: str) -> None:
+    config = write_theirs(root)
+    result = CliRunner().invoke(app, [command, config])
+    assert f"kvtiers {command}: left out: Mine, which is not kvtiers' own" in result.stderr
+    assert "left out" not in result.stdout
+    if command != "warm":
+        assert "left out" not in CliRunner().invoke(app, [command, config, "--tier", "near"]).stderr
+
+
+def test_no_tier_is_called_left_out_where_both_are_named(root: Path) -> None:
+    one, other = write_theirs(root), write_theirs(root, "others.yaml")
+    both = ("--from", "far", "--to", "near")
+    for arguments, told in (
+        (("warm", one, *both), 0),
+        (("warm", one, "--to", "near"), 1),
+        (("migrate", one, *both), 0),
+        (("migrate", one, "--from", "near"), 1),
+        (("migrate", one, other, *both), 0),
+        (("migrate", one, other, "--to", "far"), 1),
+        (("migrate", one, other), 2),
+    ):
+        assert CliRunner().invoke(app, arguments).stderr.count("left out: Mine") == told, arguments
+
+
+@pytest.mark.parametrize("command", ["ls", "du", "verify", "migrate"])
+def test_what_others_call_their_files_does_nothing_to_a_terminal(root: Path, command: str) -> None:
+    """C1 controls, which begin a terminal's commands as ESC does, and letters that turn the rest of a line about."""
+    odd = root / NAMES[0].replace(NAMESPACE, f"\x9b2J\u202e[bold]{NAMESPACE}")
+    odd.parent.mkdir(parents=True)
+    odd.write_bytes(bytes(2 * SIZE))
+    config = write_config(root)
+    other = root.parent / "other.yaml"
+    other.write_text(f"region: {{size: 1MiB}}\ntiers:\n- {{type: fs, root_dir: {root.parent}/other, min_free: 0}}\n")
+    _, out = run(command, config, *([str(other)] if command == "migrate" else []))
+    assert "\\x9b2J\\u202e[bold]" in out
+    assert out.replace("\n", "").isprintable()

@@ -1,0 +1,510 @@
+"""verify over real folders: what it finds, repairs and resumes."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import xxhash
+
+from kvtiers.tiers.blocks.file_mapper import FileMapper
+from kvtiers.tiers.blocks.namespace import open_namespace
+from kvtiers.tiers.blocks.seal import CHECK_AT, Seal
+from kvtiers.tiers.errors import SealReason, StorePermissionError, StoreUnavailableError
+from kvtiers.tiers.isolation.process import StoreRecipe
+from kvtiers.tiers.store import Capabilities, KeyInfo
+from kvtiers.tiers.stores.files import listing as folder_listing
+from kvtiers.tiers.stores.files.local import LocalStore
+from kvtiers.tiers.stores.memory import MemoryStore
+from kvtiers.tiers.testing.faults import Fault, FaultyStore
+from kvtiers.tiers.testing.servers import moto_server
+from kvtiers.tiers.tools.block_reader import BlockReader
+from kvtiers.tiers.tools.inventory import parse_block_name
+from kvtiers.tiers.tools.verify import UnitResult, Verifier, find_units
+from kvtiers.tiers.tools.verify_processes import verify_units
+from tests.connector.commands.test_storage_commands import ok
+from tests.connector.commands.test_storage_commands import run as run_command
+from tests.identity import FakeSpec, block_key
+from tests.s3_clients import use_credentials
+
+MAPPER = FileMapper.from_offloading_spec("", FakeSpec())
+COUNT, SIZE = 40, 8192
+NAMES = [MAPPER.relative_name(block_key(n)) for n in range(COUNT)]
+
+
+def put_blocks(store: Any) -> None:
+    open_namespace(store, MAPPER)
+    seal = Seal(MAPPER.fingerprint, MAPPER.rank)
+    for number, name in enumerate(NAMES):
+        payload = memoryview(random.Random(number).randbytes(SIZE))
+        store.put(name, (payload, memoryview(seal.trailer(block_key(number), payload))))
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    store = LocalStore(tmp_path / "kv")
+    put_blocks(store)
+    store.close()
+    return tmp_path / "kv"
+
+
+@pytest.fixture
+def config(root: Path) -> str:
+    path = root.parent / "c.yaml"
+    path.write_text(f"region: {{size: 1MiB}}\ntiers:\n- {{type: fs, root_dir: {root}}}\n")
+    return str(path)
+
+
+run = partial(run_command, "verify")
+
+
+def run_json(*args: str) -> dict[str, Any]:
+    _, out = run(*args, "--json")
+    (tier,) = json.loads(out)["tiers"]
+    assert isinstance(tier, dict)
+    return tier
+
+
+def flip(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+def make_newer(path: Path) -> None:
+    """Make a block one of a version to come."""
+    data = bytearray(path.read_bytes())
+    data[SIZE + 8] = 2
+    data[SIZE + CHECK_AT : SIZE + CHECK_AT + 8] = xxhash.xxh3_64_intdigest(data[SIZE : SIZE + CHECK_AT]).to_bytes(
+        8, "little"
+    )
+    path.write_bytes(data)
+
+
+def test_good_blocks(config: str) -> None:
+    code, out = run(config)
+    assert code == 0
+    assert f"{COUNT} blocks, 480 KiB checked" in out
+    assert "all are what they should be" in out
+
+
+def test_each_kind_of_badness_has_its_reason(config: str, root: Path) -> None:
+    flip(root / NAMES[0], 100)
+    flip(root / NAMES[1], SIZE + 60)
+    with (root / NAMES[2]).open("ab") as file:
+        file.truncate(SIZE)
+    (root / NAMES[3]).write_bytes(b"x")
+    (root / NAMES[4]).write_bytes((root / NAMES[5]).read_bytes())
+    make_newer(root / NAMES[6])
+    flip(root / NAMES[7], SIZE + 9)  # version
+    code, out = run(config)
+    assert code == 1
+    assert "of a newer version or without a seal, left alone: 1 blocks" in out
+    assert "what they should be" not in out
+    found = run_json(config)
+    assert dict(map(tuple, found["bad"])) == {
+        NAMES[0]: "payload_checksum",
+        NAMES[1]: "trailer_checksum",
+        NAMES[2]: "magic",
+        NAMES[3]: "size",
+        NAMES[4]: "key",
+        NAMES[7]: "trailer_checksum",
+    }
+    assert found["foreign"] == 1
+
+
+def test_blocks_that_were_left_alone_are_not_called_good(config: str, root: Path) -> None:
+    make_newer(root / NAMES[6])
+    code, out = run(config)
+    assert (code, "all others are what they should be" in out) == (0, True)
+    for name in NAMES:
+        if name != NAMES[6]:
+            (root / name).unlink()
+    assert "what they should be" not in run(config)[1]
+
+
+def test_repair_moves_bad_blocks_aside_and_no_other(config: str, root: Path) -> None:
+    flip(root / NAMES[0], 100)
+    make_newer(root / NAMES[6])
+    code, out = run(config, "--repair")
+    assert code == 0
+    assert "moved aside: 1 blocks" in out
+    assert {str(path.relative_to(root)) for path in root.glob("*/*/*/*.bin")} == set(NAMES[1:])
+    assert len(list((root / ".quarantine").iterdir())) == 1
+    assert run(config)[0] == 0
+
+
+def test_repair_where_nothing_can_be_moved_aside_deletes(config: str, root: Path) -> None:
+    (root / ".quarantine").touch()
+    flip(root / NAMES[0], SIZE + 9)  # version
+    code, _ = run(config, "--repair")
+    assert code == 0
+    assert {str(path.relative_to(root)) for path in root.glob("*/*/*/*.bin")} == set(NAMES[1:])
+
+
+def test_repair_of_a_storage_without_quarantine_deletes(config: str, root: Path) -> None:
+    Path(config).write_text(f"region: {{size: 1MiB}}\ntiers:\n- {{type: fsspec, url: 'file://{root}'}}\n")
+    flip(root / NAMES[0], 100)
+    code, out = run(config, "--repair")
+    assert code == 0
+    assert "deleted: 1 blocks" in out
+    assert {str(path.relative_to(root)) for path in root.glob("*/*/*/*.bin")} == set(NAMES[1:])
+    assert not (root / ".quarantine").exists()
+
+
+class Healed(LocalStore):
+    """An engine heals a block when it was listed."""
+
+    good = b""
+
+    def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
+        yield from super().keys(prefix)
+        if NAMES[0].startswith(prefix):
+            self.put(NAMES[0], [memoryview(self.good)], overwrite=True)
+
+
+def unit_of(name: str) -> str:
+    return name[: name.index("/") + 3]
+
+
+def test_a_block_that_is_healed_after_it_was_listed_stays(root: Path) -> None:
+    store = Healed(root)
+    store.good = (root / NAMES[0]).read_bytes()
+    os.truncate(root / NAMES[0], 5000)
+    result = Verifier(store, repair=True).check(unit_of(NAMES[0]))
+    assert (result.bad, result.quarantined) == ([], 0)
+    assert (root / NAMES[0]).read_bytes() == store.good
+
+
+def test_a_folder_that_may_not_be_read_keeps_no_other_from_being_checked(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    namespace, folder, _ = NAMES[0].split("/", 2)
+    refused = f"{namespace}/{folder[:2]}{'0' if folder[2] != '0' else '1'}/"
+    plain = LocalStore.keys
+
+    def keys(self: LocalStore, prefix: str = "") -> Iterator[KeyInfo]:
+        if prefix == refused:
+            raise StorePermissionError("somebody else's", key=prefix)
+        return plain(self, prefix)
+
+    monkeypatch.setattr(LocalStore, "keys", keys)
+    result = Verifier(LocalStore(root)).check(unit_of(NAMES[0]))
+    assert (result.blocks >= 1, result.errors) == (True, 1)
+
+
+class Damaged:
+    """The module ``os`` on a disk that cannot read the folders and inodes of these names."""
+
+    def __init__(self, names: set[str]) -> None:
+        self.names = names
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def open(self, path: str, *args: Any, **options: Any) -> int:
+        return os.open(self._checked(path), *args, **options)
+
+    def stat(self, path: str, **options: Any) -> os.stat_result:
+        return os.stat(self._checked(path), **options)
+
+    def _checked(self, path: str) -> str:
+        if path in self.names:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return path
+
+
+def test_a_damaged_file_is_an_error(root: Path, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder_listing, "os", Damaged({Path(NAMES[0]).name}))
+    result = Verifier(LocalStore(root)).check(unit_of(NAMES[0]))
+    assert result.errors == 1
+    code, out = run(config)  # its workers are processes that can read it: the command's own listing could not
+    assert (code, "could not be read: 1 blocks" in out) == (1, True)
+
+
+def test_a_damaged_folder_keeps_no_other_from_being_checked(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unit = unit_of(NAMES[0])
+    plain = LocalStore.keys
+    damaged: set[str] = set()
+
+    def keys(self: LocalStore, prefix: str = "") -> Iterator[KeyInfo]:
+        if prefix in damaged:
+            raise StoreUnavailableError("EIO", key=prefix)
+        return plain(self, prefix)
+
+    monkeypatch.setattr(LocalStore, "keys", keys)
+    digit = NAMES[0][len(unit)]
+    damaged.add(f"{unit}{'0' if digit != '0' else '1'}/")
+    verifier = Verifier(LocalStore(root))
+    result = verifier.check(unit)
+    assert (result.blocks >= 1, result.errors) == (True, 1)
+    damaged.update(f"{unit}{digit:x}/" for digit in range(16))
+    with pytest.raises(StoreUnavailableError):  # 17: the disk is gone
+        verifier.check(unit)
+
+
+@pytest.mark.parametrize("text", [None, "{}", "{", "[1]"])
+def test_blocks_without_their_identity_are_not_moved(config: str, root: Path, text: str | None) -> None:
+    path = root / MAPPER.relative_config_name
+    path.unlink()
+    if text is not None:
+        path.write_text(text)
+    found = run_json(config, "--repair")
+    assert found["bad_count"] == COUNT
+    assert {reason for _, reason in found["bad"]} == {"no_identity"}
+    assert len(list(root.glob("*/*/*/*.bin"))) == COUNT
+
+
+def test_it_goes_on_where_it_was(config: str, root: Path, tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    # As an interrupted run leaves it: three units done, a line cut off, and another place's.
+    store = LocalStore(root)
+    units = sorted(find_units(store))
+    verifier = Verifier(store)
+    from dataclasses import asdict
+
+    lines = [json.dumps({"place": f"fs {root} check", "result": asdict(verifier.check(unit))}) for unit in units[:3]]
+    other = json.dumps({"place": "s3 s3://b check", "result": asdict(verifier.check(units[3]))})
+    state.write_text("\n".join([*lines, other, lines[0][:20]]))
+    found = run_json(config, "--state", str(state))
+    assert found["resumed_units"] == 3
+    assert found["blocks"] == COUNT
+    assert not state.exists()
+
+
+def test_lines_of_the_state_that_are_not_understood_are_as_if_not_there(
+    config: str, root: Path, tmp_path: Path
+) -> None:
+    unit = sorted(find_units(LocalStore(root)))[0]
+    result = {"unit": unit, "blocks": 1}
+    lines = [{"place": f"fs {root} check", "result": result}, {"result": {**result, "unit": "x"}}]
+    (tmp_path / "state").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert run_json(config, "--state", str(tmp_path / "state"))["resumed_units"] == 1
+
+
+@pytest.mark.parametrize(("name", "text"), [("missing/state", "cannot be used"), ("c.yaml", "something else")])
+def test_a_state_that_cannot_be_used_is_refused(config: str, tmp_path: Path, name: str, text: str) -> None:
+    before = Path(config).read_text()
+    code, out = run(config, "--state", str(tmp_path / name))
+    assert (code, "Traceback" in out) == (2, False)
+    assert f"kvtiers verify: --state {tmp_path / name}" in out
+    assert text in out
+    assert Path(config).read_text() == before
+
+
+def test_a_file_that_verify_did_not_make_stays(config: str, tmp_path: Path) -> None:
+    notes, pipe = tmp_path / "notes.txt", tmp_path / "pipe"
+    notes.touch()
+    os.mkfifo(pipe)
+    for _ in range(2):
+        assert run_json(config, "--state", str(notes))["resumed_units"] == 0
+        assert notes.read_text() == ""
+    for path in (pipe, Path(os.devnull)):
+        code, out = run(config, "--state", str(path))
+        assert code == 2
+        assert f"kvtiers verify: --state {path} cannot be used: it is no regular file" in out
+    assert pipe.is_fifo()
+
+
+def test_an_interrupted_run_leaves_its_state(
+    config: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def two_then_fail(*args: Any, **options: Any) -> Iterator[Any]:
+        results = verify_units(*args, **options)
+        yield next(results)
+        yield next(results)
+        results.close()  # type: ignore[attr-defined]
+        raise StoreUnavailableError("gone")
+
+    monkeypatch.setattr("kvtiers.connector.commands.verify.verify_units", two_then_fail)
+    state = tmp_path / "state"
+    code, out = run(config, "--state", str(state))
+    assert code == 1
+    assert "gone" in out
+    monkeypatch.undo()
+    assert run_json(config, "--state", str(state))["resumed_units"] == 2
+
+
+def test_the_same_bucket_at_another_server_is_not_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvtiers.tiers.stores.s3.store import S3Options, S3Store
+
+    state = tmp_path / "state"
+    with moto_server() as server:
+        use_credentials(monkeypatch, server)
+        server.client().create_bucket(Bucket="kvcache")
+        with closing(S3Store(S3Options(bucket="kvcache", endpoint_url=server.endpoint_url))) as store:
+            put_blocks(store)
+
+        def verify_at(endpoint_url: str, stop_after: int | None) -> str:
+            config = tmp_path / "c.yaml"
+            config.write_text(
+                f"region: {{size: 1MiB}}\ntiers:\n- {{type: s3, bucket: kvcache, endpoint_url: '{endpoint_url}'}}\n"
+            )
+
+            def check(recipe: StoreRecipe, units: Sequence[str], **options: Any) -> Iterator[Any]:
+                yield from map(UnitResult, units[:stop_after])
+                if stop_after:
+                    raise StoreUnavailableError("gone")
+
+            monkeypatch.setattr("kvtiers.connector.commands.verify.verify_units", check)
+            return run(str(config), "--state", str(state))[1]
+
+        assert "gone" in verify_at(server.endpoint_url, 2)
+        assert "parts before" not in verify_at(server.endpoint_url.replace("127.0.0.1", "localhost"), 3)
+        assert "2 of its parts before" in verify_at(server.endpoint_url, None)
+
+
+def test_a_state_that_finds_no_room_is_named(config: str, tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        code, out = run(config, "--state", str(state))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert code == 2
+    assert f"kvtiers verify: --state {state} cannot be written: File too large" in out
+    assert run_json(config, "--state", str(state))["resumed_units"] > 0
+
+
+def test_blocks_that_vanish_meanwhile_are_not_bad(root: Path) -> None:
+    memory = MemoryStore()
+    put_blocks(memory)
+    store = FaultyStore(memory)
+    unit = sorted(find_units(store))[0]
+    names = [info.key for info in memory.keys(unit)]
+    real = store.get_into
+
+    def get_into(key: str, parts: Any) -> None:
+        if key in names:
+            memory.delete(key)
+        real(key, parts)
+
+    store.get_into = get_into  # type: ignore[method-assign]
+    result = Verifier(store, repair=True).check(unit)
+    assert (result.bad_count, result.errors) == (0, 0)
+
+
+def test_unreadable_blocks_are_errors_and_stay() -> None:
+    memory = MemoryStore()
+    put_blocks(memory)
+    store = FaultyStore(memory)
+    units = sorted(find_units(store))
+    verifier = Verifier(store, repair=True)
+    assert verifier.check(units[0]).errors == 0
+    store.plan = [Fault("get_into", error=lambda: StoreUnavailableError("no"), count=None)]
+    result = verifier.check(units[1])
+    assert result.errors == result.blocks > 0
+    assert len([key for key in memory.keys("") if key.key.endswith(".bin")]) == COUNT
+
+
+class SlowLocalStore(LocalStore):
+    """One whose reads mostly wait."""
+
+    capabilities = Capabilities(exclusive_create=True, shared=True, latency_bound=True)
+
+
+def test_many_reads_at_once(root: Path) -> None:
+    flip(root / NAMES[0], 100)
+    store = SlowLocalStore(root)
+    results = [Verifier(store).check(unit) for unit in find_units(store)]
+    assert sum(result.blocks for result in results) == COUNT
+    assert [key for result in results for key, _ in result.bad] == [NAMES[0]]
+
+
+def test_a_worker_that_cannot_work_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    recipe = StoreRecipe.of(LocalStore, root_dir=tmp_path / "file")
+    with pytest.raises(StoreUnavailableError, match="must be a folder"):
+        list(verify_units(recipe, ["a/b"], n_workers=2, repair=False))
+
+
+@pytest.mark.parametrize(
+    "said", ['{"result": {"unit": "a', '{"error": "cut"}', "no JSON\\n", "5\\n", '{"result": {}}\\n']
+)
+def test_a_worker_that_dies_while_it_answers_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
+    command = [sys.executable, "-c", f"input(); input(); print(end='{said}')"]
+    monkeypatch.setattr("kvtiers.tiers.tools.verify_processes.python_command", lambda _: command)
+    with pytest.raises(StoreUnavailableError, match="worker .*died"):
+        list(verify_units(StoreRecipe.of(LocalStore, root_dir=tmp_path), ["a/b"], n_workers=1, repair=False))
+
+
+def test_workers_end_with_their_reader(root: Path) -> None:
+    before = set(psutil.Process().children())
+    results = verify_units(
+        StoreRecipe.of(LocalStore, root_dir=root), sorted(find_units(LocalStore(root))), n_workers=2, repair=False
+    )
+    next(results)
+    assert set(psutil.Process().children()) - before
+    results.close()  # type: ignore[attr-defined]
+    assert not set(psutil.Process().children()) - before
+
+
+def test_names_and_sizes_that_no_block_has_end_nothing(root: Path, config: str, tmp_path: Path) -> None:
+    flip(root / NAMES[3], 100)
+    odd = root / NAMES[3].replace("_g0/", f"_g{2**32}/")
+    odd.parent.mkdir(parents=True)
+    odd.write_bytes(b"no block")
+    found = run_json(config)
+    assert [reason for _, reason in found["bad"]] == ["payload_checksum"]
+    assert found["blocks"] == COUNT
+
+    class Vast(MemoryStore):
+        def size(self, key: str) -> int | None:
+            return 1 << 60 if key == NAMES[0] else super().size(key)
+
+    store = Vast()
+    put_blocks(store)
+    name = parse_block_name(NAMES[0])
+    assert name is not None
+    assert BlockReader(store).read(KeyInfo(NAMES[0], 1 << 60, 0.0), name) == (SealReason.SIZE, True)
+
+
+def test_lists_in_lists_without_end_are_no_identity(root: Path, config: str) -> None:
+    (root / MAPPER.relative_config_name).write_text("[" * 200_000)
+    assert {reason for _, reason in run_json(config)["bad"]} == {"no_identity"}
+
+
+@pytest.mark.parametrize("command", ["verify", "migrate"])
+def test_a_name_with_an_impossible_rank_is_no_blocks(root: Path, config: str, command: str) -> None:
+    """Whoever may write there could end the command for all other blocks."""
+    odd = root / NAMES[0].replace("_r0/", f"_r{2**32}/")
+    odd.parent.mkdir(parents=True)
+    odd.write_bytes((root / NAMES[0]).read_bytes())
+    target = root.parent / "target.yaml"
+    target.write_text(f"region: {{size: 1MiB}}\ntiers:\n- {{type: fs, root_dir: {root.parent}/other, min_free: 0}}\n")
+    arguments = [config, str(target)] if command == "migrate" else [config]
+    assert f"{COUNT} blocks" in ok(command, *arguments)
+
+
+def test_its_processes_have_no_keys(root: Path, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It needs none."""
+    monkeypatch.setenv("KVTIERS_SECRETS", "ab" * 32)
+    Path(config).write_text(
+        f"region: {{size: 1MiB}}\ntiers:\n- {{type: fs, root_dir: {root}, auth: gmac, keys_env: KVTIERS_SECRETS}}\n"
+    )
+    environments = []
+    popen = subprocess.Popen
+
+    def start(*arguments: Any, **options: Any) -> Any:
+        environments.append(options.get("env") or dict(os.environ))
+        return popen(*arguments, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    assert run(config)[0] == 0
+    assert environments
+    assert all("KVTIERS_SECRETS" not in environment for environment in environments)

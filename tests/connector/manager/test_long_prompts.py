@@ -1,0 +1,142 @@
+"""L6: of a long prompt all that is stored is found, through TieringOffloadingManager and a tier on slow storage."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+
+from kvtiers.connector.manager.options import TieringOptions
+from kvtiers.connector.manager.primary import CPUPrimaryTier
+from kvtiers.connector.manager.tiering import TieringOffloadingManager
+from kvtiers.tiers.base import ReqContext
+from kvtiers.tiers.blocks.file_mapper import FileMapper
+from kvtiers.tiers.blocks.seal import TRAILER_BYTES
+from kvtiers.tiers.stores.memory import MemoryStore
+from kvtiers.tiers.tier.lookup import LookupOptions
+from kvtiers.tiers.tier.store_tier import StoreTierManager, TierOptions
+from tests.clock import Clock
+from tests.identity import FakeSpec, block_key
+from tests.promises import Record
+from tests.waiting import wait_for
+
+ROW_BYTES = 4096
+KEYS = [block_key(number) for number in range(16_000)]
+REQ = ReqContext("long")
+
+
+class SlowStore(MemoryStore):
+    """Has every block. Answers so many lookups a second, by the test's clock, once for each ``go``; no load ends."""
+
+    def __init__(self, clock: Clock, per_second: float) -> None:
+        super().__init__()
+        self.clock = clock
+        self.per_second = per_second
+        self.go = threading.Semaphore(0)
+        self.end = threading.Event()
+
+    def size_many(self, keys: Sequence[str]) -> list[int | Exception | None]:
+        assert self.go.acquire(timeout=600)
+        self.clock.now += len(keys) / self.per_second
+        return [ROW_BYTES + TRAILER_BYTES] * len(keys)
+
+    def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
+        if key.endswith(".bin"):
+            assert self.end.wait(600)
+        super().get_into(key, parts)
+
+
+class Rig:
+    """A manager over one tier on a SlowStore, and an engine that asks key by key for one prompt."""
+
+    def __init__(self, *, per_second: float, total_s: float) -> None:
+        self.clock = Clock()
+        self.store = SlowStore(self.clock, per_second)
+        spec = FakeSpec()
+        view = memoryview(bytearray(len(KEYS) * ROW_BYTES)).cast("b", (len(KEYS), ROW_BYTES))
+        lookup = LookupOptions(threads=1, deadline_s=0.2, total_s=total_s)
+        self.tier = StoreTierManager(
+            spec,
+            view,
+            "slow",
+            store=self.store,
+            mapper=FileMapper.from_offloading_spec("", spec),
+            options=TierOptions(lookup=lookup, job_deadline_s=1e6),
+            clock=self.clock,
+        )
+        self.manager = TieringOffloadingManager(
+            CPUPrimaryTier(len(KEYS)),
+            [self.tier],
+            TieringOptions(lookup_total_s=total_s, load_share=1, load_deadline_s=1e6),
+            clock=self.clock,
+        )
+
+    def ask(self) -> list[bool | None]:
+        """Until the first miss."""
+        answers = []
+        for key in KEYS:
+            answers.append(self.manager.lookup(key, REQ))
+            if answers[-1] is False:
+                break
+        return answers
+
+    def look_up(self) -> tuple[int, int]:
+        """Step until all is known. Returns how much of the prompt is found, and how often the tier was not asked."""
+        steps_without_news = 0
+        for _ in range(10_000):
+            answers = self.ask()
+            if not self.manager._requests.by_id[REQ.req_id].owed:
+                assert all(self.manager.is_coming(key, REQ) for key in KEYS[: answers.count(None)])
+                return answers.count(None), steps_without_news
+            self.manager.on_schedule_end()
+            while self.manager.is_waiting(REQ.req_id):
+                assert None in self.ask()
+                self.manager.on_schedule_end()
+                self.store.go.release()
+                wait_for(lambda: not self.tier._lookup._replies.empty())
+                steps_without_news += 1
+        raise AssertionError("still undecided")
+
+
+@contextmanager
+def rig(*, per_second: float, total_s: float = 15.0) -> Iterator[Rig]:
+    made = Rig(per_second=per_second, total_s=total_s)
+    try:
+        yield made
+    finally:
+        made.store.go.release(len(KEYS))
+        made.store.end.set()
+        made.manager.shutdown()
+
+
+def test_all_of_a_long_prompt_is_found_though_the_storage_is_slow(record: Record) -> None:
+    with rig(per_second=2_000) as slow:
+        began = slow.clock.now
+        found, _ = slow.look_up()
+        took_s = slow.clock.now - began
+        assert found == len(KEYS)
+        assert took_s == pytest.approx(8.0)
+        record("L6", stored=len(KEYS), answers_per_s=2_000, found=found, after_s=took_s)
+
+
+def test_a_request_goes_on_with_the_prefix_that_is_known_in_time(record: Record) -> None:
+    with rig(per_second=2_000, total_s=3.0) as slow:
+        began = slow.clock.now
+        found, _ = slow.look_up()
+        took_s = slow.clock.now - began
+        assert 3.0 <= took_s < 3.3
+        assert 6_000 <= found <= 2_000 * took_s + 1
+        assert slow.ask()[found:] == [False]  # nor does it wait again
+        record("L6", stored=len(KEYS), answers_per_s=2_000, bound_s=3.0, found=found, after_s=took_s)
+
+
+def test_a_request_without_news_need_not_be_asked_of() -> None:
+    with rig(per_second=20_000) as fast:
+        found, steps_without_news = fast.look_up()
+        assert found == len(KEYS)
+        assert steps_without_news >= len(KEYS) / 256
+        assert fast.manager.is_waiting(REQ.req_id)  # for its loads
+        fast.manager.on_request_finished(REQ)
+        assert not fast.manager.is_waiting(REQ.req_id)

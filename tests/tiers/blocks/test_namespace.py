@@ -1,0 +1,34 @@
+"""open_namespace: whose a folder is, and what is said of one that is new."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from kvtiers.tiers.blocks.file_mapper import FileMapper, strict_fields
+from kvtiers.tiers.blocks.namespace import open_namespace
+from kvtiers.tiers.stores.memory import MemoryStore
+from tests.identity import FakeSpec
+
+
+def some_mapper() -> FileMapper:
+    return FileMapper.from_offloading_spec("", FakeSpec(), extra_fields=strict_fields(FakeSpec()))
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_a_new_namespace_is_said_to_be_one(read_only: bool, caplog: pytest.LogCaptureFixture) -> None:
+    store, mapper = MemoryStore(), some_mapper()
+    with caplog.at_level(logging.INFO):
+        open_namespace(store, mapper, read_only=read_only)
+    assert f"{mapper.get_config_file_path()} is new: nothing is stored for this engine yet" in caplog.text
+    assert "kvtiers doctor" in caplog.text
+    assert (store.size(mapper.relative_config_name) is None) == read_only
+
+
+def test_one_that_is_known_is_not(caplog: pytest.LogCaptureFixture) -> None:
+    store, mapper = MemoryStore(), some_mapper()
+    open_namespace(store, mapper)
+    with caplog.at_level(logging.INFO):
+        open_namespace(store, mapper)
+    assert not caplog.records

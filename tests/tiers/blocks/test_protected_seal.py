@@ -1,0 +1,448 @@
+"""X5: blocks that only somebody with the key can have written."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import stat
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from kvtiers.tiers.blocks import protected_seal
+from kvtiers.tiers.blocks.keyring import KEYS_MAX, KeyRing, load_keys, parse_keys
+from kvtiers.tiers.blocks.keys import OffloadKey
+from kvtiers.tiers.blocks.protected_seal import GcmSeal, GmacSeal
+from kvtiers.tiers.blocks.seal import TRAILER_BYTES, Authentication, Seal
+from kvtiers.tiers.blocks.seal_kinds import seal_from_json
+from kvtiers.tiers.config.deployment import parse_tier
+from kvtiers.tiers.errors import ConfigError, SealError, SealReason
+from tests.golden.make_golden import SEALED_FINGERPRINT, SEALED_KEY, SEALED_KEYS, SEALED_RANK, sealed_payload
+from tests.identity import block_key
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+FINGERPRINT = bytes(range(32))
+KEY = block_key(1)
+PAYLOAD = random.Random(1).randbytes(64 * 1024)
+OLD, NEW, OTHER = (random.Random(seed).randbytes(32) for seed in (11, 12, 13))
+RING = KeyRing(OLD)
+
+Kind = type[GmacSeal] | type[GcmSeal]
+both = pytest.mark.parametrize("kind", [GmacSeal, GcmSeal], ids=["gmac", "gcm"])
+
+
+def stored_by(seal: Seal, key: OffloadKey = KEY, payload: bytes = PAYLOAD) -> bytes:
+    return b"".join(seal.seal_parts(key, memoryview(payload)))
+
+
+def opened(seal: Seal, blob: bytes, key: OffloadKey = KEY) -> bytes:
+    """The payload of a stored blob, as a load gets it."""
+    slot = memoryview(bytearray(blob[:-TRAILER_BYTES]))
+    seal.open_in_place(key, slot, blob[-TRAILER_BYTES:])
+    return bytes(slot)
+
+
+def reason(seal: Seal, blob: bytes, key: OffloadKey = KEY) -> SealReason:
+    with pytest.raises(SealError) as caught:
+        opened(seal, blob, key)
+    assert caught.value.foreign == (caught.value.reason in (SealReason.UNSUPPORTED, SealReason.VERSION))
+    return caught.value.reason
+
+
+def resealed(blob: bytes) -> bytes:
+    """What an attacker who knows the format does last: makes both checksums right."""
+    payload, tail = blob[:-TRAILER_BYTES], bytearray(blob[-TRAILER_BYTES:])
+    tail[136:152] = xxhash.xxh3_64_intdigest(payload).to_bytes(8, "little") + bytes(8)
+    tail[208:216] = xxhash.xxh3_64_intdigest(bytes(tail[:208])).to_bytes(8, "little")
+    return payload + bytes(tail)
+
+
+@both
+@pytest.mark.parametrize("payload_bytes", [4096, 8192, 3 * 4096, 1 << 20])
+def test_round_trip(kind: Kind, payload_bytes: int) -> None:
+    payload = random.Random(payload_bytes).randbytes(payload_bytes)
+    blob = stored_by(kind(FINGERPRINT, 2, keys=RING), payload=payload)
+    assert len(blob) == payload_bytes + TRAILER_BYTES
+    assert opened(kind(FINGERPRINT, 2, keys=RING), blob) == payload
+    assert (blob[:payload_bytes] == payload) == (kind is GmacSeal)
+
+
+@both
+def test_golden_block_is_still_read(kind: Kind) -> None:
+    blob = (GOLDEN / ("sealed-1-gmac.bin" if kind is GmacSeal else "sealed-1-gcm.bin")).read_bytes()
+    assert opened(kind(SEALED_FINGERPRINT, SEALED_RANK, keys=SEALED_KEYS), blob, SEALED_KEY) == sealed_payload()
+
+
+def test_gmac_is_gmac_as_others_make_it() -> None:
+    """Against the one-shot interface, which takes the associated data as one piece."""
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+    blob = stored_by(GmacSeal(FINGERPRINT, 2, keys=RING))
+    tail = blob[-TRAILER_BYTES:]
+    (key,) = RING.derive(b"AES-256-GMAC", FINGERPRINT).values()
+    assert AESGCM(key).encrypt(tail[180:192], b"", tail[:192] + PAYLOAD) == tail[192:208]
+
+
+@both
+def test_no_nonce_and_no_ciphertext_twice(kind: Kind) -> None:
+    seal = kind(FINGERPRINT, 2, keys=RING)
+    blobs = [stored_by(seal, payload=PAYLOAD[:4096]) for _ in range(1000)]
+    assert len({blob[4096:][180:192] for blob in blobs}) == 1000
+    if kind is GcmSeal:
+        assert len({blob[:4096] for blob in blobs}) == 1000
+
+
+@both
+def test_every_bit_of_the_trailer_is_covered(kind: Kind) -> None:
+    seal = kind(FINGERPRINT, 2, keys=RING)
+    blob = stored_by(seal, payload=PAYLOAD[:4096])
+    for position in range(TRAILER_BYTES):
+        flipped = bytearray(blob)
+        flipped[4096 + position] ^= 1 << (position % 8)
+        with pytest.raises(SealError):
+            opened(seal, bytes(flipped))
+
+
+@both
+def test_10000_forged_or_moved_blocks_are_refused(kind: Kind) -> None:
+    """An attacker who knows the format, has any number of good blocks, and no key."""
+    dice = random.Random(5)
+    seal = kind(FINGERPRINT, 2, keys=RING)
+    mine, theirs = block_key(1), block_key(2)
+    small = PAYLOAD[:8192]
+    good, other = (stored_by(seal, key, small[::-1] if key == theirs else small) for key in (mine, theirs))
+    outsider = kind(FINGERPRINT, 2, keys=KeyRing(OTHER))
+    elsewhere = kind(bytes(32), 2, keys=RING)
+
+    def flip_payload(blob: bytearray) -> bytes:
+        blob[dice.randrange(8192)] ^= 1 << dice.randrange(8)
+        return resealed(bytes(blob))
+
+    def other_payload(blob: bytearray) -> bytes:
+        blob[:8192] = dice.randbytes(8192)
+        return resealed(bytes(blob))
+
+    def swap_pages(blob: bytearray) -> bytes:
+        blob[:4096], blob[4096:8192] = blob[4096:8192], blob[:4096]
+        return resealed(bytes(blob))
+
+    def forge_tag(blob: bytearray) -> bytes:
+        blob[8192 + 180 : 8192 + 208] = dice.randbytes(28)
+        return resealed(bytes(blob))
+
+    def swap_payloads(blob: bytearray) -> bytes:
+        return resealed(other[:8192] + bytes(blob[8192:]))
+
+    def swap_proofs(blob: bytearray) -> bytes:
+        blob[8192 + 180 : 8192 + 208] = other[8192 + 180 : 8192 + 208]
+        return resealed(bytes(blob))
+
+    def rename(_: bytearray) -> bytes:
+        """Another key's good block, its name changed to this key's."""
+        moved = bytearray(other)
+        moved[8192 + 66 : 8192 + 98] = mine[:32]
+        return resealed(bytes(moved))
+
+    def rename_rank(_: bytearray) -> bytes:
+        moved = bytearray(stored_by(kind(FINGERPRINT, 1, keys=RING), mine, small))
+        moved[8192 + 60] = 2
+        return resealed(bytes(moved))
+
+    def rename_namespace(_: bytearray) -> bytes:
+        moved = bytearray(stored_by(elsewhere, mine, small))
+        moved[8192 + 24 : 8192 + 56] = FINGERPRINT
+        return resealed(bytes(moved))
+
+    def rewrite_history(blob: bytearray) -> bytes:
+        """Another writer, another time."""
+        blob[8192 + 152 + dice.randrange(24)] ^= 1
+        return resealed(bytes(blob))
+
+    def own_key(_: bytearray) -> bytes:
+        """Sealed with a key of the attacker's, said to be ours."""
+        forged = bytearray(stored_by(outsider, mine, small))
+        forged[8192 + 176 : 8192 + 180] = RING.current_id.to_bytes(4, "little")
+        return resealed(bytes(forged))
+
+    def no_key(_: bytearray) -> bytes:
+        return stored_by(Seal(FINGERPRINT, 2), mine, small)
+
+    def other_kind(blob: bytearray) -> bytes:
+        blob[8192 + 14] = dice.choice([0, 1, 2, 3])
+        return resealed(bytes(blob)) if blob != good else no_key(blob)
+
+    def as_it_is(_: bytearray) -> bytes:
+        return other
+
+    attacks: list[Callable[[bytearray], bytes]] = [
+        flip_payload, other_payload, swap_pages, forge_tag, swap_payloads, swap_proofs, rename, rename_rank,
+        rename_namespace, own_key, no_key, other_kind, as_it_is, rewrite_history,
+    ]  # fmt: skip
+    for number in range(10_000):
+        attack = attacks[number % len(attacks)]
+        forged = attack(bytearray(good))
+        with pytest.raises(SealError):
+            opened(seal, forged, mine)
+    assert opened(seal, good, mine) == small
+
+
+@both
+def test_a_forged_block_is_thrown_away_and_an_unauthenticated_one_too(kind: Kind) -> None:
+    seal = kind(FINGERPRINT, 2, keys=RING)
+    forged = bytearray(stored_by(seal))
+    forged[100] ^= 1
+    assert reason(seal, resealed(bytes(forged))) is SealReason.AUTHENTICATION
+    assert reason(seal, stored_by(Seal(FINGERPRINT, 2))) is SealReason.AUTHENTICATION
+    with pytest.raises(SealError, match="not authenticated"):
+        seal.check_trailer(KEY, stored_by(Seal(FINGERPRINT, 2))[-TRAILER_BYTES:], len(PAYLOAD))
+
+
+@both
+def test_what_needs_a_key_this_reader_lacks_is_left_alone(kind: Kind) -> None:
+    blob = stored_by(kind(FINGERPRINT, 2, keys=RING))
+    stranger = kind(FINGERPRINT, 2, keys=KeyRing(OTHER))
+    for reader in (
+        Seal(FINGERPRINT, 2),
+        stranger,
+        (GcmSeal if kind is GmacSeal else GmacSeal)(FINGERPRINT, 2, keys=RING),
+    ):
+        assert reason(reader, blob) is SealReason.UNSUPPORTED
+        with pytest.raises(SealError, match="unsupported") as caught:  # a writer looks at the trailer only
+            reader.check_trailer(KEY, blob[-TRAILER_BYTES:], len(PAYLOAD))
+        assert caught.value.foreign
+
+
+@both
+def test_rotation(kind: Kind) -> None:
+    """Add a key everywhere, make it the first, take the old one away: nobody ever destroys a block."""
+    before, both_read, after, done = (
+        kind(FINGERPRINT, 2, keys=KeyRing(*keys)) for keys in ((OLD,), (OLD, NEW), (NEW, OLD), (NEW,))
+    )
+    old, new = stored_by(both_read), stored_by(after)
+    for reader in (before, both_read, after):
+        assert opened(reader, old) == PAYLOAD
+    for reader in (both_read, after, done):
+        assert opened(reader, new) == PAYLOAD
+    assert reason(before, new) is SealReason.UNSUPPORTED
+    assert reason(done, old) is SealReason.UNSUPPORTED
+
+
+def test_tools_without_keys_tell_rot_from_good() -> None:
+    """The checksum is that of the stored bytes: a wrong one comes before the question for a key."""
+    blob = bytearray(stored_by(GcmSeal(FINGERPRINT, 2, keys=RING)))
+    blob[5] ^= 1
+    assert reason(GcmSeal(FINGERPRINT, 2, keys=RING), bytes(blob)) is SealReason.PAYLOAD_CHECKSUM
+
+
+def test_verify_leaves_encrypted_bytes_as_they_are() -> None:
+    seal = GcmSeal(FINGERPRINT, 2, keys=RING)
+    blob = stored_by(seal)
+    stored = bytearray(blob[:-TRAILER_BYTES])
+    seal.verify(KEY, memoryview(stored), blob[-TRAILER_BYTES:])
+    assert stored == blob[:-TRAILER_BYTES]
+
+
+def test_a_payload_that_changes_while_it_is_encrypted_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    slot = bytearray(PAYLOAD)
+    seal = GcmSeal(FINGERPRINT, 2, keys=RING)
+    associated = protected_seal._associated
+
+    def late_write(trailer: bytearray) -> bytearray:
+        slot[7] ^= 1
+        return associated(trailer)
+
+    monkeypatch.setattr(protected_seal, "_associated", late_write)
+    with pytest.raises(SealError, match="changed while"):
+        seal.seal_parts(KEY, memoryview(slot))
+
+
+def test_one_buffer_a_thread() -> None:
+    seal = GcmSeal(FINGERPRINT, 2, keys=RING)
+    first, _ = seal.seal_parts(KEY, memoryview(PAYLOAD))
+    second, _ = seal.seal_parts(KEY, memoryview(PAYLOAD))
+    assert first.obj is second.obj
+
+
+@both
+def test_another_process_makes_and_reads_the_same_blocks(kind: Kind) -> None:
+    seal = kind(FINGERPRINT, 2, keys=KeyRing(NEW, OLD))
+    told = json.loads(json.dumps(seal.to_json()))
+    worker = seal_from_json(told)
+    assert type(worker) is kind
+    assert worker.to_json() == seal.to_json()
+    assert opened(worker, stored_by(seal)) == opened(seal, stored_by(worker)) == PAYLOAD
+    for master in (OLD, NEW):  # a worker gets no more than it needs: what was derived for this namespace
+        assert master.hex() not in json.dumps(told)
+    assert type(seal_from_json(json.loads(json.dumps(Seal(FINGERPRINT, 2).to_json())))) is Seal
+    with pytest.raises(ValueError, match="has keys"):  # never silently without
+        Seal.from_json(told)
+
+
+def test_an_encrypted_trailer_is_not_to_be_had_for_a_plain_payload() -> None:
+    with pytest.raises(TypeError, match="seal_parts"):
+        GcmSeal(FINGERPRINT, 2, keys=RING).trailer(KEY, memoryview(PAYLOAD))
+
+
+def test_purposes_and_namespaces_do_not_share_keys() -> None:
+    derived = [
+        *RING.derive(b"AES-256-GMAC", FINGERPRINT).values(),
+        *RING.derive(b"AES-256-GCM", FINGERPRINT).values(),
+        *RING.derive(b"AES-256-GCM", bytes(32)).values(),
+        OLD,
+    ]
+    assert len(set(derived)) == len(derived)
+
+
+# ---- the ring --------------------------------------------------------------------------------------------------------
+
+
+def test_keys_are_read_from_files_and_from_the_environment(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.touch(mode=0o600)
+    path.write_text(f"# the new one\n{NEW.hex()}  # since May\n\n{OLD.hex().upper()}\n")
+    ring = load_keys(keys_file=str(path))
+    assert ring.current_id == KeyRing(NEW).current_id
+    assert repr(ring) == repr(load_keys(keys_env="K", environ={"K": f"{NEW.hex()},{OLD.hex()}"}))
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o620, 0o602, 0o660, 0o777, 0o610])
+@pytest.mark.parametrize("by_link", [False, True])
+def test_a_key_file_that_others_may_read_or_change_is_refused(tmp_path: Path, mode: int, by_link: bool) -> None:
+    path = keys_with(tmp_path, mode)
+    if by_link:  # as Kubernetes' secrets are: ..data/keys
+        (tmp_path / "link").symlink_to(path)
+        path = tmp_path / "link"
+    with pytest.raises(ConfigError, match=rf"keys_file: .*\(mode {mode:04o}\).*chmod 600 {path}"):
+        load_keys(keys_file=str(path))
+    path.chmod(0o400)
+    assert load_keys(keys_file=str(path)).current_id == KeyRing(NEW).current_id
+
+
+def test_a_key_file_is_its_readers_own_or_roots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = keys_with(tmp_path, 0o600)
+    uid = path.stat().st_uid
+    status = os.fstat
+    owner = 0
+
+    def owned(fd: int) -> os.stat_result:
+        fields = list(status(fd))
+        fields[stat.ST_UID] = owner
+        return os.stat_result(fields)
+
+    monkeypatch.setattr(os, "fstat", owned)
+    monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
+    for mode in (0o400, 0o440, 0o640):  # a Kubernetes secret with fsGroup is read by its group
+        path.chmod(mode)
+        load_keys(keys_file=str(path))
+    for mode in (0o644, 0o660, 0o444):
+        path.chmod(mode)
+        with pytest.raises(ConfigError, match="defaultMode: 0400.*chmod 600"):
+            load_keys(keys_file=str(path))
+    path.chmod(0o600)
+    owner = uid + 2
+    with pytest.raises(ConfigError, match=f"belongs to uid {owner}.*chown {uid + 1} {path}"):
+        load_keys(keys_file=str(path))
+
+
+def keys_with(folder: Path, mode: int) -> Path:
+    path = folder / "keys"
+    path.write_text(NEW.hex())
+    path.chmod(mode)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "0 keys"),
+        (NEW.hex()[:-2], "key 1 is not accepted: write 64 hex digits"),
+        (f"{NEW.hex()} nothex", "key 2 is not accepted"),
+        (f"{NEW.hex()} {NEW.hex()}", "one key is there twice"),
+        (" ".join(random.Random(n).randbytes(32).hex() for n in range(KEYS_MAX + 1)), f"{KEYS_MAX + 1} keys"),
+    ],
+)
+def test_what_is_no_ring_is_refused_by_its_place_not_its_text(text: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match="keys_file") as caught:
+        parse_keys(text, "keys_file")
+    assert expected in str(caught.value)
+    shown = "".join(traceback.format_exception(caught.value))
+    assert not any(word in shown for word in text.split() if word)
+
+
+def test_places_that_hold_no_keys(tmp_path: Path) -> None:
+    large = tmp_path / "large"
+    large.touch(mode=0o600)
+    large.write_bytes(bytes(1 << 17))
+    os.mkfifo(tmp_path / "fifo")
+    for options, expected in (
+        ({"keys_file": str(tmp_path / "none")}, "cannot be read"),
+        ({"keys_file": str(tmp_path)}, "cannot be read"),
+        ({"keys_file": str(tmp_path / "fifo")}, "is no file"),  # whose writer would be waited for
+        ({"keys_file": "/dev/zero"}, "is no file"),
+        ({"keys_file": str(large)}, "larger than"),
+        ({"keys_env": "KVTIERS_NO_SUCH"}, "has no KVTIERS_NO_SUCH"),
+        ({}, "required"),
+    ):
+        with pytest.raises(ConfigError, match=expected):
+            load_keys(**options, environ={})
+
+
+@pytest.mark.parametrize("text", ["$K", " {}", "{}\n", "{0},{0}", "0x{}"])
+@pytest.mark.parametrize("option", ["keys_file", "keys_env"])
+def test_a_key_where_its_place_belongs_is_not_repeated(option: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("K", OLD.hex())
+    with pytest.raises(ConfigError) as caught:
+        parse_tier({"type": "fs", "root_dir": "/x", "auth": "gmac", option: text.format(OLD.hex())})
+    assert OLD.hex() not in "".join(traceback.format_exception(caught.value))
+
+
+def test_a_path_may_have_a_digest_in_it() -> None:
+    path = f"/var/lib/docker/volumes/{OLD.hex()}/_data/keys"
+    tier = parse_tier({"type": "fs", "root_dir": "/x", "auth": "gmac", "keys_file": path})
+    assert getattr(tier, "keys_file", None) == path
+
+
+@both
+def test_keys_are_shown_nowhere(kind: Kind, caplog: pytest.LogCaptureFixture) -> None:
+    """X4."""
+    caplog.set_level(logging.DEBUG)
+    ring = KeyRing(OLD)
+    seal = kind(FINGERPRINT, 2, keys=ring)
+    blob = bytearray(stored_by(seal))
+    blob[0] ^= 1
+    try:
+        opened(seal, resealed(bytes(blob)))
+    except SealError as e:
+        shown = "".join(traceback.format_exception(e))
+    shown += repr(ring) + str(ring) + repr(seal) + caplog.text
+    for secret in (OLD, *ring.derive(b"AES-256-GMAC", FINGERPRINT).values()):
+        assert secret.hex() not in shown
+        assert repr(secret) not in shown
+        assert secret not in bytes(blob)
+    with pytest.raises(TypeError):
+        ring.__reduce__()
+
+
+def test_without_cryptography_the_extra_is_named() -> None:
+    code = (
+        "import sys; sys.modules['cryptography'] = None\n"
+        "from kvtiers.tiers.errors import ConfigError\n"
+        "try:\n    import kvtiers.tiers.blocks.protected_seal\nexcept ConfigError as e:\n    print(e)"
+    )
+    root = Path(__file__).parents[3]
+    out = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert "pip install 'kvtiers[crypto]'" in out.stdout
+
+
+def test_the_format_names_the_kinds() -> None:
+    for kind, number in ((Seal, 0), (GmacSeal, 1), (GcmSeal, 2)):
+        options = {} if kind is Seal else {"keys": RING}
+        blob = stored_by(kind(FINGERPRINT, 2, **options))  # type: ignore[arg-type]
+        assert blob[-TRAILER_BYTES:][14] == Authentication(number)

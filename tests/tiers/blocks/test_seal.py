@@ -1,0 +1,247 @@
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtiers.tiers.blocks.keys import make_offload_key
+from kvtiers.tiers.blocks.seal import NO_TRAILER, TRAILER_BYTES, Checksum, RunningChecksum, Seal
+from kvtiers.tiers.errors import SealError, SealReason
+from tests.golden.make_golden import SEALED_FINGERPRINT, SEALED_KEY, SEALED_RANK, sealed_payload
+from tests.identity import block_key
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "sealed-1.bin"
+FINGERPRINT = bytes(range(32))
+KEY = block_key(1)
+PAYLOAD = random.Random(1).randbytes(64 * 1024)
+
+
+def seal(**changes: object) -> Seal:
+    return Seal(**{"fingerprint": FINGERPRINT, "rank": 2, **changes})  # type: ignore[arg-type]
+
+
+def trailer() -> bytes:
+    return seal().trailer(KEY, memoryview(PAYLOAD))
+
+
+def reason(made: Seal, key: object, payload: bytes, tail: bytes) -> SealReason:
+    with pytest.raises(SealError) as caught:
+        made.verify(key, memoryview(payload), tail)  # type: ignore[arg-type]
+    return caught.value.reason
+
+
+def test_golden_block_is_still_read_and_still_written() -> None:
+    """What a released version wrote stays readable, and the same input still gives the same bytes."""
+    blob = GOLDEN.read_bytes()
+    payload, tail = blob[:-TRAILER_BYTES], blob[-TRAILER_BYTES:]
+    assert payload == sealed_payload()
+    reader = Seal(SEALED_FINGERPRINT, SEALED_RANK)
+    reader.verify(SEALED_KEY, memoryview(payload), tail)
+    writer = Seal(SEALED_FINGERPRINT, SEALED_RANK, writer_id=bytes(16), clock_ns=lambda: 1_700_000_000_000_000_000)
+    assert writer.trailer(SEALED_KEY, memoryview(payload)) == tail
+
+
+@pytest.mark.parametrize("checksum", [Checksum.XXH3_64, Checksum.XXH3_128])
+def test_round_trip(checksum: Checksum) -> None:
+    made = seal(checksum=checksum)
+    tail = made.trailer(KEY, memoryview(PAYLOAD))
+    assert len(tail) == TRAILER_BYTES
+    seal().verify(KEY, memoryview(PAYLOAD), tail)
+    seal().verify(KEY, memoryview(PAYLOAD), bytearray(tail))
+
+
+@pytest.mark.parametrize("checksum", [Checksum.XXH3_64, Checksum.XXH3_128])
+@pytest.mark.parametrize("reader_checksum", [Checksum.XXH3_64, Checksum.XXH3_128])
+def test_piece_by_piece_is_the_same(checksum: Checksum, reader_checksum: Checksum) -> None:
+    payload = memoryview(PAYLOAD)
+
+    def looked(by: Seal, data: memoryview, last: int) -> RunningChecksum:
+        running = by.running_checksum(payload)
+        for begin in (data[:4096], data[:last]):  # the first one is begun again
+            for at in range(0, len(begin), 1000):
+                running.look(at, begin[at : at + 1000])
+        running.look(len(payload), memoryview(b"a trailer"))
+        return running
+
+    writer, reader = seal(checksum=checksum, clock_ns=lambda: 1), seal(checksum=reader_checksum)
+    whole = len(payload)
+    tail = writer.trailer(KEY, payload)
+    assert writer.trailer(KEY, payload, looked(writer, payload, whole)) == tail
+    reader.verify(KEY, payload, tail, looked(reader, payload, whole))
+    bad = bytearray(payload)
+    bad[-1] ^= 1
+    with pytest.raises(SealError) as e:
+        reader.verify(KEY, memoryview(bad), tail, looked(reader, memoryview(bad), whole))
+    assert e.value.reason is SealReason.PAYLOAD_CHECKSUM
+    # Where not all was seen the payload itself is looked at.
+    reader.verify(KEY, payload, tail, looked(reader, payload, 5000))
+    with pytest.raises(SealError):
+        reader.verify(KEY, memoryview(bad), tail, looked(reader, payload, 5000))
+
+
+def test_every_trailer_bit_is_covered() -> None:
+    """W2, trailer: any flipped bit at any byte is refused."""
+    made, flipped = seal(), bytearray(trailer())
+    for position in range(TRAILER_BYTES):
+        for bit in range(8):
+            flipped[position] ^= 1 << bit
+            with pytest.raises(SealError):
+                made.verify(KEY, memoryview(PAYLOAD), flipped)
+            flipped[position] ^= 1 << bit
+    made.verify(KEY, memoryview(PAYLOAD), flipped)
+
+
+def test_4096_payload_positions_are_covered() -> None:
+    """W2, payload."""
+    tail, payload = trailer(), bytearray(PAYLOAD)
+    positions = {0, len(payload) - 1, *random.Random(2).sample(range(len(payload)), 4094)}
+    for position in positions:
+        payload[position] ^= 0x10
+        with pytest.raises(SealError, match="payload_checksum"):
+            seal().verify(KEY, memoryview(payload), tail)
+        payload[position] ^= 0x10
+    seal().verify(KEY, memoryview(payload), tail)
+
+
+def test_every_identity_field_alone_is_a_miss() -> None:
+    """W6."""
+    tail = trailer()
+    assert reason(seal(fingerprint=bytes(32)), KEY, PAYLOAD, tail) is SealReason.FINGERPRINT
+    assert reason(seal(rank=0), KEY, PAYLOAD, tail) is SealReason.RANK
+    assert reason(seal(), block_key(2), PAYLOAD, tail) is SealReason.KEY
+    assert reason(seal(), block_key(1, group=1), PAYLOAD, tail) is SealReason.GROUP
+    assert reason(seal(), make_offload_key(KEY[:-5], 0), PAYLOAD, tail) is SealReason.KEY
+    assert reason(seal(), KEY, PAYLOAD[:-4096], tail) is SealReason.LENGTHS
+    assert reason(seal(), KEY, PAYLOAD, tail[:-1]) is SealReason.SIZE
+
+
+def test_all_checks_in_one_take_what_they_take_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte of the fields changed, and the trailer's own checksum made right."""
+
+    def outcomes() -> list[SealReason | None]:
+        found: list[SealReason | None] = []
+        for offset in range(208):
+            try:
+                seal().check_trailer(KEY, _resealed(offset, trailer()[offset] ^ 1), len(PAYLOAD))
+                found.append(None)
+            except SealError as e:
+                found.append(e.reason)
+        return found
+
+    in_one = outcomes()
+    monkeypatch.setattr(Seal, "_is_expected", lambda *_: False)
+    assert in_one == outcomes()
+    # What is behind a hash of 32 bytes, padding, digest, writer, time, key id, nonce, tag.
+    assert in_one.count(None) == 32 + 6 + 16 + 16 + 8 + 4 + 12 + 16
+
+
+def test_unknown_version_and_means_are_foreign_not_corrupt() -> None:
+    for offset, value, expected in (
+        (8, 2, SealReason.VERSION),
+        (12, Checksum.CRC64NVME, SealReason.UNSUPPORTED),
+        (14, 1, SealReason.UNSUPPORTED),
+    ):
+        error = refusal(_resealed(offset, value))
+        assert (error.reason, error.foreign) == (expected, True)
+
+
+def test_a_newer_version_may_use_what_is_zero_here() -> None:
+    newer = bytearray(_resealed(8, 2))
+    newer[300] = 1
+    error = refusal(newer)
+    assert (error.reason, error.foreign) == (SealReason.VERSION, True)
+
+
+def test_no_flipped_bit_makes_a_block_foreign() -> None:
+    """Nobody would ever heal it: in a folder of one engine as in one that engines share."""
+    flipped = bytearray(trailer())
+    for made in (seal(), seal(shares_folder=True)):
+        for bit in range(8 * TRAILER_BYTES):
+            flipped[bit // 8] ^= 1 << bit % 8
+            assert not refusal(flipped, made).foreign, f"bit {bit}"
+            assert not made.is_of_others(flipped)
+            flipped[bit // 8] ^= 1 << bit % 8
+
+
+def test_a_version_that_never_was_is_corrupt() -> None:
+    error = refusal(_resealed(8, 0))
+    assert (error.reason, error.foreign) == (SealReason.VERSION, False)
+
+
+def test_no_seal_is_corrupt_but_where_vllm_writes_too() -> None:
+    for shares_folder in (False, True):
+        error = refusal(NO_TRAILER, seal(shares_folder=shares_folder))
+        assert (error.reason, error.foreign) == (SealReason.UNVERIFIED, shares_folder)
+
+
+def refusal(tail: bytes | bytearray, by: Seal | None = None) -> SealError:
+    with pytest.raises(SealError) as caught:
+        (by or seal()).verify(KEY, memoryview(PAYLOAD), tail)
+    return caught.value
+
+
+def _resealed(offset: int, value: int) -> bytes:
+    import xxhash
+
+    tail = bytearray(trailer())
+    tail[offset] = value
+    tail[208:216] = xxhash.xxh3_64_intdigest(bytes(tail[:208])).to_bytes(8, "little")
+    return bytes(tail)
+
+
+def test_zero_page_and_all_zero_blob_are_refused() -> None:
+    tail = trailer()
+    holed = bytearray(PAYLOAD)
+    holed[4096:8192] = bytes(4096)
+    assert reason(seal(), KEY, bytes(holed), tail) is SealReason.PAYLOAD_CHECKSUM
+    assert reason(seal(), KEY, bytes(len(PAYLOAD)), bytes(TRAILER_BYTES)) is SealReason.MAGIC
+
+
+@settings(max_examples=300)
+@given(st.binary(min_size=0, max_size=300), st.integers(0, TRAILER_BYTES))
+def test_arbitrary_trailers_never_crash(noise: bytes, at: int) -> None:
+    tail = bytearray(trailer())
+    tail[at : at + len(noise)] = noise
+    _only_seal_errors(bytes(tail))
+
+
+def test_fuzzed_trailers_never_crash() -> None:
+    """X1: 10^5 trailers with mutated heads, their own checksum made right for half of them."""
+    import xxhash
+
+    dice = random.Random(3)
+    good, reader = trailer(), seal()
+    for _ in range(100_000):
+        tail = bytearray(good)
+        for _ in range(dice.randrange(1, 6)):
+            tail[dice.randrange(216)] = dice.randrange(256)
+        if dice.random() < 0.5:
+            tail[208:216] = xxhash.xxh3_64_intdigest(bytes(tail[:208])).to_bytes(8, "little")
+        # The payload is left out: these test the parser, and the checksum's field may legitimately survive.
+        try:
+            reader.check_trailer(KEY, tail, len(PAYLOAD))
+        except SealError:
+            pass
+
+
+def _only_seal_errors(tail: bytes) -> None:
+    try:
+        seal().verify(KEY, memoryview(PAYLOAD), tail)
+    except SealError:
+        return
+    assert tail[:152] == trailer()[:152]  # only who wrote it and when may differ between two good blocks
+
+
+@pytest.mark.parametrize(("payload_bytes", "hash_bytes"), [(0, 32), (4095, 32), (4097, 32), (4096, 65)])
+def test_what_the_format_cannot_hold_is_refused(payload_bytes: int, hash_bytes: int) -> None:
+    with pytest.raises(ValueError, match="accepted"):
+        seal().trailer(make_offload_key(bytes(hash_bytes), 0), memoryview(bytes(payload_bytes)))
+
+
+def test_bad_identity_is_refused() -> None:
+    for bad in ({"fingerprint": b"short"}, {"writer_id": b"x"}, {"checksum": Checksum.CRC64NVME}):
+        with pytest.raises(ValueError, match="takes|cannot"):
+            seal(**bad)

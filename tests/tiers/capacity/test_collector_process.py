@@ -1,0 +1,458 @@
+"""The collector's process and the tier it belongs to: uses, removals, deaths."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvtiers.tiers.base import JobMetadata, OffloadingEvent
+from kvtiers.tiers.blocks.file_mapper import FileMapper
+from kvtiers.tiers.capacity.link import CollectorLink
+from kvtiers.tiers.capacity.policy import CapacityPolicy
+from kvtiers.tiers.capacity.process import _note_uses
+from kvtiers.tiers.capacity.records import OWN_PREFIX
+from kvtiers.tiers.config.deployment import parse_config, parse_tier
+from kvtiers.tiers.errors import ConfigError, StoreUnavailableError
+from kvtiers.tiers.isolation.process import StoreRecipe, python_command
+from kvtiers.tiers.metrics import Metrics
+from kvtiers.tiers.registry import SecondaryTierFactory
+from kvtiers.tiers.store import SupportsTouch
+from kvtiers.tiers.stores.files.local import LocalStore
+from kvtiers.tiers.stores.memory import MemoryStore
+from kvtiers.tiers.testing.contract import as_parts, list_keys
+from kvtiers.tiers.tier.counts import TierCounts
+from kvtiers.tiers.tier.store_tier import StoreTierManager
+from tests.files import files_below
+from tests.identity import FakeSpec, block_key
+from tests.processes import is_gone
+from tests.waiting import HANG_S, wait_for
+
+ROWS, ROW_BYTES = 8, 4096
+KEYS = [block_key(n) for n in range(ROWS)]
+MAPPER = FileMapper.from_offloading_spec("", FakeSpec())
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "kv"
+
+
+def make_old(root: Path, age_s: float) -> None:
+    at = time.time() - age_s
+    for path, _ in files_below(root):
+        if path.suffix == ".bin":
+            with suppress(FileNotFoundError):  # the collector may remove what it finds old already
+                os.utime(path, (at, at))
+
+
+def make_link(root: Path, **policy: Any) -> CollectorLink:
+    return CollectorLink(
+        "test",
+        StoreRecipe.of(LocalStore, root_dir=root),
+        CapacityPolicy(**{"poll_s": 0.05, "every_s": 0.1, **policy}),
+        MAPPER,
+        notes_uses=issubclass(LocalStore, SupportsTouch),
+    )
+
+
+@pytest.fixture
+def link(root: Path) -> Iterator[CollectorLink]:
+    link = make_link(root, ttl_s=1000.0)
+    yield link
+    link.close()
+
+
+def test_removals_are_told(root: Path, link: CollectorLink) -> None:
+    store = LocalStore(root)
+    for key in KEYS:
+        store.put(MAPPER.relative_name(key), as_parts(b"1"))
+    other = MAPPER.relative_name(KEYS[0]).replace("_r0/", "_r1/")
+    store.put(other, as_parts(b"1"))
+    make_old(root, 2000)
+    removed: list[bytes] = []
+
+    def all_told() -> bool:
+        removed.extend(link.take_removed(3))
+        return len(removed) == len(KEYS)
+
+    wait_for(all_told)
+    assert sorted(removed) == sorted(KEYS)
+    wait_for(lambda: any("report" in report for report in link.take_reports()))
+    wait_for(lambda: all(key.startswith(OWN_PREFIX) for key in list_keys(store)))  # the other one's may go later
+
+
+def test_uses_are_noted_and_keep_blocks(root: Path, link: CollectorLink) -> None:
+    store = LocalStore(root)
+    wait_for(lambda: bool(link.take_reports()))  # it runs
+    path = root / MAPPER.relative_name(KEYS[0])
+    store.put(MAPPER.relative_name(KEYS[0]), as_parts(b"1"))
+    make_old(root, 900)
+    link.touch([KEYS[0], KEYS[1]])  # one of them is not there
+    wait_for(lambda: time.time() - path.stat().st_mtime < 100)
+    # At most once in a quarter of the ttl.
+    make_old(root, 900)
+    link.touch([KEYS[0]])
+    link.touch([KEYS[2]])
+    assert time.time() - path.stat().st_mtime > 800
+
+
+def test_a_collector_that_dies_is_started_again(root: Path, link: CollectorLink) -> None:
+    wait_for(lambda: bool(link.take_reports()))
+    process = link._process
+    assert process is not None
+    process.kill()
+    wait_for(lambda: link._process is not None and link._process.pid != process.pid)
+    assert [message["runs"] for message in link.take_reports() if "error" in message] == [1]  # its end
+    wait_for(lambda: any("report" in message for message in link.take_reports()))
+
+
+def test_uses_while_the_collector_is_down_are_noted_by_the_next_one(
+    root: Path, link: CollectorLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = LocalStore(root)
+    paths = [root / MAPPER.relative_name(key) for key in KEYS[:2]]
+    for key in KEYS[:2]:
+        store.put(MAPPER.relative_name(key), as_parts(b"1"))
+    make_old(root, 900)
+    wait_for(lambda: bool(link.take_reports()))
+    process = link._process
+    assert process is not None
+    # One use is handed to a process that dies before it notes it, the other comes while there is none.
+    process.send_signal(signal.SIGSTOP)
+    link.touch([KEYS[0]])
+    wait_for(lambda: len(link._unnoted) == 1)
+    process.kill()
+    wait_for(lambda: link._process is not process)
+    link.touch([KEYS[1]])
+    wait_for(lambda: all(time.time() - path.stat().st_mtime < 100 for path in paths))
+    wait_for(lambda: not link._unnoted)
+
+
+def test_uses_while_no_collector_can_be_started_are_noted_later(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtiers.tiers.capacity.link.RESTART_S", (0.01, 60.0))
+    real, may_start = subprocess.Popen, threading.Event()
+
+    def start(command: list[str], **options: Any) -> subprocess.Popen[str]:
+        if not may_start.is_set():
+            raise BlockingIOError("no more processes")
+        return real(command, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr("kvtiers.tiers.capacity.link.UNNOTED_KEYS_MAX", 1)
+    store = LocalStore(root)
+    paths = [root / MAPPER.relative_name(key) for key in KEYS[:2]]
+    for path in paths:
+        store.put(str(path.relative_to(root)), as_parts(b"1"))
+    make_old(root, 900)
+    link = make_link(root, ttl_s=1000.0)
+    try:
+        link.touch([KEYS[0]])
+        link.touch([KEYS[1]])  # there is no room for it now, so it is not taken for noted
+        may_start.set()
+        wait_for(lambda: time.time() - paths[0].stat().st_mtime < 100)
+        wait_for(lambda: not link._unnoted)
+        link.touch([KEYS[1]])
+        wait_for(lambda: time.time() - paths[1].stat().st_mtime < 100)
+    finally:
+        link.close()
+
+
+class Untouchable(MemoryStore):
+    """Notes no uses of some blocks."""
+
+    def __init__(self, bad: set[str]) -> None:
+        super().__init__()
+        self.bad = bad
+        self.touched: list[str] = []
+
+    def touch(self, key: str) -> None:
+        if key in self.bad:
+            raise StoreUnavailableError("Input/output error (EIO)", key=key)
+        self.touched.append(key)
+
+
+def test_uses_wait_for_a_storage_that_does_not_answer_and_not_for_one_block() -> None:
+    names = [f"b{n}" for n in range(20)]
+    store = Untouchable(set(names))
+    touches = deque(names)
+    assert _note_uses(store, touches, 60.0) == 0
+    assert list(touches) == names
+    store.bad = {"b0", "b7"}
+    assert _note_uses(store, touches, 60.0) == 20
+    assert not touches
+    assert store.touched == [name for name in names if name not in store.bad]
+
+
+@pytest.mark.parametrize("said", ['{"removed": ["a', '{"used": 1}', "no JSON\\n", "5\\n"])
+def test_a_collector_that_dies_while_it_writes_is_started_again(
+    root: Path, monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
+    real, starts = subprocess.Popen, []
+
+    def start(command: list[str], **options: Any) -> subprocess.Popen[str]:
+        starts.append(command)
+        if len(starts) == 1:
+            command = [sys.executable, "-c", f"print(end='{said}')"]
+        return real(command, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr("kvtiers.tiers.capacity.link.RESTART_S", (0.01, 60.0))
+    link = make_link(root, ttl_s=1000.0)
+    try:
+        told: list[dict[str, Any]] = []
+
+        def works() -> bool:
+            told.extend(link.take_reports())
+            return any("report" in message for message in told)
+
+        wait_for(works)
+        assert [message["runs"] for message in told if "error" in message] == [1]
+        assert len(starts) == 2
+    finally:
+        link.close()
+
+
+def test_close_leaves_no_process_and_no_lease(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "kvtiers.tiers.capacity.link.CLOSE_S", HANG_S
+    )  # a busy machine leaves a nice process little time
+    link = make_link(root, ttl_s=1000.0)
+    wait_for(lambda: bool(link.take_reports()))
+    process = link._process
+    assert process is not None
+    link.close()
+    assert process.poll() is not None
+    assert not [key for key in list_keys(LocalStore(root)) if key.startswith(f"{OWN_PREFIX}lease/")]
+
+
+@pytest.mark.parametrize("forks", [False, True])
+def test_it_ends_when_its_parent_dies(root: Path, forks: bool) -> None:
+    """Also where another process of the parent's has the other end of its input open."""
+    code = (
+        "import os, sys, time\n"
+        "from pathlib import Path\n"
+        "from tests.tiers.capacity.test_collector_process import make_link\n"
+        "link = make_link(Path(sys.argv[1]), ttl_s=1000.0)\n"
+        "while not link.take_reports():\n"
+        "    time.sleep(0.01)\n"
+        "helper = os.fork() if int(sys.argv[2]) else 0\n"
+        "if helper or not int(sys.argv[2]):\n"
+        "    print(link._process.pid, helper, flush=True)\n"
+        "time.sleep(3600)\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code, str(root), str(int(forks))],
+        cwd=Path(__file__).parents[3],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert parent.stdout is not None
+    pid, helper = map(int, parent.stdout.readline().split())
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    parent.stdout.close()
+    try:
+        wait_for(lambda: is_gone(pid))
+    finally:
+        if helper:
+            os.kill(helper, signal.SIGKILL)
+
+
+def test_it_ends_when_its_input_ends_within_a_line(root: Path) -> None:
+    process = subprocess.Popen(
+        python_command("kvtiers.tiers.capacity.process", str(os.getpid())),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
+    config = {
+        **StoreRecipe.of(LocalStore, root_dir=root).encode(),
+        "policy": {"ttl_s": 1000.0},
+        "prefix": "m_",
+        "log_level": 30,
+    }
+    try:
+        process.communicate(f'{json.dumps(config)}\n["a block that was us', timeout=HANG_S)
+        assert process.returncode == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_an_error_is_told_and_it_goes_on(tmp_path: Path) -> None:
+    root = tmp_path / "file"
+    root.write_text("no folder")
+    link = make_link(root, ttl_s=1000.0)
+    try:
+        assert "StoreConfigError" in wait_for(link.take_reports)[0]["error"]
+        root.unlink()
+        wait_for(lambda: any("report" in report for report in link.take_reports()))
+    finally:
+        link.close()
+
+
+def test_reports_that_nobody_takes_are_added_up(link: CollectorLink) -> None:
+    link.close()
+    link._reader.join()  # what follows is the reader's
+    link.take_reports()
+    for number in range(1000):
+        report = {"removed_blobs": {"ttl": 1, "capacity": 2}, "removed_bytes": {"ttl": 10, "capacity": 20}, "blobs": 5}
+        link._hear({"report": report, "used": number})
+        link._hear({"error": f"the {number}th"})
+        assert len(link._reports) <= 2
+    told = {"error" in message: message for message in link.take_reports()}
+    assert told[True] == {"error": "the 999th", "runs": 1000}
+    assert told[False]["report"]["removed_blobs"] == {"ttl": 1000, "capacity": 2000}
+    assert told[False]["report"]["removed_bytes"] == {"ttl": 10_000, "capacity": 20_000}
+    assert told[False]["used"] == 999
+    assert told[False]["runs"] == 1000
+
+
+# -- in a tier ---------------------------------------------------------------------------------------------------------
+
+
+def store_all(tier: StoreTierManager) -> int:
+    tier.submit_store(JobMetadata(1, KEYS, np.arange(ROWS, dtype=np.int32)))
+    tier.drain_jobs()
+    (result,) = tier.get_finished()
+    return len(result.successful_keys)
+
+
+def test_a_tier_tells_the_engine_what_was_removed(root: Path) -> None:
+    region = np.ones((ROWS, ROW_BYTES), np.int8)
+    spec = FakeSpec()
+    config = {"type": "fs", "root_dir": str(root), "min_free": 0, "ttl": "1h", "gc_every_s": 1, "max_bytes": "1MiB"}
+    tier = SecondaryTierFactory.create_secondary_tier(config, region.data, spec)
+    assert isinstance(tier, StoreTierManager)
+    try:
+        wait_for(lambda: store_all(tier) == ROWS)
+        list(tier.take_events())
+        assert tier.lookup(KEYS[0])
+        events: list[OffloadingEvent] = []
+
+        def all_removed() -> bool:
+            # Each time: a store that found blocks there used them, which the collector may note later than this.
+            make_old(root, 7200)
+            tier.on_schedule_end()
+            events.extend(tier.take_events())
+            return sum(len(event.keys) for event in events) == ROWS
+
+        wait_for(all_removed)
+        assert all(event.removed for event in events)
+        assert {key for event in events for key in event.keys} == set(KEYS)
+        assert tier.lookup(KEYS[0]) is None  # what was known of it is forgotten: it is asked again
+
+        def counted() -> bool:
+            tier.on_schedule_end()
+            return spec.metrics.value("kvtiers_collector_removed_blobs_total", "fs", "ttl") == ROWS
+
+        wait_for(counted)
+        assert spec.metrics.value("kvtiers_storage_max_bytes", "fs") == 1 << 20
+    finally:
+        tier.shutdown()
+
+
+def test_what_is_stored_anew_is_not_told_as_removed_afterwards(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More removals wait after an idle night than a step tells."""
+    monkeypatch.setattr("kvtiers.tiers.tier.store_tier.REMOVED_KEYS_PER_STEP_MAX", 1)
+    region = np.ones((ROWS, ROW_BYTES), np.int8)
+    config = {"type": "fs", "root_dir": str(root), "min_free": 0, "ttl": "1h"}
+    tier = SecondaryTierFactory.create_secondary_tier(config, region.data, FakeSpec())
+    assert isinstance(tier, StoreTierManager)
+    try:
+        assert isinstance(tier._collector, CollectorLink)
+        tier._collector._hear({"removed": [tier.mapper.relative_name(key) for key in KEYS]})
+        tier.submit_store(JobMetadata(1, KEYS[1:], np.arange(1, ROWS, dtype=np.int32)))
+        tier.drain_jobs()
+        (result,) = tier.get_finished()
+        assert result.success
+        for _ in KEYS:
+            tier.on_schedule_end()
+        told = [(event.removed, set(event.keys)) for event in tier.take_events()]
+        assert told == [(False, set(KEYS[1:])), (True, {KEYS[0]})]
+    finally:
+        tier.shutdown()
+
+
+def test_removals_that_wait_are_bounded(link: CollectorLink, monkeypatch: pytest.MonkeyPatch) -> None:
+    link.close()
+    link._reader.join()  # what follows is the reader's
+    monkeypatch.setattr("kvtiers.tiers.capacity.link.REMOVED_KEYS_MAX", 2)
+    link._hear({"removed": [MAPPER.relative_name(key) for key in KEYS[:3]]})
+    assert link.take_removed(9) == list(KEYS[1:3])
+
+
+def test_what_is_stored_is_shown_where_it_is_known() -> None:
+    metrics = Metrics()
+    counts = TierCounts(metrics, "fs", collects=True)
+    for used, shown in ((100, [100]), (None, []), (0, [0])):
+        counts.collected({"report": {"removed_blobs": {}, "removed_bytes": {}}, "used": used, "runs": 1})
+        assert [s.value for s in metrics.snapshot() if s.name == "kvtiers_storage_used_bytes"] == shown
+
+
+def test_config_of_the_namespace_is_written_where_nothing_may_be_stored_yet(root: Path) -> None:
+    region = np.ones((ROWS, ROW_BYTES), np.int8)
+    config = {"type": "fs", "root_dir": str(root), "min_free": 0, "max_bytes": "1MiB"}
+    tier = SecondaryTierFactory.create_secondary_tier(config, region.data, FakeSpec())
+    tier.shutdown()
+    assert len(list(root.glob("*/config.json"))) == 1
+
+
+# -- configuration -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ttl": "7 days"}, "ttl: '7 days' is not a duration; write 7d, 12h, 30min or a number of seconds"),
+        ({"ttl": 0}, "ttl: 0 is out of range"),
+        ({"ttl": 0.5}, "ttl: 0.5 is out of range; accepted is 1s up to 100 years"),
+        ({"ttl": 10**400}, "is out of range"),
+        ({"ttl": "9" * 400}, "is out of range"),
+        ({"ttl": True}, "ttl: True is not a duration"),
+        ({"max_bytes": "10 Gigs"}, "max_bytes: '10 Gigs' is not a size; write 10GiB"),
+        ({"max_bytes": 4096}, "max_bytes: 4096 bytes do not hold a block; write at least 1MiB"),
+        ({"gc_low": 0.99}, "gc_low: 0.99 is above gc_high = 0.95"),
+        ({"gc_high": 1.5}, "gc_high"),
+        ({"gc_every_s": 0}, "gc_every_s"),
+    ],
+)
+def test_mistakes_name_their_field(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
+        parse_config({"region": {"size": "1MiB"}, "tiers": [{"type": "fs", "root_dir": "/x", **options}]})
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("7d", 604_800), ("12h", 43_200), ("30 min", 1800), ("1.5m", 90), (90, 90), (1, 1), ("45", 45)],
+)
+def test_durations(text: object, seconds: float) -> None:
+    assert parse_tier({"type": "fs", "root_dir": "/x", "ttl": text}).ttl == seconds  # type: ignore[union-attr]
+
+
+def test_names_lead_back_to_their_blocks() -> None:
+    for key in (*KEYS, block_key(1, group=3)):
+        assert MAPPER.key_of(MAPPER.relative_name(key)) == key
+    good = MAPPER.relative_name(KEYS[0])
+    for bad in (
+        "",
+        good + "x",
+        good.replace("_r0", "_r1"),
+        good.replace("_g0", "_g\u0663"),
+        good.replace("_g0", "_g00"),
+    ):
+        assert MAPPER.key_of(bad) is None
+    assert not isinstance(MemoryStore(), SupportsTouch)

@@ -1,0 +1,685 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kvtiers.tiers.blocks.seal import Checksum
+from kvtiers.tiers.builtin import FileSystemTierManager, MemoryTierManager, _tier_options
+from kvtiers.tiers.config.deployment import json_schema, load_config, parse_config, parse_tier
+from kvtiers.tiers.config.tier_options import (
+    TIER_MODELS,
+    ExternalTierConfig,
+    FsTierConfig,
+    MemoryTierConfig,
+    TierConfig,
+)
+from kvtiers.tiers.config.values import parse_duration, parse_size
+from kvtiers.tiers.config.yaml_file import read_yaml
+from kvtiers.tiers.errors import ConfigError, StoreFullError, public_url
+from tests.identity import FakeSpec
+
+CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
+REGION = {"size": "64MiB"}
+ROW_BYTES = 4096
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_every_shipped_config_loads(path: Path) -> None:
+    config = load_config(path)
+    assert config.tiers
+    assert config.region.size >= 1 << 20
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_every_tier_of_a_shipped_config_is_bounded_or_says_why_not(path: Path) -> None:
+    unbounded = []
+    for tier in load_config(path).tiers:
+        options = dict(tier)
+        # Memory ends with its process: a bound in bytes is enough.
+        if not options.get("max_bytes") or not (options.get("ttl") or options["type"] == "memory"):
+            unbounded.append(tier)
+    assert len(re.findall(r"^ *# No bound: .+", path.read_text(), re.MULTILINE)) == len(unbounded)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("10GiB", 10 << 30),
+        ("10 GiB", 10 << 30),
+        ("1.5MiB", 3 << 19),
+        ("2K", 2048),
+        ("2KB", 2000),
+        ("4096", 4096),
+        (4096, 4096),
+        ("7B", 7),
+        (0, 0),
+        ("1024PiB", 1 << 60),
+    ],
+)
+def test_sizes(text: object, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "10 Gigs",
+        "",
+        "-1",
+        "1e3",
+        "GiB",
+        None,
+        True,
+        1.5,
+        [],
+        -1,
+        "2000PiB",
+        "10gib",
+        1 << 61,
+        "9" * 400,
+        f"{'9' * 400}.0B",
+    ],
+)
+def test_what_is_no_size(text: object) -> None:
+    with pytest.raises(ValueError, match="is not a size; write|out of range"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize("root", ["$KV_ROOT/kv", "/mnt/${KV_ROOT}/kv"])
+def test_a_variable_that_is_empty_is_named(monkeypatch: pytest.MonkeyPatch, root: str) -> None:
+    monkeypatch.setenv("KV_ROOT", "")
+    with pytest.raises(ConfigError, match=r"root_dir: .* names the variable \$\{?KV_ROOT\}?, which is empty"):
+        parse_tier({"type": "fs", "root_dir": root})
+
+
+@pytest.mark.parametrize("text", ["12:00", "1:30:00", "-1:00", "1:30.5"])
+def test_a_time_of_day_is_no_number(tmp_path: Path, text: str) -> None:
+    """In YAML 1.1 12:00 is 720, to the base 60: a ttl of twelve hours would be one of twelve minutes."""
+    path = tmp_path / "c.yaml"
+    path.write_text(f"region: {{size: 1MiB}}\ntiers: [{{type: fs, root_dir: /kv, ttl: {text}}}]\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert str(caught.value) == f"tiers[0].ttl: '{text}' is not a duration; write 7d, 12h, 30min or a number of seconds"
+    path.write_text(f"name: {text}\nport: 80")
+    assert read_yaml(path) == {"name": text, "port": 80}
+
+
+@pytest.mark.parametrize(
+    ("text", "better"),
+    [("64 mib", "64MiB"), ("5gb", "5GB"), ("7 Gigs", "7GiB"), ("1.5 gib", "1.5GiB"), ("10 Megs", "10MiB")],
+)
+def test_a_size_is_corrected_in_its_own_unit(text: str, better: str) -> None:
+    with pytest.raises(ValueError, match=f"is not a size; write {better}$"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(
+    "value", ["much", "1,5GiB", "1e9", "1e9 GiB", "1_000MiB", "10 pages", "1.5.2GiB", "", None, 1.5]
+)
+def test_advice_does_not_change_the_amount(value: object) -> None:
+    with pytest.raises(ValueError, match="is not a size; write a number and a unit, such as 10GiB$"):
+        parse_size(value)
+
+
+FS = {"type": "fs", "root_dir": "/kv"}
+S3 = {"type": "s3", "bucket": "bucket"}
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (None, "a mapping with the keys blocks_per_chunk, handler, identity, metrics, region, tiers is accepted"),
+        ([], "a mapping with the keys"),
+        ({}, "region: is required"),
+        ({"region": 3}, "region: 3 is not accepted"),
+        ({"region": {}}, "region.size: is required"),
+        (
+            {"region": REGION, "teirs": []},
+            "teirs: is no key; accepted: blocks_per_chunk, handler, identity, metrics, region, tiers",
+        ),
+        ({"region": REGION | {"sise": 1}}, "region.sise: is no key; accepted: eviction_policy"),
+        ({"region": REGION | {"eviction_policy": "fifo"}}, "region.eviction_policy: 'fifo' is not accepted"),
+        ({"region": REGION | {"promotion_wait_s": -1}}, "region.promotion_wait_s: -1 is not accepted"),
+        ({"region": REGION | {"instance_id": "a/b"}}, "region.instance_id: 'a/b' is not accepted"),
+        ({"region": REGION, "blocks_per_chunk": 0}, "blocks_per_chunk: 0 is not accepted"),
+        ({"region": REGION, "blocks_per_chunk": True}, "blocks_per_chunk: True is no number"),
+        ({"region": REGION, "metrics": {"port": True}}, "metrics.port: True is no number"),
+        (
+            {"region": REGION, "tiers": [FS | {"lookup_deadline_s": True}]},
+            "tiers[0].lookup_deadline_s: True is no number",
+        ),
+        ({"region": REGION, "tiers": [FS | {"n_read_threads": True}]}, "tiers[0].n_read_threads: True is no number"),
+        ({"region": REGION, "tiers": [FS | {"durability": False}]}, "False is not accepted: input should be 'none' or"),
+        ({"region": REGION, "metrics": {"address": "kv..local"}}, "metrics.address: 'kv..local' is no host name"),
+        ({"region": REGION, "metrics": {"address": "k" * 64}}, "is no host name: a part of it is empty or too long"),
+        ({"region": REGION, "metrics": {"address": "kv\0"}}, "metrics.address: 'kv\\x00' is no host name"),
+        ({"region": REGION, "tiers": {}}, "tiers: {} is not a list"),
+        ({"region": REGION, "tiers": [3]}, "tiers[0]: 3 is not a mapping"),
+        ({"region": REGION, "tiers": "s3://id:key@b/kv"}, "tiers: '***@b/kv' is not a list"),
+        ({"region": REGION, "tiers": ["s3://id:k/ey@b/kv"]}, "tiers[0]: '***@b/kv' is not a mapping"),
+        ({"region": REGION, "tiers": [{"type": "me:key@b?sig=key"}]}, "tiers[0].type: '***@b?***' is no tier type"),
+        (
+            {"region": REGION, "tiers": [{"type": "s3", "bucket": "https://id:key@h/b"}]},
+            "tiers[0].bucket: '***@h/b' is no bucket name",
+        ),
+        ({"region": REGION | {"size": 1 << 20_000}}, "region.size: a number is out of range"),
+        ({"region": REGION, "tiers": [FS | {"root_dir": b"kv\0"}]}, "tiers[0].root_dir: binary is no text"),
+        ({"region": REGION, "tiers": [{}]}, "tiers[0].type: None is no tier type; accepted: fs"),
+        ({"region": REGION, "tiers": [{"type": "nvme"}]}, "tiers[0].type: 'nvme' is no tier type; accepted: fs"),
+        ({"region": REGION, "tiers": [{"type": "fs"}]}, "tiers[0].root_dir: is required"),
+        ({"region": REGION, "tiers": [FS | {"root_dir": 3}]}, "tiers[0].root_dir: 3 is not accepted"),
+        ({"region": REGION, "tiers": [FS | {"root_dir": ""}]}, "tiers[0].root_dir: '' is not accepted"),
+        (
+            {"region": REGION, "tiers": [FS | {"root_dir": "$NOT_SET/kv"}]},
+            "names the variable $NOT_SET, which is not set",
+        ),
+        ({"region": REGION, "tiers": [FS | {"root_dir": "/a/${NOT_SET}"}]}, "tiers[0].root_dir: '/a/${NOT_SET}' names"),
+        (
+            {"region": REGION, "tiers": [{"type": "fsspec", "url": "gs://$NOT_SET/kv"}]},
+            "tiers[0].url: a text names the variable $NOT_SET, which is not set",
+        ),
+        ({"region": REGION, "tiers": [FS | {"root_dir": "~nobody-here/kv"}]}, "~nobody-here/kv' begins with the home"),
+        ({"region": REGION, "tiers": [FS | {"root_dir": "/a\0b"}]}, "tiers[0].root_dir: '/a\\x00b' holds a NUL"),
+        (
+            {"region": REGION, "tiers": [{"type": "memory", "isolation": "process"}]},
+            "tiers[0].isolation: process would",
+        ),
+        ({"region": REGION, "tiers": [{"type": "memory", "isolation": "auto"}]}, "tiers[0].isolation: auto would"),
+        *(
+            (
+                {"region": REGION, "tiers": [{"type": "fsspec", "url": url, field: value}]},
+                f"tiers[0].{field}: takes other processes, which cannot see memory://",
+            )
+            for url, field, value in (
+                ("memory://kv", "isolation", "process"),
+                ("simplecache::memory://kv", "isolation", "auto"),
+                ("memory://kv", "ttl", "1d"),
+                ("memory://kv", "max_bytes", "1GiB"),
+            )
+        ),
+        ({"region": REGION, "tiers": [FS | {"n_read_threads": 0}]}, "tiers[0].n_read_threads: 0 is not accepted"),
+        ({"region": REGION, "tiers": [FS | {"n_write_threads": 10**6}]}, "tiers[0].n_write_threads: 1000000 is not"),
+        ({"region": REGION, "tiers": [FS | {"durability": "yes"}]}, "tiers[0].durability: 'yes' is not accepted"),
+        ({"region": REGION, "tiers": [FS, FS | {"n_threads": 1}]}, "tiers[1].n_threads: is no key; accepted: absent_"),
+        (
+            {"region": REGION, "tiers": [S3 | {"request_timeout": 7200}]},
+            "tiers[0].request_timeout: 7200 is not accepted",
+        ),
+        (
+            {"region": REGION, "tiers": [S3 | {"connect_timeout": 7200}]},
+            "tiers[0].connect_timeout: 7200 is not accepted",
+        ),
+        (
+            {"region": REGION, "tiers": [FS | {"name": "a"}, {"type": "memory", "name": "a"}]},
+            "'a' is the name of 2 tiers; accepted",
+        ),
+        (
+            {"region": REGION, "tiers": [FS | {"name": "fs1"}, FS | {"root_dir": "/kv2"}]},
+            "'fs1' is the name of 2 tiers, with one that has no other, which is called so; accepted",
+        ),
+    ],
+)
+def test_each_mistake_names_its_field(data: object, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(data)
+    assert expected in str(caught.value)
+
+
+def test_all_mistakes_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config({"region": {"size": "x"}, "tiers": [{"type": "zzz"}, FS | {"min_free": "lots"}]})
+    assert [line.split(":")[0] for line in str(caught.value).splitlines()] == [
+        "region.size",
+        "tiers[0].type",
+        "tiers[1].min_free",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"region: [", "is no YAML"),
+        (b"\xff\xfe\x00", "is no YAML"),
+        (b"!!python/object/apply:os.system ['true']", "is no YAML"),
+        (b"name: 2026-13-45", "is no YAML: month must be in 1..12; text that looks like a date needs quotes"),
+        (b"# " + b"x" * (1 << 20), "is larger than"),
+        (b"", "a mapping with the keys"),
+        (
+            b"region: {size: 1MiB}\nregion: {size: 2MiB}\n",
+            r"'region' is there twice, first in line 1 \(line 2, column 1",
+        ),
+        (b"tiers:\n- {type: fs, ttl: 1d,\n   ttl: 2d}\n", r"the key 'ttl' is there twice, first in line 2 \(line 3, "),
+        (b"tiers: [{root_dir: '/x', \"root_dir\": /y}]", "'root_dir' is there twice"),
+        (b"[" * 5000, "is no YAML: it is nested too deeply"),
+        (b'tiers: [{type: fs, root_dir: "/a\\uD800"}]', r"an escape is half a character \(line 1, column 30\)"),
+        (b'name: "\\UFFFFFFFF"', "an escape is no character"),
+    ],
+)
+def test_files_that_are_no_config(tmp_path: Path, content: bytes, expected: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=expected):
+        load_config(path)
+
+
+def test_merge_keys_are_overridden_as_ever(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    # PyYAML merges what is deeper before it makes a dict of it.
+    path.write_text("tiers: [{near: &near {<<: {a: 0, b: 1}, a: 1}}]\nfar: {<<: *near, b: 2}\n")
+    assert read_yaml(path) == {"tiers": [{"near": {"a": 1, "b": 1}}], "far": {"a": 1, "b": 2}}
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere.yaml: cannot be read"):
+        load_config(tmp_path / "nowhere.yaml")
+
+
+def test_paths_are_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/x")
+    monkeypatch.setenv("KV_ROOT", "/mnt/kv")
+    for given, expected in (("~/kv", "/home/x/kv"), ("$KV_ROOT/a", "/mnt/kv/a"), ("./~x/kv", f"{os.getcwd()}/~x/kv")):
+        tier = parse_tier(FS | {"root_dir": given})
+        assert isinstance(tier, FsTierConfig)
+        assert tier.root_dir == expected
+    for url, expected in (("file://$KV_ROOT/a", "file:///mnt/kv/a"), ("sftp://me:a$b@host/", "sftp://me:a$b@host/")):
+        assert dict(parse_tier({"type": "fsspec", "url": url}))["url"] == expected
+
+
+def test_tiers_of_one_type_get_their_own_names() -> None:
+    more = [FS | {"root_dir": "/b"}, FS | {"root_dir": "/c", "name": "far"}]
+    config = parse_config({"region": REGION, "tiers": [FS, {"type": "memory"}, *more]})
+    assert [getattr(tier, "name", None) for tier in config.tiers] == ["fs0", None, "fs2", "far"]
+
+
+def test_a_mount_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    answered = threading.Event()
+    monkeypatch.setattr(os.path, "realpath", lambda path: answered.wait(120) and path)
+    monkeypatch.setattr("kvtiers.tiers.config.places.RESOLVE_S_MAX", 0.01)
+    try:
+        parse_config({"region": REGION, "tiers": [FS, FS | {"root_dir": "/other"}, FSSPEC | {"url": "file:///third"}]})
+        with pytest.raises(ConfigError, match=r"tiers\[1\].root_dir: is the place of tiers\[0\].root_dir, too"):
+            parse_config({"region": REGION, "tiers": [FS, FS]})
+        assert not answered.is_set()
+    finally:
+        answered.set()
+
+
+def test_two_ways_to_one_folder_are_one_place(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    by_link = {"root_dir": f"{tmp_path}/link/kv"}
+    for other in (FS | {"root_dir": f"{tmp_path}/real/kv"}, {"type": "nfs"} | by_link):
+        with pytest.raises(ConfigError, match=r"tiers\[1\].root_dir: is the place of tiers\[0\].root_dir, too"):
+            parse_config({"region": REGION, "tiers": [FS | by_link, other]})
+
+
+def test_a_folder_is_the_one_that_is_meant_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that replace others, and engines started elsewhere, would use another one."""
+    monkeypatch.chdir(tmp_path)
+    for given in ("kv", "./kv", "../" + tmp_path.name + "/kv"):
+        assert dict(parse_tier(FS | {"root_dir": given}))["root_dir"] == f"{tmp_path}/kv"
+    assert dict(parse_tier(S3 | {"ca_bundle": "ca.pem"}))["ca_bundle"] == f"{tmp_path}/ca.pem"
+
+
+FSSPEC = {"type": "fsspec", "url": "gs://b/kv"}
+
+
+@pytest.mark.parametrize(
+    ("tiers", "expected"),
+    [
+        ([FS, FS], ["tiers[1].root_dir: is the place of tiers[0].root_dir, too"]),
+        ([FS, {"type": "nfs", "root_dir": "/a/../kv/"}], ["tiers[1].root_dir: is the place of tiers[0].root_dir, too"]),
+        ([FS, FS | {"root_dir": "//kv"}], ["tiers[1].root_dir: is the place of tiers[0].root_dir, too"]),
+        ([FS, {"type": "nfs", "root_dir": "//kv"}], ["tiers[1].root_dir: is the place of tiers[0].root_dir, too"]),
+        ([FS | {"root_dir": "/kv/inner"}, FS], ["tiers[0].root_dir: is inside tiers[1].root_dir"]),
+        ([FS | {"root_dir": "/"}, FS], ["tiers[1].root_dir: is inside tiers[0].root_dir"]),
+        ([S3, S3], ["tiers[1].bucket: is the place of tiers[0].bucket, too"]),
+        ([S3, S3 | {"prefix": "a"}], ["tiers[1].prefix: is inside tiers[0].bucket"]),
+        ([S3 | {"prefix": "a/b"}, S3 | {"prefix": "a"}], ["tiers[0].prefix: is inside tiers[1].prefix"]),
+        ([FS, FSSPEC | {"url": "file:///kv"}], ["tiers[1].url: is the place of tiers[0].root_dir, too"]),
+        ([FSSPEC | {"url": "local:///kv/a"}, FS], ["tiers[0].url: is inside tiers[1].root_dir"]),
+        ([FSSPEC | {"url": "file:/kv"}, FS | {"root_dir": "/kv/a"}], ["tiers[1].root_dir: is inside tiers[0].url"]),
+        ([FS, FSSPEC | {"url": "/kv/"}], ["tiers[1].url: is the place of tiers[0].root_dir, too"]),
+        ([FSSPEC, FSSPEC | {"url": "gs://b/kv/"}], ["tiers[1].url: is the place of tiers[0].url, too"]),
+        ([FSSPEC, FSSPEC | {"url": "gs://b/kv/x"}], ["tiers[1].url: is inside tiers[0].url"]),
+        (
+            [FS, {"type": "nope"}, FS | {"root_dir": "/kv/a"}],
+            ["tiers[1].type: 'nope' is no", "tiers[2].root_dir: is inside tiers[0].root_dir"],
+        ),
+    ],
+)
+def test_no_two_tiers_share_a_place(tiers: list[dict[str, Any]], expected: list[str]) -> None:
+    """The outer one's collector would remove the inner one's blocks, and count them."""
+    with pytest.raises(ConfigError) as caught:
+        parse_config({"region": REGION, "tiers": tiers})
+    told = str(caught.value).splitlines()
+    assert [line[: len(start)] for line, start in zip(told, expected, strict=True)] == expected
+
+
+@pytest.mark.parametrize(
+    "tiers",
+    [
+        [FS, FS | {"root_dir": "/kv2"}],
+        [{"type": "memory"}, {"type": "memory"}],
+        [S3 | {"prefix": "a"}, S3 | {"prefix": "ab"}, S3 | {"endpoint_url": "https://minio:9000"}],
+        [FSSPEC, FSSPEC | {"storage_options": {"project": "other"}}],
+        [FS | {"root_dir": "/"}, FSSPEC | {"url": "simplecache::/kv"}, FSSPEC],
+    ],
+)
+def test_places_that_only_look_alike_are_accepted(tiers: list[dict[str, Any]]) -> None:
+    assert len(parse_config({"region": REGION, "tiers": tiers}).tiers) == len(tiers)
+
+
+@pytest.mark.parametrize("module_path", [None, ""])
+def test_an_empty_module_path_is_none(module_path: str | None) -> None:
+    assert isinstance(parse_tier({**FS, "module_path": module_path}), FsTierConfig)
+    with pytest.raises(ConfigError, match=r"max_bites: is no key"):
+        parse_tier({**FS, "module_path": module_path, "max_bites": "5GiB"})
+    with pytest.raises(ConfigError, match=r"type: 'nosuch' is no tier type"):
+        parse_tier({"type": "nosuch", "module_path": module_path})
+    mine = parse_tier({"type": "mine", "module_path": module_path, "place": "p"}, registered=["mine"])
+    assert (mine.type, mine.model_dump()["module_path"]) == ("mine", None)
+
+
+def test_tiers_of_others_keep_their_options() -> None:
+    tier = parse_tier({"type": "MyTier", "module_path": "my.module", "anything": [1]})
+    assert isinstance(tier, ExternalTierConfig)
+    assert dict(tier) == {"type": "MyTier", "module_path": "my.module", "anything": [1]}
+    assert dict(parse_tier({"type": "mine", "x": 1}, registered=["mine"]))["x"] == 1
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1", "0.0.0.0", "localhost", "kv.local.", "kv_1", "fe80::1%eth0"])
+def test_addresses_that_can_be_had_are_accepted(address: str) -> None:
+    assert parse_config({"region": REGION, "metrics": {"address": address}}).metrics.address == address
+
+
+def test_a_dump_loads_again_and_loses_nothing() -> None:
+    config = parse_config({"region": REGION, "tiers": [FS, {"type": "s3", "bucket": "blocks"}]})
+    dump = config.model_dump(mode="json")
+    assert dump["tiers"][0]["root_dir"] == "/kv"
+    assert parse_config(dump) == config
+
+
+def test_what_may_be_secret_is_in_no_dump_and_no_repr() -> None:
+    tiers = [
+        {"type": "fsspec", "url": "ftp://me:CANARY@host/a?sig=CANARY", "storage_options": {"key": "CANARY"}},
+        {"type": "Mine", "module_path": "m", "password": "CANARY"},
+    ]
+    config = parse_config({"region": REGION, "tiers": tiers})
+    shown = [config.model_dump_json(), str(config.model_dump()), repr(config), str(config), f"{config.tiers}"]
+    assert not [text for text in shown if "CANARY" in text]
+    assert "ftp://***@host/a?***" in shown[0]
+    urls = {
+        "ftp://me:pa/CANARY@host/x": "ftp://***@host/x",
+        "ftp://me:p#CANARY@host/x": "ftp://***@host/x",
+        "ftp://me:CAN@ARY@host/x": "ftp://***@host/x",
+        "ftp://me:CANARY?CANARY@host/x?CANARY": "ftp://***@?***",
+        "https://host/x?sig=a@CANARY": "https://***@?***",
+        "zip://a::https://me:CANARY@host/x": "zip://***@host/x",
+        "gs://bucket/kv": "gs://bucket/kv",
+    }
+    assert {url: public_url(url) for url in urls} == urls
+    assert [dict(tier)["type"] for tier in config.tiers] == ["fsspec", "Mine"]
+    assert str([dict(tier) for tier in config.tiers]).count("CANARY") == 4
+
+
+KEY, HEX_KEY = "CANARYCANARY", "CA" * 32
+
+
+@pytest.mark.parametrize(
+    "tiers",
+    [
+        f"- {{type: fsspec, url: 'az://x', storage_options: account_key={KEY}}}",
+        f"- {{type: fsspec, url: 'az://x', storage_options: [{{account_key: {KEY}}}]}}",
+        f"- {{type: fsspec, storage_options: {{account_key: {KEY}}}}}",
+        f"- {{type: fsspec, url: ['ftp://me:{KEY}@host']}}",
+        f"- {{type: fsspec, url: 'ftp://me:{KEY}@host/{'x' * 4000}'}}",
+        f"- [{{type: fsspec, storage_options: {{account_key: {KEY}}}}}]",
+        f"  {{type: fsspec, storage_options: {{account_key: {KEY}}}}}",
+        f"- {{type: s3, bucket: kvb, endpoint_url: 'me:{KEY}@host'}}",
+        f"- {{type: s3, bucket: kvb, endpoint_url: 'https://me:{KEY}@host:99999'}}",
+        f"- {{type: s3, bucket: kvb, endpoint_url: 'https://host/?signature={KEY}'}}",
+        f"- {{type: s3, bucket: kvb, profile: {{aws_secret_access_key: {KEY}}}}}",
+        f"- {{type: fs, root_dir: /x, auth: gmac, keys_env: '{KEY}!'}}",
+        *(f"- {{type: fs, root_dir: /x, auth: gmac, {name}: {HEX_KEY}}}" for name in ("keys_env", "keys_file")),
+        *(f"- {{type: fs, root_dir: /x, {name}: '{HEX_KEY}'}}" for name in ("auth", "ttl", "min_free", HEX_KEY)),
+        f"- {{type: fs, root_dir: /x, encrypt: 'aes-gcm with {'the key of ' * 3}{HEX_KEY}'}}",
+        f"- {{type: '{HEX_KEY}'}}",
+        *(f"- {{type: fsspec, storage_options: {{account_key: {text}" for text in (KEY, f"@{KEY}}}", f"'{KEY}' x}}")),
+        *(f"- {{type: fsspec, storage_options: {{account_key: {mark}{KEY}}}}}" for mark in ("*", "! !", "!x!", "!!")),
+        *(f"- {{type: {tag} {KEY}}}" for tag in ("!!int", "!!float", "!!bool", "!!timestamp")),
+    ],
+)
+def test_no_mistake_repeats_what_may_be_secret(tmp_path: Path, tiers: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(f"region: {{size: 64MiB}}\ntiers:\n{tiers}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    told = "".join(traceback.format_exception(caught.value)) + repr(caught.value.__context__)
+    assert "CANARY" not in told
+    assert HEX_KEY[:16] not in told
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith((f"{path}: is no YAML: ", "tiers"))
+
+
+def test_no_traceback_of_a_tiers_own_check_repeats_a_key() -> None:
+    """As where vLLM's options name the tier."""
+    with pytest.raises(ConfigError, match="endpoint_url: .* is not accepted") as caught:
+        parse_tier({"type": "s3", "bucket": "kvb", "endpoint_url": HEX_KEY})
+    assert HEX_KEY[:16] not in "".join(traceback.format_exception(caught.value))
+
+
+def test_a_mistake_in_the_yaml_has_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("region: {size: 64MiB}\ntiers:\n  - {type: fs, root_dir: @x}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert str(caught.value) == (
+        f"{path}: is no YAML: found character '@' that cannot start any token (line 3, column 26)"
+    )
+
+
+@pytest.mark.parametrize("size", [0, 4095])
+def test_a_region_that_holds_nothing_is_named(size: int) -> None:
+    with pytest.raises(ConfigError, match=rf"region.size: {size} is not accepted: .* 4096"):
+        parse_config({"region": {"size": size}})
+
+
+@pytest.mark.parametrize("name", ["task_bytes", "max_bytes_in_flight"])
+def test_sizes_that_stop_a_tier_are_named(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{name}: 0 is not accepted"):
+        parse_tier({**FS, name: 0})
+
+
+def test_models_are_frozen() -> None:
+    config = parse_config({"region": REGION})
+    with pytest.raises(Exception, match="frozen"):
+        config.region.size = 1  # type: ignore[misc]
+
+
+def test_json_schema_describes_the_shipped_configs() -> None:
+    import jsonschema
+
+    schema = json_schema()
+    json.dumps(schema)
+    for path in CONFIGS:
+        jsonschema.validate(yaml.safe_load(path.read_text()), schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"region": {"size": []}}, schema)
+
+
+PLACES = {
+    "fs": {"root_dir": "/kv"},
+    "fsspec": {"url": "gs://bucket/kv"},
+    "memory": {},
+    "nfs": {"root_dir": "/mnt/kv"},
+    "s3": {"bucket": "bucket"},
+}
+
+
+@pytest.mark.parametrize(
+    "typo",
+    [
+        {"max_bites": "3GiB"},
+        {"max_bytes": "3 Gigs"},
+        {"isolation": "nonsense"},
+        {"task_bytes": 1.5},
+        {"type": ["fs"]},
+        {"module_path": ""},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("tier_type", TIER_MODELS)
+def test_json_schema_finds_a_typo_in_each_tier(tier_type: str, typo: dict[str, Any]) -> None:
+    import jsonschema
+
+    schema, good = json_schema(), {"type": tier_type, **PLACES[tier_type]}
+    jsonschema.validate({"region": REGION, "tiers": [good, {**good, "max_bytes": "1.5 GiB"}]}, schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"region": REGION, "tiers": [good | typo]}, schema)
+    if PLACES[tier_type]:
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate({"region": REGION, "tiers": [{"type": tier_type}]}, schema)
+
+
+@pytest.mark.parametrize("tier", [{"type": "Mine", "module_path": "a.b", "k": 1}, {"type": "registered", "k": 1}])
+def test_json_schema_takes_tiers_of_others(tier: dict[str, Any]) -> None:
+    import jsonschema
+
+    jsonschema.validate({"region": REGION, "tiers": [tier]}, json_schema())
+
+
+@pytest.mark.parametrize(
+    "text", ["4096", " 10 GiB ", "1.5MB", "7B", "2K", "10gib", "1e9", "1,5GiB", "7d", "90 min", "h"]
+)
+def test_json_schema_takes_the_texts_that_are_read(text: str) -> None:
+    import jsonschema
+
+    for key, read in (("max_bytes", parse_size), ("ttl", parse_duration)):
+        config = {"region": REGION, "tiers": [{**FS, key: text}]}
+        try:
+            read(text)
+        except ValueError:
+            with pytest.raises(jsonschema.ValidationError):
+                jsonschema.validate(config, json_schema())
+        else:
+            jsonschema.validate(config, json_schema())
+
+
+#: Every key that all tiers share, with a value that is not its default, and where it must arrive.
+SHARED_KEYS: dict[str, tuple[Any, str, Any]] = {
+    "name": ("far", "name", "far"),
+    "n_read_threads": (7, "n_read_threads", 7),
+    "n_write_threads": (9, "n_write_threads", 9),
+    "task_bytes": ("1MiB", "task_bytes", 1 << 20),
+    "jobs_max": (5, "jobs_max", 5),
+    "max_bytes_in_flight": ("1GiB", "max_bytes_in_flight", 1 << 30),
+    "lookup_threads": (3, "lookup.threads", 3),
+    "lookup_deadline_s": (0.7, "lookup.deadline_s", 0.7),
+    "lookup_total_s": (7, "lookup.total_s", 7),
+    "present_ttl_s": (3.0, "lookup.present_ttl_s", 3.0),
+    "absent_ttl_s": (4.0, "lookup.absent_ttl_s", 4.0),
+    "lookup_cache_keys": (99, "lookup.keys_max", 99),
+    "seal_checksum": ("xxh3_128", "checksum", Checksum.XXH3_128),
+    "job_deadline_s": (33.0, "job_deadline_s", 33.0),
+    "circuit_failures": (8, "circuit_failures", 8),
+    "circuit_probe_s": (9.0, "circuit_probe_s", 9.0),
+    "shutdown_s": (1.5, "shutdown_s", 1.5),
+}
+
+
+@pytest.mark.parametrize("key", sorted(SHARED_KEYS))
+def test_every_shared_key_arrives(key: str) -> None:
+    value, place, expected = SHARED_KEYS[key]
+    tier = parse_tier({"type": "memory", key: value})
+    assert isinstance(tier, TierConfig)
+    arrived: Any = _tier_options(tier, ROW_BYTES, in_workers=False)
+    default: Any = _tier_options(MemoryTierConfig(), ROW_BYTES, in_workers=False)
+    for part in place.split("."):
+        arrived, default = getattr(arrived, part), getattr(default, part)
+    assert arrived == expected
+    assert arrived != default
+
+
+def test_no_shared_key_is_forgotten() -> None:
+    # type chooses the model; the others have tests of their own
+    elsewhere = {"type", "parallel_agnostic", "isolation", "auth", "encrypt", "keys_file", "keys_env", "trace"}
+    assert set(TierConfig.model_fields) == set(SHARED_KEYS) | elsewhere
+
+
+def test_parallel_agnostic_key() -> None:
+    spec = FakeSpec().changed("parallel", tp_size=2, is_parallelism_agnostic=True)
+    view = memoryview(bytearray(4096)).cast("b", (1, 4096))
+    sizes = []
+    for agnostic in (False, True):
+        tier = MemoryTierManager(spec, view, "memory", parallel_agnostic=agnostic)
+        sizes.append(tier.mapper.get_run_config()["tp_size"])
+        tier.shutdown()
+    assert sizes == [2, 1]
+
+
+def test_fs_keys_arrive(tmp_path: Path) -> None:
+    view = memoryview(bytearray(4096)).cast("b", (1, 4096))
+    full = FileSystemTierManager(FakeSpec(), view, "fs", str(tmp_path / "full"), min_free=1 << 59)
+    with pytest.raises(StoreFullError):
+        full.store.put("a/b", [memoryview(b"x")])
+    full.shutdown()
+    tier = FileSystemTierManager(FakeSpec(), view, "fs", str(tmp_path / "kv"), durability="data", min_free=0)
+    tier.store.put("a/b", [memoryview(b"x")])
+    tier.shutdown()
+    assert (tmp_path / "kv" / "a" / "b").read_bytes() == b"x"
+    with pytest.raises(ConfigError, match="n_read_threads"):
+        FileSystemTierManager(FakeSpec(), view, "fs", str(tmp_path), n_read_threads=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "begin_s"), [({}, 5.0), ({"request_timeout": 15}, 3.0), ({"job_deadline_s": 60}, 50.0)]
+)
+def test_the_last_call_of_an_s3_batch_ends_before_its_worker_is_killed(options: dict[str, Any], begin_s: float) -> None:
+    tier = parse_tier({"type": "s3", "bucket": "kv-blocks", **options})
+    assert isinstance(tier, TierConfig)
+    made = _tier_options(tier, ROW_BYTES, in_workers=True)
+    assert made.worker_begin_s == begin_s
+    assert (made.n_read_threads, made.n_write_threads, made.worker_threads) == (1, 1, 8)
+
+
+@pytest.mark.parametrize(
+    ("block_mib", "options", "task_mib"),
+    [(1, {}, 64), (4, {}, 64), (16, {}, 128), (16, {"n_read_threads": 12}, 192), (16, {"max_bytes": "1GiB"}, 16)],
+)
+def test_a_worker_of_s3_gets_a_block_for_each_thread(block_mib: int, options: dict[str, Any], task_mib: int) -> None:
+    tier = parse_tier({"type": "s3", "bucket": "kv-blocks", **options})
+    assert isinstance(tier, TierConfig)
+    assert _tier_options(tier, block_mib << 20, in_workers=True).task_bytes == task_mib << 20
+    assert _tier_options(tier, block_mib << 20, in_workers=False).task_bytes == min(task_mib, 64) << 20
+
+
+@pytest.mark.parametrize(
+    ("block_mib", "options", "threads_max", "task_mib_max"),
+    [
+        (1, {}, 64, 128),
+        (16, {}, 16, 512),  # 256 MiB are under way
+        (64, {}, 8, 1024),  # but never fewer than there are at first
+        (1, {"n_threads_max": 20}, 20, 64),
+        (1, {"n_read_threads": 100}, 100, 200),
+        (1, {"max_bytes": "1GiB"}, 64, 16),
+    ],
+)
+def test_a_worker_of_s3_may_get_more(
+    block_mib: int, options: dict[str, Any], threads_max: int, task_mib_max: int
+) -> None:
+    tier = parse_tier({"type": "s3", "bucket": "kv-blocks", **options})
+    assert isinstance(tier, TierConfig)
+    made = _tier_options(tier, block_mib << 20, in_workers=True)
+    assert made.worker_threads_max == threads_max
+    assert made.task_bytes_max == task_mib_max << 20
+    assert made.lookup.batch_keys_max == 256
+    assert _tier_options(tier, block_mib << 20, in_workers=False).worker_threads_max == 1

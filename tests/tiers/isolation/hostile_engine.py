@@ -1,0 +1,92 @@
+"""An engine with an S3 tier, for ``test_s3_hostile``: a process of its own, as it may be aborted or run out of memory.
+
+It reads commands from standard input, one a line, and answers each with a line of JSON.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvtiers.tiers.base import JobMetadata
+from kvtiers.tiers.errors import StoreError
+from kvtiers.tiers.registry import SecondaryTierFactory
+from tests.identity import FakeSpec, block_key
+
+BLOCKS = 4
+NEVER_S = 240.0  # far beyond any deadline of the tier's
+
+
+def main() -> None:
+    """Serve standard input until it ends. The argument is JSON: ``tier``, ``row_bytes`` and ``maps``."""
+    config = json.loads(sys.argv[1])
+    row_bytes = config["row_bytes"]
+    flags = mmap.MAP_ANONYMOUS | (mmap.MAP_SHARED if config["maps"] else mmap.MAP_PRIVATE)
+    rows: Any = np.frombuffer(mmap.mmap(-1, BLOCKS * row_bytes, flags), np.uint8).reshape(BLOCKS, row_bytes)
+    tier: Any = SecondaryTierFactory.create_secondary_tier(config["tier"], memoryview(rows), FakeSpec())
+    keys = [block_key(i) for i in range(BLOCKS)]
+    jobs = iter(range(1, 1_000_000))
+
+    def run(submit: Callable[[JobMetadata], None]) -> bool:
+        submit(JobMetadata(next(jobs), keys, np.arange(BLOCKS, dtype=np.int32)))
+        until = time.monotonic() + NEVER_S
+        while time.monotonic() < until:
+            tier.on_schedule_end()
+            for result in tier.get_finished():
+                return bool(result.success)
+            time.sleep(0.005)
+        raise TimeoutError("the job was not reported")
+
+    def store() -> bool:
+        rows[:] = np.arange(BLOCKS, dtype=np.uint8)[:, None]
+        return run(tier.submit_store)
+
+    def load() -> bool:
+        rows[:] = 255
+        return run(tier.submit_load) and bool((rows == np.arange(BLOCKS, dtype=np.uint8)[:, None]).all())
+
+    def fails(call: Callable[[], object]) -> bool:
+        try:
+            outcome = call()
+        except StoreError:
+            return True
+        return isinstance(outcome, list) and any(isinstance(each, StoreError) for each in outcome)
+
+    names = [tier.mapper.relative_name(key) for key in keys]
+    commands: dict[str, Callable[[], object]] = {
+        "store": store,
+        "load": load,
+        "head": lambda: fails(lambda: tier.store.size(names[0])),
+        "list": lambda: fails(lambda: list(tier.store.keys())),
+        "lookup": lambda: fails(lambda: tier.store.size_many(names * 8)),
+        "delete": lambda: fails(lambda: tier.store.delete("nothing")),
+        "delete_many": lambda: fails(lambda: tier.store.delete_many(["nothing", "of", "all"])),
+        "peak": _peak_bytes,
+    }
+    print(json.dumps("started"), flush=True)
+    for line in sys.stdin:
+        started = time.monotonic()
+        answer = commands[line.strip()]()
+        print(json.dumps([answer, time.monotonic() - started]), flush=True)
+    ctypes.CDLL(None)._exit(0)
+
+
+def _peak_bytes() -> dict[str, int]:
+    """The most memory that this process and its largest child that lives or was reaped have had."""
+    import resource
+
+    status = Path("/proc/self/status").read_text()
+    own = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:"))
+    return {"engine": own << 10, "worker": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss << 10}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""A store that does what a key says, for workers that must import little."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvtiers.tiers import errors
+from kvtiers.tiers.errors import StoreUnavailableError
+from kvtiers.tiers.store import Capabilities, KeyInfo, Store
+from kvtiers.tiers.stores.files.local import LocalStore
+
+
+@dataclass(frozen=True)
+class OptionsDataclass:
+    """Options as S3's are."""
+
+    name: str
+    count: int
+    inner: dict[str, list[object]]
+
+
+class HeldStore(LocalStore):
+    """Puts wait as long as there is a file beside the root, ``<root_dir>.hold``."""
+
+    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
+        while os.path.exists(f"{self.root_dir}.hold"):
+            time.sleep(0.01)
+        return super().put(key, parts, overwrite=overwrite)
+
+
+class Number:
+    """What numpy's scalars are to JSON: no number, and with an ``item`` that is one."""
+
+    def __init__(self, value: int | bool) -> None:
+        self._value = value
+
+    def item(self) -> int | bool:
+        return self._value
+
+
+class TheirError(StoreUnavailableError):
+    """Does not call its base's constructor."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+
+class OddStore(LocalStore):
+    """A store whose answers are not what a worker can send as they are."""
+
+    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
+        return Number(super().put(key, parts, overwrite=overwrite))  # type: ignore[return-value]
+
+    def size(self, key: str) -> int | None:
+        size = super().size(key)
+        return object() if key == "object" else size and Number(size)  # type: ignore[return-value]
+
+    def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
+        if key == "their/error":
+            raise TheirError(404)
+        if key == "bytes/key":
+            raise errors.BlobNotFoundError("none", key=key.encode())  # type: ignore[arg-type]
+        super().get_into(key, parts)
+
+    def get_tail(self, key: str, length: int) -> tuple[int, bytes] | None:
+        return 5  # type: ignore[return-value]
+
+    def get_many_into(self, requests: Sequence[tuple[str, Sequence[memoryview]]]) -> list[Exception | None]:
+        raise StoreUnavailableError("connection refused")
+
+    def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
+        yield KeyInfo(b"key", 0, 0.0)  # type: ignore[arg-type]
+
+
+class PlainStore(Store):
+    """Only the six methods; a key says what happens. Stores nothing."""
+
+    capabilities = Capabilities(exclusive_create=False, shared=False, latency_bound=True)
+
+    def __init__(self, root_dir: str, options: OptionsDataclass | None = None) -> None:
+        self._texts = {"options": repr(options).encode()}
+        while os.path.exists(os.path.join(root_dir, "hang-at-start")):
+            time.sleep(0.01)
+
+    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
+        self._act(key)
+        return True
+
+    def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
+        self._act(key)
+        parts[0][:] = self._texts[key]
+
+    def size(self, key: str) -> int | None:
+        self._act(key)
+        if key == "modules":  # as they are now: an idle worker imports more
+            self._texts[key] = " ".join(sorted(sys.modules)).encode()
+        return len(self._texts[key]) if key in self._texts else 4 if key == "slow" else None
+
+    def delete(self, key: str) -> None:
+        self._act(key)
+
+    def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
+        for i in range(512):  # two pages
+            yield KeyInfo("first" if not i else f"k{i}", 0, 0.0)
+        self._act(prefix)
+
+    def close(self) -> None:
+        pass
+
+    def _act(self, key: str) -> None:
+        if key == "hang":
+            threading.Event().wait()
+        elif key == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif key == "print":
+            for descriptor in (1, 2):
+                os.write(descriptor, b"printed")
+        elif key == "slow":
+            threading.Event().wait(0.3)
+        elif key == "raise/ZeroDivisionError":
+            raise ZeroDivisionError
+        elif key.startswith("raise/"):
+            raise getattr(errors, key.removeprefix("raise/"))("as told", key=key)

@@ -1,0 +1,303 @@
+"""Files that fail: FuseMount itself, and the file stores on it, in threads and in processes.
+
+The outcome of every fault is success or a StoreError, never wrong bytes that the store could know of, never a name for
+half a blob, and the store works as soon as the fault is gone. Flipped bits and lost writes a store cannot know of: the
+seal finds them, which is said here by comparing bytes.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from kvtiers.tiers.errors import (
+    BlobNotFoundError,
+    StoreError,
+    StoreFullError,
+    StorePermissionError,
+    StoreTimeoutError,
+    StoreUnavailableError,
+)
+from kvtiers.tiers.isolation.store import ProcessIsolatedStore, StoreRecipe
+from kvtiers.tiers.store import Store
+from kvtiers.tiers.stores.files.local import LocalStore
+from kvtiers.tiers.stores.files.nfs import NfsStore
+from kvtiers.tiers.testing.contract import as_parts, fetch, list_keys, make_data
+from kvtiers.tiers.testing.fuse import OPERATIONS, FuseFault, FuseMount, why_no_fuse
+from tests.processes import deadline
+from tests.tiers.stores.files.root_folder import FolderContract
+from tests.waiting import wait_for
+
+pytestmark = pytest.mark.skipif(bool(why_no_fuse()), reason=str(why_no_fuse()))
+
+WAIT_S_MAX = 120.0
+OLD, NEW = make_data(70_000, seed=1), make_data(70_000, seed=2)
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[FuseMount]:
+    with FuseMount(tmp_path / "backing", tmp_path / "mount") as mount:
+        yield mount
+
+
+def make_local(root: Path) -> Store:
+    return LocalStore(root)
+
+
+def make_nfs(root: Path) -> Store:
+    return NfsStore(root)
+
+
+def make_isolated(root: Path) -> ProcessIsolatedStore:
+    return ProcessIsolatedStore(StoreRecipe.of(NfsStore, root_dir=root), n_workers=1, deadline_s=WAIT_S_MAX)
+
+
+@pytest.fixture(params=[make_local, make_nfs, make_isolated])
+def store(request: pytest.FixtureRequest, mount: FuseMount) -> Iterator[Store]:
+    """Each store on the mount, with one blob."""
+    make: Callable[[Path], Store] = request.param
+    store = make(mount.path / "root")
+    store.put("f/old", as_parts(OLD))
+    yield store
+    mount.plan = []
+    store.close()
+
+
+# ---- the mount itself ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+class TestNfsStoreOnFuse(FolderContract):
+    """Without a fault it is a file system like any other."""
+
+    def make_store(self) -> Store:
+        self.mount = FuseMount(self.tmp_path / "backing", self.tmp_path / "mount")
+        return NfsStore(self.mount.path / "root")
+
+    @pytest.fixture(autouse=True)
+    def _unmount(self) -> Iterator[None]:
+        yield
+        self.mount.close()
+
+    def reopen(self, store: Store) -> Store:
+        return NfsStore(self.mount.path / "root")
+
+    @property
+    def root(self) -> Path:
+        return self.mount.backing / "root"
+
+    def test_blob_that_is_replaced_is_always_there(self, store: Store) -> None:
+        pytest.skip("libfuse moves an open file aside before another takes its name")
+
+
+def test_faults_strike_when_and_where_they_are_told(mount: FuseMount) -> None:
+    file = mount.path / "file"
+    file.write_bytes(b"0123456789")
+    mount.plan = [FuseFault("open", errno=errno.EIO, first=2, count=1, path="fil")]
+    for expected in (0, errno.EIO, 0):
+        assert error_of(file.read_bytes) == expected
+    (mount.path / "other").write_bytes(b"")
+    mount.plan = [FuseFault("open", errno=errno.ESTALE, path="other")]
+    assert (error_of(file.read_bytes), error_of((mount.path / "other").read_bytes)) == (0, errno.ESTALE)
+    assert mount.calls()["open"] >= 2  # Linux opens a stale name again
+    mount.plan = [FuseFault("read", flip_bit=9)]
+    assert file.read_bytes() == b"0323456789"
+    mount.plan = [FuseFault("flush", errno=errno.EDQUOT)]
+    with pytest.raises(OSError, match="quota"), file.open("wb") as f:
+        f.write(b"x")
+    mount.plan = []
+    assert file.read_bytes() == b"x"
+    with pytest.raises(ValueError, match="no operation"):
+        FuseFault("fluhs")
+    assert set(mount.calls()) <= set(OPERATIONS)
+
+
+def test_a_share_of_the_operations_fails(mount: FuseMount) -> None:
+    file = mount.path / "file"
+    file.write_bytes(b"x")
+    mount.plan = [FuseFault("open", errno=errno.EIO, share=0.5), FuseFault("read", errno=errno.EIO, share=0.0)]
+    failed = sum(error_of(file.read_bytes) == errno.EIO for _ in range(200))
+    assert 50 < failed < 150
+    assert mount.struck() == [failed, 0]
+    mount.plan = mount.plan
+    assert mount.struck() == [0, 0]
+    with pytest.raises(ValueError, match="share"):
+        FuseFault("read", share=1.5)
+
+
+def error_of(call: Callable[[], object]) -> int:
+    try:
+        call()
+    except OSError as e:
+        return e.errno or -1
+    return 0
+
+
+def test_nothing_stays_mounted(tmp_path: Path) -> None:
+    mount = FuseMount(tmp_path / "backing", tmp_path / "mount")
+    assert os.path.ismount(mount.path)
+    with mount.stopped():
+        pass
+    mount.close()
+    mount.close()
+    assert not os.path.ismount(mount.path)
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+PUT_FAULTS = [
+    (FuseFault("write", errno=errno.ENOSPC), StoreFullError),
+    (FuseFault("write", errno=errno.EIO), StoreUnavailableError),
+    (FuseFault("write", errno=errno.EIO, first=2), StoreUnavailableError),
+    (FuseFault("flush", errno=errno.EIO), StoreUnavailableError),
+    (FuseFault("flush", errno=errno.EDQUOT), StoreFullError),
+    (FuseFault("create", errno=errno.EROFS), StorePermissionError),
+    (FuseFault("mkdir", errno=errno.ENOSPC), StoreFullError),
+    (FuseFault("link", errno=errno.EIO), StoreUnavailableError),
+    (FuseFault("getattr", errno=errno.EIO), StoreUnavailableError),
+]
+
+
+@pytest.mark.parametrize(("fault", "error"), PUT_FAULTS, ids=lambda value: str(getattr(value, "operation", "")))
+def test_a_put_that_fails_publishes_nothing(
+    mount: FuseMount, store: Store, fault: FuseFault, error: type[StoreError]
+) -> None:
+    mount.plan = [fault, FuseFault("write", short_to=40_000)]
+    with pytest.raises(error):
+        store.put("g/new", as_parts(NEW, 65_536))
+    mount.plan = []
+    assert list_keys(store) == ["f/old"]
+    assert list((mount.backing / "root" / ".tmp").iterdir()) == []
+    store.put("g/new", as_parts(NEW, 65_536))
+    assert (mount.backing / "root/g/new").read_bytes() == NEW
+
+
+@pytest.mark.parametrize("operation", ["write", "flush", "rename"])
+def test_an_overwrite_that_fails_leaves_the_old_blob(mount: FuseMount, store: Store, operation: str) -> None:
+    mount.plan = [FuseFault(operation, errno=errno.EIO)]
+    with pytest.raises(StoreUnavailableError):
+        store.put("f/old", as_parts(NEW), overwrite=True)
+    mount.plan = []
+    assert fetch(store, "f/old", len(OLD)) == OLD
+
+
+@pytest.mark.parametrize("operation", ["open", "read", "getattr"])
+def test_a_get_that_fails(mount: FuseMount, store: Store, operation: str) -> None:
+    mount.plan = [FuseFault(operation, errno=errno.EIO)]
+    with pytest.raises(StoreUnavailableError):
+        fetch(store, "f/old", len(OLD))
+    mount.plan = []
+    assert fetch(store, "f/old", len(OLD)) == OLD
+
+
+@pytest.mark.parametrize("operation", ["open", "read"])
+def test_estale(mount: FuseMount, operation: str) -> None:
+    """NFS: opened once more, then a miss; elsewhere an error."""
+    store = NfsStore(mount.path / "root")
+    store.put("f/old", as_parts(OLD))
+    # Linux itself opens a stale name again, once.
+    mount.plan = [FuseFault(operation, errno=errno.ESTALE, count=2 if operation == "open" else 1)]
+    assert fetch(store, "f/old", len(OLD)) == OLD
+    mount.plan = [FuseFault(operation, errno=errno.ESTALE)]
+    with pytest.raises(BlobNotFoundError):
+        fetch(store, "f/old", len(OLD))
+    with pytest.raises(StoreUnavailableError):
+        fetch(LocalStore(store.root_dir), "f/old", len(OLD))
+
+
+def test_short_reads_and_writes(mount: FuseMount, store: Store) -> None:
+    mount.plan = [FuseFault("write", short_to=9_999), FuseFault("read", short_to=9_999)]
+    store.put("f/new", as_parts(NEW, 65_536))
+    assert fetch(store, "f/new", len(NEW)) == NEW
+    assert mount.calls()["write"] >= 8
+    assert (mount.backing / "root/f/new").read_bytes() == NEW
+
+
+def test_what_no_store_can_see(mount: FuseMount, store: Store) -> None:
+    mount.plan = [FuseFault("read", flip_bit=80_001, count=1)]
+    damaged = fetch(store, "f/old", len(OLD))
+    assert sum(a != b for a, b in zip(damaged, OLD, strict=True)) == 1
+    mount.plan = [FuseFault("write", short_to=10_000), FuseFault("write", drop=True, first=2, count=1)]
+    store.put("f/new", as_parts(NEW, 4096))
+    mount.plan = []
+    assert fetch(store, "f/new", len(NEW)) == NEW[:10_000] + bytes(10_000) + NEW[20_000:]
+    assert fetch(store, "f/old", len(OLD)) == OLD
+
+
+# ---- hangs -----------------------------------------------------------------------------------------------------------
+
+HUNG_CALLS: dict[str, Callable[[Store], object]] = {
+    "put": lambda store: store.put("f/new", as_parts(NEW)),
+    "overwrite": lambda store: store.put("f/old", as_parts(OLD), overwrite=True),
+    "get": lambda store: fetch(store, "f/old", len(OLD)),
+    "size": lambda store: store.size("f/old"),
+    "delete": lambda store: store.delete("f/absent"),
+    "keys": list_keys,
+}
+
+
+@pytest.mark.parametrize("name", HUNG_CALLS)
+def test_a_hung_mount_is_a_timeout(mount: FuseMount, name: str) -> None:
+    store = make_isolated(mount.path / "root")
+    store.put("f/old", as_parts(OLD))
+    with mount.stopped():
+        with deadline(store, 1.5), pytest.raises(StoreTimeoutError):
+            HUNG_CALLS[name](store)
+        assert store.stuck_calls == 0
+    assert fetch(store, "f/old", len(OLD)) == OLD  # from a worker that began on a hung mount
+    HUNG_CALLS[name](store)
+    store.close()
+
+
+def test_close_on_a_hung_mount(mount: FuseMount) -> None:
+    store = ProcessIsolatedStore(
+        StoreRecipe.of(NfsStore, root_dir=mount.path / "root"), n_workers=2, deadline_s=600.0, close_s=1.0
+    )
+    store.put("f/old", as_parts(OLD))
+    # A worker whose request the mount has taken when it is stopped cannot be killed: both must have opened the store.
+    workers = [store._pool.take(WAIT_S_MAX) for _ in range(2)]
+    for worker in workers:
+        worker.send("size_many", [["f/old"]], time.monotonic() + WAIT_S_MAX)
+        worker.receive(time.monotonic() + WAIT_S_MAX)
+        store._pool.give_back(worker)
+    with mount.stopped(), ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(store.size, "f/old") for _ in range(2)]
+        wait_for(lambda: not store._pool.idle, within_s=WAIT_S_MAX)
+        store.close()
+        for call in calls:
+            with pytest.raises(StoreError):
+                call.result(WAIT_S_MAX)
+    assert store.stuck_calls == 0
+
+
+def test_a_call_that_cannot_be_killed_keeps_its_caller(mount: FuseMount) -> None:
+    """State D: no error, and no free slot, before nothing can touch it; but it is seen."""
+    store = make_isolated(mount.path / "root")
+    store.put("f/old", as_parts(OLD))
+    target = bytearray(len(OLD))
+    mount.plan = [FuseFault("read", hang=True)]
+    ended = threading.Event()
+
+    def get() -> None:
+        try:
+            store.get_into("f/old", [memoryview(target)])
+        finally:
+            ended.set()
+
+    with ThreadPoolExecutor(1) as pool, deadline(store, 1.5):
+        call = pool.submit(get)
+        wait_for(lambda: store.stuck_calls == 1, within_s=WAIT_S_MAX)
+        assert not ended.is_set()
+        mount.plan = []
+        with pytest.raises(StoreTimeoutError):
+            call.result(WAIT_S_MAX)
+    assert store.stuck_calls == 0
+    assert fetch(store, "f/old", len(OLD)) == OLD
+    store.close()

@@ -1,0 +1,720 @@
+"""LocalStore: the contract on each way through it, and what only files have: modes, links, litter, vanishing roots."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import logging
+import os
+import resource
+import shutil
+import socket
+import stat
+import subprocess
+import threading
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtiers.tiers.errors import (
+    BlobCorruptError,
+    BlobNotFoundError,
+    ConfigError,
+    InvalidKeyError,
+    StoreClosedError,
+    StoreConfigError,
+    StoreError,
+    StoreFullError,
+)
+from kvtiers.tiers.store import Store, check_key
+from kvtiers.tiers.stores.files import posix, publish
+from kvtiers.tiers.stores.files.listing import FOLDERS_DEEP_MAX
+from kvtiers.tiers.stores.files.local import LocalStore
+from kvtiers.tiers.testing.contract import as_parts, fetch, list_keys, make_data
+from kvtiers.tiers.testing.faults import SyscallFaults, run_in_child, start_child, wait_child
+from tests.leaks import open_fds
+from tests.tiers.stores.files.root_folder import FolderContract
+
+
+class TestLocalStore(FolderContract):
+    def make_store(self) -> Store:
+        return LocalStore(self.tmp_path / "root")
+
+
+class TestStepwise(TestLocalStore):
+    """A kernel or sandbox without openat2."""
+
+    @pytest.fixture(autouse=True)
+    def _without_openat2(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(posix, "openat2_works", lambda dir_fd: False)
+
+
+class TestPrivateNames(TestLocalStore):
+    """A file system without unnamed files."""
+
+    def make_store(self) -> Store:
+        return use_private_names(LocalStore(self.tmp_path / "root"))
+
+
+class TestDurableWithReserve(TestLocalStore):
+    def make_store(self) -> Store:
+        return LocalStore(self.tmp_path / "root", durability="data", min_free_bytes=1)
+
+
+def use_private_names(store: LocalStore) -> LocalStore:
+    """What the store does once the file system has refused O_TMPFILE."""
+    store._publisher._unnamed_files = False
+    return store
+
+
+@pytest.fixture(params=["openat2", "stepwise", "private names"])
+def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalStore]:
+    """A store on ``tmp_path / "root"``, on each of its ways."""
+    if request.param == "stepwise":
+        monkeypatch.setattr(posix, "openat2_works", lambda dir_fd: False)
+    store = LocalStore(tmp_path / "root")
+    yield use_private_names(store) if request.param == "private names" else store
+    store.close()
+
+
+def tree(folder: Path) -> list[tuple[str, int, bytes | str]]:
+    """Names, modes and contents of all there is below a folder."""
+    found: list[tuple[str, int, bytes | str]] = []
+    for path in sorted(folder.rglob("*")):
+        content: bytes | str = b""
+        if path.is_symlink():
+            content = str(path.readlink())
+        elif path.is_file():
+            content = path.read_bytes()
+        found.append((str(path.relative_to(folder)), path.lstat().st_mode, content))
+    return found
+
+
+# ---- X3: modes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+@pytest.mark.parametrize("private", [False, True])
+def test_modes_under_any_umask(tmp_path: Path, umask: int, private: bool) -> None:
+    before = os.umask(umask)
+    try:
+        store = LocalStore(tmp_path / "not" / "yet" / "root")
+        if private:
+            use_private_names(store)
+        store.put("f/g/a", as_parts(b"1"))
+        store.put("f/g/a", as_parts(b"2"), overwrite=True)
+        store.put("f/bad", as_parts(b"3"))
+        store.quarantine("f/bad")
+    finally:
+        os.umask(before)
+    modes = {path: stat.S_IMODE(path.lstat().st_mode) for path in tmp_path.rglob("*")}
+    assert {path.name for path in modes} >= {"not", "yet", "root", "f", "g", "a", ".tmp", ".quarantine"}
+    for path, mode in modes.items():
+        assert mode == (0o700 if path.is_dir() else 0o600), path
+
+
+# ---- X2: nothing outside the root is read or written -----------------------------------------------------------------
+
+SECRET = b"a secret outside of the root"
+
+
+def plant_link_to_file(path: Path, outside: Path) -> None:
+    path.symlink_to(outside / "secret")
+
+
+def plant_dangling_link(path: Path, outside: Path) -> None:
+    path.symlink_to(outside / "not-there")
+
+
+def plant_relative_link(path: Path, outside: Path) -> None:
+    path.symlink_to(os.path.relpath(outside / "secret", path.parent))
+
+
+def plant_link_to_folder(path: Path, outside: Path) -> None:
+    path.symlink_to(outside)
+
+
+def plant_proc_link(path: Path, outside: Path) -> None:
+    path.symlink_to("/proc/self/mem")
+
+
+def plant_fifo(path: Path, outside: Path) -> None:
+    os.mkfifo(path)
+
+
+def plant_socket(path: Path, outside: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        here = os.open(path.parent, os.O_PATH)  # a socket's path is limited to 107 bytes
+        listener.bind(f"/proc/self/fd/{here}/{path.name}")
+        os.close(here)
+
+
+def plant_device(path: Path, outside: Path) -> None:
+    try:
+        os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5))  # /dev/zero
+    except PermissionError:
+        pytest.skip("making a device takes CAP_MKNOD")
+
+
+def plant_folder(path: Path, outside: Path) -> None:
+    path.mkdir()
+
+
+PLANTS = [
+    plant_link_to_file,
+    plant_dangling_link,
+    plant_relative_link,
+    plant_link_to_folder,
+    plant_proc_link,
+    plant_fifo,
+    plant_socket,
+    plant_device,
+    plant_folder,
+]
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Iterator[Path]:
+    """A folder beside the root that must be after the test as it was before."""
+    folder = tmp_path / "outside"
+    folder.mkdir()
+    (folder / "secret").write_bytes(SECRET)
+    (folder / "sub").mkdir()
+    (folder / "sub" / "secret").write_bytes(SECRET)
+    before = tree(folder)
+    yield folder
+    assert tree(folder) == before
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_what_is_no_file_under_a_key(
+    store: LocalStore, tmp_path: Path, outside: Path, plant: Callable[[Path, Path], None]
+) -> None:
+    path = tmp_path / "root" / "f" / "a"
+    path.parent.mkdir()
+    plant(path, outside)
+    fds = open_fds()
+
+    for size in (0, 1, len(SECRET)):
+        with pytest.raises(BlobCorruptError):
+            fetch(store, "f/a", size)
+    with pytest.raises(BlobCorruptError):
+        store.get_tail("f/a", 4096)
+    assert store.size("f/a") is None
+    assert list_keys(store) == []
+    store.put("f/a", as_parts(b"1"))  # taken for stored: whoever is to know reads the tail first
+    assert not path.is_file() or path.is_symlink()
+
+    store.quarantine("f/a")
+    assert not os.path.lexists(path)
+    assert store.get_tail("f/a", 4096) is None
+    store.put("f/a", as_parts(b"healed"))
+    assert fetch(store, "f/a", 6) == b"healed"
+    assert open_fds() <= fds
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_overwrite_and_delete_take_the_place_of_what_is_no_file(
+    store: LocalStore, tmp_path: Path, outside: Path, plant: Callable[[Path, Path], None]
+) -> None:
+    for key in ("f/a", "f/b"):
+        path = tmp_path / "root" / key
+        path.parent.mkdir(exist_ok=True)
+        plant(path, outside)
+    if plant is plant_folder:
+        # A folder may hold other keys: it is never replaced, and deleting its key is success as for an absent one.
+        with pytest.raises(BlobCorruptError):
+            store.put("f/a", as_parts(b"1"), overwrite=True)
+        store.delete("f/b")
+        assert (tmp_path / "root" / "f" / "b").is_dir()
+    else:
+        store.put("f/a", as_parts(b"new"), overwrite=True)
+        assert fetch(store, "f/a", 3) == b"new"
+        store.delete("f/b")
+        assert not os.path.lexists(tmp_path / "root" / "f" / "b")
+    assert list((tmp_path / "root" / ".tmp").iterdir()) == []
+
+
+@pytest.mark.parametrize("target", ["outside", "file", "dangling"])
+def test_link_where_a_folder_should_be(store: LocalStore, tmp_path: Path, outside: Path, target: str) -> None:
+    targets = {"outside": outside, "file": outside / "secret", "dangling": outside / "not-there"}
+    (tmp_path / "root" / "f").symlink_to(targets[target])
+    fds = open_fds()
+    for key in ("f/secret", "f/sub/secret", "f/new", "f/new/new"):
+        for overwrite in (False, True):
+            with pytest.raises(BlobCorruptError):
+                store.put(key, as_parts(b"1"), overwrite=overwrite)
+        with pytest.raises(BlobCorruptError):
+            fetch(store, key, len(SECRET))
+        with pytest.raises(BlobCorruptError):
+            store.get_tail(key, 4096)
+        assert store.size(key) is None
+        store.delete(key)
+        store.quarantine(key)
+    assert [list_keys(store, prefix) for prefix in ("", "f/", "f/sub/")] == [[], [], []]
+    assert open_fds() <= fds
+
+
+@pytest.mark.parametrize("name", [".tmp", ".quarantine"])
+def test_link_in_place_of_the_stores_own_folders(store: LocalStore, tmp_path: Path, outside: Path, name: str) -> None:
+    store.put("f/a", as_parts(b"1"))
+    own = tmp_path / "root" / name
+    if own.is_dir():
+        own.rmdir()
+    own.symlink_to(outside)
+    if name == ".quarantine":
+        store.quarantine("f/a")  # it is deleted instead
+        assert list(store.keys()) == []
+    else:
+        with pytest.raises(StoreConfigError, match=name):
+            store.put("f/a", as_parts(b"2"), overwrite=True)
+        assert fetch(store, "f/a", 1) == b"1"
+    assert own.is_symlink()
+
+
+def test_folders_that_turn_into_links_meanwhile(store: LocalStore, tmp_path: Path, outside: Path) -> None:
+    """Somebody exchanges a folder and a link to the outside, again and again, while we work below it."""
+    folder, link = tmp_path / "root" / "f", tmp_path / "root" / "link"
+    folder.mkdir()
+    link.symlink_to(outside)
+    renameat2 = ctypes.CDLL(None).renameat2
+    ended = threading.Event()
+
+    def exchange() -> None:
+        while not ended.is_set():
+            assert renameat2(-1, os.fsencode(folder), -1, os.fsencode(link), 2) == 0  # RENAME_EXCHANGE
+
+    calls: list[Callable[[], object]] = [
+        lambda: store.put("f/secret", as_parts(b"1" * len(SECRET))) in (True, False),
+        lambda: store.put("f/sub/secret", as_parts(b"1" * len(SECRET)), overwrite=True),
+        lambda: list_keys(store),
+        lambda: store.get_tail("f/secret", 4096) in (None, (len(SECRET), b"1" * len(SECRET))),
+        lambda: fetch(store, "f/secret", len(SECRET)) == b"1" * len(SECRET),
+        lambda: fetch(store, "f/sub/secret", len(SECRET)) == b"1" * len(SECRET),
+        lambda: store.delete("f/secret"),
+        lambda: store.quarantine("f/sub/secret"),
+    ]
+    thread = threading.Thread(target=exchange)
+    thread.start()
+    done = refused = 0
+    try:
+        for _ in range(1500):
+            for call in calls:
+                try:
+                    assert call() is not False
+                    done += 1
+                except StoreError:
+                    refused += 1
+    finally:
+        ended.set()
+        thread.join()
+    assert done, "the folder was never met as a folder: the test shows nothing"
+    assert refused, "the folder was never met as a link: the test shows nothing"
+
+
+def test_root_that_is_a_link_or_no_folder(tmp_path: Path, outside: Path) -> None:
+    (tmp_path / "link").symlink_to(outside)
+    (tmp_path / "file").write_bytes(b"")
+    fds = open_fds()
+    for path in (tmp_path / "link", tmp_path / "file", tmp_path / "file" / "root"):
+        with pytest.raises(StoreConfigError, match=str(path)):
+            LocalStore(path)
+    assert open_fds() <= fds
+
+
+def test_root_behind_a_link(tmp_path: Path, outside: Path) -> None:
+    (tmp_path / "mnt").mkdir()
+    (tmp_path / "cache").symlink_to(tmp_path / "mnt")
+    LocalStore(tmp_path / "cache" / "root").put("a", as_parts(b"1"))
+    assert (tmp_path / "mnt" / "root" / "a").read_bytes() == b"1"
+
+
+def test_root_replaced_by_a_link_while_running(store: LocalStore, tmp_path: Path, outside: Path) -> None:
+    store.put("f/a", as_parts(b"1"))
+    (tmp_path / "root").rename(tmp_path / "moved")
+    (tmp_path / "root").symlink_to(outside)
+    store.put("f/b", as_parts(b"2"))
+    store.put("secret", as_parts(b"3"), overwrite=True)
+    assert list_keys(store) == ["f/a", "f/b", "secret"]
+    assert (tmp_path / "moved" / "f" / "b").read_bytes() == b"2"
+    shutil.rmtree(tmp_path / "moved")
+    with pytest.raises(BlobNotFoundError):
+        fetch(store, "secret", len(SECRET))
+    with pytest.raises(StoreConfigError):
+        store.put("secret", as_parts(b"4"), overwrite=True)
+
+
+# ---- roots that vanish -----------------------------------------------------------------------------------------------
+
+
+def test_root_removed_while_running_is_made_again(store: LocalStore, tmp_path: Path) -> None:
+    store.put("f/a", as_parts(b"1"))
+    fds = open_fds()
+    shutil.rmtree(tmp_path / "root")
+    with pytest.raises(BlobNotFoundError):
+        fetch(store, "f/a", 1)
+    assert store.size("f/a") is None
+    assert store.get_tail("f/a", 1) is None
+    assert list_keys(store) == []
+    store.delete("f/a")
+    store.quarantine("f/a")
+    assert not (tmp_path / "root").exists()
+    store.put("f/b", as_parts(b"2"))
+    assert (tmp_path / "root" / "f" / "b").read_bytes() == b"2"
+    assert list_keys(store) == ["f/b"]
+    assert len(open_fds()) <= len(fds)
+
+
+MISSES: dict[str, Callable[[LocalStore], object]] = {
+    "size": lambda store: store.size("f/a"),
+    "get_into": lambda store: fetch(store, "f/a", 3),
+    "get_tail": lambda store: store.get_tail("f/a", 1),
+    "delete": lambda store: store.delete("f/a"),
+    "keys": lambda store: list_keys(store),
+    "quarantine": lambda store: store.quarantine("f/a"),
+}
+
+
+@pytest.mark.parametrize("miss", MISSES)
+def test_root_removed_and_made_again_by_somebody_else(store: LocalStore, tmp_path: Path, miss: str) -> None:
+    """A store that only reads finds the new root after its first miss."""
+    shutil.rmtree(tmp_path / "root")
+    LocalStore(tmp_path / "root").put("f/a", as_parts(b"new"))
+    with contextlib.suppress(BlobNotFoundError):
+        MISSES[miss](store)
+    assert fetch(store, "f/a", 3) == b"new"
+
+
+@pytest.mark.parametrize("miss", MISSES)
+def test_root_moved_aside_and_made_again_by_somebody_else(store: LocalStore, tmp_path: Path, miss: str) -> None:
+    (tmp_path / "root").rename(tmp_path / "aside")
+    LocalStore(tmp_path / "root").put("f/a", as_parts(b"new"))
+    with contextlib.suppress(BlobNotFoundError):
+        MISSES[miss](store)
+    assert fetch(store, "f/a", 3) == b"new"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount")
+@pytest.mark.parametrize("made_again", [False, True])
+def test_root_of_an_images_layer_removed_while_running(tmp_path: Path, made_again: bool) -> None:
+    """overlayfs counts links to such a folder also when it was removed."""
+    for name in ("lower/root", "upper", "work", "merged"):
+        (tmp_path / name).mkdir(parents=True)
+    layers = ",".join(f"{name}dir={tmp_path / name}" for name in ("lower", "upper", "work"))
+    subprocess.run(["mount", "-t", "overlay", "none", "-o", layers, str(tmp_path / "merged")], check=True)
+    try:
+        root = tmp_path / "merged" / "root"
+        store = LocalStore(root)
+        store.put("f/a", as_parts(b"1"))
+        shutil.rmtree(root)
+        if made_again:
+            LocalStore(root).put("f/a", as_parts(b"2"))
+            store.size("f/a")
+            assert fetch(store, "f/a", 1) == b"2"
+        store.put("f/b", as_parts(b"3"))
+        assert (root / "f" / "b").read_bytes() == b"3"
+        store.close()
+    finally:
+        subprocess.run(["umount", "--lazy", str(tmp_path / "merged")], check=True)
+
+
+def test_root_removed_again_and_again_under_writers(store: LocalStore, tmp_path: Path) -> None:
+    ended = threading.Event()
+
+    def remove() -> None:
+        while not ended.is_set():
+            shutil.rmtree(tmp_path / "root", ignore_errors=True)
+
+    thread = threading.Thread(target=remove)
+    thread.start()
+    try:
+        for i in range(300):
+            try:
+                store.put(f"f{i % 3}/g/{i}", as_parts(b"1234"), overwrite=bool(i % 2))
+                assert fetch(store, f"f{i % 3}/g/{i}", 4) == b"1234"
+            except StoreError:
+                pass
+    finally:
+        ended.set()
+        thread.join()
+    store.put("f/a", as_parts(b"1"))
+    assert fetch(store, "f/a", 1) == b"1"
+
+
+# ---- litter ----------------------------------------------------------------------------------------------------------
+
+
+def test_private_files_of_dead_writers_are_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    private = tmp_path / "root" / ".tmp"
+    store = LocalStore(tmp_path / "root")
+    store.put("a", as_parts(b"1"), overwrite=True)  # makes the folder
+    names = store._publisher._names
+
+    def plant() -> str:
+        (private / (name := names.make())).write_bytes(b"half a blob")
+        return name
+
+    ours = plant()
+    assert run_in_child(plant) == 0
+    machine, pid, started, token, count = ours.rsplit("-", 4)
+    reused = f"{machine}-{pid}-{int(started) - 1}-{token}-{count}"
+    other_host = f"elsewhere-{ours}"
+    foreign = "notes.txt"
+    for name in (reused, other_host, foreign):
+        (private / name).write_bytes(b"half a blob")
+    (private / "folder").mkdir()
+    assert len(list(private.iterdir())) == 6
+
+    LocalStore(tmp_path / "root")
+    assert {path.name for path in private.iterdir()} == {ours, other_host, foreign, "folder"}
+    LocalStore(tmp_path / "root", clock=lambda: time.time() + publish.STALE_AGE_S_MAX + 60)
+    assert {path.name for path in private.iterdir()} == {"folder"}
+    assert list_keys(store) == ["a"]
+
+
+def test_a_private_file_of_a_living_writer_stays(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "root")
+    (tmp_path / "root" / ".tmp").mkdir()
+    go_read, go_write = os.pipe()
+    done_read, done_write = os.pipe()
+
+    def write() -> None:
+        name = store._publisher._names.make()
+        (tmp_path / "root" / ".tmp" / name).write_bytes(b"")
+        os.write(done_write, b"1")
+        os.read(go_read, 1)
+
+    child = start_child(write)
+    os.read(done_read, 1)
+    LocalStore(tmp_path / "root")
+    left = list((tmp_path / "root" / ".tmp").iterdir())
+    os.write(go_write, b"1")
+    assert wait_child(child) == 0
+    for fd in (go_read, go_write, done_read, done_write):
+        os.close(fd)
+    assert len(left) == 1
+    LocalStore(tmp_path / "root")
+    assert list((tmp_path / "root" / ".tmp").iterdir()) == []
+
+
+def test_what_a_folder_is_called_is_one_line_of_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever may write below the root names it."""
+    (tmp_path / "root" / "x\nERROR all is lost\x1b[2J").mkdir(parents=True)
+    store = LocalStore(tmp_path / "root")
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("kvtiers.tiers.stores.files.listing._Listing.enter", refuse)
+    assert list_keys(store) == []
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "x\\nERROR all is lost\\x1b[2J is passed over" in message
+    assert message.isprintable()
+
+
+def test_litter_that_cannot_be_swept_is_told_and_no_hindrance(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / ".tmp").write_bytes(b"no folder")
+    with caplog.at_level(logging.WARNING, "kvtiers.tiers.stores.files.local"):
+        store = LocalStore(tmp_path / "root")
+    assert "files of dead writers were not removed" in caplog.text
+    store.put("a", as_parts(b"1"))
+    assert fetch(store, "a", 1) == b"1"
+
+
+def test_quarantine_keeps_what_was_there_up_to_a_limit(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "root", quarantine_count_max=2)
+    aside = tmp_path / "root" / ".quarantine"
+    for i in range(4):
+        store.put("f/" + "n" * 251 + ".bin", as_parts(b"bad %d" % i))
+        store.quarantine("f/" + "n" * 251 + ".bin")
+        assert list_keys(store) == []
+    assert sorted(path.read_bytes() for path in aside.iterdir()) == [b"bad 0", b"bad 1"]
+    assert all("nnnn" in path.name for path in aside.iterdir()), "an operator must see which key it was"
+
+
+# ---- descriptors, threads, processes ---------------------------------------------------------------------------------
+
+
+def test_no_descriptor_is_left(store: LocalStore, tmp_path: Path) -> None:
+    fds = open_fds()
+    for overwrite in (False, False, True):
+        store.put("f/g/h/a", as_parts(b"1"), overwrite=overwrite)
+    calls: list[Callable[[], object]] = [
+        lambda: fetch(store, "f/g/h/a", 2),
+        lambda: fetch(store, "f/g/h/b", 2),
+        lambda: fetch(store, "f/g/h", 2),
+        lambda: store.put("f/g/h", as_parts(b"1"), overwrite=True),
+        lambda: store.put("f/g/h/a/b", as_parts(b"1")),
+    ]
+    for call in calls:
+        with pytest.raises(StoreError):
+            call()
+    store.size("f/g/h/a")
+    store.get_tail("f/g/h/a", 1)
+    next(store.keys())  # and never again
+    store.quarantine("f/g/h/a")
+    store.delete("f/g/h/a")
+    assert open_fds() <= fds
+    store.close()
+    assert str(tmp_path / "root") in dict(fds).values()
+    assert str(tmp_path / "root") not in dict(open_fds()).values()
+
+
+def test_close_leaves_calls_under_way_alone(tmp_path: Path) -> None:
+    fds = open_fds()
+    store = LocalStore(tmp_path / "root")
+    for i in range(10):
+        store.put(f"f{i}/a", as_parts(b"1"))
+    listing = store.keys()
+    seen = {next(listing).key}
+    store.close()
+    with pytest.raises(StoreClosedError):
+        store.size("f0/a")
+    seen |= {info.key for info in listing}
+    assert len(seen) == 10
+    del listing
+    assert open_fds() <= fds
+
+
+def test_store_of_the_parent_works_in_a_forked_child(store: LocalStore, tmp_path: Path) -> None:
+    store.put("f/a", as_parts(b"parent"))
+
+    def use() -> None:
+        assert fetch(store, "f/a", 6) == b"parent"
+        store.put("f/b", as_parts(b"child"))
+        store.put("f/a", as_parts(b"child"), overwrite=True)
+        store.close()
+
+    assert run_in_child(use) == 0
+    assert fetch(store, "f/a", 5) == b"child"
+    assert fetch(store, "f/b", 5) == b"child"
+
+
+def test_listing_memory_does_not_grow(tmp_path: Path) -> None:
+    def peak_bytes(count: int) -> int:
+        root = tmp_path / str(count)
+        (root / "f").mkdir(parents=True)
+        for i in range(count):
+            (root / "f" / f"{i:06d}").touch()
+        store = LocalStore(root)
+        tracemalloc.start()
+        listed = sum(1 for _ in store.keys())  # noqa: SIM118 - a Store is no dict
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert listed == count
+        return peak
+
+    assert peak_bytes(4000) < peak_bytes(40) + 32_768
+
+
+def test_a_foreign_tree_that_is_deep_does_not_end_a_listing(store: LocalStore, tmp_path: Path) -> None:
+    """A listing holds two descriptors for each folder on the way; earlier tests may have left some open, too."""
+    deepest = "/".join(["f"] * FOLDERS_DEEP_MAX) + "/a"
+    for key in ("b", deepest):
+        store.put(key, as_parts(b"1"))
+    (tmp_path / "root" / "d" / "/".join("d" * 300)).mkdir(parents=True)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    enough = len(os.listdir("/proc/self/fd")) + 2 * FOLDERS_DEEP_MAX + 20
+    resource.setrlimit(resource.RLIMIT_NOFILE, (enough, limits[1]))
+    try:
+        assert sorted(list_keys(store)) == ["b", deepest]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_foreign_names_are_not_listed(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "root")
+    store.put("f/a", as_parts(b"1"))
+    folder = os.fsencode(tmp_path / "root" / "f")
+    for name in (b"new\nline", b"back\\slash", b"not \xff utf-8", b".hidden"):
+        with open(folder + b"/" + name, "wb"):
+            pass
+        os.mkdir(folder + b"/d" + name)
+        with open(folder + b"/d" + name + b"/file", "wb"):
+            pass
+    (tmp_path / "root" / ".tmp").mkdir()
+    (tmp_path / "root" / ".tmp" / "b").touch()
+    assert list_keys(store) == ["f/a", "f/d.hidden/file"]
+
+
+@pytest.mark.parametrize("prefix", ["", "long name/", "naïve/", "x" * 250 + "/"])
+def test_the_names_that_are_listed_are_those_that_a_store_may_be_asked_for(tmp_path: Path, prefix: str) -> None:
+    root = tmp_path / "root"
+    store = LocalStore(root)
+    names = [
+        "plain",
+        "long name",
+        "naïve",
+        "back\\slash",
+        "bell\x07",
+        "del\x7f",
+        "zero\u200bwidth",
+        "not\udcff",
+        "x" * 250,
+    ]
+    for outer in names:
+        for folder in (outer, f"{outer}/plain", "/".join([outer, *["y" * 250] * 4])):
+            (root / folder).mkdir(parents=True)
+            for name in names:
+                (root / folder / f"{name}.bin").touch()
+
+    def is_key(name: str) -> bool:
+        try:
+            check_key(name)
+        except InvalidKeyError:
+            return False
+        return True
+
+    found = [str(path.relative_to(root)) for path in root.rglob("*.bin")]
+    expected = [name for name in found if is_key(name) and name.startswith(prefix)]
+    assert 0 < len(expected) < len(found)
+    assert list_keys(store, prefix) == sorted(expected)
+
+
+def test_size_is_told_before_a_byte_is_touched(store: LocalStore) -> None:
+    store.put("f/a", as_parts(make_data(5000)))
+    for size in (0, 4999, 5001):
+        buffer = bytearray(b"\xa5" * size)
+        with pytest.raises(BlobCorruptError, match="5000"):
+            store.get_into("f/a", [memoryview(buffer)])
+        assert buffer == b"\xa5" * size
+
+
+def test_min_free_bytes_refuses_before_anything_is_made(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "root", min_free_bytes=1 << 60)
+    with pytest.raises(StoreFullError, match="min_free_bytes") as caught:
+        store.put("f/a", as_parts(b"1"))
+    assert caught.value.key == "f/a"
+    assert list((tmp_path / "root").iterdir()) == []
+
+
+def test_arguments_that_mean_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"durability: 'full'.*none or data"):
+        LocalStore(tmp_path / "root", durability="full")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="min_free_bytes: -1"):
+        LocalStore(tmp_path / "root", min_free_bytes=-1)
+    assert not (tmp_path / "root").exists()
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_durable_blobs_are_synced_before_and_their_folder_after_they_are_published(
+    tmp_path: Path, private: bool
+) -> None:
+    def syncs(store: LocalStore, *, overwrite: bool) -> list[str]:
+        store._publisher._unnamed_files = not private
+        with SyscallFaults() as calls:
+            store.put(f"f/{overwrite}", as_parts(b"1"), overwrite=overwrite)
+        return [name for name in calls.calls if name in ("pwritev", "fdatasync", "link", "linkat", "rename", "fsync")]
+
+    durable = LocalStore(tmp_path / "durable", durability="data")
+    link = "link" if private else "linkat"
+    assert syncs(durable, overwrite=False) == ["pwritev", "fdatasync", link, "fsync"]
+    assert syncs(durable, overwrite=True) == ["pwritev", "fdatasync", "rename", "fsync"]
+    assert syncs(LocalStore(tmp_path / "quick"), overwrite=False) == ["pwritev", link]

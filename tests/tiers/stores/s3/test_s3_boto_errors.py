@@ -1,0 +1,250 @@
+"""What boto3 finds in files and variables, and what it raises: told by name, and retried only where that helps."""
+
+from __future__ import annotations
+
+import logging
+import string
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from botocore import exceptions as boto_errors
+from urllib3.exceptions import ProtocolError
+
+from kvtiers.tiers.errors import (
+    ConfigError,
+    StoreConfigError,
+    StoreError,
+    StorePermissionError,
+    StoreUnavailableError,
+)
+from kvtiers.tiers.stores.s3.boto_errors import translate
+from kvtiers.tiers.stores.s3.errors import Place
+from kvtiers.tiers.stores.s3.options import S3Options
+from kvtiers.tiers.stores.s3.session import S3Session
+from kvtiers.tiers.stores.s3.store import S3Store
+from kvtiers.tiers.testing.contract import as_parts
+from kvtiers.tiers.testing.http_faults import HttpFaultServer
+from tests.s3_clients import CLIENTS
+from tests.tiers.stores.s3.test_s3_config import _credentials as _credentials  # an autouse fixture
+from tests.tiers.stores.s3.test_s3_config import make_program
+
+PLACE = Place("bucket", "us-east-1", "http://storage.example", "profile 'p' of /etc/aws")
+CONNECTION_ERRORS = (
+    boto_errors.EndpointConnectionError,
+    boto_errors.ConnectionClosedError,
+    boto_errors.ConnectionError,
+    boto_errors.IncompleteReadError,
+    boto_errors.ProxyConnectionError,
+    boto_errors.ResponseStreamingError,
+)
+TIMEOUTS = (boto_errors.ConnectTimeoutError, boto_errors.ReadTimeoutError)
+
+
+@pytest.fixture
+def server() -> Iterator[HttpFaultServer]:
+    with HttpFaultServer() as server:
+        yield server
+
+
+@pytest.fixture(params=CLIENTS)
+def options(server: HttpFaultServer, request: pytest.FixtureRequest) -> S3Options:
+    options = S3Options(bucket="bucket", endpoint_url=server.endpoint_url, client=request.param, retries=0)
+    return replace(options, request_timeout_s=120.0)
+
+
+def subclasses(kind: type[Exception]) -> Iterator[type[Any]]:
+    """Of botocore's own, and of nobody who inherits from them."""
+    for one in kind.__subclasses__():
+        if one.__module__ == "botocore.exceptions":
+            yield one
+            yield from subclasses(one)
+
+
+def make(kind: type[Any]) -> Exception:
+    names = [name for _, name, _, _ in string.Formatter().parse(kind.fmt) if name]
+    error: Exception = kind(**{"last_response": None, **{name: f"the {name}" for name in names}})
+    return error
+
+
+@pytest.mark.parametrize("kind", list(subclasses(boto_errors.BotoCoreError)), ids=lambda kind: kind.__name__)
+def test_only_connection_errors_are_retried(kind: type[Any]) -> None:
+    told = translate(make(kind), PLACE, 1.0)
+    is_of_connection = kind in CONNECTION_ERRORS
+    assert told.retryable == (is_of_connection or kind in TIMEOUTS)
+    assert ("refused the connection" in str(told)) == is_of_connection
+
+
+def test_what_is_not_foreseen_is_told_in_botocores_words() -> None:
+    class NewError(boto_errors.BotoCoreError):  # type: ignore[misc] # botocore has no types
+        fmt = "The key {key} of\n{path} is odd; see https://user:password@storage.example/x"
+
+    told = translate(NewError(key="color", path="/etc/aws"), PLACE, 1.0)
+    assert isinstance(told, StoreConfigError)
+    assert str(told) == (
+        "boto3: The key color of /etc/aws is odd; see https://storage.example/x (profile 'p' of /etc/aws)"
+    )
+
+
+def test_what_the_http_client_raises_is_told_apart() -> None:
+    broken = boto_errors.HTTPClientError(error=ProtocolError("broken"))
+    assert isinstance(translate(broken, PLACE, 1.0), StoreUnavailableError)
+    told = translate(boto_errors.HTTPClientError(error=ValueError("Invalid header value b'token'")), PLACE, 1.0)
+    assert isinstance(told, StoreConfigError)
+    assert "cannot send the request (ValueError)" in str(told)
+    assert "b'token'" not in str(told)
+
+
+def test_proxy_that_refuses_is_named() -> None:
+    error = boto_errors.ProxyConnectionError(proxy_url="http://***:***@proxy.example:3128")
+    told = translate(error, PLACE, 1.0)
+    assert str(told).startswith("endpoint: http://proxy.example:3128 refused the connection")
+
+
+# -- credentials -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"])
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ("canary\n", r"ends in a newline \('\\n'\)"),
+        ("canary\r\n", r"ends in a carriage return \('\\r'\)"),
+        ("canary # prod", r"has a space \(' '\)"),
+        ("can\u200bary", r"has the character '\\u200b'"),
+    ],
+    ids=["newline", "CRLF", "comment", "zero width"],
+)
+def test_character_that_is_none_of_a_credential_is_named(
+    options: S3Options,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    name: str,
+    value: str,
+    says: str,
+) -> None:
+    monkeypatch.setenv(name, value)
+    store = S3Store(options)
+    calls: list[Callable[[], object]] = [
+        lambda: store.put("a", as_parts(b"data")),
+        lambda: store.size("a"),
+        store.check,
+    ]
+    for call in calls:
+        with pytest.raises(StorePermissionError, match=rf"^secret: {name} {says}") as caught:
+            call()
+        assert "canary" not in str(caught.value)
+    store.close()
+    assert "panicked" not in capfd.readouterr().err
+
+
+def test_file_of_a_credential_with_a_bad_character_is_named(options: S3Options, tmp_path: Path) -> None:
+    (tmp_path / "credentials").write_text(
+        "[team]\naws_access_key_id = AKIATEAM ; of the team\naws_secret_access_key = s\n"
+    )
+    (tmp_path / "config").write_text("[profile team]\n")
+    with pytest.raises(
+        StorePermissionError,
+        match=rf"^secret: aws_access_key_id of profile 'team' of {tmp_path}/credentials has a space",
+    ):
+        S3Store(replace(options, profile="team")).size("a")
+    printed = r'{"Version":1,"AccessKeyId":"a","SecretAccessKey":"s","SessionToken":"t\n"}'
+    make_program(tmp_path, f"#!{sys.executable}\nprint({printed!r})\n")
+    with pytest.raises(StorePermissionError, match=r"^secret: SessionToken that credential_process of .* ends in"):
+        S3Store(replace(options, profile="p")).size("a")
+
+
+@pytest.mark.parametrize("role_in", ["profile", "source_profile"])
+def test_role_with_mfa_is_refused(
+    options: S3Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role_in: str
+) -> None:
+    """botocore would ask for the code on the terminal and wait."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name)
+
+    def ask(*_: object) -> None:
+        pytest.fail("asked on the terminal")
+
+    monkeypatch.setattr("getpass.getpass", ask)
+    role = "role_arn = arn:aws:iam::123456789012:role/kv\n"
+    mfa = f"[profile mfa]\n{role}source_profile = base\nmfa_serial = arn:aws:iam::123456789012:mfa/me\n"
+    outer = f"[profile outer]\n{role}source_profile = mfa\n"
+    (tmp_path / "config").write_text(mfa + outer)
+    (tmp_path / "credentials").write_text("[base]\naws_access_key_id = AKIABASE\naws_secret_access_key = s\n")
+    store = S3Store(replace(options, profile="mfa" if role_in == "profile" else "outer"))
+    with pytest.raises(
+        StorePermissionError, match=rf"^secret: profile 'mfa' of {tmp_path}/config has mfa_serial, and nobody can type"
+    ):
+        store.size("a")
+    store.close()
+
+
+def test_variables_are_no_matter_of_a_profile_with_mfa(options: S3Options, tmp_path: Path) -> None:
+    """They come first in the chain, also as the source of ``role_arn``."""
+    (tmp_path / "config").write_text(
+        "[default]\nrole_arn = arn:aws:iam::123456789012:role/kv\nsource_profile = default\nmfa_serial = mfa\n"
+    )
+    for role_arn in (None, "arn:aws:iam::123456789012:role/kv"):
+        S3Session(replace(options, role_arn=role_arn)).close()
+
+
+def test_source_of_a_role_with_a_bad_character_is_named(options: S3Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "canary\n")
+    with pytest.raises(StorePermissionError, match=r"^secret: AWS_SESSION_TOKEN ends in a newline"):
+        S3Session(replace(options, role_arn="arn:aws:iam::123456789012:role/kv"))
+
+
+# -- region and profile ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("region", ["eu-west-1 # Dublin", "eu-west-1 ; Dublin", "zg_publicru", "eu west", "1"])
+def test_region_that_boto3_does_not_take_is_named_with_its_place(
+    options: S3Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, region: str
+) -> None:
+    (tmp_path / "config").write_text(f"[default]\nregion = {region}\n")
+    with pytest.raises(
+        StoreConfigError,
+        match=rf"^region: region of profile 'default' of {tmp_path}/config: '{region}' is not accepted",
+    ) as caught:
+        S3Store(options).size("a")
+    assert ("a comment needs a line of its own" in str(caught.value)) == (not {"#", ";"}.isdisjoint(region))
+    monkeypatch.setenv("AWS_DEFAULT_REGION", region)
+    with pytest.raises(StoreConfigError, match=rf"^region: AWS_DEFAULT_REGION: '{region}' is not accepted"):
+        S3Store(options).size("a")
+    with pytest.raises(ConfigError) as refused:
+        replace(options, region=region)
+    assert refused.value.field == "region"
+
+
+def test_empty_variables_are_as_unset(
+    options: S3Options, server: HttpFaultServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config").write_text("[default]\nregion = eu-south-2\n[profile team]\nregion = eu-north-1\n")
+    empty = ("AWS_PROFILE", "AWS_DEFAULT_PROFILE", "AWS_DEFAULT_REGION", "AWS_CA_BUNDLE", "AWS_ENDPOINT_URL")
+    for name in empty:
+        monkeypatch.setenv(name, "")
+    store = S3Store(options)
+    store.put("a", as_parts(b"data"))
+    assert "/eu-south-2/" in server.requests("PUT")[-1].headers["authorization"]
+    monkeypatch.setenv("AWS_PROFILE", "team")
+    store = S3Store(options)
+    store.put("b", as_parts(b"data"))
+    assert "/eu-north-1/" in server.requests("PUT")[-1].headers["authorization"]
+
+
+def test_profile_that_is_not_there_is_named(options: S3Options, tmp_path: Path) -> None:
+    with pytest.raises(StoreConfigError, match=rf"^profile: .*\(absent\).*{tmp_path}/config"):
+        S3Store(replace(options, profile="absent")).size("a")
+
+
+def test_config_file_that_cannot_be_parsed_is_named(
+    options: S3Options, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    (tmp_path / "config").write_text("region\n")
+    with pytest.raises(StoreError, match=rf"^boto3: Unable to parse config file: {tmp_path}/config") as caught:
+        S3Store(options).size("a")
+    assert not caught.value.retryable

@@ -1,0 +1,376 @@
+"""DirectReader: what is its own beside the promises of all clients (test_s3_store, test_s3_faults, test_s3_seaweed)."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from http.client import HTTPResponse
+from unittest import mock
+
+import pytest
+from botocore.auth import S3SigV4Auth
+from botocore.awsrequest import AWSRequest
+from botocore.credentials import ReadOnlyCredentials
+
+from kvtiers.tiers.errors import (
+    BlobCorruptError,
+    BlobNotFoundError,
+    StoreError,
+    StorePermissionError,
+    StoreThrottledError,
+    StoreTimeoutError,
+    StoreUnavailableError,
+)
+from kvtiers.tiers.stores.s3.direct import DirectReader
+from kvtiers.tiers.stores.s3.obstore_client import DIRECT_BYTES_MIN
+from kvtiers.tiers.stores.s3.options import IDLE_S_MAX, S3Options
+from kvtiers.tiers.stores.s3.session import S3Session
+from kvtiers.tiers.stores.s3.signature import ReadSigner
+from kvtiers.tiers.stores.s3.store import S3Store
+from kvtiers.tiers.testing.contract import fetch, make_data
+from kvtiers.tiers.testing.http_faults import Fault, HttpFaultServer
+from tests.s3_clients import choose, use_credentials
+from tests.waiting import in_time, wait_for
+
+DATA, NEW = make_data(100_000), make_data(100_001, seed=2)
+
+
+@pytest.fixture
+def server() -> Iterator[HttpFaultServer]:
+    with HttpFaultServer() as server:
+        server.put_object("bucket", "f/a", DATA)
+        yield server
+
+
+@pytest.fixture
+def store(server: HttpFaultServer, boto_models_once: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Store]:
+    use_credentials(monkeypatch)
+    client = choose("direct", monkeypatch)
+    options = S3Options(bucket="bucket", endpoint_url=server.endpoint_url, client=client, retries=0)
+    store = S3Store(replace(options, request_timeout_s=120.0))
+    yield store
+    store.close()
+
+
+def by_us(server: HttpFaultServer) -> list[bool]:
+    """Whether each GET came from DirectReader, which takes any type without saying so."""
+    return ["accept" not in request.headers for request in server.requests("GET")]
+
+
+def test_only_large_objects_are_received_directly(
+    store: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert fetch(store, "f/a", len(DATA)) == DATA
+    monkeypatch.undo()
+    large = make_data(DIRECT_BYTES_MIN)
+    server.put_object("bucket", "f/large", large)
+    assert fetch(store, "f/large", len(large)) == large
+    assert fetch(store, "f/a", len(DATA)) == DATA
+    assert by_us(server) == [True, True, False]
+
+
+def test_connection_that_the_server_gave_up_is_no_error(store: S3Store, server: HttpFaultServer) -> None:
+    """As every client does: what was reset on a connection used before is asked again on a new one."""
+    fetch(store, "f/a", len(DATA))
+    server.inject(Fault.RESET_BEFORE, times=1)
+    assert fetch(store, "f/a", len(DATA)) == DATA
+    server.inject(Fault.RESET_BEFORE, times=2)
+    with pytest.raises(StoreUnavailableError):
+        fetch(store, "f/a", len(DATA))
+
+
+def ports(server: HttpFaultServer) -> list[int]:
+    """The client's, of each GET: which connection it came by."""
+    return [request.client_port for request in server.requests("GET")]
+
+
+def test_connection_that_was_idle_for_long_is_not_used_again(
+    store: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A NAT may have forgotten it without a word."""
+    now = [0.0]
+    session = S3Session(store.options)
+    reader = DirectReader(session, clock=lambda: now[0])
+    parts = [memoryview(bytearray(len(DATA)))]
+    both_asked = threading.Barrier(2)  # so there are two connections
+    end = server.end
+
+    def answer_together() -> None:
+        both_asked.wait(120)
+        end()
+
+    with ThreadPoolExecutor(2) as pool, monkeypatch.context() as together:
+        together.setattr(server, "end", answer_together)
+        list(pool.map(lambda _: reader.get_into("f/a", parts, len(DATA)), range(2)))
+    two = [sock for sock, _ in reader._idle]
+    assert len(two) == 2
+    for now[0] in (IDLE_S_MAX, IDLE_S_MAX + 1, 2 * IDLE_S_MAX + 2):
+        reader.get_into("f/a", parts, len(DATA))
+    used = ports(server)[2:]
+    assert used[0] == used[1] != used[2]
+    assert [sock.fileno() for sock in two] == [-1, -1]  # the other one, too, which nobody used
+    reader.close()
+    session.close()
+
+
+def test_hanging_connection_that_was_used_before_takes_the_idle_ones_with_it(
+    store: S3Store, server: HttpFaultServer
+) -> None:
+    session = S3Session(replace(store.options, request_timeout_s=0.6))
+    reader = DirectReader(session)
+    server.answer_after_s = 0.05
+    parts = [memoryview(bytearray(len(DATA)))]
+    with ThreadPoolExecutor(2) as pool:
+
+        def two_are_idle() -> bool:
+            with suppress(StoreTimeoutError):
+                list(pool.map(lambda _: reader.get_into("f/a", parts, len(DATA)), range(2)))
+            return len(reader._idle) == 2
+
+        wait_for(two_are_idle)
+    server.inject(Fault.STALL, times=1)
+    with pytest.raises(StoreTimeoutError):
+        reader.get_into("f/a", parts, len(DATA))
+    assert not reader._idle
+    reader.close()
+    session.close()
+
+
+def test_a_request_in_two_packets_waits_for_no_acknowledgement(store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[socket.socket] = []
+    dial = DirectReader._dial
+
+    def note(reader: DirectReader) -> socket.socket:
+        made.append(dial(reader))
+        return made[-1]
+
+    monkeypatch.setattr(DirectReader, "_dial", note)
+    assert fetch(store, "f/a", len(DATA)) == DATA
+    assert [sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for sock in made] == [1]
+
+
+def test_many_threads_share_connections(store: S3Store) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: fetch(store, "f/a", len(DATA)), range(200)))
+    assert found == [DATA] * 200
+
+
+def test_no_socket_to_be_had(store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as scarce:
+        scarce.setattr("kvtiers.tiers.stores.s3.direct.socket.socket", fail)
+        with pytest.raises(StoreUnavailableError):
+            fetch(store, "f/a", len(DATA))
+    assert fetch(store, "f/a", len(DATA)) == DATA
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "host"),
+    [
+        ("http://LocalHost:80", "localhost"),
+        ("https://localhost:443", "localhost"),
+        ("http://127.0.0.1:443", "127.0.0.1:443"),
+        ("http://[::1]:9000", "[::1]:9000"),
+        ("http://[::1]:80", "[::1]"),
+    ],
+)
+def test_host_is_what_all_clients_send(store: S3Store, endpoint: str, host: str) -> None:
+    """A proxy that hands on the host that it understood (nginx' $host) changes no other, and a signature covers it."""
+    session = S3Session(replace(store.options, endpoint_url=endpoint))
+    reader = DirectReader(session)
+    assert f"\r\nhost:{host}\r\n".encode() in reader._sign("/bucket/f/a")
+    reader.close()
+    session.close()
+
+
+@contextmanager
+def answer(*packets: bytes) -> Iterator[str]:
+    """A server that sends these to its first client, and then nothing until that leaves; yields its URL."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection, suppress(ConnectionError):
+                connection.recv(1 << 16)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                for packet in packets:
+                    connection.sendall(packet)
+                    time.sleep(0.01)  # whether they arrive as one must not matter
+                connection.settimeout(120)
+                connection.recv(1)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        thread.join()
+
+
+@pytest.mark.parametrize("connection", [b"keep-alive", b"close"])
+def test_body_that_stops_is_given_up_in_time(store: S3Store, connection: bytes) -> None:
+    """http.client forgets its socket where the server says that it will close: it must be shut all the same."""
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: %b\r\n\r\n" % (len(DATA), connection)
+    with answer(head + b"few bytes") as url:
+        hurried = S3Store(replace(store.options, endpoint_url=url, request_timeout_s=0.6))
+        with pytest.raises(StoreTimeoutError, match=r"did not answer within 0\.3 s"):
+            fetch(hurried, "f/a", len(DATA))
+        hurried.close()
+
+
+def test_get_that_begins_after_its_clients_were_replaced_is_given_up_in_time(
+    store: S3Store, server: HttpFaultServer
+) -> None:
+    """It had them before, and waited for credentials while another thread's had expired."""
+    session = S3Session(replace(store.options, request_timeout_s=0.6))
+    reader = DirectReader(session)
+    parts = [memoryview(bytearray(len(DATA)))]
+    in_time(lambda: reader.get_into("f/a", parts, len(DATA)))
+    (watchdog,) = [thread for thread in threading.enumerate() if thread is reader._watchdog._thread]
+    reader.close()
+    watchdog.join()
+    in_time(lambda: reader.get_into("f/a", parts, len(DATA)))
+    server.inject(Fault.STALL)
+    with pytest.raises(StoreTimeoutError, match=r"did not answer within 0\.3 s"):
+        reader.get_into("f/a", parts, len(DATA))
+    session.close()
+
+
+@pytest.fixture
+def parsed(monkeypatch: pytest.MonkeyPatch) -> list[HTTPResponse]:
+    """The answers that http.client was given."""
+    parsed: list[HTTPResponse] = []
+    begin = HTTPResponse.begin
+
+    def note(response: HTTPResponse) -> None:
+        parsed.append(response)
+        begin(response)
+
+    monkeypatch.setattr(HTTPResponse, "begin", note)
+    return parsed
+
+
+LENGTH = b"Content-Length: %d\r\n" % len(DATA)
+OBJECTS: dict[str, tuple[bytes, ...]] = {
+    "usual": (b"HTTP/1.1 200 OK\r\n" + LENGTH + b"ETag: x\r\n\r\n", DATA),
+    "one packet": (b"HTTP/1.1 200 OK\r\n" + LENGTH + b"\r\n" + DATA,),
+    "lower case": (b"HTTP/1.1 200 OK\r\n" + LENGTH.lower() + b"\r\n", DATA),
+    "kept alive": (b"HTTP/1.1 200 OK\r\nConnection: Keep-Alive\r\n" + LENGTH + b"\r\n", DATA),
+    "no reason": (b"HTTP/1.1 200 \r\n" + LENGTH + b"\r\n", DATA),
+    "closed": (b"HTTP/1.1 200 OK\r\nConnection: close\r\n" + LENGTH + b"\r\n", DATA),
+    "old": (b"HTTP/1.0 200 OK\r\n" + LENGTH + b"\r\n", DATA),
+    "length twice": (b"HTTP/1.1 200 OK\r\n" + LENGTH + LENGTH + b"\r\n", DATA),
+    "length in the text of another": (b"HTTP/1.1 200 OK\r\nX: Content-Length: 1\r\n" + LENGTH + b"\r\n", DATA),
+    "in two": (b"HTTP/1.1 200 OK\r\nContent-Le", b"ngth: %d\r\n\r\n" % len(DATA), DATA),
+    "long": (b"HTTP/1.1 200 OK\r\nX: " + 9000 * b"x" + b"\r\n" + LENGTH + b"\r\n", DATA),
+    "bare line feeds": (b"HTTP/1.1 200 OK\n" + LENGTH.replace(b"\r", b"") + b"\n", DATA),
+    "after a 100": (b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 200 OK\r\n" + LENGTH + b"\r\n", DATA),
+}
+RECOGNISED = {"usual", "one packet", "lower case", "kept alive", "no reason", "length in the text of another"}
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_objects_however_they_are_announced(store: S3Store, parsed: list[HTTPResponse], name: str) -> None:
+    with answer(*OBJECTS[name]) as url:
+        reader = S3Store(replace(store.options, endpoint_url=url))
+        assert fetch(reader, "f/a", len(DATA)) == DATA
+        reader.close()
+    if name != "in two":  # which may arrive as one
+        assert bool(parsed) == (name not in RECOGNISED)
+
+
+@pytest.mark.parametrize(
+    ("head", "error"),
+    [
+        (b"HTTP/1.1 200 OK\r\nETag: x\r\nContent-Length: %d\r\n\r\n" % (len(DATA) - 1), BlobCorruptError),
+        (b"HTTP/1.1 200 OK\r\nETag: x\r\nContent-Length: 0%d\r\n\r\n" % (len(DATA) + 1), BlobCorruptError),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % (len(DATA) + 1), StoreUnavailableError),
+        (b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n", BlobNotFoundError),
+        (b"HTTP/1.1 503 Slow\r\nContent-Length: 0\r\n\r\n", StoreThrottledError),
+        (b"220 ftp.example.com ready\r\n\r\n", StoreUnavailableError),
+    ],
+)
+def test_answers_that_leave_the_parts_alone(store: S3Store, head: bytes, error: type[StoreError]) -> None:
+    buffer = bytearray(DATA)
+    with answer(head + NEW) as url:
+        reader = S3Store(replace(store.options, endpoint_url=url))
+        with pytest.raises(error):
+            reader.get_into("f/a", [memoryview(buffer)])
+        reader.close()
+    assert buffer == DATA
+
+
+def test_objects_of_many_parts(store: S3Store, parsed: list[HTTPResponse]) -> None:
+    """More than one call of recvmsg takes."""
+    buffer = bytearray(len(DATA))
+    view = memoryview(buffer)
+    store.get_into("f/a", [view[start : start + 50] for start in range(0, len(DATA), 50)])
+    assert buffer == DATA
+    assert not parsed
+
+
+def test_pieces_begin_again_with_the_body(
+    store: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtiers.tiers.stores.s3.direct.PIECE_BYTES", 4096)
+    monkeypatch.setattr("kvtiers.tiers.stores.files.vectored_io.RUN_SLACK_BYTES", 0)
+    retrying = S3Store(replace(store.options, retries=1))
+    server.inject(Fault.TRUNCATED, times=1)
+    parts = [memoryview(bytearray(30_000)), memoryview(bytearray(len(DATA) - 30_000))]
+    looked: list[tuple[int, bytes]] = []
+    retrying.get_pieces_into("f/a", parts, lambda offset, piece: looked.append((offset, bytes(piece))))
+    assert b"".join(parts) == DATA
+    starts = [place for place, (offset, _) in enumerate(looked) if offset == 0]
+    assert len(starts) == 2
+    assert b"".join(piece for _, piece in looked[starts[1] :]) == DATA
+    assert max(len(piece) for _, piece in looked) == 4096
+    retrying.close()
+
+
+@pytest.mark.parametrize("token", [None, "session/token+="])
+@pytest.mark.parametrize("path", ["/bucket/f/a.bin", "/a%20b/%C3%A9~//x%3D..-_"])
+@pytest.mark.parametrize("day", [0, 1])
+def test_requests_are_signed_as_botocore_signs_them(
+    monkeypatch: pytest.MonkeyPatch, token: str | None, path: str, day: int
+) -> None:
+    now = datetime(2026, 11, 22, 23, 59, 59, tzinfo=UTC) + timedelta(days=day)
+    monkeypatch.setattr("botocore.auth.get_current_datetime", lambda: now)
+    expected = AWSRequest("GET", f"http://store.example:9000{path}", {"host": "store.example:9000"})
+    S3SigV4Auth(ReadOnlyCredentials("AKIA", "secret", token), "s3", "eu-west-3").add_auth(expected)
+    seconds = [0.0, now.timestamp()]
+    signer = ReadSigner("store.example:9000", "eu-west-3", clock=lambda: seconds[-1])
+    for _ in range(2):  # the second with the key of the first
+        request = signer.get(path, "AKIA", "secret", token).decode()
+        assert request.startswith(f"GET {path} HTTP/1.1\r\n")
+        assert request.endswith("\r\n\r\n")
+        sent = dict(line.split(":", 1) for line in request.split("\r\n")[1:-2])
+        assert sent.pop("user-agent") == "kvtiers"
+        assert sent == {name.lower(): value for name, value in expected.headers.items()}
+    for secret, at in (("other", now), ("secret", now + timedelta(days=1))):
+        seconds.append(at.timestamp())
+        assert signer.get(path, "AKIA", secret, token).decode() != request
+
+
+def test_credentials_that_no_header_may_hold(store: S3Store, server: HttpFaultServer) -> None:
+    with mock.patch.dict("os.environ", {"AWS_SESSION_TOKEN": "a\nx-evil:1"}):
+        theirs = S3Store(replace(store.options))
+        with pytest.raises(StorePermissionError, match=r"AWS_SESSION_TOKEN (has|ends in) a newline") as caught:
+            fetch(theirs, "f/a", len(DATA))
+        theirs.close()
+    assert "evil" not in str(caught.value)
+    assert not server.requests("GET")
+
+
+def test_every_address_of_a_name_is_tried(store: S3Store, server: HttpFaultServer) -> None:
+    """``localhost`` is ::1 and 127.0.0.1; the server listens on the second only."""
+    named = S3Store(replace(store.options, endpoint_url=server.endpoint_url.replace("127.0.0.1", "localhost")))
+    assert fetch(named, "f/a", len(DATA)) == DATA
+    assert by_us(server) == [True]
+    named.close()

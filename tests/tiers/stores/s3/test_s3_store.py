@@ -1,0 +1,308 @@
+"""S3Store on moto's server: the contract with both clients, and what only an object store does."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import pytest
+from moto.core.models import DEFAULT_ACCOUNT_ID
+from moto.s3.models import s3_backends
+
+from kvtiers.tiers.errors import InvalidKeyError, StoreConfigError
+from kvtiers.tiers.store import Store, SupportsDeleteMany, SupportsSizeMany, SupportsTail
+from kvtiers.tiers.stores.s3.options import S3Options
+from kvtiers.tiers.stores.s3.store import S3Store
+from kvtiers.tiers.testing.contract import StoreContract, as_parts, fetch, list_keys
+from kvtiers.tiers.testing.servers import S3Server
+from tests.s3_clients import CLIENTS, choose, use_credentials
+
+_bucket_numbers = count()
+
+
+@pytest.fixture(autouse=True)
+def _credentials(moto: S3Server, boto_models_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_credentials(monkeypatch, moto)
+
+
+def backend() -> Any:
+    """The memory of moto's server."""
+    return s3_backends[DEFAULT_ACCOUNT_ID]["aws"]
+
+
+@pytest.fixture
+def options(moto: S3Server) -> S3Options:
+    """Of a fresh bucket."""
+    bucket = f"bucket-{next(_bucket_numbers)}"
+    backend().create_bucket(bucket, "us-east-1")
+    return S3Options(bucket=bucket, endpoint_url=moto.endpoint_url, request_timeout_s=120.0)
+
+
+@pytest.fixture(params=CLIENTS)
+def store(options: S3Options, request: pytest.FixtureRequest) -> Iterator[S3Store]:
+    store = S3Store(replace(options, client=request.param))
+    yield store
+    store.close()
+
+
+def test_of_two_who_create_an_object_at_once_one_does(store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So it is on S3; moto looks and stores in two steps, between which ``moto_server`` lets nobody else look."""
+    looked = threading.Barrier(2)
+    look = type(backend()).get_object
+
+    def look_together(*arguments: Any, **options: Any) -> Any:
+        found = look(*arguments, **options)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            looked.wait(0.5)
+        return found
+
+    monkeypatch.setattr(type(backend()), "get_object", look_together)
+    with ThreadPoolExecutor(2) as threads:
+        published = list(threads.map(lambda data: store.put("a", as_parts(data)), [b"1", b"2"]))
+    assert sorted(published) == [False, True]
+
+
+class S3Contract(StoreContract):
+    """The contract, with moto's own memory behind the store's back."""
+
+    no_fork = "the server is this process; an object is put by one request"
+
+    @pytest.fixture(autouse=True)
+    def _use_options(self, options: S3Options) -> None:
+        self.options = options
+
+    def reopen(self, store: Store) -> S3Store:
+        assert isinstance(store, S3Store)
+        return S3Store(store.options)
+
+    def plant(self, store: Store, key: str, data: bytes) -> None:
+        backend().put_object(self.options.bucket, key, data)
+
+    def peek(self, store: Store, key: str) -> bytes | None:
+        found = backend().get_object(self.options.bucket, key)
+        return None if found is None else bytes(found.value)
+
+
+class TestObstoreS3Store(S3Contract):
+    def make_store(self) -> S3Store:
+        return S3Store(self.options)
+
+
+class TestDirectS3Store(S3Contract):
+    """Objects of any size received straight into the slot."""
+
+    @pytest.fixture(autouse=True)
+    def _all_direct(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        choose("direct", monkeypatch)
+
+    def make_store(self) -> S3Store:
+        return S3Store(self.options)
+
+
+class TestBoto3S3Store(S3Contract):
+    def make_store(self) -> S3Store:
+        return S3Store(replace(self.options, client="boto3"))
+
+
+def test_protocols_and_repr(store: S3Store) -> None:
+    assert isinstance(store, SupportsTail)
+    assert isinstance(store, SupportsSizeMany)
+    assert isinstance(store, SupportsDeleteMany)
+    assert repr(store).startswith(f"S3Store('{store.options.bucket}'")
+
+
+def test_prefix_is_a_folder_of_its_own(options: S3Options) -> None:
+    inner = S3Store(replace(options, prefix="team/kv"))
+    outer = S3Store(options)
+    inner.put("f/a", as_parts(b"inner"))
+    outer.put("f/a", as_parts(b"the other"))
+    outer.put("team/kv-not", as_parts(b"near by"))
+    assert fetch(outer, "team/kv/f/a", 5) == b"inner"
+    assert list_keys(inner) == ["f/a"]
+    assert list_keys(inner, "f/") == ["f/a"]
+    assert inner.get_tail("f/a", 2) == (5, b"er")
+    assert inner.size_many(["f/a", "kv-not"]) == [5, None]
+    assert inner.delete_many(["f/a", "kv-not"]) == [None, None]
+    assert list_keys(outer) == ["f/a", "team/kv-not"]
+    inner.close()
+    outer.close()
+
+
+def test_key_that_is_too_long_with_the_prefix_is_refused(options: S3Options) -> None:
+    store = S3Store(replace(options, prefix="p" * 100))
+    longest = "/".join(["d" * 203] * 4) + "/" + "n" * 208
+    with pytest.raises(InvalidKeyError, match="with its prefix"):
+        store.size(longest)
+    assert isinstance(store.size_many([longest])[0], InvalidKeyError)
+    store.close()
+
+
+def test_foreign_objects_are_no_blobs(store: S3Store) -> None:
+    for name in ("f/", "a//b", "a/./b", "f/.hidden", "line\nbreak"):
+        backend().put_object(store.options.bucket, name, b"")
+    store.put("f/a", as_parts(b"1"))
+    assert list_keys(store) == ["f/a"]
+
+
+class TestSizeMany:
+    def test_sizes_of_blobs_and_none_of_what_is_absent(self, store: S3Store) -> None:
+        stored = {f"m/{i:05d}.bin": i % 3 for i in range(0, 39, 3)}
+        for key, size in stored.items():
+            backend().put_object(store.options.bucket, key, bytes(size))
+        asked = [f"m/{i:05d}.bin" for i in range(39)]
+        assert store.size_many(asked) == [stored.get(key) for key in asked]
+
+    def test_several_threads_ask(self, store: S3Store) -> None:
+        threads = set()
+        client: Any = store._attempts.current().get().data
+        store._lookups._head_s = 0.0  # known: a server as near as can be
+        size = client.size
+
+        def spy(name: str) -> object:
+            threads.add(threading.current_thread().name)
+            barrier.wait(120)  # passes only if so many are asked at once
+            return size(name)
+
+        barrier = threading.Barrier(4)
+        client.size = spy
+        assert store.size_many([f"k{i}" for i in range(32)]) == [None] * 32
+        assert len(threads) == 4
+
+
+class TestLifecycle:
+    def test_rule_is_set_replaced_and_removed(self, moto: S3Server, options: S3Options) -> None:
+        client = moto.client()
+        foreign = {"ID": "theirs", "Status": "Enabled", "Filter": {"Prefix": "logs/"}, "Expiration": {"Days": 90}}
+        client.put_bucket_lifecycle_configuration(Bucket=options.bucket, LifecycleConfiguration={"Rules": [foreign]})
+        store = S3Store(replace(options, prefix="kv"))
+
+        def rules() -> dict[str, tuple[str, int]]:
+            found = client.get_bucket_lifecycle_configuration(Bucket=options.bucket)["Rules"]
+            return {rule["ID"]: (rule["Filter"]["Prefix"], rule["Expiration"]["Days"]) for rule in found}
+
+        store.expire_after(7, ["m_r"])
+        store.expire_after(30, ["m_r", "n_r"])
+        by_prefix = sorted(rules().values())
+        assert by_prefix == [("kv/m_r", 30), ("kv/n_r", 30), ("logs/", 90)]
+        found = client.get_bucket_lifecycle_configuration(Bucket=options.bucket)["Rules"]
+        assert not [rule for rule in found if "NoncurrentVersionExpiration" in rule]  # not every server knows it
+        store.expire_after(7, ["n_r"])  # the namespace m is gone
+        assert sorted(rules().values()) == [("kv/n_r", 7), ("logs/", 90)]
+        store.expire_after(None)
+        assert rules() == {"theirs": ("logs/", 90)}
+        store.close()
+
+    @pytest.mark.parametrize("status", ["Enabled", "Suspended"])
+    def test_versions_expire_without_days_as_well(self, moto: S3Server, options: S3Options, status: str) -> None:
+        client = moto.client()
+        bucket = f"versions-{status.lower()}"
+        client.create_bucket(Bucket=bucket)
+        client.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": status})
+        store = S3Store(replace(options, bucket=bucket, prefix="kv"))
+        for days in (7, None):
+            assert store.expire_after(days, ["m_r"])
+            (rule,) = client.get_bucket_lifecycle_configuration(Bucket=bucket)["Rules"]
+            assert rule["NoncurrentVersionExpiration"] == {"NoncurrentDays": 1}
+            assert rule["Expiration"].get("Days") == days
+            assert not store.keeps_versions(["m_r"])
+        store.close()
+
+    def test_versions_are_kept_where_no_rule_matches_all_blocks(self, moto: S3Server, options: S3Options) -> None:
+        client = moto.client()
+        bucket = "versions"
+        client.create_bucket(Bucket=bucket)
+        client.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Enabled"})
+        store = S3Store(replace(options, bucket=bucket, prefix="kv"))
+        assert store.keeps_versions([])
+        store.expire_after(None, ["m_r"])
+        assert (store.keeps_versions(["m_r"]), store.keeps_versions(["m_r", "n_r"])) == (False, True)
+        good = {"ID": "theirs", "Status": "Enabled", "NoncurrentVersionExpiration": {"NoncurrentDays": 3}}
+        tagged = {"Filter": {"And": {"Prefix": "kv/", "Tags": [{"Key": "a", "Value": "b"}]}}}
+        for rule, kept in (
+            (good | {"Filter": {"Prefix": "kv/"}}, False),
+            (good | {"Prefix": ""}, False),
+            (good | {"Filter": {"Prefix": "other/"}}, True),
+            (good | tagged, True),
+            (good | {"Filter": {"Prefix": ""}, "Status": "Disabled"}, True),
+        ):
+            client.put_bucket_lifecycle_configuration(Bucket=bucket, LifecycleConfiguration={"Rules": [rule]})
+            assert store.keeps_versions(["m_r", "n_r"]) == kept, rule
+            assert store.keeps_versions([]) == kept, rule
+        store.close()
+
+    def test_the_rule_for_everything_that_was_set_once_is_replaced(self, moto: S3Server, options: S3Options) -> None:
+        client = moto.client()
+        rule = {"Status": "Enabled", "Filter": {"Prefix": ""}, "Expiration": {"Days": 7}}
+        old = [rule | {"ID": "kvtiers:"}, rule | {"ID": "kvtiers:other"}]
+        client.put_bucket_lifecycle_configuration(Bucket=options.bucket, LifecycleConfiguration={"Rules": old})
+        store = S3Store(replace(options, prefix=""))
+        store.expire_after(7, ["m_r"])
+        found = client.get_bucket_lifecycle_configuration(Bucket=options.bucket)["Rules"]
+        assert (
+            sorted((rule["Filter"]["Prefix"], rule["ID"][:13]) for rule in found)
+            == [
+                ("", "kvtiers:other"),  # of a tier with this prefix
+                ("m_r", found[-1]["ID"][:13]),
+            ]
+        )
+        store.expire_after(None)
+        store.close()
+
+    def test_days_are_whole_and_positive(self, options: S3Options) -> None:
+        store = S3Store(options)
+        with pytest.raises(ValueError, match="1 or more"):
+            store.expire_after(0, ["m_r"])
+        store.expire_after(None)  # nothing to remove is fine
+        store.close()
+
+
+def test_folders(moto: S3Server, options: S3Options) -> None:
+    store = S3Store(replace(options, prefix="folders"))
+    for key in ("m/config.json", "m_r0/a/b", "m_r0/a/c", "plain"):
+        store.put(key, as_parts(b"1"))
+    moto.client().put_object(Bucket=options.bucket, Key="elsewhere/x", Body=b"")
+    assert store.folders() == ["m", "m_r0"]
+    assert store.names_in("m") == ["config.json"]
+    assert store.names_in("m_r0/a") == ["b", "c"]
+    assert store.names_in("m_r0") == store.names_in("nothing") == []
+    store.close()
+
+
+class TestCheck:
+    def test_good_bucket(self, store: S3Store) -> None:
+        store.check()
+
+    def test_bucket_that_is_not_there(self, options: S3Options) -> None:
+        store = S3Store(replace(options, bucket="no-such-bucket"))
+        with pytest.raises(
+            StoreConfigError, match=r"^bucket: no-such-bucket does not exist at http://127.0.0.1:\d+; create"
+        ):
+            store.check()
+        store.close()
+
+
+class TestFork:
+    @pytest.mark.parametrize("used_before", [True, False])
+    def test_store_works_in_a_forked_child(self, store: S3Store, used_before: bool) -> None:
+        if used_before:
+            store.put("a", as_parts(b"1234"))
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                signal.alarm(300)  # obstore's runtime would hang here for ever
+                store.put("b", as_parts(b"from the child"))
+                if fetch(store, "b", 14) == b"from the child" and store.size_many(["a", "b"])[1] == 14:
+                    code = 0
+            finally:
+                os._exit(code)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        assert fetch(store, "b", 14) == b"from the child"

@@ -1,0 +1,180 @@
+"""``check`` and ``doctor`` say good only where each client can move bytes; all clients trust the same authorities."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvtiers.connector.commands.check import find_problems
+from kvtiers.tiers.config.deployment import parse_config
+from kvtiers.tiers.errors import StoreConfigError, StoreError, StoreTimeoutError
+from kvtiers.tiers.stores.s3.obstore_client import DIRECT_BYTES_MIN
+from kvtiers.tiers.stores.s3.options import S3Options
+from kvtiers.tiers.stores.s3.session import S3Session
+from kvtiers.tiers.stores.s3.store import S3Store
+from kvtiers.tiers.stores.s3.trial import TRIAL_FOLDER
+from kvtiers.tiers.testing import http_faults, tiny_s3
+from kvtiers.tiers.testing.contract import as_parts, fetch
+from kvtiers.tiers.testing.http_faults import Fault, HttpFaultServer
+from tests.certificate import make_certificate
+from tests.s3_clients import CLIENTS, READERS, choose
+from tests.tiers.stores.s3.test_s3_config import _credentials as _credentials  # an autouse fixture
+from tests.tiers.stores.s3.test_s3_config import serve_by_tls
+
+DATA = bytes(range(256))
+
+
+@pytest.fixture
+def server() -> Iterator[HttpFaultServer]:
+    with HttpFaultServer() as server:
+        yield server
+
+
+@pytest.fixture(params=CLIENTS)
+def options(server: HttpFaultServer, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> S3Options:
+    client = choose(request.param, monkeypatch)
+    options = S3Options(bucket="bucket", endpoint_url=server.endpoint_url, client=client, retries=0)
+    return replace(options, request_timeout_s=120.0)
+
+
+def of_trial(server: HttpFaultServer, *methods: str) -> list[tuple[str, int]]:
+    return [(r.method, len(r.body)) for r in server.requests(*methods) if TRIAL_FOLDER in r.path]
+
+
+def test_each_client_moves_bytes(options: S3Options, server: HttpFaultServer) -> None:
+    store = S3Store(options)
+    store.try_out(read_only=False)
+    small, large = ("PUT", 4096), ("PUT", DIRECT_BYTES_MIN)
+    assert of_trial(server) == [small, ("GET", 0), ("DELETE", 0), large, ("GET", 0), ("DELETE", 0)]
+    assert list(store.keys()) == []
+    store.close()
+
+
+def test_nothing_is_written_where_nothing_may_be(options: S3Options, server: HttpFaultServer) -> None:
+    store = S3Store(options)
+    store.try_out(read_only=True)
+    assert of_trial(server) == [("GET", 0), ("GET", 0)]
+    server.inject(Fault.ACCESS_DENIED, path_contains=TRIAL_FOLDER)
+    with pytest.raises(StoreError, match="AccessDenied"):
+        store.try_out(read_only=True)
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("method", "step"), [("PUT", "put"), ("GET", "get"), ("DELETE", "delete")], ids=["put", "get", "delete"]
+)
+def test_step_that_fails_is_named_and_nothing_stays(
+    options: S3Options, server: HttpFaultServer, method: str, step: str
+) -> None:
+    server.inject(Fault.ACCESS_DENIED, methods=(method,), path_contains=TRIAL_FOLDER)
+    store = S3Store(options)
+    store.check()
+    with pytest.raises(StoreError, match=rf"^secret: these credentials may not do this.*in the trial's {step}"):
+        store.try_out(read_only=False)
+    tier = {"type": "s3", "bucket": "bucket", "endpoint_url": server.endpoint_url, "client": options.client}
+    found = find_problems(parse_config({"region": {"size": "1MiB"}, "tiers": [tier]}))
+    assert [problem for problem in found if "these credentials may not do this" in problem]
+    if method != "DELETE":
+        assert list(store.keys()) == []
+    store.close()
+
+
+def test_large_get_is_tried_by_its_own_client(
+    options: S3Options, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as one that does not trust the server."""
+
+    def fail(*_: object) -> None:
+        raise StoreConfigError("endpoint: the certificate is not trusted")
+
+    monkeypatch.setattr("kvtiers.tiers.stores.s3.direct.DirectReader.get_into", fail)
+    store = S3Store(replace(options, client="obstore"))
+    with pytest.raises(StoreConfigError, match="is not trusted.*, in the trial's large get"):
+        store.try_out(read_only=False)
+    store.close()
+
+
+def test_bytes_that_changed_are_told(options: S3Options, server: HttpFaultServer) -> None:
+    server.inject(Fault.FLIPPED)
+    store = S3Store(options)
+    with pytest.raises(StoreError, match="does not give back the bytes that were put"):
+        store.try_out(read_only=False)
+    store.close()
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_certificate(tmp_path_factory.mktemp("tls"))
+
+
+@pytest.mark.parametrize("options", READERS, indirect=True)
+@pytest.mark.parametrize("variable", ["AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE", "option", "profile"])
+def test_every_client_trusts_what_the_others_trust(
+    options: S3Options, certificate: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    bundle = str(certificate / "ca.pem")
+    for name in ("REQUESTS_CA_BUNDLE", "SSL_CERT_FILE", "SSL_CERT_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    if variable == "option":
+        options = replace(options, ca_bundle=bundle)
+    elif variable == "profile":
+        (tmp_path / "config").write_text(f"[default]\nca_bundle = {bundle}\n")
+    else:
+        monkeypatch.setenv(variable, bundle)
+    with serve_by_tls(certificate) as https:
+        store = S3Store(replace(options, endpoint_url=https.endpoint_url))
+        store.try_out(read_only=False)
+        store.put("a", as_parts(DATA))
+        assert fetch(store, "a", len(DATA)) == DATA
+        store.close()
+
+
+@pytest.mark.parametrize("options", READERS, indirect=True)
+def test_certificate_that_is_not_trusted_is_told_by_every_client(options: S3Options, certificate: Path) -> None:
+    with serve_by_tls(certificate) as https:
+        https.put_object("bucket", "a", DATA)
+        store = S3Store(replace(options, endpoint_url=https.endpoint_url))
+        with pytest.raises(StoreConfigError, match=r"^endpoint: the certificate of .* is not trusted; set ca_bundle"):
+            fetch(store, "a", len(DATA))
+        store.close()
+
+
+def test_busy_machine_is_not_called_a_hung_chain(
+    options: S3Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtiers.tiers.stores.s3.clients.CLIENTS_S_MIN", 0.01)
+    go_on = threading.Event()
+
+    def hang(*_: object) -> None:
+        go_on.wait(60)
+
+    monkeypatch.setattr(S3Session, "__init__", hang)
+    (tmp_path / "config").write_text("[profile q]\ncredential_process = true\n")
+    (tmp_path / "credentials").write_text("[p]\naws_access_key_id = a\naws_secret_access_key = b\n")
+    for profile, says in ((None, "clients were not made"), ("p", "clients were not made"), ("q", "credential chain")):
+        store = S3Store(replace(options, profile=profile, request_timeout_s=0.02))
+        with pytest.raises(StoreTimeoutError, match=says):
+            store.size("a")
+    go_on.set()
+
+
+def test_server_that_wants_virtual_hosts_is_told(
+    options: S3Options, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forbidden = tiny_s3.error(403, "SecondLevelDomainForbidden")
+    monkeypatch.setitem(http_faults._INSTEAD, Fault.ACCESS_DENIED, forbidden)
+    server.inject(Fault.ACCESS_DENIED)
+    store = S3Store(options)
+    calls: list[Callable[[], object]] = [
+        store.check,
+        lambda: store.size("a"),
+        lambda: store.put("a", as_parts(DATA)),
+    ]
+    for call in calls:
+        with pytest.raises(StoreConfigError, match=r"^addressing_style: .*set addressing_style: virtual"):
+            call()
+    store.close()

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from kvtiers.tiers.tier.circuit import Circuit
+
+
+@pytest.fixture
+def now() -> list[float]:
+    return [0.0]
+
+
+@pytest.fixture
+def circuit(now: list[float]) -> Circuit:
+    return Circuit("fs", failures_max=3, probe_every_s=5, clock=lambda: now[0])
+
+
+def test_it_opens_after_failures_in_a_row_only(circuit: Circuit) -> None:
+    for _ in range(5):
+        circuit.fail("lookup", "io")
+        circuit.fail("lookup", "io")
+        circuit.succeed("lookup")
+    assert circuit.closed
+    for _ in range(3):
+        circuit.fail("lookup", "io")
+    assert circuit.state == "open"
+
+
+def test_loads_are_forgiven_by_loads_alone_and_stores_by_any_answer(circuit: Circuit, now: list[float]) -> None:
+    for _ in range(2):
+        circuit.fail("load", "io")
+        circuit.fail("store", "io")
+        circuit.succeed("load")
+        circuit.fail("store", "io")
+        circuit.fail("store", "io")
+        circuit.succeed("lookup")
+    assert circuit.closed
+    for _ in range(3):
+        circuit.fail("load", "io")
+        circuit.succeed("lookup")
+        circuit.succeed("store")
+    assert circuit.state == "open"
+    now[0] += 5
+    assert circuit.take_probe()
+    circuit.succeed("lookup")
+    assert circuit.closed
+    circuit.fail("load", "still")
+    assert circuit.state == "open"
+
+
+def test_it_probes_and_closes_by_itself(circuit: Circuit, now: list[float]) -> None:
+    circuit.trip("stuck")
+    assert circuit.state == "open"
+    assert not circuit.take_probe()
+    for _ in range(3):  # the probe fails: it stays open and is probed again
+        now[0] += 5
+        assert circuit.take_probe()
+        assert not circuit.take_probe()
+        circuit.fail("lookup", "still")
+        assert circuit.state == "open"
+    now[0] += 5
+    assert circuit.take_probe()
+    circuit.succeed("lookup")
+    assert circuit.closed
+    circuit.fail("lookup", "one")
+    assert circuit.closed
+
+
+def test_a_late_success_of_an_old_operation_does_not_close_it(circuit: Circuit) -> None:
+    circuit.trip("stuck")
+    circuit.succeed("lookup")
+    assert circuit.state == "open"
+
+
+def test_a_stuck_probe_opens_it_again(circuit: Circuit, now: list[float]) -> None:
+    circuit.trip("stuck")
+    now[0] += 5
+    assert circuit.take_probe()
+    circuit.trip("still stuck")
+    assert circuit.state == "open"
+
+
+def test_late_answer_to_a_probe_hastens_the_next(circuit: Circuit, now: list[float]) -> None:
+    circuit.trip("stuck")
+    circuit.answer_late()  # to what was asked before
+    assert not circuit.take_probe()
+    now[0] += 5
+    assert circuit.take_probe()
+    circuit.fail("lookup", "not answered")
+    assert not circuit.take_probe()
+    circuit.answer_late()
+    assert circuit.take_probe()
+    circuit.succeed("lookup")
+    assert circuit.closed
+
+
+def test_one_line_a_change(circuit: Circuit, now: list[float], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    for _ in range(10):
+        circuit.fail("lookup", "io")
+    now[0] += 5
+    circuit.take_probe()
+    circuit.fail("lookup", "io")
+    now[0] += 5
+    circuit.take_probe()
+    circuit.succeed("lookup")
+    assert [record.getMessage() for record in caplog.records] == [
+        "tier fs: circuit open: 3 failures in a row, the last: io",
+        "tier fs: circuit closed: it answers again",
+    ]

@@ -1,0 +1,37 @@
+"""TierHealth by itself; what a tier makes of it is in ``test_store_tier``."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtiers.tiers.tier import health
+from kvtiers.tiers.tier.block_mover import Batch
+from kvtiers.tiers.tier.circuit import Circuit
+from kvtiers.tiers.tier.health import REST_S_MAX, TierHealth
+from kvtiers.tiers.tier.lookup import FAILED_S_MIN
+from tests.identity import block_key
+
+KEYS = [block_key(n) for n in range(3)]
+
+
+def test_a_block_rests_twice_as_long_each_time_until_it_was_read() -> None:
+    tier = TierHealth(Circuit("test", failures_max=3, probe_every_s=5))
+    rests = []
+    for _ in range(100):
+        tier.moved([Batch(unreadable=KEYS[:1])], "load")
+        rests.append(tier.rest_s(KEYS[0]))
+    assert rests[:4] == [FAILED_S_MIN * 2**n for n in range(4)]
+    assert rests[-1] == REST_S_MAX
+    tier.moved([Batch(succeeded=KEYS[:1])], "store")  # whether it can be read now is yet to be seen
+    assert KEYS[0] in tier.to_replace
+    tier.moved([Batch(succeeded=KEYS[:1])], "load")
+    tier.moved([Batch(unreadable=KEYS[:1])], "load")
+    assert tier.rest_s(KEYS[0]) == FAILED_S_MIN
+
+
+def test_blocks_that_are_not_remembered_rest_as_at_the_first_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "KEYS_MAX", 1)
+    tier = TierHealth(Circuit("test", failures_max=3, probe_every_s=5))
+    for _ in range(3):
+        tier.moved([Batch(unreadable=KEYS)], "load")
+    assert [tier.rest_s(key) for key in KEYS] == [FAILED_S_MIN] * 3

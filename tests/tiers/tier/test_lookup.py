@@ -1,0 +1,527 @@
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from kvtiers.tiers.blocks.keys import OffloadKey
+from kvtiers.tiers.tier.lookup import FAILED_S_MIN, TURN_KEYS_FIRST, AsyncLookup, LookupOptions, Probe
+from tests.clock import Clock
+from tests.identity import block_key
+from tests.waiting import wait_for
+
+KEYS = [block_key(n) for n in range(100)]
+
+
+class Storage:
+    """A probe over a set of keys that records its batches and can be held up."""
+
+    def __init__(self, present: Sequence[OffloadKey] = ()) -> None:
+        self.present = set(present)
+        self.batches: list[list[OffloadKey]] = []
+        self.open = threading.Event()
+        self.open.set()
+        self.error: BaseException | None = None
+
+    def __call__(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
+        self.batches.append(list(keys))
+        found: list[bool | None] = [key in self.present for key in keys]
+        assert self.open.wait(120)
+        if self.error:
+            raise self.error
+        return found
+
+
+Make = Callable[..., AsyncLookup]
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def make(clock: Clock) -> Iterator[Make]:
+    made: list[AsyncLookup] = []
+
+    def build(probe: Probe, **options: float) -> AsyncLookup:
+        made.append(AsyncLookup(probe, name="test", options=LookupOptions(**options), clock=clock))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield build
+    for lookup in made:
+        if isinstance(lookup._probe, Paced):
+            lookup._probe.go.release(len(LONG))
+        assert lookup.shutdown(120)
+
+
+def ask(lookup: AsyncLookup, *keys: OffloadKey) -> None:
+    """In one step."""
+    for key in keys:
+        lookup.lookup(key)
+    lookup.flush()
+
+
+def answer(lookup: AsyncLookup, key: OffloadKey) -> bool:
+    wait_for(lambda: lookup.lookup(key) is not None)
+    found = lookup.lookup(key)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(("took_s", "threads"), [(0.01, 1), (0.01, 2), (0.3, 1)])
+def test_a_far_storage_is_asked_little_until_it_has_answered(clock: Clock, took_s: float, threads: int) -> None:
+    """Its first answers wait for connections, and say nothing of how slow it is."""
+    keys = [block_key(n) for n in range(1000)]
+    turns: list[int] = []
+    go = threading.Semaphore(0)
+
+    def probe(keys: Sequence[OffloadKey]) -> list[bool | None]:
+        turns.append(len(keys))
+        assert go.acquire(timeout=120)
+        clock.now += took_s
+        return [True] * len(keys)
+
+    options = LookupOptions(threads=threads, deadline_s=0.5)
+    lookup = AsyncLookup(probe, name="test", options=options, is_far=True, clock=clock)
+    ask(lookup, *keys)
+    wait_for(lambda: len(turns) == threads)
+    known = 0
+
+    def is_more_known() -> bool:
+        lookup.flush()
+        return len(lookup._answers) > known
+
+    for _ in range(8):  # some turns were taken before the first answer was known
+        known = len(lookup._answers)
+        go.release()
+        wait_for(is_more_known)
+    go.release(len(keys))
+    assert [answer(lookup, key) for key in keys] == [True] * 1000
+    assert lookup.shutdown(20)
+    assert turns[:threads] == [TURN_KEYS_FIRST] * threads
+    assert max(turns) >= 4 * TURN_KEYS_FIRST if took_s < 0.1 else max(turns) == 2 * TURN_KEYS_FIRST
+
+
+def test_asked_then_answered(make: Make) -> None:
+    storage = Storage(KEYS[:50])
+    lookup = make(storage, threads=1)  # of two, the second may be at the storage first
+    assert [lookup.lookup(key) for key in KEYS] == [None] * 100
+    assert storage.batches == []  # nothing leaves before the step's end
+    lookup.flush()
+    assert [answer(lookup, key) for key in KEYS] == [True] * 50 + [False] * 50
+    assert [key for batch in storage.batches for key in batch] == KEYS
+    counts = lookup.take_counts()
+    assert (counts.hits, counts.misses, counts.failed, counts.expired) == (50, 50, [], 0)
+
+
+def test_a_large_step_is_split(make: Make) -> None:
+    storage = Storage(KEYS)
+    lookup = make(storage, batch_keys_max=30)
+    ask(lookup, *KEYS)
+    assert all(answer(lookup, key) for key in KEYS)
+    assert sorted(map(len, storage.batches)) == [10, 30, 30, 30]
+    assert {batch[0] for batch in storage.batches} == {KEYS[0], KEYS[30], KEYS[60], KEYS[90]}  # in their order
+
+
+def test_unanswered_is_absent_after_the_deadline(make: Make, clock: Clock) -> None:
+    """L2; and the late answer is not believed, because a load may have failed meanwhile."""
+    storage = Storage(KEYS)
+    storage.open.clear()
+    lookup = make(storage, deadline_s=0.2, absent_ttl_s=5)
+    ask(lookup, KEYS[0])
+    wait_for(lambda: storage.batches)
+    clock.now += 0.19
+    assert lookup.lookup(KEYS[0]) is None
+    clock.now += 0.02
+    assert lookup.lookup(KEYS[0]) is False
+    storage.open.set()
+    assert lookup.shutdown(120)
+    lookup.flush()
+    assert lookup.lookup(KEYS[0]) is False
+    counts = lookup.take_counts()
+    assert (counts.expired, counts.late, counts.hits, counts.misses) == (1, 1, 0, 0)
+
+
+def test_what_waited_too_long_to_be_asked_is_not_asked(make: Make, clock: Clock) -> None:
+    """Nobody would believe the answers, and the questions behind it would wait for them, too."""
+    storage = Storage(KEYS)
+    storage.open.clear()
+    lookup = make(storage, deadline_s=0.2, absent_ttl_s=5, threads=1)
+    for key in KEYS[:3]:
+        lookup.lookup(key)
+        lookup.flush()
+        wait_for(lambda: storage.batches)
+    clock.now += 0.3
+    assert [lookup.lookup(key) for key in KEYS[:3]] == [False] * 3
+    storage.open.set()
+    ask(lookup, KEYS[3])
+    assert answer(lookup, KEYS[3]) is True
+    assert storage.batches == [[KEYS[0]], [KEYS[3]]]
+    counts = lookup.take_counts()
+    assert (counts.expired, counts.failed, counts.misses) == (3, [], 0)
+
+
+def test_a_question_is_not_late_before_a_probe_has_it(make: Make, clock: Clock) -> None:
+    """A burst of requests that share a prefix asks for it again and again, within one step that takes long."""
+    lookup = make(Storage(KEYS), deadline_s=0.2)
+    lookup.lookup(KEYS[0])
+    clock.now += 0.19
+    lookup.lookup(KEYS[1])
+    clock.now += 0.02
+    assert lookup.lookup(KEYS[0]) is None
+    clock.now += 0.19
+    lookup.flush()
+    assert [answer(lookup, key) for key in KEYS[:2]] == [True, True]
+    assert lookup.take_counts().expired == 0
+
+
+def test_a_question_never_flushed_is_answered_too(make: Make, clock: Clock) -> None:
+    storage = Storage(KEYS)
+    lookup = make(storage, deadline_s=0.2)
+    lookup.lookup(KEYS[0])
+    clock.now += 1
+    lookup.lookup(KEYS[0])
+    assert answer(lookup, KEYS[0]) is True
+    storage.open.clear()
+    assert lookup.lookup(KEYS[1]) is None
+    clock.now += 0.21
+    assert lookup.lookup(KEYS[1]) is None
+    clock.now += 0.21
+    assert lookup.lookup(KEYS[1]) is False
+    storage.open.set()
+
+
+@pytest.mark.parametrize("error", [OSError("io"), SystemExit()])
+def test_an_error_is_a_miss_and_the_thread_lives_on(make: Make, error: BaseException, clock: Clock) -> None:
+    storage = Storage(KEYS)
+    storage.error = error
+    lookup = make(storage, threads=1, absent_ttl_s=1)
+    ask(lookup, KEYS[0])
+    assert answer(lookup, KEYS[0]) is False
+    assert lookup.take_counts().failed == [KEYS[0]]
+    storage.error = None
+    clock.now += 2
+    ask(lookup, KEYS[0])
+    assert answer(lookup, KEYS[0]) is True
+
+
+def test_one_stuck_probe_does_not_stop_the_next(make: Make) -> None:
+    stuck = threading.Event()
+
+    def probe(keys: Sequence[OffloadKey]) -> list[bool | None]:
+        if KEYS[0] in keys:
+            assert stuck.wait(120)
+        return [True] * len(keys)
+
+    lookup = make(probe, threads=2)
+    ask(lookup, KEYS[0])
+    wait_for(lambda: any(lookup._under_way))
+    ask(lookup, KEYS[1])
+    assert answer(lookup, KEYS[1]) is True
+    assert lookup.lookup(KEYS[0]) is None
+    assert not lookup.shutdown(0)
+    stuck.set()
+
+
+def test_answers_age(make: Make, clock: Clock) -> None:
+    storage = Storage(KEYS[:1])
+    lookup = make(storage, present_ttl_s=10, absent_ttl_s=1)
+    ask(lookup, *KEYS[:2])
+    assert [answer(lookup, key) for key in KEYS[:2]] == [True, False]
+    clock.now += 2
+    assert lookup.lookup(KEYS[0]) is True
+    assert lookup.lookup(KEYS[1]) is None
+    clock.now += 9
+    assert lookup.lookup(KEYS[0]) is None
+
+
+def test_doubt_asks_anew_for_what_was_present(make: Make, clock: Clock) -> None:
+    storage = Storage(KEYS[:2])
+    lookup = make(storage, present_ttl_s=10, absent_ttl_s=5)
+    ask(lookup, *KEYS[:3])
+    assert [answer(lookup, key) for key in KEYS[:3]] == [True, True, False]
+    clock.now += 1
+    lookup.doubt()
+    assert [lookup.lookup(key) for key in KEYS[:3]] == [None, None, False]
+    lookup.mark(KEYS[1:2], present=True)
+    lookup.flush()
+    assert [answer(lookup, key) for key in KEYS[:3]] == [True, True, False]
+    assert storage.batches == [KEYS[:3], KEYS[:1]]
+
+
+def test_marks_overrule_answers_on_their_way(make: Make) -> None:
+    """After a failed load a "present" that is still on its way must not bring the loop back (vllm#49176)."""
+    storage = Storage(KEYS)
+    storage.open.clear()
+    lookup = make(storage, absent_ttl_s=50)
+    ask(lookup, KEYS[0])
+    lookup.mark([KEYS[0]], present=False)
+    storage.open.set()
+    assert lookup.shutdown(120)
+    lookup.flush()
+    assert lookup.lookup(KEYS[0]) is False
+    lookup.mark([KEYS[0]], present=True)
+    assert lookup.lookup(KEYS[0]) is True
+
+
+def test_a_failed_load_is_remembered_for_a_while_whatever_the_ttl(make: Make, clock: Clock) -> None:
+    """A block that is there and cannot be read would be loaded without end."""
+    lookup = make(Storage(KEYS), deadline_s=0.2, absent_ttl_s=0)
+    lookup.mark(KEYS[:1], present=False)
+    clock.now += FAILED_S_MIN / 2
+    assert lookup.lookup(KEYS[0]) is False
+    clock.now += FAILED_S_MIN
+    ask(lookup, KEYS[0])
+    assert answer(lookup, KEYS[0]) is True
+
+
+def test_an_answer_on_its_way_is_forgotten_too(make: Make, clock: Clock) -> None:
+    """The collector removed the block after the storage was asked for it."""
+    storage = Storage(KEYS)
+    storage.open.clear()
+    lookup = make(storage)
+    ask(lookup, KEYS[0])
+    wait_for(lambda: storage.batches == [KEYS[:1]])
+    lookup.forget(KEYS[:1])
+    storage.present.clear()
+    storage.open.set()
+    clock.now += 0.01
+    ask(lookup, KEYS[0])
+    assert answer(lookup, KEYS[0]) is False
+
+
+def test_the_cache_is_bounded_and_forgets_the_oldest(make: Make) -> None:
+    lookup = make(Storage(), keys_max=10)
+    lookup.mark(KEYS, present=True)
+    assert [lookup.lookup(key) for key in KEYS] == [None] * 90 + [True] * 10
+
+
+def test_a_full_cache_forgets_as_fast_as_it_learns(make: Make) -> None:
+    """The time of this thread, so that other processes do not count."""
+    keys_max, more = 110_000, 60_000
+    keys = [block_key(n) for n in range(keys_max + more)]
+    lookup = make(Storage(), keys_max=keys_max)
+
+    def mark_s(start: int, count: int) -> float:
+        batches = [keys[at : at + 256] for at in range(start, start + count, 256)]
+        began = time.thread_time()
+        for batch in batches:
+            lookup.mark(batch, present=True)
+        return (time.thread_time() - began) / count
+
+    filling_s = mark_s(0, keys_max)
+    assert mark_s(keys_max, more) < 5 * filling_s
+
+
+def test_wrong_number_of_answers_is_an_error(make: Make) -> None:
+    lookup = make(lambda _: [True])
+    ask(lookup, *KEYS[:2])
+    assert [answer(lookup, key) for key in KEYS[:2]] == [False, False]
+
+
+def test_without_a_ttl_all_answers_of_a_step_are_read(make: Make, clock: Clock) -> None:
+    """Or a request whose keys are answered one by one would ask for ever."""
+    storage = Storage(KEYS[:2])
+    lookup = make(storage, deadline_s=0.2, present_ttl_s=0.001, absent_ttl_s=0)
+    assert [lookup.lookup(key) for key in KEYS[:4]] == [None] * 4
+    lookup.flush()
+    answer(lookup, KEYS[0])
+    clock.now += 0.1
+    assert [lookup.lookup(key) for key in KEYS[:4]] == [True, True, False, False]
+    clock.now += 0.11
+    assert [lookup.lookup(key) for key in KEYS[:4]] == [None] * 4
+    lookup.flush()
+    wait_for(lambda: storage.batches == [KEYS[:4]] * 2)
+
+
+class Paced:
+    """A probe over storage that answers so many keys a second, by the test's clock, and once for each ``go``.
+
+    All keys before ``stored`` are there.
+    """
+
+    def __init__(self, clock: Clock, keys: Sequence[OffloadKey], stored: int, per_second: float) -> None:
+        self.clock = clock
+        self.numbers = {key: number for number, key in enumerate(keys)}
+        self.stored = stored
+        self.per_second = per_second
+        self.asked: list[int] = []
+        self.go = threading.Semaphore(0)
+
+    def __call__(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
+        assert self.go.acquire(timeout=120)
+        self.clock.now += len(keys) / self.per_second
+        self.asked += [self.numbers[key] for key in keys]
+        return [self.numbers[key] < self.stored for key in keys]
+
+
+def look_up_prefix(lookup: AsyncLookup, storage: Paced, keys: Sequence[OffloadKey], req_id: str) -> int:
+    """As an engine does: asks in each step up to the first miss, until nothing is undecided. The prefix's length."""
+    for _ in range(20_000):
+        undecided = False
+        hits = 0
+        for key in keys:
+            found = lookup.lookup(key, req_id)
+            if found is False:
+                break
+            undecided |= found is None
+            hits += 1
+        lookup.flush()
+        if not undecided:
+            return hits
+        storage.go.release()
+        wait_for(lambda: not lookup._replies.empty())
+    raise AssertionError("still undecided")
+
+
+LONG = [block_key(n) for n in range(16_000)]
+
+
+def test_all_of_a_long_prompt_is_found_while_the_storage_answers(make: Make, clock: Clock) -> None:
+    storage = Paced(clock, LONG, stored=len(LONG), per_second=2_000)
+    lookup = make(storage, deadline_s=0.2, total_s=15.0, threads=1)
+    began = clock.now
+    assert look_up_prefix(lookup, storage, LONG, "r") == len(LONG)
+    assert clock.now - began == pytest.approx(8.0)
+    assert storage.asked == list(range(len(LONG)))  # the first first, none twice
+    assert lookup.take_counts().expired == 0
+
+
+def test_a_request_ends_its_wait_with_the_prefix_that_is_known(make: Make, clock: Clock) -> None:
+    storage = Paced(clock, LONG, stored=len(LONG), per_second=2_000)
+    lookup = make(storage, deadline_s=0.2, total_s=3.0, threads=1)
+    began = clock.now
+    hits = look_up_prefix(lookup, storage, LONG, "r")
+    took_s = clock.now - began
+    assert 3.0 <= took_s < 3.2
+    assert 6_000 <= hits <= took_s * 2_000 + 1
+    counts = lookup.take_counts()
+    assert (counts.hits, counts.expired) == (hits, 0)
+    assert counts.given_up > 9_000
+    assert set(lookup.take_answered()["r"]) == set(LONG)
+    assert lookup.lookup(LONG[-1], "r") is False  # it does not begin to wait again
+    lookup.finish("r")
+    assert lookup.lookup(LONG[-1], "r") is None
+
+
+@pytest.mark.parametrize("per_second", [3, 50, 2_000, 1e6])
+def test_a_turn_is_as_large_as_the_storage_is_fast(make: Make, clock: Clock, per_second: float) -> None:
+    """One that answers 3 keys in a second, each within the deadline, is not silent."""
+    storage = Paced(clock, LONG, stored=len(LONG), per_second=per_second)
+    lookup = make(storage, deadline_s=0.5, total_s=1e6, threads=1, absent_ttl_s=0.0)
+    look_up_prefix(lookup, storage, LONG[:64], "learns")
+    clock.now += 1
+    assert look_up_prefix(lookup, storage, LONG[64:200], "r") == 136
+
+
+def test_a_miss_ends_the_asking_for_what_its_request_named_later(make: Make, clock: Clock) -> None:
+    storage = Paced(clock, LONG, stored=700, per_second=2_000)
+    lookup = make(storage, threads=1)
+    assert look_up_prefix(lookup, storage, LONG, "r") == 700
+    assert len(storage.asked) < 700 + 256
+    assert LONG[-1] not in lookup._asked
+
+
+def test_a_request_that_wants_keys_behind_a_miss_gets_all_of_them(make: Make, clock: Clock) -> None:
+    """As with a sliding window, of which the first blocks may be gone."""
+    storage = Paced(clock, LONG, stored=500, per_second=2_000)
+    lookup = make(storage, threads=1, absent_ttl_s=0.5)
+    wanted = LONG[1_000:0:-1]
+
+    while None in [lookup.lookup(key, "r") for key in wanted]:
+        lookup.flush()
+        storage.go.release()
+        wait_for(lambda: not lookup._replies.empty())
+    assert [lookup.lookup(key, "r") for key in wanted] == [False] * 501 + [True] * 499
+
+
+def test_requests_take_turns(make: Make, clock: Clock) -> None:
+    storage = Paced(clock, LONG, stored=len(LONG), per_second=2_000)
+    lookup = make(storage, threads=1)
+    for key in LONG[:8_000]:
+        lookup.lookup(key, "long")
+    lookup.flush()
+    for key in LONG[8_000:8_010]:
+        lookup.lookup(key, "short")
+    lookup.flush()
+    assert look_up_prefix(lookup, storage, LONG[8_000:8_010], "short") == 10
+    assert storage.asked.index(8_009) < 1_000
+
+
+def test_a_key_that_several_requests_want_is_asked_once_and_all_hear_of_it(make: Make, clock: Clock) -> None:
+    storage = Storage(KEYS)
+    storage.open.clear()
+    lookup = make(storage, threads=1)
+    for req_id in ("a", "b", "c"):
+        for key in KEYS[:3]:
+            assert lookup.lookup(key, req_id) is None
+    assert lookup.lookup(KEYS[50], "d") is None
+    lookup.flush()
+    wait_for(lambda: storage.batches)
+    assert lookup.take_answered() == {}
+    lookup.finish("c")
+    storage.open.set()
+    answered: dict[str, list[OffloadKey]] = {}
+
+    def all_heard() -> bool:
+        answered.update(lookup.take_answered())
+        return len(answered) == 3
+
+    wait_for(all_heard)
+    assert answered == {"a": KEYS[:3], "b": KEYS[:3], "d": KEYS[50:51]}
+    assert sorted(key for batch in storage.batches for key in batch) == sorted([*KEYS[:3], KEYS[50]])
+
+
+def test_what_a_request_that_ends_was_asking_is_asked_for_the_others(make: Make, clock: Clock) -> None:
+    storage = Storage(KEYS)
+    storage.open.clear()
+    lookup = make(storage, threads=1, batch_keys_max=1)
+    for req_id in ("first", "second"):
+        for key in KEYS[:5]:
+            lookup.lookup(key, req_id)
+    lookup.flush()
+    wait_for(lambda: storage.batches)
+    lookup.finish("first")
+    assert set(lookup.take_answered()["second"]) == set(KEYS[1:5])  # it asks again
+    storage.open.set()
+    ask(lookup, *KEYS[:5])
+    assert [answer(lookup, key) for key in KEYS[:5]] == [True] * 5
+
+
+def test_silence_ends_every_wait_and_those_who_wait_are_told(make: Make, clock: Clock) -> None:
+    storage = Storage(KEYS)
+    storage.open.clear()
+    lookup = make(storage, deadline_s=0.2, threads=2, batch_keys_max=1, absent_ttl_s=5)
+    for req_id, key in zip("abcdef", KEYS, strict=False):
+        lookup.lookup(key, req_id)
+    lookup.flush()
+    wait_for(lambda: len(storage.batches) == 2)
+    clock.now += 0.19
+    lookup.flush()
+    assert lookup.take_answered() == {}
+    clock.now += 0.02
+    lookup.flush()
+    assert lookup.take_answered() == {req_id: [key] for req_id, key in zip("abcdef", KEYS, strict=False)}
+    assert [lookup.lookup(key, req_id) for req_id, key in zip("abcdef", KEYS, strict=False)] == [False] * 6
+    storage.open.set()
+
+
+def test_an_answer_to_an_expired_question_is_no_answer_to_the_next(make: Make, clock: Clock) -> None:
+    """The block may have been found unreadable, or been removed, meanwhile."""
+    storage = Storage(KEYS)
+    storage.open.clear()
+    lookup = make(storage, deadline_s=0.2, threads=1, absent_ttl_s=0)
+    ask(lookup, KEYS[0])
+    wait_for(lambda: storage.batches)
+    clock.now += 0.3
+    lookup.flush()
+    clock.now += 0.01
+    storage.present.clear()
+    assert lookup.lookup(KEYS[0]) is None
+    lookup.flush()
+    storage.open.set()
+    assert answer(lookup, KEYS[0]) is False
+    assert lookup.take_counts().late == 1

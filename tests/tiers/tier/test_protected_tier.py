@@ -1,0 +1,439 @@
+"""``auth`` and ``encrypt`` from the config to the bytes on storage."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import xxhash
+import yaml
+from typer.testing import CliRunner
+
+from kvtiers.connector.commands.cli import app
+from kvtiers.connector.vllm_config import vllm_config
+from kvtiers.tiers.base import JobMetadata
+from kvtiers.tiers.blocks import protected_seal
+from kvtiers.tiers.blocks.file_mapper import fingerprint_of, identity_file_name, namespace_of
+from kvtiers.tiers.blocks.keyring import parse_keys
+from kvtiers.tiers.blocks.keys import OffloadKey
+from kvtiers.tiers.blocks.seal import CHECK_AT, TRAILER_BYTES, Authentication, Seal
+from kvtiers.tiers.builtin import FileSystemTierManager
+from kvtiers.tiers.capacity.account import Account
+from kvtiers.tiers.capacity.records import RecordKeys, put_record
+from kvtiers.tiers.capacity.usage import MEASURED, read_measured
+from kvtiers.tiers.config.deployment import parse_config, parse_tier
+from kvtiers.tiers.errors import ConfigError, StoreFullError
+from kvtiers.tiers.stores.files import vectored_io
+from kvtiers.tiers.stores.files.local import LocalStore
+from kvtiers.tiers.tier import block_mover
+from tests.identity import FakeSpec, block_key
+from tests.waiting import PATIENT, wait_for
+
+ROWS, ROW_BYTES = 8, 8192
+KEYS = [block_key(n) for n in range(ROWS)]
+OLD, NEW, OTHER = (random.Random(seed).randbytes(32).hex() for seed in (21, 22, 23))
+
+GMAC = {"auth": "gmac"}
+both = pytest.mark.parametrize("options", [GMAC, {"encrypt": "aes-gcm"}], ids=["gmac", "gcm"])
+
+
+class Bench:
+    """A region, and fs tiers over one folder."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root / "kv"
+        self.keys_file = root / "keys"
+        self.keys_file.touch(mode=0o600)
+        self.keys_file.write_text(OLD)
+        self.region = np.zeros((ROWS, ROW_BYTES), np.int8)
+        self.tiers: list[FileSystemTierManager] = []
+        self.job_id = 0
+
+    def tier(self, *keys: str, **options: Any) -> FileSystemTierManager:
+        if keys:
+            self.keys_file.write_text("\n".join(keys))
+            options["keys_file"] = str(self.keys_file)
+        tier = FileSystemTierManager(
+            FakeSpec(), self.region.data, "fs", str(self.root), n_read_threads=1, n_write_threads=1, min_free=0,
+            **PATIENT | options,
+        )  # fmt: skip
+        self.tiers.append(tier)
+        return tier
+
+    def run(self, tier: FileSystemTierManager, operation: str, keys: list[OffloadKey]) -> set[OffloadKey]:
+        """What the tier stored or loaded of the keys; key n is in row n."""
+        self.job_id += 1
+        rows = np.array([KEYS.index(key) for key in keys], np.int32)
+        getattr(tier, f"submit_{operation}")(JobMetadata(self.job_id, keys, rows))
+        tier.drain_jobs()
+        (result,) = tier.get_finished()
+        return set(result.successful_keys)
+
+    def fill(self) -> np.ndarray[Any, Any]:
+        self.region[:] = np.random.default_rng(7).integers(-128, 128, self.region.shape, np.int8)
+        return self.region.copy()
+
+    def files(self) -> list[Path]:
+        return sorted(path for path in self.root.rglob("*.bin") if ".quarantine" not in path.parts)
+
+    def loads(self, tier: FileSystemTierManager, expected: np.ndarray[Any, Any]) -> bool:
+        """Whether all blocks load; none does with other bytes."""
+        self.region[:] = 0
+        loaded = self.run(tier, "load", KEYS)
+        for number, key in enumerate(KEYS):
+            if key in loaded:
+                assert np.array_equal(self.region[number], expected[number])
+        return len(loaded) == len(KEYS)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path)
+    yield made
+    for tier in made.tiers:
+        tier.shutdown()
+
+
+def failures(tier: FileSystemTierManager, reason: str) -> float:
+    return tier.metrics.value("kvtiers_verify_failures_total", "fs", reason)
+
+
+@both
+def test_blocks_go_round_and_rotate(bench: Bench, options: dict[str, Any]) -> None:
+    expected = bench.fill()
+    first = bench.tier(OLD, **options)
+    assert bench.run(first, "store", KEYS) == set(KEYS)
+    assert bench.loads(first, expected)
+    assert bench.loads(bench.tier(NEW, OLD, **options), expected)
+    after = bench.tier(NEW, **options)
+    assert not bench.loads(after, expected)
+    assert failures(after, "unsupported") == ROWS
+    assert len(bench.files()) == ROWS  # a block under a key that is not known is nobody's to throw away
+    assert bench.run(after, "store", KEYS) == set()
+    assert bench.loads(bench.tier(NEW, OLD, **options), expected)
+
+
+@both
+def test_process_isolation_changes_nothing(bench: Bench, options: dict[str, Any]) -> None:
+    expected = bench.fill()
+    tier = bench.tier(OLD, isolation="process", **options)
+    assert bench.run(tier, "store", KEYS) == set(KEYS)
+    assert bench.loads(tier, expected)
+    assert bench.loads(bench.tier(OLD, **options), expected)
+
+
+@both
+def test_piece_by_piece_is_the_same(bench: Bench, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = bench.fill()
+    whole = bench.tier(OLD, **options)
+    monkeypatch.setattr(block_mover, "PIECEWISE_BYTES_MIN", 0)
+    monkeypatch.setattr(vectored_io, "READ_PIECE_BYTES", 4096)
+    monkeypatch.setattr(vectored_io, "WRITE_PIECE_BYTES", 4096)
+    pieces = bench.tier(OLD, **options)
+    assert bench.run(pieces, "store", KEYS) == set(KEYS)
+    assert bench.loads(whole, expected)
+    assert bench.loads(pieces, expected)
+    for path in bench.files():
+        blob = bytearray(path.read_bytes())
+        blob[-TRAILER_BYTES - 1] ^= 1
+        path.write_bytes(blob)
+    assert bench.run(pieces, "load", KEYS) == set()
+    assert failures(pieces, "payload_checksum") == ROWS
+
+
+def test_encrypted_blocks_hold_nothing_of_the_payload(bench: Bench) -> None:
+    expected = bench.fill()
+    tier = bench.tier(OLD, encrypt="aes-gcm")
+    assert bench.run(tier, "store", KEYS) == set(KEYS)
+    assert np.array_equal(bench.region, expected)  # a slot is not encrypted where it lies: the engine may read it
+    stored = b"".join(path.read_bytes()[:-TRAILER_BYTES] for path in bench.files())
+    assert len(stored) == ROWS * ROW_BYTES
+    assert not any(expected[row, at : at + 16].tobytes() in stored for row in range(ROWS) for at in (0, 4096))
+    assert bench.loads(tier, expected)
+
+
+def test_a_slot_that_changes_while_it_is_encrypted_is_not_stored(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.fill()
+    tier = bench.tier(OLD, encrypt="aes-gcm")
+    associated = protected_seal._associated
+
+    def late_write(trailer: bytearray) -> bytearray:
+        bench.region[0, 0] += 1
+        return associated(trailer)
+
+    monkeypatch.setattr(protected_seal, "_associated", late_write)
+    assert bench.run(tier, "store", KEYS[:1]) == set()
+    assert failures(tier, "payload_checksum") == 1
+    assert not bench.files()
+
+
+@both
+def test_a_tampered_block_is_a_miss_and_heals(bench: Bench, options: dict[str, Any]) -> None:
+    expected = bench.fill()
+    tier = bench.tier(OLD, **options)
+    bench.run(tier, "store", KEYS)
+    for path in bench.files():
+        blob = bytearray(path.read_bytes())
+        blob[10] ^= 1
+        tail = memoryview(blob)[-TRAILER_BYTES:]
+        tail[136:144] = xxhash.xxh3_64_intdigest(blob[:-TRAILER_BYTES]).to_bytes(8, "little")
+        tail[208:216] = xxhash.xxh3_64_intdigest(bytes(tail[:208])).to_bytes(8, "little")
+        path.write_bytes(blob)
+    assert not bench.loads(tier, expected)
+    assert failures(tier, "authentication") == ROWS
+    assert not bench.files()
+    bench.region[:] = expected
+    assert bench.run(tier, "store", KEYS) == set(KEYS)
+    assert bench.loads(tier, expected)
+
+
+def test_planted_unauthenticated_blocks_are_not_taken(bench: Bench) -> None:
+    """An attacker who copies good blocks of the plain namespace into the protected one."""
+    expected = bench.fill()
+    plain, guarded = bench.tier(), bench.tier(OLD, **GMAC)
+    bench.run(plain, "store", KEYS)
+    for key in KEYS:
+        path = Path(guarded.mapper.get_file_name(key))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(Path(plain.mapper.get_file_name(key)).read_bytes())
+    assert not bench.loads(guarded, expected)
+    assert failures(guarded, "fingerprint") == ROWS
+
+
+def test_with_and_without_keys_are_two_namespaces(bench: Bench) -> None:
+    expected = bench.fill()
+    plain, guarded = bench.tier(), bench.tier(OLD, **GMAC)
+    for tier in (plain, guarded):
+        assert bench.run(tier, "store", KEYS) == set(KEYS)
+        assert bench.loads(tier, expected)
+        bench.region[:] = expected
+    assert plain.mapper.base_path != guarded.mapper.base_path
+    assert guarded.mapper.get_run_config()["protection"] == "gmac"
+    assert "protection" not in plain.mapper.get_run_config()  # the digest of those without keys stays as it was
+    assert failures(plain, "unsupported") == failures(guarded, "authentication") == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"auth": "gmac"}, "auth: gmac needs keys; give keys_file or keys_env"),
+        ({"encrypt": "aes-gcm"}, "encrypt: aes-gcm needs keys"),
+        ({"keys_file": "/k"}, "keys_file: is of no use without auth: gmac or encrypt: aes-gcm"),
+        ({"auth": "gmac", "keys_file": "/k", "keys_env": "K"}, "keys_env: is one too many"),
+        ({"auth": "hmac"}, "auth: 'hmac' is not accepted"),
+        ({"auth": "gmac", "keys_env": "A B"}, "keys_env: a text is not accepted: string should match"),
+    ],
+)
+@pytest.mark.parametrize("tier_type", ["fs", "s3", "memory"])
+def test_each_mistake_names_its_field(options: dict[str, str], expected: str, tier_type: str) -> None:
+    base = {"fs": {"root_dir": "/kv"}, "s3": {"bucket": "kvb"}, "memory": {}}[tier_type]
+    with pytest.raises(ConfigError) as caught:
+        parse_tier({"type": tier_type, **base, **options})
+    assert expected in str(caught.value)
+
+
+def test_keys_come_from_the_environment_too(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = bench.fill()
+    bench.run(bench.tier(OLD, **GMAC), "store", KEYS)
+    monkeypatch.setenv("KVTIERS_KEYS", OLD)
+    assert bench.loads(bench.tier(keys_env="KVTIERS_KEYS", **GMAC), expected)
+    monkeypatch.delenv("KVTIERS_KEYS")
+    with pytest.raises(ConfigError, match="no KVTIERS_KEYS"):
+        bench.tier(keys_env="KVTIERS_KEYS", **GMAC)
+
+
+def test_a_canary_key_is_shown_nowhere(
+    bench: Bench, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """X4: not in logs, reprs, errors, metrics or configs."""
+    caplog.set_level(logging.DEBUG)
+    bench.fill()
+    tier = bench.tier(OLD, **GMAC)
+    bench.run(tier, "store", KEYS)
+    bench.files()[0].write_bytes(bytes(100))
+    bench.run(tier, "load", KEYS)
+    data = {
+        "region": {"size": "1MiB"},
+        "tiers": [{"type": "fs", "root_dir": str(bench.root), "auth": "gmac", "keys_file": str(bench.keys_file)}],
+    }
+    config = parse_config(data)
+    shown = [
+        caplog.text,
+        repr(tier),
+        repr(vars(tier)),
+        repr(tier.metrics.snapshot()),
+        repr(config),
+        config.model_dump_json(),
+    ]
+    with pytest.raises(ConfigError) as caught:
+        bench.tier(OLD[:-1], **GMAC)
+    shown += [str(caught.value), repr(caught.value)]
+    for text in shown:
+        assert OLD[:16] not in text
+        assert repr(bytes.fromhex(OLD))[2:-1] not in text
+
+
+def test_prefix_files_are_not_offered_for_a_protected_tier(bench: Bench, tmp_path: Path) -> None:
+    """They are plain safetensors: the tier's keys would not protect them."""
+    path = tmp_path / "c.yaml"
+    tier = {"type": "fs", "root_dir": str(bench.root), "auth": "gmac", "keys_file": str(bench.keys_file)}
+    path.write_text(yaml.safe_dump({"region": {"size": "1MiB"}, "tiers": [tier]}))
+    assert set(vllm_config(path)) == {"spec", "tier"}
+
+
+@pytest.mark.parametrize(("near", "far"), [("none", "aes-gcm"), ("aes-gcm", "none"), ("gmac", "aes-gcm")])
+def test_copies_between_two_protections_are_refused(tmp_path: Path, near: str, far: str) -> None:
+    """No engine of the target would find them, and plain ones would lie where all is encrypted."""
+    options = {"none": "", "gmac": ", auth: gmac, keys_env: K", "aes-gcm": ", encrypt: aes-gcm, keys_env: K"}
+    config = tmp_path / "c.yaml"
+    config.write_text(
+        f"region: {{size: 1MiB}}\ntiers:\n- {{type: fs, name: near, root_dir: {tmp_path}/near{options[near]}}}\n"
+        f"- {{type: fs, name: far, root_dir: {tmp_path}/far{options[far]}}}\n"
+    )
+    result = CliRunner().invoke(app, ["warm", str(config)])
+    assert result.exit_code == 2
+    assert f"(far has {far}, near {near})" in result.output
+
+
+@both
+def test_verify_finds_blocks_that_were_written_without_a_key(
+    bench: Bench, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    bench.fill()
+    tier = bench.tier(OLD, **options)
+    bench.run(tier, "store", KEYS[:4])
+    forger, seal = LocalStore(bench.root), Seal(tier.mapper.fingerprint, 0)
+    for key in KEYS[4:]:
+        payload = memoryview(bytes(ROW_BYTES))
+        forger.put(tier.mapper.relative_name(key), [payload, memoryview(seal.trailer(key, payload))])
+    config = tmp_path / "c.yaml"
+    tiers = [{"type": "fs", "root_dir": str(bench.root), "keys_file": str(bench.keys_file), **options}]
+    config.write_text(yaml.safe_dump({"region": {"size": "1MiB"}, "tiers": tiers}))
+    result = CliRunner().invoke(app, ["verify", str(config), "--json"])
+    (report,) = json.loads(result.output)["tiers"]
+    assert result.exit_code == 1
+    assert [reason for _, reason in report["bad"]] == ["authentication"] * 4
+
+
+def test_blocks_of_a_protection_that_is_not_known_here_end_no_verify(bench: Bench, tmp_path: Path) -> None:
+    """A newer version's, or what somebody has written there; those that nothing protects are bad all the same."""
+    bench.fill()
+    tier = bench.tier(OLD, **GMAC)
+    bench.run(tier, "store", KEYS[:2])
+    config_json = bench.root / tier.mapper.relative_config_name
+    fields = json.loads(config_json.read_text()) | {"protection": "newer"}
+    namespace = namespace_of(fields)
+    store, seal = LocalStore(bench.root), Seal(fingerprint_of(fields), 0)
+    store.put(f"{namespace}/{config_json.name}", [memoryview(json.dumps(fields).encode())])
+    payload = memoryview(bytes(ROW_BYTES))
+    for key, means in zip(KEYS[2:4], (Authentication.NONE, 9), strict=True):
+        head = bytearray(seal.trailer(key, payload)[:CHECK_AT])
+        head[14] = means
+        trailer = head + xxhash.xxh3_64_intdigest(head).to_bytes(8, "little")
+        name = tier.mapper.relative_name(key).replace(config_json.parent.name, namespace)
+        store.put(name, [payload, memoryview(trailer.ljust(TRAILER_BYTES, b"\0"))])
+    config = tmp_path / "c.yaml"
+    tiers = [{"type": "fs", "root_dir": str(bench.root), "keys_file": str(bench.keys_file), **GMAC}]
+    config.write_text(yaml.safe_dump({"region": {"size": "1MiB"}, "tiers": tiers}))
+    result = CliRunner().invoke(app, ["verify", str(config), "--json"])
+    (report,) = json.loads(result.output)["tiers"]
+    assert [reason for _, reason in report["bad"]] == ["authentication"]
+    assert (report["blocks"], report["foreign"]) == (4, 1)
+
+
+@pytest.mark.parametrize("command", ["verify", "migrate"])
+@pytest.mark.parametrize("keeps_config", [True, False])
+def test_nobody_can_say_that_a_namespaces_blocks_need_no_key(
+    bench: Bench, tmp_path: Path, command: str, keeps_config: bool
+) -> None:
+    """By a file as ``format: vllm-raw`` has them, with the fields of an engine that has no keys."""
+    bench.fill()
+    tier = bench.tier(OLD, **GMAC)
+    bench.run(tier, "store", KEYS[:4])
+    forger, config_json = LocalStore(bench.root), bench.root / tier.mapper.relative_config_name
+    fields = json.loads(config_json.read_text())
+    del fields["protection"]
+    if not keeps_config:
+        config_json.unlink()
+    fingerprint = fingerprint_of(fields)
+    planted = identity_file_name(config_json.parent.name, fingerprint)
+    forger.put(planted, [memoryview(json.dumps(fields).encode())])
+    seal = Seal(fingerprint, 0)
+    for key in KEYS[4:]:
+        payload = memoryview(bytes(ROW_BYTES))
+        forger.put(tier.mapper.relative_name(key), [payload, memoryview(seal.trailer(key, payload))])
+    configs = []
+    for root in (bench.root, tmp_path / "target"):
+        tiers = [{"type": "fs", "root_dir": str(root), "min_free": 0, "keys_file": str(bench.keys_file), **GMAC}]
+        configs.append(tmp_path / f"{root.name}.yaml")
+        configs[-1].write_text(yaml.safe_dump({"region": {"size": "1MiB"}, "tiers": tiers}))
+    result = CliRunner().invoke(app, [command, *map(str, configs[: 1 + (command == "migrate")]), "--json"])
+    assert result.exit_code == 1
+    report = json.loads(result.stdout)
+    if command == "migrate":
+        assert report["copied"] == 4 * keeps_config
+        assert not (tmp_path / "target" / planted).exists()
+    else:
+        expected = ["fingerprint"] * 4 if keeps_config else ["no_identity"] * len(KEYS)
+        assert [reason for _, reason in report["tiers"][0]["bad"]] == expected
+
+
+def test_no_tiers_processes_have_the_keys_of_another(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTIERS_SECRETS", OLD)
+    keyed = {"type": "fs", "root_dir": "/mnt/other", "auth": "gmac", "keys_env": "KVTIERS_SECRETS"}
+    parse_config({"region": {"size": "1MiB"}, "tiers": [{"type": "memory"}, keyed]})
+    tier = bench.tier(isolation="process", max_bytes="64MiB")
+    collector: Any = tier._collector
+    workers = tier.store.inner._pool  # type: ignore[attr-defined]
+    # A process that is still being started has its parent's environment.
+    wait_for(lambda: collector._process is not None and workers.workers and not workers._starting)
+    threads = Path(f"/proc/{os.getpid()}/task").iterdir()
+    started = [pid for thread in threads for pid in (thread / "children").read_text().split()]
+    assert len(started) > 1  # a worker and the collector
+    for pid in started:
+        assert OLD.encode() not in Path(f"/proc/{pid}/environ").read_bytes()
+
+
+@both
+def test_a_measurement_that_was_written_without_the_key_is_replaced(tmp_path: Path, options: dict[str, str]) -> None:
+    """A stranger who may write to the storage must not make room that is not there."""
+    bench = Bench(tmp_path)
+    tier = bench.tier(OLD, **options, max_bytes="1MiB")
+    try:
+        bench.fill()
+        wait_for(lambda: bench.run(tier, "store", KEYS) == set(KEYS))
+        store, keys = LocalStore(bench.root), RecordKeys.of(parse_keys(OLD, "keys"))
+        collector = psutil.Process(tier._collector._process.pid)  # type: ignore[union-attr]
+        collector.suspend()  # or it might replace the record before this test has looked
+        wait_for(lambda: collector.status() == psutil.STATUS_STOPPED)
+        put_record(store, MEASURED, {"id": "a", "bytes": 0, "blobs": 0, "base": {}, "at": 0})
+        with pytest.raises(StoreFullError, match="not measured"):
+            Account(store, 1 << 20, keys=keys).take(1, "b")
+        collector.resume()
+        wait_for(lambda: read_measured(store, keys=keys) is not None)
+    finally:
+        tier.shutdown()
+
+
+@both
+def test_gc_needs_the_keys_and_a_dry_run_does_not(tmp_path: Path, options: dict[str, str]) -> None:
+    config = tmp_path / "c.yaml"
+    LocalStore(tmp_path / "kv")
+    tier = {"type": "fs", "root_dir": str(tmp_path / "kv"), "ttl": "1d", "keys_file": str(tmp_path / "keys"), **options}
+    config.write_text(yaml.safe_dump({"region": {"size": "1MiB"}, "tiers": [tier]}))
+    assert CliRunner().invoke(app, ["gc", str(config), "--dry-run"]).exit_code == 0
+    result = CliRunner().invoke(app, ["gc", str(config)])
+    assert result.exit_code == 1
+    assert "keys_file" in result.output
+    (tmp_path / "keys").write_text(OLD)
+    (tmp_path / "keys").chmod(0o600)
+    assert CliRunner().invoke(app, ["gc", str(config)]).exit_code == 0
+    assert read_measured(LocalStore(tmp_path / "kv"), keys=RecordKeys.of(parse_keys(OLD, "keys"))) is not None

@@ -1,0 +1,1662 @@
+"""StoreTierManager over the memory and the local store: what it promises, with the store corrupted behind its back."""
+
+from __future__ import annotations
+
+import gc
+import json
+import mmap
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from unittest.mock import ANY
+
+import numpy as np
+import pytest
+import xxhash
+
+from kvtiers.tiers.base import JobMetadata, JobResult
+from kvtiers.tiers.blocks.file_mapper import FileMapper, strict_fields
+from kvtiers.tiers.blocks.keys import OffloadKey, make_offload_key
+from kvtiers.tiers.blocks.seal import CHECK_AT, TRAILER_BYTES
+from kvtiers.tiers.errors import (
+    BlobCorruptError,
+    ConfigError,
+    StoreConfigError,
+    StoreError,
+    StoreFullError,
+    StorePermissionError,
+    StoreThrottledError,
+    StoreTimeoutError,
+    StoreUnavailableError,
+)
+from kvtiers.tiers.store import Capabilities, Store
+from kvtiers.tiers.stores.files import vectored_io
+from kvtiers.tiers.stores.files.local import LocalStore
+from kvtiers.tiers.stores.memory import MemoryStore
+from kvtiers.tiers.testing.faults import Fault, FaultyStore
+from kvtiers.tiers.tier import block_mover, health, store_tier
+from kvtiers.tiers.tier.health import REST_S_MAX
+from kvtiers.tiers.tier.lookup import FAILED_S_MIN, LookupOptions
+from kvtiers.tiers.tier.store_tier import StoreTierManager, TierOptions
+from kvtiers.tiers.tracing import JobTrace
+from tests.clock import Clock
+from tests.identity import FakeSpec, block_key
+from tests.promises import Record
+from tests.waiting import wait_for
+
+ROWS, ROW_BYTES = 32, 8192
+BLOB_BYTES = ROW_BYTES + TRAILER_BYTES
+KEYS = [block_key(n) for n in range(ROWS)]
+PATIENT = TierOptions(shutdown_s=400.0)
+
+
+class Bench:
+    """A region, and tiers over one store."""
+
+    def __init__(self, make_store: Callable[[], Store]) -> None:
+        self.make_store = make_store
+        self.region = np.zeros((ROWS, ROW_BYTES), np.int8)
+        self.tiers: list[StoreTierManager] = []
+        self.clock: Callable[[], float] = time.monotonic
+        self.job_id = 0
+
+    def tier(self, spec: FakeSpec | None = None, store: Store | None = None, **options: Any) -> StoreTierManager:
+        spec = spec or FakeSpec()
+        lookup = LookupOptions(deadline_s=20, absent_ttl_s=0)  # tests wait for answers; deadlines have their own test
+        made = StoreTierManager(
+            spec,
+            self.region.data,
+            "test",
+            store=store or self.make_store(),
+            options=TierOptions(**{"lookup": lookup, "task_bytes": 3 * ROW_BYTES, "shutdown_s": 400.0, **options}),
+            clock=self.clock,
+        )
+        self.tiers.append(made)
+        return made
+
+    def fill(self, seed: int) -> np.ndarray[Any, Any]:
+        self.region[:] = np.random.default_rng(seed).integers(-128, 128, self.region.shape, np.int8)
+        return self.region.copy()
+
+    def job(self, keys: Sequence[OffloadKey], blocks: Sequence[int] | None = None) -> JobMetadata:
+        self.job_id += 1
+        return JobMetadata(
+            self.job_id, list(keys), np.asarray(range(len(keys)) if blocks is None else blocks, np.int32)
+        )
+
+    def store(
+        self, tier: StoreTierManager, keys: Sequence[OffloadKey], blocks: Sequence[int] | None = None
+    ) -> JobResult:
+        tier.submit_store(job := self.job(keys, blocks))
+        return self.result(tier, job)
+
+    def load(
+        self, tier: StoreTierManager, keys: Sequence[OffloadKey], blocks: Sequence[int] | None = None
+    ) -> JobResult:
+        tier.submit_load(job := self.job(keys, blocks))
+        return self.result(tier, job)
+
+    def fail(self, what: str, tier: StoreTierManager, keys: Sequence[OffloadKey]) -> None:
+        """A load, store or lookup that does."""
+        if what == "lookup":
+            assert not any(self.present(tier, key) for key in keys)
+        else:
+            assert not (self.load if what == "load" else self.store)(tier, keys).success
+
+    @staticmethod
+    def result(tier: StoreTierManager, job: JobMetadata) -> JobResult:
+        tier.drain_jobs()
+        (result,) = tier.get_finished()
+        assert result.job_id == job.job_id
+        return result
+
+    @staticmethod
+    def first_result(tier: StoreTierManager) -> JobResult:
+        """Of the job that ends first, where others do not."""
+        (result,) = wait_for(lambda: list(tier.get_finished()))
+        return result
+
+    @staticmethod
+    def told(tier: StoreTierManager) -> list[tuple[OffloadKey, bool]]:
+        """What events since say of keys, and whether it is that they were removed."""
+        return [(key, event.removed) for event in tier.take_events() for key in event.keys]
+
+    @staticmethod
+    def present(tier: StoreTierManager, key: OffloadKey) -> bool:
+        def ask() -> list[bool]:
+            answer = tier.lookup(key)
+            tier.on_schedule_end()
+            return [] if answer is None else [answer]
+
+        return wait_for(ask)[0]
+
+    @staticmethod
+    def wait_until_closed(tier: StoreTierManager) -> None:
+        def probed() -> bool:
+            tier.on_schedule_end()
+            return tier.circuit_state == "closed"
+
+        wait_for(probed)
+
+
+@pytest.fixture(autouse=True)
+def _patient_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tier whose threads do not end in time leaves its store open and its rows mapped."""
+    monkeypatch.setattr(store_tier, "LOOKUPS_END_S", 120.0)
+
+
+@pytest.fixture(params=["memory", "local", "local, piece by piece"])
+def bench(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    if "piece" in request.param:
+        monkeypatch.setattr(block_mover, "PIECEWISE_BYTES_MIN", 0)
+        monkeypatch.setattr(vectored_io, "READ_PIECE_BYTES", ROW_BYTES // 2)
+        monkeypatch.setattr(vectored_io, "WRITE_PIECE_BYTES", ROW_BYTES // 2)
+        monkeypatch.setattr(vectored_io, "RUN_SLACK_BYTES", 0)
+    memory = MemoryStore()
+    made = Bench((lambda: memory) if request.param == "memory" else (lambda: LocalStore(str(tmp_path / "kv"))))
+    yield made
+    for tier in made.tiers:
+        tier.shutdown()
+
+
+#: For tests that bring a store of their own: with each of the three they would do the same again.
+ONE_BENCH = pytest.mark.parametrize("bench", ["memory"], indirect=True)
+
+
+def read(store: Store, name: str) -> bytes:
+    size = store.size(name)
+    assert size is not None
+    data = bytearray(size)
+    store.get_into(name, [memoryview(data)])
+    return bytes(data)
+
+
+def write(store: Store, name: str, data: bytes) -> None:
+    store.delete(name)
+    store.put(name, [memoryview(data)])
+
+
+def spoil_payload(store: Store, name: str) -> None:
+    """No store sees it, as the trailer is good."""
+    data = read(store, name)
+    write(store, name, bytes([data[0] ^ 1]) + data[1:])
+
+
+def rot_payload(store: MemoryStore, name: str) -> None:
+    """As ``spoil_payload``, in place."""
+    data = read(store, name)
+    store.put(name, [memoryview(bytes([data[0] ^ 1]) + data[1:])], overwrite=True)
+
+
+def make_newer(store: Store, name: str) -> bytes:
+    """Make a block one of a version to come. Returns it."""
+    blob = bytearray(read(store, name))
+    blob[ROW_BYTES + 8] = 2
+    fields = blob[ROW_BYTES : ROW_BYTES + CHECK_AT]
+    blob[ROW_BYTES + CHECK_AT : ROW_BYTES + CHECK_AT + 8] = xxhash.xxh3_64_intdigest(fields).to_bytes(8, "little")
+    write(store, name, bytes(blob))
+    return bytes(blob)
+
+
+def test_blocks_come_back_in_another_tier_object(bench: Bench) -> None:
+    writer, reader = bench.tier(), bench.tier()
+    original = bench.fill(1)
+    stored = bench.store(writer, KEYS)
+    assert stored.success
+    assert stored.transfer_bytes == ROWS * ROW_BYTES
+    assert set(stored.successful_keys) == set(KEYS)
+    assert all(bench.present(reader, key) for key in KEYS)
+    bench.fill(2)
+    order = random.Random(3).sample(range(ROWS), ROWS)
+    loaded = bench.load(reader, [KEYS[i] for i in order], order)
+    assert loaded.success
+    assert loaded.transfer_bytes == ROWS * ROW_BYTES
+    assert (bench.region == original).all()
+
+
+def test_a_key_never_stored_is_a_miss_of_exactly_that_key(bench: Bench) -> None:
+    tier = bench.tier()
+    bench.fill(1)
+    bench.store(tier, KEYS[:4])
+    assert not bench.present(tier, KEYS[9])
+    result = bench.load(tier, [KEYS[0], KEYS[9], KEYS[3]])
+    assert not result.success
+    assert set(result.successful_keys) == {KEYS[0], KEYS[3]}
+    assert not bench.present(tier, KEYS[9])
+
+
+def test_what_is_stored_is_not_written_again(bench: Bench) -> None:
+    tier = bench.tier()
+    bench.fill(1)
+    bench.store(tier, KEYS[:3])
+    blobs = [read(tier.store, tier.mapper.relative_name(key)) for key in KEYS[:3]]
+    again = bench.store(tier, KEYS[:4])
+    assert again.success
+    assert again.transfer_bytes == ROW_BYTES
+    assert [read(tier.store, tier.mapper.relative_name(key)) for key in KEYS[:3]] == blobs
+    assert tier.metrics.value("kvtiers_blocks_total", "test", "store", "already_stored") == 3
+
+
+def test_what_a_store_finds_was_used(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[OffloadKey] = []
+    monkeypatch.setattr(StoreTierManager, "touch", lambda _, keys: used.extend(keys))
+    tier = bench.tier()
+    bench.store(tier, KEYS[:3])
+    assert used == []
+    bench.store(tier, KEYS[:3])
+    assert sorted(used) == sorted(KEYS[:3])
+    bench.load(tier, KEYS[:2])
+    assert sorted(used[3:]) == sorted(KEYS[:2])
+
+
+@pytest.mark.parametrize("cut", [-1, TRAILER_BYTES, BLOB_BYTES])
+def test_a_store_replaces_a_blob_of_wrong_size_or_bad_trailer(bench: Bench, cut: int) -> None:
+    tier = bench.tier()
+    original = bench.fill(1)
+    bench.store(tier, KEYS[:1])
+    name = tier.mapper.relative_name(KEYS[0])
+    blob = read(tier.store, name)
+    bad = blob[:cut] if cut < BLOB_BYTES else blob[:-200] + b"\1" + blob[-199:]
+    write(tier.store, name, bad)
+    assert bench.store(tier, KEYS[:1]).transfer_bytes == ROW_BYTES
+    assert tier.metrics.value("kvtiers_healed_blobs_total", "test") == 1
+    bench.fill(2)
+    assert bench.load(tier, KEYS[:1]).success
+    assert (bench.region[0] == original[0]).all()
+
+
+def test_a_bad_payload_is_a_miss_then_quarantined_then_healed(bench: Bench) -> None:
+    tier = bench.tier()
+    original = bench.fill(1)
+    bench.store(tier, KEYS[:2])
+    name = tier.mapper.relative_name(KEYS[0])
+    spoil_payload(tier.store, name)
+    assert bench.present(tier, KEYS[0])  # its size and trailer are right
+    result = bench.load(tier, KEYS[:2])
+    assert result.successful_keys == (KEYS[1],)
+    assert tier.metrics.value("kvtiers_verify_failures_total", "test", "payload_checksum") == 1
+    assert tier.metrics.value("kvtiers_quarantined_blobs_total", "test") == 1
+    assert tier.store.size(name) is None
+    assert not bench.present(tier, KEYS[0])
+    bench.region[:] = original
+    assert bench.store(tier, KEYS[:1]).success
+    bench.fill(2)
+    assert bench.load(tier, KEYS[:1]).success
+    assert (bench.region[0] == original[0]).all()
+
+
+def test_bad_blocks_that_can_be_neither_moved_nor_deleted_are_overwritten_by_the_next_store(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "KEYS_MAX", 4)  # more of them than of blocks that cannot be read
+    store = KeepsAll()
+    tier = bench.tier(store=store)
+    original = bench.fill(1)
+    bench.store(tier, KEYS)
+    for key in KEYS:
+        rot_payload(store, tier.mapper.relative_name(key))
+    assert bench.load(tier, KEYS).successful_keys == ()
+    assert not any(bench.present(tier, key) for key in KEYS), "their loads would fail again at once"
+    assert tier.circuit_state == "closed"
+    bench.region[:] = original
+    assert bench.store(tier, KEYS).transfer_bytes == ROWS * ROW_BYTES
+    bench.fill(2)
+    assert bench.load(tier, KEYS).success
+    assert (bench.region == original).all()
+    assert bench.store(tier, KEYS).transfer_bytes == 0  # once
+
+
+@pytest.mark.parametrize("error", [StoreUnavailableError, StoreConfigError, StoreFullError])
+def test_a_block_that_cannot_be_moved_aside_is_deleted(bench: Bench, error: type[StoreError]) -> None:
+    store = KeepsAll(error, deletes=True)
+    tier = bench.tier(store=store)
+    bench.fill(1)
+    bench.store(tier, KEYS[:1])
+    name = tier.mapper.relative_name(KEYS[0])
+    rot_payload(store, name)
+    assert not bench.load(tier, KEYS[:1]).success
+    assert store.size(name) is None
+
+
+@pytest.mark.parametrize("error", [StoreFullError, StoreConfigError, StorePermissionError])
+def test_a_bad_block_beside_which_no_other_can_be_written_is_removed_first(
+    bench: Bench, error: type[StoreError]
+) -> None:
+    store = NeverReplaces(error)
+    tier = bench.tier(store=store)
+    original = bench.fill(1)
+    bench.store(tier, KEYS[:1])
+    name = tier.mapper.relative_name(KEYS[0])
+    write(store, name, read(store, name)[:-1] + b"x")  # the trailer's end
+    assert bench.store(tier, KEYS[:1]).success
+    bench.fill(2)
+    assert bench.load(tier, KEYS[:1]).success
+    assert (bench.region[0] == original[0]).all()
+
+
+@pytest.mark.parametrize("tail_is_readable", [True, False])
+def test_a_block_that_cannot_be_read_is_healed_by_the_next_store(bench: Bench, tail_is_readable: bool) -> None:
+    store = PartlyRefused()
+    tier = bench.tier(store=store)
+    original = bench.fill(1)
+    bench.store(tier, KEYS[:2])
+    name = tier.mapper.relative_name(KEYS[0])
+    store.unreadable = {name: StoreUnavailableError}
+    store.tail_refused = "" if tail_is_readable else name
+    assert bench.load(tier, KEYS[:2]).successful_keys == (KEYS[1],)
+    bench.region[:] = original
+    assert bench.store(tier, KEYS[:2]).transfer_bytes == ROW_BYTES
+    assert tier.metrics.value("kvtiers_healed_blobs_total", "test") == 1
+    store.tail_refused = ""
+    bench.fill(2)
+    assert bench.load(tier, KEYS[:2]).success
+    assert (bench.region[:2] == original[:2]).all()
+    assert bench.store(tier, KEYS[:2]).transfer_bytes == 0  # once
+
+
+@pytest.mark.parametrize("error", [StoreTimeoutError, StoreThrottledError])
+def test_what_could_not_be_loaded_in_time_is_not_written_again(bench: Bench, error: type[StoreError]) -> None:
+    store = PartlyRefused()
+    tier = bench.tier(store=store)
+    bench.fill(1)
+    bench.store(tier, KEYS[:1])
+    store.unreadable = {tier.mapper.relative_name(KEYS[0]): error}
+    assert not bench.load(tier, KEYS[:1]).success
+    assert bench.store(tier, KEYS[:1]).transfer_bytes == 0
+
+
+def test_a_newer_writers_block_that_cannot_be_read_is_left_alone(bench: Bench) -> None:
+    store = PartlyRefused()
+    tier = bench.tier(store=store)
+    bench.fill(1)
+    bench.store(tier, KEYS[:1])
+    name = tier.mapper.relative_name(KEYS[0])
+    blob = make_newer(store, name)
+    store.unreadable = {name: StoreUnavailableError}
+    assert not bench.load(tier, KEYS[:1]).success
+    assert not bench.store(tier, KEYS[:1]).success
+    store.unreadable = {}
+    assert read(store, name) == blob
+
+
+def test_a_slot_that_changes_while_it_is_written_is_found_out_on_load(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = bench.tier()
+    if isinstance(tier.store, MemoryStore):
+        pytest.skip("copies the slot in one step")
+    bench.fill(1)
+    write = os.pwritev
+
+    def late_write(*arguments: Any) -> int:
+        bench.region[0, -1] += 1
+        return write(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwritev", late_write)
+        assert bench.store(tier, KEYS[:1]).success
+    assert not bench.load(tier, KEYS[:1]).success
+    assert tier.metrics.value("kvtiers_verify_failures_total", "test", "payload_checksum") == 1
+
+
+def test_a_newer_writers_block_is_a_miss_and_is_left_alone(bench: Bench) -> None:
+    tier = bench.tier()
+    bench.fill(1)
+    bench.store(tier, KEYS[:1])
+    name = tier.mapper.relative_name(KEYS[0])
+    blob = make_newer(tier.store, name)
+    assert not bench.load(tier, KEYS[:1]).success
+    assert not bench.store(tier, KEYS[:1]).success
+    assert read(tier.store, name) == blob
+    assert tier.metrics.value("kvtiers_quarantined_blobs_total", "test") == 0
+
+
+def test_a_key_given_twice_is_stored_once_and_loaded_into_both_slots(bench: Bench) -> None:
+    tier = bench.tier()
+    original = bench.fill(1)
+    stored = bench.store(tier, [KEYS[0], KEYS[0]], [4, 4])
+    assert stored.success
+    assert stored.transfer_bytes == ROW_BYTES
+    bench.fill(2)
+    assert bench.load(tier, [KEYS[0], KEYS[0]], [1, 2]).success
+    assert (bench.region[1] == original[4]).all()
+    assert (bench.region[2] == original[4]).all()
+
+
+def test_a_key_given_twice_of_which_one_slot_was_not_filled_has_failed(bench: Bench) -> None:
+    gated = GatedStore()
+    tier = bench.tier(store=gated, n_read_threads=1, n_write_threads=1)
+    bench.fill(1)
+    bench.store(tier, KEYS[:2])
+    get_into, gets = gated.get_into, []
+
+    def once(key: str, parts: Sequence[memoryview]) -> None:
+        gets.append(key)
+        if gets.count(key) > 1 and key == tier.mapper.relative_name(KEYS[0]):
+            raise StoreUnavailableError("away")
+        get_into(key, parts)
+
+    gated.get_into = once  # type: ignore[method-assign]
+    result = bench.load(tier, [KEYS[0], KEYS[1], KEYS[0]], [2, 3, 4])
+    assert (result.success, result.successful_keys) == (False, (KEYS[1],))
+
+
+def test_successful_keys_are_in_the_order_of_the_job(bench: Bench) -> None:
+    """Batches take its blocks in turn, and end in any order."""
+    tier = bench.tier(n_write_threads=3, n_read_threads=3)
+    assert bench.store(tier, KEYS).successful_keys == tuple(KEYS)
+    assert bench.load(tier, KEYS[::-1]).successful_keys == tuple(KEYS[::-1])
+    tier.store.delete(tier.mapper.relative_name(KEYS[1]))
+    assert bench.load(tier, KEYS).successful_keys == (KEYS[0], *KEYS[2:])
+
+
+def test_an_empty_job_succeeds(bench: Bench) -> None:
+    tier = bench.tier()
+    assert bench.store(tier, []).success
+    assert bench.load(tier, []).success
+
+
+@pytest.mark.parametrize(("keys", "blocks"), [(KEYS[:2], [0]), (KEYS[:1], [ROWS]), (KEYS[:1], [-1])])
+def test_bad_jobs_are_refused_before_anything_moves(bench: Bench, keys: list[OffloadKey], blocks: list[int]) -> None:
+    tier = bench.tier()
+    for submit in (tier.submit_load, tier.submit_store):
+        with pytest.raises(ValueError, match="block"):
+            submit(bench.job(keys, blocks))
+    assert list(tier.get_finished()) == []
+
+
+def test_events_tell_what_was_stored(bench: Bench) -> None:
+    tier = bench.tier()
+    bench.fill(1)
+    bench.store(tier, KEYS[:2])
+    (event,) = tier.take_events()
+    assert set(event.keys) == set(KEYS[:2])
+    assert (event.medium, event.removed) == ("test", False)
+    assert list(tier.take_events()) == []
+
+
+def test_events_tell_of_a_load_only_what_is_gone(bench: Bench) -> None:
+    """What a storage that is away for a second has is still there, and nobody would take the event back."""
+    gated = GatedStore()
+    tier = bench.tier(store=gated)
+    bench.fill(1)
+    bench.store(tier, KEYS[:4])
+    gated.delete(tier.mapper.relative_name(KEYS[0]))
+    write(gated, tier.mapper.relative_name(KEYS[1]), bytes(BLOB_BYTES))
+    write(gated, tier.mapper.relative_name(KEYS[2]), b"")
+    list(tier.take_events())
+    gated.error = StoreUnavailableError("away")
+    assert not bench.load(tier, KEYS[:4]).success
+    assert list(tier.take_events()) == []
+    gated.error = None
+    assert bench.load(tier, KEYS[:4]).successful_keys == (KEYS[3],)
+    assert sorted(bench.told(tier)) == sorted((key, True) for key in KEYS[:3])
+
+
+@pytest.mark.parametrize("loads_again", [False, True])
+def test_what_was_stored_while_a_load_of_it_was_under_way_is_not_told_as_removed(
+    bench: Bench, loads_again: bool
+) -> None:
+    """A load that found nothing and hangs at another block, whose request has computed and stored it meanwhile."""
+    hanging = HangsAtOneKey()
+    tier = bench.tier(store=hanging)
+    bench.fill(1)
+    bench.store(tier, KEYS[1:2])
+    list(tier.take_events())
+    hanging.key = tier.mapper.relative_name(KEYS[1])
+    hanging.gate.clear()
+    tier.submit_load(bench.job(KEYS[:3], [10, 11, 12]))
+    wait_for(lambda: hanging.entered)
+    tier.submit_store(bench.job(KEYS[:1]))
+    results = [bench.first_result(tier)]
+    assert results[0].success
+    if loads_again:
+        tier.submit_load(bench.job(KEYS[:1], [20]))
+    hanging.gate.set()
+    tier.drain_jobs()
+    results.extend(tier.get_finished())
+    assert [result.successful_keys for result in results if not result.success] == [(KEYS[1],)]
+    assert bench.told(tier) == [(KEYS[0], False), (KEYS[2], True)]
+    hanging.inner.delete(tier.mapper.relative_name(KEYS[0]))
+    assert not bench.load(tier, KEYS[:1]).success
+    assert bench.told(tier) == [(KEYS[0], True)]
+
+
+def test_what_a_store_only_found_there_while_a_load_of_it_was_under_way_is_told_as_removed(bench: Bench) -> None:
+    """Whether the store looked before the load moved the bad block aside nobody knows; after it, nothing is there."""
+    hanging = HangsAtOneKey()
+    tier = bench.tier(store=hanging)
+    bench.fill(1)
+    bench.store(tier, KEYS[:2])
+    spoil_payload(hanging, tier.mapper.relative_name(KEYS[1]))
+    list(tier.take_events())
+    hanging.key = tier.mapper.relative_name(KEYS[0])
+    hanging.gate.clear()
+    tier.submit_load(load := bench.job(KEYS[:2], [10, 11]))
+    wait_for(lambda: hanging.entered)
+    tier.submit_store(store := bench.job(KEYS[1:2]))
+    first = bench.first_result(tier)
+    assert (first.job_id, first.success) == (store.job_id, True)
+    hanging.gate.set()
+    assert bench.result(tier, load).successful_keys == (KEYS[0],)
+    assert bench.told(tier) == [(KEYS[1], False), (KEYS[1], True)]
+
+
+def test_what_a_load_has_moved_aside_after_a_store_found_it_is_not_stored(bench: Bench) -> None:
+    """Nor told as stored, nor believed to be there: the engine offers it again."""
+    hanging = HangsAtOneKey()
+    tier = bench.tier(store=hanging)
+    bench.fill(1)
+    bench.store(tier, KEYS[:2])
+    spoil_payload(hanging, tier.mapper.relative_name(KEYS[0]))
+    list(tier.take_events())
+    hanging.stored_key = tier.mapper.relative_name(KEYS[2])
+    hanging.gate.clear()
+    tier.submit_store(store := bench.job(KEYS[:3]))  # finds the first two
+    wait_for(lambda: hanging.entered)
+    tier.submit_load(load := bench.job(KEYS[:2], [10, 11]))
+    first = bench.first_result(tier)
+    assert (first.job_id, first.successful_keys) == (load.job_id, (KEYS[1],))
+    hanging.gate.set()
+    stored = bench.result(tier, store)
+    assert (stored.success, stored.successful_keys) == (False, (KEYS[1], KEYS[2]))
+    assert bench.told(tier) == [(KEYS[0], True), (KEYS[1], False), (KEYS[2], False)]
+    assert not bench.present(tier, KEYS[0])
+    assert bench.store(tier, KEYS[:1]).success
+    assert bench.present(tier, KEYS[0])
+
+
+def test_own_stores_are_found_without_asking(bench: Bench) -> None:
+    tier = bench.tier()
+    bench.fill(1)
+    bench.store(tier, KEYS[:1])
+    assert tier.lookup(KEYS[0]) is True
+
+
+def test_jobs_beyond_the_limit_fail_at_once_and_are_counted(bench: Bench, record: Record) -> None:
+    """D4."""
+    gated = GatedStore()
+    tier = bench.tier(store=gated, jobs_max=1)
+    gated.gate.clear()
+    bench.fill(1)
+    tier.submit_store(first := bench.job(KEYS[:1]))
+    tier.submit_store(second := bench.job(KEYS[1:3]))
+    assert list(tier.get_finished()) == [JobResult(second.job_id, success=False)]
+    assert tier.metrics.value("kvtiers_stores_dropped_total", "test", "queue_full") == 2
+    assert tier.metrics.value("kvtiers_blocks_total", "test", "store", "dropped") == 2
+    gated.gate.set()
+    assert bench.result(tier, first).success
+    record("D4", jobs_max=1, blocks_dropped_and_counted=2)
+
+
+@ONE_BENCH
+def test_a_large_job_that_ended_is_booked_in_parts_and_reported_once(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or each call of a scheduler's step would take as long as its jobs are large."""
+    monkeypatch.setattr(store_tier, "BOOKED_KEYS_PER_CALL", 3)
+    tier = bench.tier()
+    bench.fill(1)
+    noted: list[int] = []
+    mark = tier._lookup.mark
+    monkeypatch.setattr(
+        tier._lookup,
+        "mark",
+        lambda keys, **fate: noted.append(len(keys)) or mark(keys, **fate),  # type: ignore[func-returns-value]
+    )
+    tier.submit_store(large := bench.job(KEYS[:10]))
+    tier.submit_store(small := bench.job(KEYS[10:12]))
+    assert tier._pool.wait_idle(120)
+    results: list[JobResult] = []
+    calls = 0
+    while len(results) < 2:
+        before = len(noted)
+        results += tier.get_finished()
+        calls += 1
+        assert sum(noted[before:]) <= 2 * 3
+    assert calls > 3
+    assert {result.job_id for result in results} == {large.job_id, small.job_id}
+    assert sorted(key for result in results for key in result.successful_keys) == sorted(KEYS[:12])
+    assert sorted(bench.told(tier)) == sorted((key, False) for key in KEYS[:12])
+    tier.submit_load(again := bench.job(KEYS[:10]))
+    assert bench.result(tier, again).success  # all at once where the engine waits for it
+
+
+def test_loads_are_not_refused_for_want_of_room_for_stores(bench: Bench) -> None:
+    """Its slots bound a load. One that was refused would be a miss of what is there, again and again."""
+    gated = GatedStore()
+    tier = bench.tier(store=gated, jobs_max=1, max_bytes_in_flight=1)
+    bench.fill(1)
+    assert bench.store(tier, KEYS[:2]).success
+    gated.gate.clear()
+    tier.submit_store(waiting := bench.job(KEYS[2:3]))
+    loads = [bench.job(KEYS[:2]) for _ in range(3)]
+    for job in loads:
+        tier.submit_load(job)
+    assert list(tier.get_finished()) == []
+    gated.gate.set()
+    tier.drain_jobs()
+    assert {result.job_id: result.success for result in tier.get_finished()} == dict.fromkeys(
+        [waiting.job_id, *(job.job_id for job in loads)], True
+    )
+
+
+def test_a_tracer_that_raises_loses_no_result(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    traced: list[JobTrace] = []
+
+    def trace(job: JobTrace) -> None:
+        traced.append(job)
+        raise RuntimeError("the exporter's")
+
+    tier = bench.tier(trace_job=trace)
+    bench.fill(1)
+    jobs = [bench.job([key]) for key in KEYS[:3]]
+    for job in jobs:
+        tier.submit_store(job)
+    tier.drain_jobs()
+    assert {result.job_id for result in tier.get_finished()} == {job.job_id for job in jobs}
+    assert len(traced) == 3
+    assert caplog.text.count("was not traced") == 1
+
+
+def test_shutdown_reports_every_job_once(bench: Bench) -> None:
+    gated = GatedStore()
+    tier = bench.tier(store=gated, n_read_threads=1, n_write_threads=1, shutdown_s=0.05)
+    bench.fill(1)
+    gated.hold()
+    jobs = [bench.job(KEYS) for _ in range(3)]
+    for job in jobs:
+        tier.submit_store(job)
+    wait_for(lambda: gated.entered == 2)
+    tier.shutdown()
+    assert not gated.closed  # threads are in it
+    early = list(tier.get_finished())
+    assert jobs[0].job_id not in {result.job_id for result in early}
+    gated.gate.set()
+    late = wait_for(lambda: list(tier.get_finished()))
+    results = early + late
+    assert sorted(result.job_id for result in results) == [job.job_id for job in jobs]
+    assert not any(result.success for result in results)
+    tier.submit_store(bench.job(KEYS[:1]))
+    assert [result.success for result in tier.get_finished()] == [False]
+
+
+def test_shutdown_ends_batches_that_run(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_tier, "DRAIN_SHARE", 0.001)
+    slow = GatedStore()
+    tier = bench.tier(store=slow, n_read_threads=1, n_write_threads=1)
+    slow.hold()
+    tier.submit_store(bench.job(KEYS))
+    wait_for(lambda: slow.entered == 2)  # each of the two threads stores the first block of a batch of three
+    with ThreadPoolExecutor(1) as pool:
+        ending = pool.submit(tier.shutdown)
+        try:
+            wait_for(lambda: tier._mover.cut)
+        finally:
+            slow.gate.set()
+        ending.result(120)
+    assert slow.closed
+    assert slow.entered == 2
+    (result,) = tier.get_finished()
+    assert len(result.successful_keys) == 2
+    assert tier.metrics.value("kvtiers_blocks_total", "test", "store", "moved") == 2
+    assert tier.metrics.value("kvtiers_blocks_total", "test", "store", "dropped") == ROWS - 2
+    assert tier.metrics.value("kvtiers_stores_dropped_total", "test", "shutdown") == ROWS - 2
+
+
+@pytest.mark.parametrize("error", [StoreFullError("full"), StoreUnavailableError("io"), SystemExit(1), MemoryError()])
+def test_errors_of_the_store_fail_the_job_and_nothing_else(bench: Bench, error: BaseException) -> None:
+    broken = GatedStore()
+    tier = bench.tier(store=broken, circuit_failures=1000)
+    bench.fill(1)
+    broken.error = error
+    assert not bench.store(tier, KEYS).success
+    assert tier.metrics.value("kvtiers_blocks_total", "test", "store", "failed") == ROWS
+    assert tier.metrics.value("kvtiers_stores_dropped_total", "test", type(error).__name__) == ROWS
+    assert not bench.load(tier, KEYS).success
+    assert not bench.present(tier, KEYS[0])
+    broken.error = None
+    assert bench.store(tier, KEYS).success
+    assert bench.load(tier, KEYS).success
+
+
+def test_a_tail_that_is_no_blob_is_replaced(bench: Bench) -> None:
+    odd = GatedStore()
+    tier = bench.tier(store=odd)
+    bench.fill(1)
+    assert bench.store(tier, KEYS[:1]).success
+    odd.tail_error = BlobCorruptError("a folder")
+    assert bench.store(tier, KEYS[:1]).success
+    assert tier.metrics.value("kvtiers_healed_blobs_total", "test") == 1
+
+
+def test_rows_that_are_no_page_multiple_are_refused(bench: Bench) -> None:
+    bench.region = np.zeros((2, 5000), np.int8)
+    with pytest.raises(ConfigError, match="rows of 5000 bytes; accepted is a multiple of 4096"):
+        bench.tier()
+
+
+def test_a_readonly_or_flat_view_is_refused() -> None:
+    spec = FakeSpec()
+    mapper = FileMapper.from_offloading_spec("", spec)
+    for view in (memoryview(bytes(8192)).cast("b", (2, 4096)), memoryview(bytearray(8192))):
+        with pytest.raises(ConfigError, match="primary_kv_view"):
+            StoreTierManager(spec, view, "test", store=MemoryStore(), mapper=mapper)
+
+
+class GatedStore(Store):
+    """A memory store that can be held up or made to fail."""
+
+    capabilities = Capabilities(exclusive_create=True, shared=False, latency_bound=False)
+
+    def __init__(self) -> None:
+        self.inner = MemoryStore()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.entered = 0
+        self.error: BaseException | None = None
+        self.tail_error: StoreError | None = None
+        self.closed = False
+
+    def hold(self) -> None:
+        """Hold up who comes from now on, and count them."""
+        self.gate.clear()
+        self.entered = 0
+
+    def _pass(self) -> None:
+        self.entered += 1
+        assert self.gate.wait(120)
+        if self.error:
+            raise self.error
+
+    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
+        self._pass()
+        return self.inner.put(key, parts, overwrite=overwrite)
+
+    def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
+        self._pass()
+        self.inner.get_into(key, parts)
+
+    def size(self, key: str) -> int | None:
+        self._pass()
+        return self.inner.size(key)
+
+    def get_tail(self, key: str, length: int) -> tuple[int, bytes] | None:
+        if self.tail_error:
+            raise self.tail_error
+        return self.inner.get_tail(key, length)
+
+    def delete(self, key: str) -> None:
+        self._pass()
+        self.inner.delete(key)
+
+    def keys(self, prefix: str = "") -> Iterator[Any]:
+        return self.inner.keys(prefix)
+
+    def close(self) -> None:
+        self.closed = True
+        self.inner.close()
+
+
+class HangsAtOneKey(GatedStore):
+    """A store whose gate holds up the loads of one key, and the stores of one."""
+
+    key = stored_key = ""
+
+    def _pass(self) -> None:
+        pass
+
+    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
+        if key == self.stored_key:
+            super()._pass()
+        return self.inner.put(key, parts, overwrite=overwrite)
+
+    def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
+        if key == self.key:
+            super()._pass()
+        self.inner.get_into(key, parts)
+
+
+def test_a_tier_without_a_mapper_of_its_own_takes_no_other_revisions_blocks(bench: Bench) -> None:
+    """W6, for tiers of other people's."""
+
+    def tier(revision: str) -> StoreTierManager:
+        spec = FakeSpec().changed("model", revision=revision)
+        bench.tiers.append(StoreTierManager(spec, bench.region.data, "theirs", store=store))
+        return bench.tiers[-1]
+
+    store = MemoryStore()
+    bench.fill(1)
+    first, second = tier("a"), tier("b")
+    assert bench.store(first, KEYS).success
+    assert not bench.present(second, KEYS[0])
+    second.submit_load(job := bench.job(KEYS))
+    assert bench.result(second, job).successful_keys == ()
+
+
+class TestNamespace:
+    """``config.json``: written once, compared ever after."""
+
+    def test_it_is_written_and_accepted_again(self, bench: Bench) -> None:
+        tier = bench.tier()
+        assert b'"model_revision": "abc123"' in read(tier.store, tier.mapper.relative_config_name)
+        bench.tier()
+
+    @pytest.mark.parametrize(
+        ("content", "error", "text"),
+        [
+            (b"{", ConfigError, "torn or foreign"),
+            (b"[]", ConfigError, "foreign"),
+            (b"\xff\xfe", ConfigError, "torn or foreign"),
+            (b"[" * 100_000, ConfigError, "torn or foreign .it is nested too deeply"),
+            (bytes((1 << 20) + 1), ConfigError, "1048577 bytes"),
+        ],
+    )
+    def test_what_is_no_config_json(self, bench: Bench, content: bytes, error: type[Exception], text: str) -> None:
+        tier = bench.tier()
+        write(tier.store, tier.mapper.relative_config_name, content)
+        with pytest.raises(error, match=text):
+            bench.tier()
+        assert read(tier.store, tier.mapper.relative_config_name) == content
+
+    @pytest.mark.parametrize("content", [b"", bytes(700)])
+    def test_what_a_power_cut_left_is_written_anew(
+        self, bench: Bench, content: bytes, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        tier = bench.tier()
+        name = tier.mapper.relative_config_name
+        good = read(tier.store, name)
+        write(tier.store, name, content)
+        bench.tier(read_only=True)
+        assert read(tier.store, name) == content
+        bench.tier()
+        assert read(tier.store, name) == good
+        assert "as after a power cut: it is written anew" in caplog.text
+
+    def test_a_mismatch_names_the_field(self, bench: Bench) -> None:
+        tier = bench.tier()
+        name = tier.mapper.relative_config_name
+        write(tier.store, name, read(tier.store, name).replace(b'"dtype": "float32"', b'"dtype": "float16"'))
+        with pytest.raises(ConfigError, match="'float16', this process would write 'float32'") as caught:
+            bench.tier()
+        assert caught.value.field == "dtype"
+
+    def test_a_mismatch_repeats_little_of_what_is_there(self, bench: Bench) -> None:
+        tier = bench.tier()
+        name = tier.mapper.relative_config_name
+        content = json.loads(read(tier.store, name)) | {"\x1b[2J\nINFO all is well": "a" * 100_000}
+        write(tier.store, name, json.dumps(content).encode())
+        with pytest.raises(ConfigError, match=r"\\x1b\[2J\\nINFO all is well: .* says 'aaa") as caught:
+            bench.tier()
+        assert len(str(caught.value)) < 1000
+        assert str(caught.value).isprintable()
+
+    def test_a_storage_that_is_out_of_order_or_full_does_not_stop_the_engine(self, bench: Bench) -> None:
+        for error in (StoreUnavailableError("hung"), StoreFullError("full")):
+            broken = GatedStore()
+            broken.error = error
+            bench.tier(store=broken)
+
+    def test_a_storage_that_refuses_for_good_does(self, bench: Bench) -> None:
+        broken = GatedStore()
+        broken.error = StorePermissionError("no")
+        with pytest.raises(StorePermissionError):
+            bench.tier(store=broken)
+
+
+class InStepStore(GatedStore):
+    """A store that two threads put into side by side, until it is full."""
+
+    def __init__(self, rounds_max: int) -> None:
+        super().__init__()
+        self.rounds_left = rounds_max
+        self.both = threading.Barrier(2, self._begin_round)
+
+    def _begin_round(self) -> None:
+        self.rounds_left -= 1
+
+    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
+        if key.endswith(".bin"):
+            self.both.wait(120)
+            if self.rounds_left < 0:
+                raise StoreFullError("full")
+        return super().put(key, parts, overwrite=overwrite)
+
+
+class BatchedStore(GatedStore):
+    """A store that reads many blobs with one call."""
+
+    calls = 0
+
+    def get_many_into(self, requests: Sequence[tuple[str, Sequence[memoryview]]]) -> list[Exception | None]:
+        self.calls += 1
+        outcomes: list[Exception | None] = []
+        for name, parts in requests:
+            try:
+                self.get_into(name, parts)
+                outcomes.append(None)
+            except StoreError as e:
+                outcomes.append(e)
+        return outcomes
+
+
+@ONE_BENCH
+class TestBatchedLoads:
+    """A store that offers ``get_many_into`` is read in batches, with the same outcome for each key."""
+
+    def test_good_bad_and_missing_in_one_batch(self, bench: Bench) -> None:
+        store = BatchedStore()
+        tier = bench.tier(store=store, task_bytes=ROWS * ROW_BYTES)
+        original = bench.fill(1)
+        bench.store(tier, KEYS[:8])
+        name = tier.mapper.relative_name(KEYS[3])
+        blob = bytearray(read(store, name))
+        blob[9] ^= 1
+        write(store, name, bytes(blob))
+        write(store, tier.mapper.relative_name(KEYS[4]), bytes(blob[:-1]))
+        bench.fill(2)
+        result = bench.load(tier, KEYS[:9])
+        assert store.calls == 1
+        assert set(result.successful_keys) == {KEYS[i] for i in (0, 1, 2, 5, 6, 7)}
+        removed = [key for event in tier.take_events() if event.removed for key in event.keys]
+        assert sorted(removed) == sorted(KEYS[i] for i in (3, 4, 8))
+        assert all((bench.region[i] == original[i]).all() for i in (0, 1, 2, 5, 6, 7))
+        assert tier.metrics.value("kvtiers_quarantined_blobs_total", "test") == 2
+        assert store.size(name) is None
+
+    def test_a_storage_that_fails_is_a_fault_for_each_key(self, bench: Bench) -> None:
+        store = BatchedStore()
+        tier = bench.tier(store=store, circuit_failures=1)
+        bench.fill(1)
+        bench.store(tier, KEYS[:2])
+        store.error = StoreUnavailableError("reset")
+        assert not bench.load(tier, KEYS[:2]).success
+        assert tier.metrics.value("kvtiers_store_errors_total", "test", "load", "StoreUnavailableError") == 2
+        assert tier.circuit_state == "open"
+
+
+@ONE_BENCH
+class TestLiveness:
+    """L3, L4: a job ends, a dead tier is cut off and comes back by itself. On a clock that only the test moves."""
+
+    @pytest.fixture
+    def clock(self, bench: Bench) -> Clock:
+        bench.clock = clock = Clock()
+        return clock
+
+    def test_a_hung_store_is_cut_off_and_comes_back(self, bench: Bench, clock: Clock) -> None:
+        hung = GatedStore()
+        tier = bench.tier(store=hung, n_read_threads=1, n_write_threads=1, circuit_probe_s=5, job_deadline_s=10)
+        bench.fill(1)
+        assert bench.store(tier, KEYS[:2]).success
+        hung.hold()
+        stuck, *waiting = (bench.job(KEYS[:6]) for _ in range(3))
+        for job in (stuck, *waiting):
+            tier.submit_load(job)
+        wait_for(lambda: hung.entered == 3)  # each of the three threads is stuck in a read into a slot
+        clock.now += 10.5
+        tier.on_schedule_end()
+        assert tier.circuit_state == "open"
+        assert tier.metrics.value("kvtiers_deadline_expired_total", "test", "job") == 1
+        assert tier.metrics.value("kvtiers_circuit_closed", "test") == 0
+        assert tier.metrics.value("kvtiers_circuit_opened_total", "test") == 1
+        # Cut off: misses and refusals at once, but the stuck job is not reported: its slots may still be written.
+        assert tier.lookup(KEYS[0]) is False
+        tier.submit_store(refused := bench.job(KEYS[:3]))
+        ended = {result.job_id: result.success for result in tier.get_finished()}
+        assert ended == {refused.job_id: False, waiting[-1].job_id: False}
+        assert tier.metrics.value("kvtiers_stores_dropped_total", "test", "circuit_open") == 3
+        hung.gate.set()
+        tier.drain_jobs()
+        assert {result.job_id for result in tier.get_finished()} == {stuck.job_id, waiting[0].job_id}
+        clock.now += 5
+        bench.wait_until_closed(tier)
+        assert bench.present(tier, KEYS[0])
+        bench.load(tier, KEYS[:2])
+
+    def test_a_load_does_not_wait_for_the_stores_that_run(self, bench: Bench) -> None:
+        gated = GatedStore()
+        tier = bench.tier(store=gated)
+        bench.fill(1)
+        bench.store(tier, KEYS[:4])
+        gated.hold()
+        tier.submit_store(stores := bench.job(KEYS[4:]))
+        wait_for(lambda: gated.entered == TierOptions().n_read_threads + TierOptions().n_write_threads)
+        held, gated.gate = gated.gate, threading.Event()
+        gated.gate.set()
+        tier.submit_load(load := bench.job(KEYS[:4], [0, 1, 2, 3]))
+        (result,) = wait_for(lambda: list(tier.get_finished()))
+        assert (result.job_id, result.success) == (load.job_id, True)
+        held.set()
+        assert bench.result(tier, stores).success
+
+    def test_stores_behind_a_hung_one_are_counted(self, bench: Bench, clock: Clock) -> None:
+        hung = GatedStore()
+        tier = bench.tier(store=hung, n_read_threads=1, n_write_threads=1, job_deadline_s=10)
+        hung.hold()
+        tier.submit_store(bench.job(KEYS[:6]))
+        tier.submit_store(waiting := bench.job(KEYS[6:16]))
+        wait_for(lambda: hung.entered == 2)
+        clock.now += 10.5
+        assert [result.job_id for result in tier.get_finished()] == [waiting.job_id]
+        assert tier.metrics.value("kvtiers_blocks_total", "test", "store", "dropped") == 10
+        assert tier.metrics.value("kvtiers_stores_dropped_total", "test", "deadline") == 10
+        hung.gate.set()
+
+    def test_what_is_known_of_a_hung_store_is_not_believed(self, bench: Bench, clock: Clock) -> None:
+        """Or every request that comes before the cut-off would wait for a load that cannot end."""
+        hung = GatedStore()
+        tier = bench.tier(store=hung, n_read_threads=1, n_write_threads=1, lookup=LookupOptions(deadline_s=0.2))
+        bench.fill(1)
+        assert bench.store(tier, KEYS[:2]).success
+        assert tier.lookup(KEYS[0]) is True
+        hung.hold()
+        tier.submit_load(bench.job(KEYS[:1]))
+        wait_for(lambda: hung.entered == 1)
+        clock.now += 2
+        tier.on_schedule_end()
+        assert tier.lookup(KEYS[1]) is True  # a slow load is no hang
+        clock.now += 1
+        tier.on_schedule_end()
+        assert tier.lookup(KEYS[1]) is None
+        tier.on_schedule_end()
+        clock.now += 0.3
+        assert tier.lookup(KEYS[1]) is False  # as for any question that is not answered: L2
+        assert tier.circuit_state == "closed"
+        hung.gate.set()
+
+    def test_what_waits_behind_a_cut_off_is_dropped_not_tried(self, bench: Bench, clock: Clock) -> None:
+        hung = GatedStore()
+        tier = bench.tier(store=hung, n_read_threads=1, n_write_threads=1)
+        bench.fill(1)
+        hung.hold()
+        tier.submit_store(job := bench.job(KEYS))
+        wait_for(lambda: hung.entered == 2)
+        clock.now += 11
+        tier.on_schedule_end()
+        hung.gate.set()
+        result = bench.result(tier, job)
+        assert not result.success
+        assert len(result.successful_keys) == 2  # the two that were under way
+        assert hung.entered == 2
+        assert tier.metrics.value("kvtiers_blocks_total", "test", "store", "dropped") == ROWS - 2
+        assert "dropped" in tier.metrics.table["kvtiers_blocks_total"].help
+
+    def test_draining_does_not_wait_for_what_is_stuck(self, bench: Bench, clock: Clock) -> None:
+        hung = GatedStore()
+        tier = bench.tier(store=hung, n_read_threads=1, n_write_threads=1, job_deadline_s=10)
+        hung.hold()
+        tier.submit_load(bench.job(KEYS))
+        wait_for(lambda: hung.entered == 3)
+        clock.now += 11
+        tier.drain_jobs()
+        assert list(tier.get_finished()) == []
+        hung.gate.set()
+
+    def test_jobs_that_wait_behind_stuck_ones_end_at_the_deadline(self, bench: Bench, clock: Clock) -> None:
+        """Nothing touches their slots, which would be lost to the region as long as the storage hangs."""
+        hung = GatedStore()
+        tier = bench.tier(store=hung, n_read_threads=1, n_write_threads=1, job_deadline_s=10)
+        hung.hold()
+        stuck = [bench.job(KEYS[n : n + 1]) for n in range(3)]
+        waiting = [bench.job(KEYS[n : n + 1]) for n in range(3, 6)]
+        for job in (*stuck, *waiting):
+            tier.submit_load(job)
+        wait_for(lambda: hung.entered == 3)
+        assert list(tier.get_finished()) == []
+        clock.now += 11
+        ended = {result.job_id: result.success for result in tier.get_finished()}
+        assert ended == dict.fromkeys((job.job_id for job in waiting), False)
+        hung.gate.set()
+        tier.drain_jobs()
+        assert {result.job_id for result in tier.get_finished()} == {job.job_id for job in stuck}
+
+    def test_blocks_that_wait_past_the_deadline_fail(self, bench: Bench, clock: Clock) -> None:
+        tier = bench.tier(job_deadline_s=10)
+        bench.fill(1)
+        slow = GatedStore()
+        slow_tier = bench.tier(store=slow, job_deadline_s=10)
+        slow.gate.clear()
+        slow_tier.submit_store(job := bench.job(KEYS))
+        clock.now += 10.5  # nobody looked in between, so the circuit is closed
+        slow.gate.set()
+        result = bench.result(slow_tier, job)
+        assert not result.success
+        assert slow_tier.metrics.value("kvtiers_stores_dropped_total", "test", "deadline") > 0
+        assert bench.store(tier, KEYS).success
+
+    @pytest.mark.parametrize("what", ["load", "store", "lookup"])
+    def test_three_failures_in_a_row_cut_it_off(self, bench: Bench, what: str) -> None:
+        broken = GatedStore()
+        tier = bench.tier(store=broken, circuit_failures=3, circuit_probe_s=1000)
+        bench.fill(1)
+        broken.error = StoreUnavailableError("reset")
+        for n in range(3):
+            assert tier.circuit_state == "closed"
+            bench.fail(what, tier, KEYS[n : n + 1])
+        tier.on_schedule_end()
+        assert tier.circuit_state == "open"
+
+    def test_loads_that_all_fail_cut_it_off_though_lookups_and_stores_are_answered(self, bench: Bench) -> None:
+        """Small packets pass and large ones do not: each load would wait for its deadline."""
+        deaf = FaultyStore(
+            bench.make_store(), [Fault("get_into", count=None, error=lambda: StoreUnavailableError("timed out"))]
+        )
+        tier = bench.tier(store=deaf, circuit_failures=3)
+        bench.fill(1)
+        assert bench.store(tier, KEYS[:3]).success
+        for n in range(3):
+            assert tier.circuit_state == "closed"
+            assert not bench.load(tier, KEYS[n : n + 1]).success
+            tier.on_schedule_end()
+            assert not bench.present(tier, KEYS[20 + n])
+            bench.store(tier, KEYS[10 + n : 11 + n])
+        assert tier.circuit_state == "open"
+
+    def test_a_batch_of_which_some_arrived_is_no_failure_of_the_storage(self, bench: Bench) -> None:
+        faults = [
+            Fault("put", first=number, error=lambda: StoreUnavailableError("now and then")) for number in (2, 5, 8)
+        ]
+        tier = bench.tier(store=FaultyStore(bench.make_store(), faults), circuit_failures=1)
+        bench.fill(1)
+        for first in (0, 3, 6):
+            assert len(bench.store(tier, KEYS[first : first + 3]).successful_keys) == 2
+            assert tier.circuit_state == "closed"
+        assert tier.metrics.value("kvtiers_store_errors_total", "test", "store", "StoreUnavailableError") == 3
+
+    @pytest.mark.parametrize("what", ["load", "store"])
+    def test_a_job_of_which_some_arrived_is_no_failure_of_the_storage(self, bench: Bench, what: str) -> None:
+        """Where each block is a batch of its own, three in a row mean little: a server that sheds load refuses many."""
+        faults = [
+            Fault(operation, first=number, error=lambda: StoreThrottledError("slow down"))
+            for number in (5, 6, 7, 8)
+            for operation in ("put" if what == "store" else "get_into",)
+        ]
+        store = FaultyStore(bench.make_store(), faults if what == "store" else [])
+        tier = bench.tier(store=store, task_bytes=ROW_BYTES, n_read_threads=1, n_write_threads=1)
+        bench.fill(1)
+        result = bench.store(tier, KEYS[:20])
+        if what == "load":
+            assert result.success
+            store.plan = faults
+            result = bench.load(tier, KEYS[:20])
+        assert len(result.successful_keys) == 16
+        assert tier.metrics.value("kvtiers_circuit_opened_total", "test") == 0
+        assert tier.circuit_state == "closed"
+        store.plan = [Fault("put", count=None, error=lambda: StoreThrottledError("slow down"))]
+        bench.store(tier, KEYS[20:23])
+        assert tier.circuit_state == "open"
+
+    def test_a_job_that_ends_halfway_has_stored_its_first_blocks(self, bench: Bench) -> None:
+        """A prefix is of use up to its first gap."""
+        tier = bench.tier(store=InStepStore(rounds_max=5), n_read_threads=1, n_write_threads=1)
+        bench.fill(1)
+        stored = bench.store(tier, KEYS[:30]).successful_keys
+        assert sorted(KEYS.index(key) for key in stored) == list(range(10))
+
+    def test_blocks_of_several_kv_groups_are_stored_side_by_side(self, bench: Bench) -> None:
+        """A prefix is of use where all groups' blocks are there; a sliding window's group has fewer of them."""
+        full, window = KEYS[:20], [make_offload_key(bytes([n]) * 32, 1) for n in range(10)]
+        tier = bench.tier(store=InStepStore(rounds_max=9), n_read_threads=1, n_write_threads=1)
+        bench.fill(1)
+        stored = bench.store(tier, [*full, *window]).successful_keys
+        assert set(stored) == {*full[:12], *window[:6]}
+
+    def test_a_full_storage_is_still_read(self, bench: Bench) -> None:
+        full = GatedStore()
+        tier = bench.tier(store=full, circuit_failures=1)
+        bench.fill(1)
+        assert bench.store(tier, KEYS[:1]).success
+        full.error = StoreFullError("full")
+        for _ in range(5):
+            assert not bench.store(tier, KEYS[1:4]).success
+        full.error = None
+        assert tier.circuit_state == "closed"
+        assert bench.load(tier, KEYS[:1]).success
+
+    def test_misses_are_no_failures(self, bench: Bench) -> None:
+        tier = bench.tier(circuit_failures=1)
+        for n in range(5):
+            assert not bench.present(tier, KEYS[n])
+            assert not bench.load(tier, KEYS[n : n + 1]).success
+        assert tier.circuit_state == "closed"
+
+    def test_keys_out_of_reach_are_misses_of_their_own(self, bench: Bench) -> None:
+        """A folder of somebody else's must not cut off all others."""
+        store = PartlyRefused()
+        tier = bench.tier(store=store, circuit_failures=1)
+        bench.fill(1)
+        assert bench.store(tier, KEYS[:4]).success
+        store.refused = tier.mapper.relative_name(KEYS[0])
+        tier._lookup.forget(KEYS)
+        for _ in range(3):
+            assert [tier.lookup(key) for key in KEYS[:4]] == [None] * 4
+            tier.on_schedule_end()
+            assert [bench.present(tier, key) for key in KEYS[:4]] == [False, True, True, True]
+            tier._lookup.forget(KEYS)
+        assert tier.circuit_state == "closed"
+
+    def test_one_block_that_cannot_be_read_cuts_nothing_off(self, bench: Bench) -> None:
+        """Also where it cannot be read once it was written again."""
+        store = PartlyRefused()
+        store.heals = False
+        tier = bench.tier(store=store, circuit_failures=3)
+        bench.fill(1)
+        assert bench.store(tier, KEYS[:4]).success
+        store.unreadable = {tier.mapper.relative_name(KEYS[0]): StoreUnavailableError}
+        for _ in range(6):
+            assert not bench.load(tier, KEYS[:1]).success
+            bench.store(tier, KEYS[:1])
+        assert tier.circuit_state == "closed"
+        store.unreadable |= {tier.mapper.relative_name(key): StoreUnavailableError for key in KEYS[1:3]}
+        for key in KEYS[1:3]:
+            assert not bench.load(tier, [key]).success
+        assert tier.circuit_state == "open"
+
+    def test_a_load_that_times_out_counts_though_a_block_of_its_batch_is_known_to_be_unreadable(
+        self, bench: Bench
+    ) -> None:
+        store = PartlyRefused()
+        tier = bench.tier(store=store, circuit_failures=3)
+        bench.fill(1)
+        assert bench.store(tier, KEYS[:2]).success
+        names = [tier.mapper.relative_name(key) for key in KEYS[:2]]
+        store.unreadable = dict(zip(names, (StorePermissionError, StoreTimeoutError), strict=True))
+        for _ in range(3):
+            assert tier.circuit_state == "closed"
+            assert not bench.load(tier, KEYS[:2]).success
+        assert tier.circuit_state == "open"
+
+    def test_one_key_out_of_reach_cuts_nothing_off_when_nothing_else_is_asked(self, bench: Bench) -> None:
+        """All else that a quiet engine needs is known; each opening would cost the others 5 s."""
+        store = PartlyRefused()
+        tier = bench.tier(store=store, circuit_failures=3)
+        store.refused = tier.mapper.relative_name(KEYS[0])
+        for _ in range(6):
+            assert not bench.present(tier, KEYS[0])
+            tier._lookup.forget(KEYS)
+        assert tier.circuit_state == "closed"
+        store.refused = tier.mapper.name_prefix  # of all
+        for key in KEYS[1:4]:
+            assert not bench.present(tier, key)
+        tier.on_schedule_end()
+        assert tier.circuit_state == "open"
+
+    def test_a_dead_tier_is_cut_off_though_all_requests_ask_for_one_prompt(self, bench: Bench) -> None:
+        """Its first block is all that is looked up, as every request misses there."""
+        store = PartlyRefused()
+        tier = bench.tier(store=store, circuit_failures=3)
+        store.refused = tier.mapper.name_prefix
+        for _ in range(6):
+            bench.present(tier, KEYS[0])
+            tier._lookup.forget(KEYS)
+            tier.on_schedule_end()
+        assert tier.circuit_state == "open"
+
+    def test_a_dead_tier_is_cut_off_though_all_requests_ask_for_the_same_blocks(self, bench: Bench) -> None:
+        """In one step, as engines that do not stop at the first miss."""
+        store = PartlyRefused()
+        tier = bench.tier(store=store, circuit_failures=3, circuit_probe_s=1000)
+        store.refused = tier.mapper.name_prefix  # of all
+
+        def answered() -> bool:
+            answers = [tier.lookup(key) for key in KEYS[:20]]
+            tier.on_schedule_end()
+            return None not in answers
+
+        for _ in range(6):  # requests
+            wait_for(answered)
+            tier._lookup.forget(KEYS)
+        assert tier.circuit_state == "open"
+
+    @pytest.mark.parametrize("task_blocks", [1, 3, 20])
+    def test_reads_that_all_fail_cut_it_off_again(
+        self, bench: Bench, clock: Clock, task_blocks: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Lookups are answered, so that the probe lets it back. There are more blocks than are remembered."""
+        monkeypatch.setattr(health, "KEYS_MAX", 10)
+        store = PartlyRefused()
+        tier = bench.tier(store=store, circuit_failures=3, circuit_probe_s=5, task_bytes=task_blocks * ROW_BYTES)
+        bench.fill(1)
+        assert bench.store(tier, KEYS[:20]).success
+        store.unreadable = {tier.mapper.relative_name(key): StoreUnavailableError for key in KEYS[:20]}
+        for _ in range(3):  # request after request
+            bench.load(tier, KEYS[:20])
+        assert tier.circuit_state == "open"
+        for _ in range(3):
+            clock.now += 5
+            bench.wait_until_closed(tier)
+            bench.load(tier, KEYS[:20])
+            assert tier.circuit_state == "open"
+
+    @pytest.mark.parametrize("task_blocks", [1, 20])
+    @pytest.mark.parametrize("count", [1, 3, 20])
+    def test_blocks_that_cannot_be_read_are_loaded_ever_more_seldom_and_cut_nothing_off_again(
+        self, bench: Bench, clock: Clock, count: int, task_blocks: int
+    ) -> None:
+        """Of a reader, which heals nothing: single blocks, or all reads fail."""
+        store = PartlyRefused()
+        options: dict[str, Any] = {
+            "circuit_failures": 3,
+            "circuit_probe_s": 5,
+            "task_bytes": task_blocks * ROW_BYTES,
+            "lookup": LookupOptions(deadline_s=0.5, present_ttl_s=5, absent_ttl_s=0.5),
+        }
+        bench.fill(1)
+        assert bench.store(bench.tier(store=store), KEYS[:20]).success
+        tier = bench.tier(store=store, read_only=True, **options)
+        store.unreadable = {tier.mapper.relative_name(key): StoreUnavailableError for key in KEYS[:count]}
+
+        def request(keys: Sequence[OffloadKey]) -> bool:
+            clock.now += 1
+            tier.on_schedule_end()
+            if tier.circuit_state == "half_open":
+                bench.wait_until_closed(tier)
+            present = [key for key in keys if bench.present(tier, key)]
+            return len(present) == len(keys) and bench.load(tier, keys).success
+
+        opened = []
+        loads = 0
+        for _ in range(600):
+            before = tier.metrics.value("kvtiers_blocks_total", "test", "load", "failed")
+            assert not request(KEYS[:count])
+            loads += tier.metrics.value("kvtiers_blocks_total", "test", "load", "failed") > before
+            opened.append(tier.circuit_state != "closed")
+        assert loads <= 6 + 600 / REST_S_MAX + 1
+        assert not any(opened[10:])  # once it was news
+        store.unreadable = {}
+        assert any(request(KEYS[:count]) for _ in range(int(REST_S_MAX) + 1))
+
+    def test_blocks_that_an_outage_hid_are_back_with_the_first_that_is_read(self, bench: Bench) -> None:
+        """Of loads alone, as behind a proxy that refuses GET: all were tried again and again, and rest for a minute."""
+        store = PartlyRefused()
+        now = [1000.0]
+        bench.clock = lambda: now[0]
+        bench.fill(1)
+        assert bench.store(bench.tier(store=store), KEYS[:20]).success
+        tier = bench.tier(store=store, read_only=True, circuit_failures=3, circuit_probe_s=5, task_bytes=ROW_BYTES)
+        hidden = KEYS[:10]
+        store.unreadable = {tier.mapper.relative_name(key): StoreUnavailableError for key in KEYS}
+        for _ in range(120):
+            now[0] += 5
+            bench.wait_until_closed(tier)
+            if bench.present(tier, hidden[0]):
+                bench.load(tier, hidden)
+        now[0] += 5
+        bench.wait_until_closed(tier)
+        store.unreadable = {tier.mapper.relative_name(hidden[0]): StoreUnavailableError}
+        assert not any(bench.present(tier, key) for key in hidden)
+        assert bench.load(tier, KEYS[10:20]).success
+        assert all(bench.present(tier, key) for key in hidden)
+        assert len(bench.load(tier, hidden).successful_keys) == len(hidden) - 1
+        now[0] += FAILED_S_MIN
+        assert bench.present(tier, hidden[0])
+        bench.load(tier, hidden[:1])
+        assert bench.load(tier, KEYS[10:20]).success  # which says nothing new
+        now[0] += FAILED_S_MIN
+        assert not bench.present(tier, hidden[0])
+
+    def test_one_block_that_cannot_be_read_cuts_nothing_off_where_others_of_its_prompt_come(self, bench: Bench) -> None:
+        store = PartlyRefused()
+        tier = bench.tier(store=store, circuit_failures=3, task_bytes=ROW_BYTES)
+        bench.fill(1)
+        assert bench.store(tier, KEYS[:20]).success
+        store.unreadable = {tier.mapper.relative_name(KEYS[n]): StoreUnavailableError for n in (5, 11, 17)}
+        for _ in range(6):
+            assert len(bench.load(tier, KEYS[:20]).successful_keys) == 17
+        assert tier.circuit_state == "closed"
+        assert tier.metrics.value("kvtiers_circuit_opened_total", "test") == 0
+
+    def probe_that_gets_no_answer(
+        self, bench: Bench, clock: Clock, error: Exception
+    ) -> tuple[StoreTierManager, GatedStore]:
+        """A tier that was cut off by ``error``, and whose probe is stuck."""
+        hung = GatedStore()
+        tier = bench.tier(store=hung, circuit_failures=1, circuit_probe_s=5, lookup=LookupOptions(deadline_s=1))
+        hung.error = error
+        assert not bench.present(tier, KEYS[0])
+        tier.on_schedule_end()
+        assert tier.circuit_state == "open"
+        hung.error = None
+        hung.hold()
+        clock.now += 5
+        tier.on_schedule_end()
+        wait_for(lambda: hung.entered == 1)
+        assert tier.circuit_state == "half_open"
+        clock.now += 1
+        tier.on_schedule_end()
+        assert tier.circuit_state == "open"
+        return tier, hung
+
+    def test_a_probe_without_an_answer_is_asked_again(self, bench: Bench, clock: Clock) -> None:
+        tier, hung = self.probe_that_gets_no_answer(bench, clock, StoreUnavailableError("reset"))
+        clock.now += 5
+        tier.on_schedule_end()
+        wait_for(lambda: hung.entered == 2)  # by the other thread: the first may never come back
+        hung.gate.set()
+        bench.wait_until_closed(tier)
+
+    def test_a_late_answer_to_a_probe_is_followed_by_another_probe_at_once(self, bench: Bench, clock: Clock) -> None:
+        """Where the first answer takes long: a store whose credentials were renewed makes its clients anew."""
+        tier, slow = self.probe_that_gets_no_answer(bench, clock, StorePermissionError("expired"))
+        slow.gate.set()
+        bench.wait_until_closed(tier)  # the clock stands still
+
+    @pytest.mark.parametrize("what", ["load", "store", "lookup"])
+    def test_what_an_operator_must_mend_is_said_once_a_minute(
+        self, bench: Bench, clock: Clock, what: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        refused = GatedStore()
+        tier = bench.tier(store=refused, circuit_failures=1000)
+        bench.fill(1)
+        refused.error = StorePermissionError("secret: the session token has expired")
+        for n in range(ROWS):
+            if n == ROWS // 2:
+                clock.now += 60
+            bench.fail(what, tier, KEYS[n : n + 1])
+        said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert said == [f"tier test: {what} failed: secret: the session token has expired"] * 2
+
+
+class PartlyRefused(MemoryStore):
+    """Errors of single blobs. What is put over an unreadable one can be read."""
+
+    refused = tail_refused = ""
+    heals = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unreadable: dict[str, type[StoreError]] = {}
+
+    def size(self, key: str) -> int | None:
+        if self.refused and key.startswith(self.refused):
+            raise StorePermissionError("somebody else's", key=key)
+        return super().size(key)
+
+    def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
+        if key in self.unreadable:
+            raise self.unreadable[key]("cannot be read", key=key)
+        super().get_into(key, parts)
+
+    def get_tail(self, key: str, length: int) -> tuple[int, bytes] | None:
+        if key == self.tail_refused:
+            raise StorePermissionError("somebody else's", key=key)
+        return super().get_tail(key, length)
+
+    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
+        published = super().put(key, parts, overwrite=overwrite)
+        if published and self.heals:
+            self.unreadable.pop(key, None)
+        return published
+
+
+class KeepsAll(MemoryStore):
+    """No blob can be moved aside or, by default, deleted."""
+
+    def __init__(self, error: type[StoreError] = StorePermissionError, *, deletes: bool = False) -> None:
+        super().__init__()
+        self._error = error
+        self._deletes = deletes
+
+    def quarantine(self, key: str) -> None:
+        raise self._error("cannot be moved", key=key)
+
+    def delete(self, key: str) -> None:
+        if not self._deletes:
+            raise self._error("cannot be deleted", key=key)
+        super().delete(key)
+
+
+class NeverReplaces(MemoryStore):
+    """There is no room for a blob beside the one that it replaces."""
+
+    def __init__(self, error: type[StoreError]) -> None:
+        super().__init__()
+        self._error = error
+
+    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
+        if overwrite:
+            raise self._error("no room", key=key)
+        return super().put(key, parts)
+
+
+class BareStore(Store):
+    """A store with the six methods and nothing else.
+
+    Args:
+        says: whether ``put`` tells if it published.
+    """
+
+    capabilities = Capabilities(exclusive_create=True, shared=False, latency_bound=False)
+
+    def __init__(self, *, says: bool) -> None:
+        self._inner = MemoryStore()
+        self._says = says
+
+    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
+        published = self._inner.put(key, parts, overwrite=overwrite)
+        return published if self._says else None  # type: ignore[return-value]
+
+    def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
+        self._inner.get_into(key, parts)
+
+    def size(self, key: str) -> int | None:
+        return self._inner.size(key)
+
+    def delete(self, key: str) -> None:
+        self._inner.delete(key)
+
+    def keys(self, prefix: str = "") -> Iterator[Any]:
+        return self._inner.keys(prefix)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+@pytest.mark.parametrize("says", [True, False])
+def test_a_store_with_six_methods_is_healed_too(bench: Bench, says: bool) -> None:
+    tier = bench.tier(store=BareStore(says=says))
+    original = bench.fill(1)
+    assert bench.store(tier, KEYS[:2]).transfer_bytes == 2 * ROW_BYTES
+    write(tier.store, tier.mapper.relative_name(KEYS[0]), b"short")
+    again = bench.store(tier, KEYS[:2])
+    assert again.success
+    assert tier.metrics.value("kvtiers_healed_blobs_total", "test") == 1
+    bench.fill(2)
+    assert bench.load(tier, KEYS[:2]).success
+    assert (bench.region[:2] == original[:2]).all()
+
+
+def test_after_shutdown_the_region_can_be_unmapped(bench: Bench) -> None:
+    area = mmap.mmap(-1, ROWS * ROW_BYTES)
+    view = memoryview(area).cast("B", (ROWS, ROW_BYTES))
+    bench.region = np.frombuffer(area, np.int8).reshape(ROWS, ROW_BYTES)
+    spec = FakeSpec()
+    mapper = FileMapper.from_offloading_spec("", spec, extra_fields=strict_fields(spec))
+    tier = StoreTierManager(spec, view, "test", store=bench.make_store(), mapper=mapper, options=PATIENT)
+    assert bench.store(tier, KEYS[:2]).success
+    tier.shutdown()
+    del bench.region
+    view.release()
+    area.close()
+
+
+class ManyAtOnce(MemoryStore):
+    """Answers a batch of loads as a whole: as a layer that refuses the call does."""
+
+    error: StoreError | None = None
+
+    def get_many_into(self, requests: Sequence[tuple[str, Sequence[memoryview]]]) -> list[Exception | None]:
+        if self.error is not None:
+            raise self.error
+        for request in requests:
+            self.get_into(*request)
+        return [None] * len(requests)
+
+
+def test_a_batch_of_loads_that_fails_as_a_whole_cuts_its_tier_off() -> None:
+    store = ManyAtOnce()
+    bench = Bench(lambda: store)
+    tier = bench.tier(circuit_failures=3)
+    assert bench.store(tier, KEYS[:4]).success
+    store.error = StoreUnavailableError("connection refused")
+    for _ in range(3):
+        assert bench.load(tier, KEYS[:4]) == JobResult(bench.job_id, False, (), transfer_time=ANY)
+    assert tier.circuit_state == "open"
+    assert tier.metrics.value("kvtiers_store_errors_total", "test", "load", "StoreUnavailableError") >= 6
+    tier.shutdown()
+
+
+def test_a_batch_that_fails_as_a_whole_holds_no_rows() -> None:
+    store = ManyAtOnce()
+    store.error = StoreUnavailableError("connection refused")
+    rows = bytearray(ROWS * ROW_BYTES)
+    view = memoryview(rows).cast("b", (ROWS, ROW_BYTES))
+    tier = StoreTierManager(FakeSpec(), view, "test", store=store, options=PATIENT)
+    del view
+    gc.disable()
+    try:
+        Bench(lambda: store).load(tier, KEYS[:4])
+        tier.primary_kv_view.release()
+        tier.shutdown()
+        store.error = None  # it was raised, and is known by no other
+        rows.extend(b"x")  # a BufferError where somebody still has a view
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("damage", [b"", b"short"])
+def test_a_bad_block_holds_no_rows(damage: bytes) -> None:
+    """At every flipped bit the region could not be unmapped before the cyclic collector ran."""
+    store = MemoryStore()
+    rows = bytearray(ROWS * ROW_BYTES)
+    view = memoryview(rows).cast("b", (ROWS, ROW_BYTES))
+    tier = StoreTierManager(FakeSpec(), view, "test", store=store, options=PATIENT)
+    del view
+    bench = Bench(lambda: store)
+    assert bench.store(tier, KEYS[:1]).success
+    name = tier.mapper.relative_name(KEYS[0])
+    blob = bytearray(store.size(name) or 0)
+    store.get_into(name, [memoryview(blob)])
+    blob[0] ^= 1
+    store.put(name, [memoryview(damage or blob)], overwrite=True)
+    gc.disable()
+    try:
+        assert not bench.load(tier, KEYS[:1]).success
+        tier.primary_kv_view.release()
+        tier.shutdown()
+        rows.extend(b"x")  # a BufferError where somebody still has a view
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(("name", "label"), [(1, "1"), (0, "0"), (None, "test"), ("", "test")])
+def test_a_tiers_name_is_text_whatever_yaml_makes_of_it(name: Any, label: str) -> None:
+    tier = Bench(MemoryStore).tier(name=name)
+    assert tier.name == label
+    tier.shutdown()

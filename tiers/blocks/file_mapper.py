@@ -1,0 +1,361 @@
+"""FileMapper: who wrote a block and which block it is, as a path. Pure: it touches no storage.
+
+Layout, the same for every tier::
+
+    <root_dir>/<model>_<digest12>_r<rank>/<hhh>/<hh>_g<group>/<hash>.bin
+    <root_dir>/<model>_<digest12>/config.json
+
+``digest12`` is the first 12 hex digits of the SHA-256 of the namespace's fields as canonical JSON; all 32 bytes of it
+go into each block's seal, because a short digest in a folder's name is no proof of identity. The rank is outside the
+digest, so that all ranks share one ``config.json``. Three and two hex digits give 4,096 x 256 folders: about one block
+a folder at a million blocks, ten at ten million.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from kvtiers.tiers.blocks.keys import (
+    GROUP_INDEX_MAX,
+    OffloadKey,
+    get_offload_block_hash,
+    get_offload_group_idx,
+    make_offload_key,
+)
+from kvtiers.tiers.errors import ConfigError
+
+DIGEST_HEX_DIGITS = 12
+CONFIG_FILE_NAME = "config.json"
+IDENTITY_FILE_PREFIX = "kvtiers-"
+FORMAT_SEALED = "sealed-1"
+FORMAT_VLLM_RAW = "vllm-raw"
+# A folder's name is "<model>_<12 digits>_r<rank>" and file systems take 255 bytes.
+MODEL_NAME_BYTES_MAX = 200
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_BLOCK_NAME = re.compile(r"[0-9a-f]{3}/[0-9a-f]{2}_g([0-9]+)/([0-9a-f]+)\.bin")
+_SIZES = ("hash_block_size", "gpu_blocks_per_file", "tp_size", "pp_size", "pcp_size", "dcp_size")
+
+
+class FileMapper:
+    """Maps OffloadKeys to file names within one namespace.
+
+    Args:
+        root_dir: folder or key prefix; "" for names without one.
+        model_name: hub id or path; "/" becomes "_" in the folder's name.
+        hash_block_size: tokens one block hash covers.
+        gpu_blocks_per_file: GPU blocks in one offloaded block.
+        tp_size, pp_size, pcp_size, dcp_size: tensor, pipeline, prefill-context and decode-context parallel sizes.
+        rank: this process's rank; part of the path, not of the digest.
+        dtype: of the KV cache.
+        kv_cache_groups: per group ``{"block_size": n, "layer_names": [...]}``.
+        inference_engine: who lays out the bytes.
+        parallel_agnostic: forces the four sizes to 1 and the rank to 0; right only where the bytes of a block do not
+            depend on the parallel layout.
+        extra_fields: further identity, merged into the fields; see ``strict_fields``.
+
+    Raises:
+        ConfigError: a field that cannot be part of a path or that is no size.
+    """
+
+    def __init__(
+        self,
+        root_dir: str,
+        model_name: str,
+        hash_block_size: int,
+        gpu_blocks_per_file: int,
+        tp_size: int,
+        pp_size: int,
+        pcp_size: int,
+        dcp_size: int,
+        rank: int,
+        dtype: str,
+        kv_cache_groups: Sequence[Mapping[str, Any]] | None = None,
+        inference_engine: str = "vllm",
+        parallel_agnostic: bool = False,
+        extra_fields: Mapping[str, Any] | None = None,
+    ) -> None:
+        if parallel_agnostic:
+            tp_size = pp_size = pcp_size = dcp_size = 1
+            rank = 0
+        self._fields: dict[str, Any] = {
+            "model_name": model_name,
+            "hash_block_size": hash_block_size,
+            "gpu_blocks_per_file": gpu_blocks_per_file,
+            "tp_size": tp_size,
+            "pp_size": pp_size,
+            "pcp_size": pcp_size,
+            "dcp_size": dcp_size,
+            "dtype": str(dtype),
+            "kv_cache_groups": [dict(group) for group in kv_cache_groups or ()],
+            "inference_engine": inference_engine,
+        }
+        for name, value in (extra_fields or {}).items():
+            if name in self._fields:
+                raise ConfigError(f"{name!r} is one of the ten fields; choose another name", field="extra_fields")
+            self._fields[name] = value
+        _check_fields(self._fields, rank)
+        self.rank = rank
+        self.fingerprint: bytes = fingerprint_of(self._fields)
+        """SHA-256 of the canonical fields; goes into every block's seal."""
+        self._base = namespace_of(self._fields)
+        self.root_dir = root_dir
+        self.name_prefix = f"{self._base}_r{rank}"
+        """First folder of every block's name."""
+
+    @classmethod
+    def from_offloading_spec(
+        cls,
+        root_dir: str,
+        offloading_spec: Any,
+        gpu_blocks_per_file: int = 1,
+        parallel_agnostic: bool = False,
+        extra_fields: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """Build a mapper from what an engine offers, in its current (``spec.config``) or older form.
+
+        Args:
+            gpu_blocks_per_file: 1, the default, means the spec's own number of blocks per chunk.
+            parallel_agnostic: honoured only where the spec says that its bytes do not depend on the parallel layout;
+                the older form cannot say it and is taken at the caller's word.
+        """
+        if getattr(offloading_spec, "config", None) is not None:
+            fields = _fields_of_config(offloading_spec)
+            config = offloading_spec.config
+            agnostic = getattr(getattr(config, "parallel", None), "is_parallelism_agnostic", False) or getattr(
+                config, "replicated_layout", False
+            )
+            parallel_agnostic = bool(parallel_agnostic and agnostic)
+        else:
+            fields = _fields_of_older_spec(offloading_spec)
+        if gpu_blocks_per_file != 1:
+            fields["gpu_blocks_per_file"] = gpu_blocks_per_file
+        return cls(root_dir, **fields, parallel_agnostic=parallel_agnostic, extra_fields=extra_fields)
+
+    def relative_name(self, key: OffloadKey) -> str:
+        """The block's name without ``root_dir``: what a Store rooted there calls it."""
+        return block_name(self.name_prefix, key)
+
+    def key_of(self, name: str) -> OffloadKey | None:
+        """The block of a ``relative_name``; None for a name that is none of this namespace and rank."""
+        if not name.startswith(self.block_prefix):
+            return None
+        found = _BLOCK_NAME.fullmatch(name, len(self.block_prefix))
+        if found is None or len(found[2]) % 2 or int(found[1]) > GROUP_INDEX_MAX:
+            return None
+        key = make_offload_key(bytes.fromhex(found[2]), int(found[1]))
+        return key if self.relative_name(key) == name else None
+
+    @property
+    def block_prefix(self) -> str:
+        """What every block's ``relative_name`` starts with."""
+        return f"{self.name_prefix}/"
+
+    def get_file_name(self, key: OffloadKey) -> str:
+        """The block's name: ``<base>_r<rank>/<hhh>/<hh>_g<group>/<hash>.bin``."""
+        return self.rooted(self.relative_name(key))
+
+    @property
+    def base_path(self) -> str:
+        """``<root_dir>/<model>_<digest12>``, without the rank."""
+        return self.rooted(self._base)
+
+    @property
+    def relative_config_name(self) -> str:
+        """Name of the namespace's ``config.json`` without ``root_dir``."""
+        return f"{self._base}/{CONFIG_FILE_NAME}"
+
+    def get_config_file_path(self) -> str:
+        """``<base>/config.json``."""
+        return self.rooted(self.relative_config_name)
+
+    @property
+    def others_files(self) -> frozenset[str]:
+        """Of ``get_namespace_files`` those that are not ours to judge."""
+        return frozenset()
+
+    def get_namespace_files(self) -> dict[str, dict[str, Any]]:
+        """What says whose the namespace is: names without ``root_dir``, and the fields in each."""
+        return {self.relative_config_name: self.get_run_config()}
+
+    def get_run_config(self) -> dict[str, Any]:
+        """The fields, as a copy."""
+        copy: dict[str, Any] = json.loads(json.dumps(self._fields))
+        return copy
+
+    def rooted(self, name: str) -> str:
+        """A name with ``root_dir`` before it."""
+        return f"{self.root_dir}/{name}" if self.root_dir else name
+
+
+@dataclass(frozen=True, slots=True)
+class VllmLayout:
+    """Where vLLM's own ``fs`` tier would keep this engine's blocks.
+
+    Attributes:
+        namespace: the folder's name, ``<model>_<digest12>``.
+        rank: as in the folder of the blocks.
+        fields: content of its ``config.json``.
+    """
+
+    namespace: str
+    rank: int
+    fields: dict[str, Any]
+
+
+class VllmFileMapper(FileMapper):
+    """Names blocks as vLLM's own ``fs`` tier does (``format: vllm-raw``).
+
+    Its folders' digests leave out what ``strict_fields`` has. So the fingerprint in a block's seal stays that of our
+    fields, which are in ``<namespace>/kvtiers-<digest12>.json`` beside vLLM's ``config.json``: engines whose bytes
+    differ may share a folder and still never take each other's blocks.
+    """
+
+    _vllm_fields: dict[str, Any]
+
+    @classmethod
+    def from_offloading_spec(cls, root_dir: str, offloading_spec: Any, *arguments: Any, **options: Any) -> Self:
+        """As ``FileMapper``'s; ``offloading_spec.vllm_layout`` says where vLLM keeps its own.
+
+        Raises:
+            ConfigError: it does not say.
+        """
+        layout: VllmLayout | None = getattr(offloading_spec, "vllm_layout", None)
+        if layout is None:
+            raise ConfigError(
+                f"{FORMAT_VLLM_RAW} is the layout of vLLM's own fs tier and goes with KVTiersTier only; "
+                f"accepted here is {FORMAT_SEALED}",
+                field="format",
+            )
+        options["extra_fields"] = {**(options.get("extra_fields") or {}), "format": FORMAT_VLLM_RAW}
+        mapper = super().from_offloading_spec(root_dir, offloading_spec, *arguments, **options)
+        mapper.rank = layout.rank
+        mapper.name_prefix = f"{layout.namespace}_r{layout.rank}"
+        mapper._base = layout.namespace
+        mapper._vllm_fields = layout.fields
+        return mapper
+
+    @property
+    def others_files(self) -> frozenset[str]:
+        return frozenset([self.relative_config_name])  # vLLM writes it in place: who looks meanwhile sees a part of it
+
+    def get_namespace_files(self) -> dict[str, dict[str, Any]]:
+        own = identity_file_name(self._base, self.fingerprint)
+        return {self.relative_config_name: self._vllm_fields, own: self.get_run_config()}
+
+
+def fingerprint_of(fields: Mapping[str, Any]) -> bytes:
+    """SHA-256 of a namespace's fields as canonical JSON, 32 bytes."""
+    return hashlib.sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()).digest()
+
+
+def namespace_of(fields: Mapping[str, Any]) -> str:
+    """A namespace's folder, ``<model>_<digest12>``."""
+    return f"{fields['model_name'].replace('/', '_')}_{fingerprint_of(fields).hex()[:DIGEST_HEX_DIGITS]}"
+
+
+def identity_file_name(namespace: str, fingerprint: bytes) -> str:
+    """Where the fields behind a fingerprint are kept in a folder that vLLM named."""
+    return f"{namespace}/{IDENTITY_FILE_PREFIX}{fingerprint.hex()[:DIGEST_HEX_DIGITS]}.json"
+
+
+def block_name(name_prefix: str, key: OffloadKey) -> str:
+    """A block's name without ``root_dir``, from its mapper's ``name_prefix``."""
+    digits = get_offload_block_hash(key).hex()
+    return f"{name_prefix}/{digits[:3]}/{digits[3:5]}_g{get_offload_group_idx(key)}/{digits}.bin"
+
+
+def strict_fields(offloading_spec: Any) -> dict[str, Any]:
+    """The identity that the ten fields leave out, and that wrong tokens came from elsewhere.
+
+    Same path and same size with another meaning was reported for weights of another revision, another KV layout and
+    another hash algorithm (vllm#49261, #55904, #55191); each gets its own namespace. So does each platform whose
+    kernels pack KV in an order of their own.
+    """
+    config = getattr(offloading_spec, "config", None)
+    engine = getattr(config, "engine", None)
+    return {
+        # For people who compare two namespaces. model_revision already has a digest of these options.
+        **({"engine": dict(engine)} if engine else {}),
+        "model_revision": getattr(getattr(config, "model", None), "revision", None),
+        "kv_cache_layout": getattr(config, "kv_cache_layout", None),
+        "platform": getattr(config, "platform", None),
+        "canonical_layout": bool(getattr(config, "canonical_layout", False)),
+        "hash_algorithm": getattr(getattr(config, "cache", None), "hash_algorithm", None),
+        "format": FORMAT_SEALED,
+    }
+
+
+def _fields_of_config(spec: Any) -> dict[str, Any]:
+    config = spec.config
+    parallel = getattr(config, "parallel", None)
+    chunk = getattr(spec, "blocks_per_chunk", None) or getattr(config.cache, "blocks_per_chunk", 1)
+    return {
+        "model_name": config.model.name,
+        "hash_block_size": config.cache.tokens_per_hash,
+        "gpu_blocks_per_file": chunk,
+        **{name: getattr(parallel, name, 1) for name in ("tp_size", "pp_size", "pcp_size", "dcp_size")},
+        "rank": getattr(parallel, "rank", 0),
+        "dtype": str(config.model.dtype).removeprefix("torch."),
+        "kv_cache_groups": [
+            {"block_size": group.tokens_per_block, "layer_names": list(group.layer_names)}
+            for group in getattr(config, "groups", ())
+        ],
+    }
+
+
+def _fields_of_older_spec(spec: Any) -> dict[str, Any]:
+    config = spec.vllm_config
+    parallel = getattr(config, "parallel_config", None)
+    groups = getattr(getattr(spec, "kv_cache_config", None), "kv_cache_groups", ())
+    return {
+        "model_name": config.model_config.model,
+        "hash_block_size": config.cache_config.block_size,
+        "gpu_blocks_per_file": getattr(spec, "block_size_factor", 1),
+        "tp_size": getattr(parallel, "tensor_parallel_size", 1),
+        "pp_size": getattr(parallel, "pipeline_parallel_size", 1),
+        "pcp_size": getattr(parallel, "prefill_context_parallel_size", 1),
+        "dcp_size": getattr(parallel, "decode_context_parallel_size", 1),
+        "rank": getattr(parallel, "rank", 0),
+        "dtype": str(config.cache_config.cache_dtype).removeprefix("torch."),
+        "kv_cache_groups": [
+            {"block_size": group.kv_cache_spec.block_size, "layer_names": list(group.layer_names)} for group in groups
+        ],
+    }
+
+
+def _check_fields(fields: Mapping[str, Any], rank: int) -> None:
+    name = fields["model_name"]
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"{name!r} is no model name; accepted is a non-empty string", field="model_name")
+    if _CONTROL.search(name) or "\\" in name or name.startswith("."):
+        raise ConfigError(
+            f"{name!r} cannot be a folder's name; accepted are names without control characters or backslash that "
+            'do not start with "."',
+            field="model_name",
+        )
+    try:
+        length_bytes = len(name.encode())
+    except UnicodeEncodeError as e:
+        raise ConfigError(f"{name!r} is not encodable as UTF-8", field="model_name") from e
+    if length_bytes > MODEL_NAME_BYTES_MAX:
+        raise ConfigError(
+            f"{length_bytes} bytes long ({name[:40]!r}…); accepted are {MODEL_NAME_BYTES_MAX}, because it becomes a "
+            "folder's name",
+            field="model_name",
+        )
+    for size_name in _SIZES:
+        size = fields[size_name]
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ConfigError(f"{size!r}; accepted is a whole number of 1 or more", field=size_name)
+    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
+        raise ConfigError(f"{rank!r}; accepted is a whole number of 0 or more", field="rank")
+    try:
+        json.dumps(fields, sort_keys=True)
+    except (TypeError, ValueError) as e:
+        raise ConfigError(f"not expressible as JSON ({e})", field="extra_fields or kv_cache_groups") from e

@@ -1,0 +1,125 @@
+"""What says whose a namespace is (``config.json``): written once, compared by everyone who comes after."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from kvtiers.tiers.blocks.file_mapper import FileMapper
+from kvtiers.tiers.errors import (
+    BlobCorruptError,
+    BlobNotFoundError,
+    ConfigError,
+    NamespaceMismatchError,
+    StoreError,
+    StoreFullError,
+    printable,
+)
+from kvtiers.tiers.json_text import parse_json
+from kvtiers.tiers.plain_logs import get_logger
+from kvtiers.tiers.store import Store
+
+logger = get_logger(__name__)
+
+CONFIG_BYTES_MAX = 1 << 20
+READ_ATTEMPTS_MAX = 3
+SHOWN_MAX = 200  # characters of what somebody has written there
+
+
+def open_namespace(store: Store, mapper: FileMapper, *, read_only: bool = False) -> bool:
+    """Write the namespace's fields, or compare them with those already there. Nothing is written with ``read_only``.
+
+    A file without bytes, or all zeros, says nothing: a power cut that came between the name's way to the disk and the
+    bytes' left it so (seen on ext4, 8 s after a first start). It is written anew.
+
+    A storage that is full, or out of order for the moment (a retryable error), is no reason to keep an engine from
+    starting: it is logged, and the fingerprint in each block's seal still keeps foreign blocks out.
+
+    Returns:
+        Whether the namespace is new: it had no fields there.
+
+    Raises:
+        NamespaceMismatchError: another set of fields is there; names the first field that differs.
+        ConfigError: what is there is no such file.
+        StoreError: permanent: no permission, no such bucket or root.
+    """
+    is_new = False
+    try:
+        for name, fields in mapper.get_namespace_files().items():
+            others = name in mapper.others_files
+            try:
+                is_new |= _open(store, name, fields, mapper.rooted(name), read_only=read_only, others=others)
+            except ConfigError as e:
+                if not others:
+                    raise
+                logger.warning("%s", e)
+    except StoreError as e:
+        if not (e.retryable or isinstance(e, StoreFullError)):
+            raise
+        logger.warning("namespace %s has no verified config.json: %s", mapper.base_path, e)
+    return is_new
+
+
+def _open(store: Store, name: str, fields: dict[str, Any], path: str, *, read_only: bool, others: bool) -> bool:
+    wanted = json.dumps(fields, indent=2, sort_keys=True).encode()
+    found = _read(store, name, path)
+    is_new = found is None and not others
+    if is_new:
+        logger.info(
+            "%s is new: nothing is stored for this engine yet. If you expected hits, kvtiers doctor says in which "
+            "options this namespace differs from others of the same model",
+            path,
+        )
+    torn = found is not None and not found.strip(b"\0")
+    if torn and others:
+        raise ConfigError(f"has no contents ({len(found or b'')} bytes); somebody else may be writing it", field=path)
+    if torn:
+        logger.warning("%s has no contents, as after a power cut%s", path, "" if read_only else ": it is written anew")
+    if (found is None or torn) and not read_only:
+        store.put(name, [memoryview(wanted)], overwrite=torn)  # only if absent: of two first writers one wins
+        found, torn = _read(store, name, path), False
+    if not (found is None or torn or found == wanted):
+        _compare(found, fields, path)
+    return is_new
+
+
+def _read(store: Store, name: str, path: str) -> bytes | None:
+    for _ in range(READ_ATTEMPTS_MAX):
+        size = store.size(name)
+        if size is None:
+            return None
+        if size > CONFIG_BYTES_MAX:
+            raise ConfigError(f"{size} bytes, accepted are 1..{CONFIG_BYTES_MAX}", field=path)
+        data = bytearray(size)
+        try:
+            if size:
+                store.get_into(name, [memoryview(data)])
+            return bytes(data)
+        except BlobNotFoundError:
+            return None  # it was removed meanwhile
+        except BlobCorruptError as e:
+            corrupt = e  # or another engine has written it anew meanwhile
+    raise ConfigError(f"cannot be read: {corrupt}", field=path) from corrupt
+
+
+def _compare(found: bytes, fields: dict[str, Any], path: str) -> None:
+    try:
+        there = parse_json(found)
+    except ValueError as e:
+        raise ConfigError(
+            f"is torn or foreign ({e}); if nothing else uses this folder, delete it and start again",
+            field=path,
+        ) from e
+    if not isinstance(there, dict):
+        raise ConfigError("is foreign: accepted is a JSON object of the namespace's fields", field=path)
+    for field in sorted(there.keys() | fields.keys()):
+        if there.get(field) != fields.get(field):
+            raise NamespaceMismatchError(
+                f"{path} says {_shortened(repr(there.get(field)))}, this process would write {fields.get(field)!r}; "
+                "use another root, or delete that folder if it is yours",
+                field=_shortened(printable(field)),
+            )
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= SHOWN_MAX else f"{text[: SHOWN_MAX - 1]}…"

@@ -1,0 +1,171 @@
+"""Namespaces of one model side by side: in which fields they differ, so that engines share no blocks.
+
+``kvtiers doctor`` compares all namespaces of a storage. An engine whose namespace is new logs at its start which other
+one is the nearest. It looks for that on a thread of its own, which ends after ``SEARCH_S_MAX`` and one more call.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvtiers.tiers.blocks.file_mapper import CONFIG_FILE_NAME, DIGEST_HEX_DIGITS, FileMapper, namespace_of
+from kvtiers.tiers.errors import StoreError
+from kvtiers.tiers.json_text import parse_json
+from kvtiers.tiers.plain_logs import get_logger
+from kvtiers.tiers.store import Store, SupportsFolders
+from kvtiers.tiers.tools.block_reader import read_small
+from kvtiers.tiers.tools.inventory import NAMESPACE
+
+logger = get_logger(__name__)
+
+NAMESPACES_MAX = 100  # that are read
+LISTED_MAX = 2000  # a look for namespaces must not list a bucket of millions
+SEARCH_S_MAX = 10.0  # at an engine's start
+SHOWN_FIELDS_MAX = 5  # in one line of the log
+SHOWN_CHARS_MAX = 40  # of a value
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """What a namespace's ``config.json`` says.
+
+    Attributes:
+        name: ``<model>_<digest12>``.
+        fields: with one for each option of the engine, instead of a digest of all options.
+    """
+
+    name: str
+    fields: dict[str, Any]
+
+    @classmethod
+    def of(cls, name: str, fields: dict[str, Any]) -> Namespace:
+        """Of the fields as they are stored."""
+        engine = fields.get("engine")
+        if isinstance(engine, dict):
+            fields = {each: value for each, value in fields.items() if each != "engine"}
+            fields["model_revision"] = (
+                re.sub(r"\+?engine:[0-9a-f]+", "", str(fields.get("model_revision") or "")) or None
+            )
+            fields |= {str(option): value for option, value in engine.items()}
+        return cls(name, fields)
+
+    @property
+    def model(self) -> str:
+        """The model's name."""
+        return str(self.fields.get("model_name"))
+
+    def value(self, field: str) -> str:
+        """A field's value as JSON.
+
+        One that an older release did not write makes another namespace than the same one without a value.
+        """
+        return json.dumps(self.fields[field], sort_keys=True) if field in self.fields else "not set"
+
+
+def namespaces_in(
+    store: Store, beginning: str = "", goes_on: Callable[[], bool] = lambda: True
+) -> tuple[list[Namespace], bool]:
+    """The namespaces in a storage, and whether there may be more.
+
+    Args:
+        beginning: only namespaces whose names begin so.
+        goes_on: asked before each one is read; False ends the search.
+
+    Raises:
+        StoreError: their names cannot be listed.
+    """
+    names, is_cut = _names_in(store)
+    wanted = itertools.takewhile(lambda _: goes_on(), (name for name in names if name.startswith(beginning)))
+    namespaces = list(itertools.islice(_read(store, wanted), NAMESPACES_MAX + 1))
+    return namespaces[:NAMESPACES_MAX], is_cut or len(namespaces) > NAMESPACES_MAX
+
+
+def differing_fields(namespaces: Sequence[Namespace]) -> list[str]:
+    """Fields that are not the same in all of them."""
+    names = set().union(*(namespace.fields for namespace in namespaces))
+    return sorted(name for name in names if len({namespace.value(name) for namespace in namespaces}) > 1)
+
+
+def shown_values(namespaces: Iterable[Namespace], field: str) -> list[str]:
+    """The values that a field has, in short."""
+    return sorted({_shown(namespace, field) for namespace in namespaces})
+
+
+def tell_nearest(store: Store, mapper: FileMapper, tier: str) -> None:
+    """Say in the log, soon, from which other namespace of its model an engine's new one differs least. Returns at once.
+
+    Says nothing where there is none, where the storage is silent or out of order, and where it cannot list folders.
+    """
+    # Without folders all blobs would have to be listed; and vLLM's own folders have vLLM's fields.
+    if isinstance(store, SupportsFolders) and not mapper.others_files:
+        threading.Thread(target=_tell, args=(store, mapper, tier), name=f"kvtiers-{tier}-nearest", daemon=True).start()
+
+
+def _tell(store: Store, mapper: FileMapper, tier: str) -> None:
+    fields = mapper.get_run_config()
+    own = Namespace.of(namespace_of(fields), fields)
+    try:
+        nearest = _nearest(store, own)
+    except Exception as e:  # noqa: BLE001 - a thread's edge: an engine starts without this line
+        logger.debug("tier %s: other namespaces could not be read: %r", tier, e)
+        return
+    if nearest is None:
+        logger.debug("tier %s: there is no other namespace of %s", tier, own.model)
+        return
+    other, begun = nearest
+    names = differing_fields((own, other))
+    shown = "; ".join(
+        f"{name} is {_shown(own, name)} here, {_shown(other, name)} there" for name in names[:SHOWN_FIELDS_MAX]
+    )
+    logger.info(
+        "tier %s: cold start: %s from %s%s: %s%s",
+        tier,
+        f"only {names[0]} differs" if len(names) == 1 else f"{len(names)} fields differ",
+        f"the namespace {other.name}" if len(names) == 1 else f"the nearest namespace of this model, {other.name}",
+        begun,
+        shown,
+        "; …" if len(names) > SHOWN_FIELDS_MAX else "",
+    )
+
+
+def _nearest(store: Store, own: Namespace) -> tuple[Namespace, str] | None:
+    """The namespace that differs in the fewest fields, and when it was begun, in words."""
+    ends_at = time.monotonic() + SEARCH_S_MAX
+    found, _ = namespaces_in(store, own.name[:-DIGEST_HEX_DIGITS], lambda: time.monotonic() < ends_at)
+    others = [each for each in found if each.model == own.model and each.fields != own.fields]
+    if not others:
+        return None
+    nearest = min(others, key=lambda other: len(differing_fields((own, other))))
+    name = f"{nearest.name}/{CONFIG_FILE_NAME}"
+    mtime = next((info.mtime for info in store.keys(name) if info.key == name), 0.0)
+    return nearest, time.strftime(", begun %Y-%m-%d %H:%M", time.localtime(mtime)) if mtime else ""
+
+
+def _shown(namespace: Namespace, field: str) -> str:
+    value = namespace.value(field)
+    return value if len(value) <= SHOWN_CHARS_MAX else f"{value[: SHOWN_CHARS_MAX - 1]}…"
+
+
+def _names_in(store: Store) -> tuple[list[str], bool]:
+    if isinstance(store, SupportsFolders):  # a bucket lists in the order of names: one namespace's blocks hide the next
+        return [name for name in store.folders() if re.fullmatch(NAMESPACE, name)], False
+    listed = [info.key for info in itertools.islice(store.keys(), LISTED_MAX)]
+    names = [folder for folder, _, name in (key.partition("/") for key in listed) if name == CONFIG_FILE_NAME]
+    return names, len(listed) == LISTED_MAX
+
+
+def _read(store: Store, names: Iterable[str]) -> Iterator[Namespace]:
+    for name in names:
+        try:
+            fields = parse_json(read_small(store, f"{name}/{CONFIG_FILE_NAME}") or b"")
+        except (StoreError, ValueError):
+            continue
+        if isinstance(fields, dict):
+            yield Namespace.of(name, fields)

@@ -1,0 +1,365 @@
+"""The block seal: the 4,096-byte trailer that makes a stored block prove what it is. Pure.
+
+Format ``sealed-1``: the payload first, then one trailer; the same bytes in every tier. Payload at offset 0 and both
+lengths a multiple of 4,096 keep O_DIRECT possible. Little-endian::
+
+    0    8  magic "KVSEAL1\\0"          66   64  block hash, zero padded
+    8    2  version = 1                136   16  payload checksum
+    10   2  trailer length = 4096      152   16  writer id
+    12   2  checksum algorithm         168    8  written at, Unix nanoseconds
+    14   2  authentication             176    4  authentication key id
+    16   8  payload length             180   12  nonce
+    24  32  namespace fingerprint      192   16  authentication tag
+    56   4  KV cache group             208    8  xxh3_64 of bytes 0..208
+    60   4  rank                       216    …  zero
+    64   2  key length
+
+(130..136 is padding. Authentication: 0 none, 1 AES-256-GMAC, 2 AES-256-GCM; see ``protected_seal``.)
+
+Every version keeps the magic, the version and the checksum at 208 where they are. A reader checks that checksum before
+it believes any other field: only a sound trailer can be a newer version's, and only such a block is left alone.
+
+Most wrong bytes reported in this field are not bit rot but identity: same path, same size, other meaning. So a block
+carries who it is, and a reader compares that before it looks at the payload.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any
+
+import xxhash
+
+from kvtiers.tiers.blocks.keys import OffloadKey, get_offload_block_hash, get_offload_group_idx
+from kvtiers.tiers.errors import SealError, SealReason
+
+MAGIC = b"KVSEAL1\0"
+VERSION = 1
+TRAILER_BYTES = 4096
+BLOCK_HASH_BYTES_MAX = 64
+PAYLOAD_MULTIPLE_BYTES = 4096
+
+_HEAD = struct.Struct("<8sHHHHQ32sIIH64s6x16s16sQI12s16s")
+_IDENTITY = struct.Struct("<8sHHHHQ32sIIH64s")  # its first fields, which a reader knows before it reads
+_CHECK = struct.Struct("<Q")
+_ZEROS = bytes(TRAILER_BYTES - _HEAD.size - _CHECK.size)
+FINGERPRINT_AT, PAYLOAD_CHECKSUM_AT, TAG_AT, CHECK_AT = 24, 136, 192, _HEAD.size
+assert (_IDENTITY.size, CHECK_AT) == (130, 208)
+TRAILER_FIELDS_BYTES = _HEAD.size + _CHECK.size  # the rest is zero
+#: Stands where a trailer would, for a block that was stored without: by vLLM's own tier, under ``format: vllm-raw``.
+NO_TRAILER = b"KVNOSEAL" + bytes(TRAILER_BYTES - 8)
+
+
+class Checksum(IntEnum):
+    """Payload checksum algorithms of the format. crc64nvme is named there, but not made or read here."""
+
+    XXH3_64 = 1
+    XXH3_128 = 2
+    CRC64NVME = 3
+
+
+class Authentication(IntEnum):
+    """How a block proves that somebody with a key wrote it."""
+
+    NONE = 0
+    AES_256_GMAC = 1
+    AES_256_GCM = 2  # the payload is encrypted, too
+
+
+#: Payload checksums, each as the field's 16 bytes.
+DIGESTS: dict[int, Callable[[memoryview], bytes]] = {
+    # Zero padded to the field's 16 bytes. Both release the GIL (measured on xxhash 4.1).
+    Checksum.XXH3_64: lambda payload: xxhash.xxh3_64_intdigest(payload).to_bytes(8, "little") + bytes(8),
+    Checksum.XXH3_128: lambda payload: xxhash.xxh3_128_intdigest(payload).to_bytes(16, "little"),
+}
+
+
+_HASHERS: dict[int, Callable[[], Any]] = {Checksum.XXH3_64: xxhash.xxh3_64, Checksum.XXH3_128: xxhash.xxh3_128}
+
+
+class RunningChecksum:
+    """A payload's checksum, made piece by piece: see ``tiers.store.SupportsPieces``.
+
+    Args:
+        payload_length: bytes; what comes behind is not the payload.
+    """
+
+    def __init__(self, algorithm: Checksum, payload_length: int) -> None:
+        self._algorithm = algorithm
+        self._payload_length = payload_length
+        self._seen = 0
+        self._hasher = _HASHERS[algorithm]()
+
+    def look(self, offset: int, piece: memoryview) -> None:
+        """Take the next piece. Offset 0 begins again."""
+        if offset == 0 and self._seen:
+            self._seen = 0
+            self._hasher.reset()
+        if offset < self._payload_length:
+            assert offset == self._seen, "pieces come in order"
+            self._hasher.update(piece)
+            self._seen += piece.nbytes
+
+    def digest(self, algorithm: int, payload: memoryview) -> bytes:
+        """The field's 16 bytes: what was seen, or where that is another algorithm's or not all, made of ``payload``."""
+        if algorithm != self._algorithm or self._seen != payload.nbytes:
+            return DIGESTS[algorithm](payload)
+        # Little-endian, as in DIGESTS; xxhash's own digest() is big-endian.
+        return bytes(self._hasher.digest()[::-1]).ljust(16, b"\0")
+
+
+def fingerprint_in(trailer: bytes | bytearray | memoryview) -> bytes:
+    """Whose block a trailer says that it is, unchecked: to choose the seal that checks it."""
+    return bytes(trailer[FINGERPRINT_AT : FINGERPRINT_AT + 32])
+
+
+class Seal:
+    """Makes and checks the trailers of one namespace and rank. Any thread; holds no state but its identity.
+
+    Makes and takes unauthenticated blocks only; ``protected_seal`` has the kinds with keys.
+
+    Args:
+        fingerprint: SHA-256 of the namespace's canonical JSON fields, 32 bytes.
+        rank: rank whose bytes the blocks are.
+        checksum: algorithm for new blocks; readers take any of those supported.
+        writer_id: 16 bytes naming this writer in what it writes; random by default.
+        clock_ns: Unix time in nanoseconds.
+        takes_unverified: take a block with ``NO_TRAILER`` for what its name says.
+        shares_folder: engines with other fingerprints use the same names, as under ``format: vllm-raw``: their blocks
+            are foreign.
+    """
+
+    #: What is stored is the payload itself, so that its trailer may be made while it is written.
+    stores_as_is = True
+    _authentication: int = Authentication.NONE
+    _key_id = 0
+
+    def __init__(
+        self,
+        fingerprint: bytes,
+        rank: int,
+        *,
+        checksum: Checksum = Checksum.XXH3_64,
+        writer_id: bytes | None = None,
+        clock_ns: Callable[[], int] = time.time_ns,
+        takes_unverified: bool = False,
+        shares_folder: bool = False,
+    ) -> None:
+        writer_id = os.urandom(16) if writer_id is None else writer_id
+        if len(fingerprint) != 32 or len(writer_id) != 16:
+            raise ValueError("fingerprint takes 32 bytes and writer_id 16")
+        if checksum not in DIGESTS:
+            raise ValueError(f"checksum {checksum!r} cannot be made here; accepted: {sorted(DIGESTS)}")
+        self._fingerprint = fingerprint
+        self._rank = rank
+        self._checksum = checksum
+        self._writer_id = writer_id
+        self._clock_ns = clock_ns
+        self._takes_unverified = takes_unverified
+        self._shares_folder = shares_folder
+
+    def to_json(self) -> dict[str, Any]:
+        """What another process of this one's needs to make the same trailers. Of a seal with keys it holds them."""
+        return {
+            "fingerprint": self._fingerprint.hex(),
+            "rank": self._rank,
+            "checksum": int(self._checksum),
+            "writer_id": self._writer_id.hex(),
+            "takes_unverified": self._takes_unverified,
+            "shares_folder": self._shares_folder,
+        }
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Seal:
+        """The other end of ``to_json``. ``tiers.blocks.seal_kinds.seal_from_json`` makes those with keys, too.
+
+        Raises:
+            ValueError: it has keys. (Without them it would take and make blocks that nothing protects.)
+        """
+        if "authentication" in fields:
+            raise ValueError("this seal has keys: use seal_from_json")
+        return cls(
+            bytes.fromhex(fields["fingerprint"]),
+            fields["rank"],
+            checksum=Checksum(fields["checksum"]),
+            writer_id=bytes.fromhex(fields["writer_id"]),
+            takes_unverified=fields["takes_unverified"],
+            shares_folder=fields["shares_folder"],
+        )
+
+    def running_checksum(self, payload: memoryview) -> RunningChecksum:
+        """For a payload that passes piece by piece."""
+        return RunningChecksum(self._checksum, payload.nbytes)
+
+    def trailer(self, key: OffloadKey, payload: memoryview, checksum: RunningChecksum | None = None) -> bytes:
+        """The trailer for a payload. Checksums the payload where it lies, before anybody writes it: a slot that
+        changes under a late write is then caught on load.
+
+        Args:
+            payload: C-contiguous, a multiple of 4,096 bytes.
+            checksum: has seen each piece before it was written.
+
+        Raises:
+            ValueError: payload length or block hash length does not fit the format.
+        """
+        block_hash = get_offload_block_hash(key)
+        if payload.nbytes % PAYLOAD_MULTIPLE_BYTES or not payload.nbytes:
+            raise ValueError(f"payload has {payload.nbytes} bytes; accepted is a multiple of {PAYLOAD_MULTIPLE_BYTES}")
+        if not 1 <= len(block_hash) <= BLOCK_HASH_BYTES_MAX:
+            raise ValueError(f"block hash has {len(block_hash)} bytes; accepted are 1..{BLOCK_HASH_BYTES_MAX}")
+        head = _HEAD.pack(
+            MAGIC,
+            VERSION,
+            TRAILER_BYTES,
+            self._checksum,
+            self._authentication,
+            payload.nbytes,
+            self._fingerprint,
+            get_offload_group_idx(key),
+            self._rank,
+            len(block_hash),
+            block_hash,
+            _digest(self._checksum, payload, checksum),
+            self._writer_id,
+            self._clock_ns(),
+            self._key_id,
+            b"",
+            b"",
+        )
+        return b"".join((head, _CHECK.pack(xxhash.xxh3_64_intdigest(head)), _ZEROS))
+
+    def seal_parts(self, key: OffloadKey, payload: memoryview) -> tuple[memoryview, memoryview]:
+        """What is to be stored for a payload: its bytes as they are stored, and the trailer.
+
+        Where they are not the payload itself, they lie in memory of the calling thread that its next call reuses.
+        Raises as ``trailer``.
+        """
+        return payload, memoryview(self.trailer(key, payload))
+
+    def check_trailer(self, key: OffloadKey, trailer: bytes | bytearray | memoryview, payload_length: int) -> None:
+        """Check everything a trailer says, short of the payload's bytes.
+
+        Raises:
+            SealError: the first check that failed, in the format's order.
+        """
+        if not self._is_taken_unverified(trailer):
+            self._check(key, trailer, payload_length)
+
+    def verify(
+        self,
+        key: OffloadKey,
+        payload: memoryview,
+        trailer: bytes | bytearray | memoryview,
+        seen: RunningChecksum | None = None,
+    ) -> None:
+        """Check that payload and trailer are the block ``key`` of this namespace and rank, whole and unchanged.
+
+        Args:
+            seen: has seen each piece of the payload when it was read.
+
+        Raises:
+            SealError: the first check that failed, in the format's order.
+        """
+        if self._is_taken_unverified(trailer):
+            return
+        checksum, expected = self._check(key, trailer, payload.nbytes)
+        if _digest(checksum, payload, seen) != expected:
+            raise SealError(SealReason.PAYLOAD_CHECKSUM, f"{payload.nbytes} payload bytes do not match their checksum")
+
+    #: ``verify``, and turn the stored bytes into the payload, in place. Here they are the payload.
+    open_in_place = verify
+
+    def _check(
+        self, key: OffloadKey, trailer: bytes | bytearray | memoryview, payload_length: int
+    ) -> tuple[int, bytes]:
+        trailer = bytes(trailer)  # one small copy; comparing memoryviews goes element by element
+        if self._is_expected(key, trailer, payload_length):
+            return self._checksum, trailer[PAYLOAD_CHECKSUM_AT : PAYLOAD_CHECKSUM_AT + 16]
+        if len(trailer) != TRAILER_BYTES:
+            raise SealError(SealReason.SIZE, f"trailer of {len(trailer)} bytes, not {TRAILER_BYTES}")
+        (magic, version, trailer_length, checksum, authentication, length, fingerprint, group, rank, hash_length,
+         block_hash, expected, _, _, _, _, _) = _HEAD.unpack_from(trailer)  # fmt: skip
+        if trailer == NO_TRAILER:
+            text = "stored without a seal, as vLLM's own tier does"
+            raise SealError(SealReason.UNVERIFIED, text, foreign=self._shares_folder)
+        if magic != MAGIC:
+            raise SealError(SealReason.MAGIC, f"starts with {magic!r}")
+        # Before any field is believed: a flipped bit must not pass for a newer version, which nobody would ever heal.
+        if _CHECK.unpack_from(trailer, CHECK_AT)[0] != xxhash.xxh3_64_intdigest(trailer[:CHECK_AT]):
+            raise SealError(SealReason.TRAILER_CHECKSUM, "trailer does not match its checksum")
+        if version != VERSION:
+            text = f"version {version}, this reader knows {VERSION}"
+            raise SealError(SealReason.VERSION, text, foreign=version > VERSION)
+        if trailer[TRAILER_FIELDS_BYTES:] != _ZEROS:
+            raise SealError(SealReason.TRAILER_CHECKSUM, "bytes after the trailer's fields are not zero")
+        if trailer_length != TRAILER_BYTES or length != payload_length:
+            raise SealError(
+                SealReason.LENGTHS,
+                f"says {length}+{trailer_length} bytes, is {payload_length}+{TRAILER_BYTES}",
+            )
+        if fingerprint != self._fingerprint:
+            text = f"of namespace {fingerprint.hex()[:12]}…"
+            raise SealError(SealReason.FINGERPRINT, text, foreign=self._shares_folder)
+        wanted = get_offload_block_hash(key)
+        if hash_length != len(wanted) or block_hash[:hash_length] != wanted:
+            raise SealError(SealReason.KEY, f"is block {block_hash[:hash_length].hex()}")
+        if group != get_offload_group_idx(key):
+            raise SealError(SealReason.GROUP, f"of group {group}")
+        if rank != self._rank:
+            raise SealError(SealReason.RANK, f"of rank {rank}, not {self._rank}")
+        if checksum not in DIGESTS or not self._takes(authentication):
+            raise self._other_means(checksum, authentication)
+        return checksum, expected
+
+    def _is_expected(self, key: OffloadKey, trailer: bytes, payload_length: int) -> bool:
+        """Whether all checks of a trailer would pass, in one: it does not say which would not."""
+        block_hash = get_offload_block_hash(key)
+        try:
+            identity = _IDENTITY.pack(
+                MAGIC,
+                VERSION,
+                TRAILER_BYTES,
+                self._checksum,
+                self._authentication,
+                payload_length,
+                self._fingerprint,
+                get_offload_group_idx(key),
+                self._rank,
+                len(block_hash),
+                block_hash,
+            )
+        except struct.error:  # no trailer can say that, such as a protection which is not known here
+            return False
+        return (
+            len(trailer) == TRAILER_BYTES
+            and len(block_hash) <= BLOCK_HASH_BYTES_MAX
+            and trailer.startswith(identity)
+            and trailer.endswith(_ZEROS)
+            and _CHECK.unpack_from(trailer, CHECK_AT)[0] == xxhash.xxh3_64_intdigest(trailer[:CHECK_AT])
+        )
+
+    def is_of_others(self, trailer: bytes | bytearray | memoryview) -> bool:
+        """Whether a block, of whatever size, is that of an engine which only shares the folder, and none of ours."""
+        trailer = bytes(trailer)
+        if not self._shares_folder or len(trailer) != TRAILER_BYTES or trailer[: len(MAGIC)] != MAGIC:
+            return False
+        sound = _CHECK.unpack_from(trailer, _HEAD.size)[0] == xxhash.xxh3_64_intdigest(trailer[: _HEAD.size])
+        return sound and fingerprint_in(trailer) != self._fingerprint
+
+    def _takes(self, authentication: int) -> bool:
+        return authentication == self._authentication
+
+    def _is_taken_unverified(self, trailer: bytes | bytearray | memoryview) -> bool:
+        return self._takes_unverified and bytes(trailer) == NO_TRAILER
+
+    def _other_means(self, checksum: int, authentication: int) -> SealError:
+        """Sound so far, but made by means this reader lacks: a miss that must not be destroyed."""
+        return SealError(SealReason.UNSUPPORTED, f"checksum {checksum}, authentication {authentication}")
+
+
+def _digest(algorithm: int, payload: memoryview, seen: RunningChecksum | None) -> bytes:
+    return DIGESTS[algorithm](payload) if seen is None else seen.digest(algorithm, payload)

@@ -1,0 +1,102 @@
+"""The file behind memory: how a region that somebody else made (vLLM, a test) becomes mappable by another process.
+
+``/proc/self/maps`` says which file a mapping is of, by device and inode. It is opened, in this order, as a descriptor
+this process already has (a memfd, or a file whose name was removed), by its name, or by ``/proc/self/map_files`` (which
+takes CAP_CHECKPOINT_RESTORE).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvtiers.tiers.errors import RegionError
+
+
+@dataclass(frozen=True, slots=True)
+class _Mapping:
+    start: int
+    end: int
+    shared: bool
+    offset: int
+    device: int
+    inode: int
+    path: str
+
+
+def address_of(part: memoryview) -> int | None:
+    """Address of a part's first byte. None: it is empty or read-only, for which Python has no way to tell."""
+    if part.readonly or not part.nbytes:
+        return None
+    return ctypes.addressof(ctypes.c_char.from_buffer(part))
+
+
+def open_mapped_file(address: int, length: int) -> tuple[int, int]:
+    """Open the file behind ``length`` bytes at ``address``.
+
+    Returns:
+        A descriptor, which is the caller's, and the offset of the first byte in the file.
+
+    Raises:
+        RegionError: there is no one file, or it cannot be opened; says why.
+    """
+    mappings = [m for m in _mappings() if m.start < address + length and m.end > address]
+    if not mappings or mappings[0].start > address or mappings[-1].end < address + length:
+        raise RegionError("/proc/self/maps does not show the region")
+    first = mappings[0]
+    for mapping in mappings:
+        if not mapping.shared or not mapping.inode:
+            raise RegionError("the region is no shared mapping of a file: other processes cannot have this memory")
+        # The kernel splits a mapping whose parts were given different advice or policies.
+        same = (mapping.device, mapping.inode) == (first.device, first.inode)
+        if not same or mapping.offset - first.offset != mapping.start - first.start:
+            raise RegionError("the region is made of several files")
+    fd = _open(first)
+    offset = first.offset + address - first.start
+    try:
+        before = offset % mmap.ALLOCATIONGRANULARITY
+        mmap.mmap(fd, before + length, offset=offset - before).close()
+    except (OSError, ValueError) as e:
+        os.close(fd)
+        raise RegionError(f"the region's file cannot be mapped a second time: {e}") from e
+    return fd, offset
+
+
+def _mappings() -> Iterator[_Mapping]:
+    with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as f:
+        for line in f:
+            # 7f00-7f80 rw-s 00000000 00:01 1029 /memfd:kvtiers-region (deleted)
+            span, flags, offset, device, inode, *rest = line.rstrip("\n").split(maxsplit=5)
+            start, end = (int(number, 16) for number in span.split("-"))
+            major, minor = (int(number, 16) for number in device.split(":"))
+            path = rest[0] if rest else ""
+            yield _Mapping(start, end, "s" in flags, int(offset, 16), os.makedev(major, minor), int(inode), path)
+
+
+def _open(mapping: _Mapping) -> int:
+    descriptors = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    names = [mapping.path, f"/proc/self/map_files/{mapping.start:x}-{mapping.end:x}"]
+    for path in (*descriptors, *names):
+        try:
+            # Asked before it is opened: closing any descriptor of a file drops all of the process's POSIX locks on it.
+            if not _is_file_of(mapping, os.stat(path)):
+                continue
+            if path in names:
+                fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+            else:
+                fd = os.dup(int(path.rpartition("/")[2]))
+        except OSError:  # the listing's own, or closed meanwhile; no name, or no right to it
+            continue
+        if _is_file_of(mapping, os.fstat(fd)) and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR:
+            return fd
+        os.close(fd)
+    raise RegionError(f"the region's file {mapping.path!r} cannot be opened again")
+
+
+def _is_file_of(mapping: _Mapping, status: os.stat_result) -> bool:
+    return stat.S_ISREG(status.st_mode) and (status.st_dev, status.st_ino) == (mapping.device, mapping.inode)

@@ -1,0 +1,338 @@
+"""FolderStore: the base of the stores on a file system, with one file per blob, ``<root_dir>/<key>``.
+
+The header of ``posix`` says how a blob is read, that of ``publish`` how one is published. Beside the blobs
+the root has ``.tmp`` (files being written) and ``.quarantine`` (bad blobs, for an operator to look at).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+from kvtiers.tiers.errors import (
+    BlobCorruptError,
+    BlobNotFoundError,
+    ConfigError,
+    InvalidKeyError,
+    StoreClosedError,
+    StoreConfigError,
+    StoreError,
+    StoreUnavailableError,
+    printable,
+)
+from kvtiers.tiers.plain_logs import get_logger
+from kvtiers.tiers.store import KeyInfo, Look, Store, check_key, parts_size
+from kvtiers.tiers.stores.files.cleanup import free_bytes, own_bytes, remove_blobs, sweep_quarantine, touch_blob
+from kvtiers.tiers.stores.files.listing import folder_names, walk
+from kvtiers.tiers.stores.files.posix import (
+    RootFolder,
+    blob_size,
+    is_absent,
+    read_blob,
+    read_tail,
+    remove_blob,
+    store_error,
+)
+from kvtiers.tiers.stores.files.publish import PRIVATE_FOLDER, QUARANTINE_FOLDER, FreeSpace, Publisher, sweep
+from kvtiers.tiers.stores.files.vectored_io import write_all
+
+logger = get_logger(__name__)
+
+PUBLISH_ATTEMPTS_MAX = 5  # of a put under which a folder is removed
+REFUSALS_TOLD_MAX = 16  # folders named in the log, each once, because they may not be read or removed
+
+
+class FolderStore(Store):
+    """Blobs as files. Any thread may call, and forked children; ``_lock`` is held to replace ``_root``. ``_refused``
+    only grows, and two threads at once may log one folder twice.
+
+    Files are made with mode 0600 and folders with 0700. Nothing outside the root is read or written, whatever somebody
+    puts into it: a symbolic link, a FIFO or a device under a key is BlobCorruptError.
+
+    Args:
+        root_dir: the root. It is made if it is missing, and again by a put if it was removed. There may be symbolic
+            links on the way to it, but it must not be one.
+        publisher: makes blobs visible on this file system.
+        read_only: the root must be there; opening and ``sweep`` remove nothing. (The rest that writes is not called.)
+        min_free_bytes: a put that would leave less free space than this is StoreFullError. 0: none is kept. See
+            ``FreeSpace`` for several processes.
+        quarantine_count_max: how many bad blobs ``.quarantine`` holds; further ones are deleted.
+        now: Unix seconds, by the clock that stamps the files below a root.
+        monotonic: seconds, to tell how old an answer about free space is.
+
+    Attributes:
+        damaged: how many folders and files listings passed over because the disk could not read them.
+
+    Raises:
+        ConfigError: an argument is not accepted.
+        StoreConfigError, StorePermissionError, StoreUnavailableError: the root is no folder or cannot be made.
+    """
+
+    def __init__(
+        self,
+        root_dir: str | os.PathLike[str],
+        *,
+        publisher: Publisher,
+        read_only: bool,
+        min_free_bytes: int,
+        quarantine_count_max: int,
+        now: Callable[[RootFolder], float],
+        monotonic: Callable[[], float],
+    ) -> None:
+        if min_free_bytes < 0:
+            raise ConfigError(f"{min_free_bytes} is not accepted; write 0 or more bytes", field="min_free_bytes")
+        self.root_dir = os.path.abspath(root_dir)
+        self._space = FreeSpace(min_free_bytes, monotonic) if min_free_bytes else None
+        self._quarantine_count_max = quarantine_count_max
+        self._publisher = publisher
+        self._now = now
+        self._read_only = read_only
+        self._lock = threading.Lock()
+        self._refused: set[str] = set()
+        self.damaged = 0
+        root = self._open_root(make=not read_only)
+        self._root: RootFolder | None = root
+        if read_only:
+            return
+        try:
+            sweep(root, lambda: now(root))
+        except (OSError, StoreError) as e:
+            # Litter that stays (in a read-only root, say) is no reason not to read what is there.
+            # As text: a handler that keeps the record would keep the exception's frames, and so the root open.
+            logger.warning("%s: files of dead writers were not removed: %s", self.root_dir, str(e))
+
+    def put(self, key: str, parts: Sequence[memoryview], *, overwrite: bool = False) -> bool:
+        return self._put(key, parts, None, overwrite=overwrite)
+
+    def put_aged(self, key: str, parts: Sequence[memoryview], *, used_at: float) -> bool:
+        """See ``SupportsAges``."""
+        return self._put(key, parts, None, overwrite=True, used_at=used_at)
+
+    def used_at(self, info: KeyInfo) -> float:
+        """See ``SupportsAges``."""
+        return info.mtime
+
+    def put_pieces(self, key: str, parts: Sequence[memoryview], look: Look, *, overwrite: bool = False) -> bool:
+        """See ``SupportsPieces``."""
+        return self._put(key, parts, look, overwrite=overwrite)
+
+    def get_into(self, key: str, parts: Sequence[memoryview]) -> None:
+        self._get_into(key, parts, None)
+
+    def get_pieces_into(self, key: str, parts: Sequence[memoryview], look: Look) -> None:
+        """See ``SupportsPieces``."""
+        self._get_into(key, parts, look)
+
+    def size(self, key: str) -> int | None:
+        root = self._use_root(key)
+        try:
+            return blob_size(root, key)
+        except OSError as e:
+            self._after_miss(root)
+            if is_absent(e):
+                return None
+            raise store_error(e, key) from e
+
+    def delete(self, key: str) -> None:
+        root = self._use_root(key)
+        try:
+            remove_blob(root, key)
+        except OSError as e:
+            self._after_miss(root)
+            if not is_absent(e):
+                raise store_error(e, key) from e
+
+    def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
+        """List blobs, except below more than ``FOLDERS_DEEP_MAX`` folders."""
+        self._after_miss(self._use_root(None))  # a listing of a removed root would be empty
+        root = self._use_root(None)
+        try:
+            yield from walk(root, prefix, self._tell_refused)
+        except OSError as e:
+            raise store_error(e, prefix) from e
+
+    def close(self) -> None:
+        with self._lock:
+            self._root = None
+
+    def get_tail(self, key: str, length: int) -> tuple[int, bytes] | None:
+        """See ``SupportsTail``."""
+        root = self._use_root(key)
+        try:
+            return read_tail(root, key, length)
+        except FileNotFoundError:
+            self._after_miss(root)
+            return None
+        except OSError as e:
+            raise store_error(e, key) from e
+
+    def quarantine(self, key: str) -> None:
+        """See ``SupportsQuarantine``. Whatever is there is moved, be it a folder or a link (not what it leads to).
+
+        Where it cannot be moved it is deleted, but for a folder that is not empty.
+        """
+        root = self._use_root(key)
+        try:
+            why = self._publisher.quarantine(root, key, count_max=self._quarantine_count_max)
+            if why:
+                self._tell_once(QUARANTINE_FOLDER, "cannot be used, so bad blobs are deleted", why)
+        except OSError as e:
+            self._after_miss(root)
+            if not is_absent(e):
+                raise store_error(e, key) from e
+
+    def delete_many(self, keys: Sequence[str]) -> list[Exception | None]:
+        """See ``SupportsDeleteMany``. Folders that are empty then are removed too."""
+        root = self._use_root(None)
+        outcomes: dict[str, Exception | None] = {}
+        for key in keys:
+            try:
+                outcomes[check_key(key)] = None
+            except InvalidKeyError as e:
+                outcomes[key] = e
+        good = [key for key, error in outcomes.items() if error is None]
+        failed = remove_blobs(root, good, self._tell_kept)
+        outcomes.update((key, store_error(e, key)) for key, e in failed.items())
+        return [outcomes[key] for key in keys]
+
+    def touch(self, key: str) -> None:
+        """See ``SupportsTouch``."""
+        root = self._use_root(key)
+        try:
+            touch_blob(root, key)
+        except OSError as e:
+            if not is_absent(e):
+                raise store_error(e, key) from e
+
+    def sweep(self, quarantine_s_max: float) -> int:
+        """See ``SupportsSweep``."""
+        root = self._use_root(None)
+        try:
+            if self._read_only:
+                return own_bytes(root)
+            try:
+                now = self._now(root)
+            except OSError as e:
+                if e.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                now = float("-inf")  # to ask the server's clock takes an inode; without, only what needs no age goes
+            try:
+                sweep(root, lambda: now)
+            except PermissionError as e:
+                self._tell_refused(PRIVATE_FOLDER, e)
+            sweep_quarantine(root, now, quarantine_s_max)
+            return own_bytes(root)
+        except OSError as e:
+            raise store_error(e, "") from e
+
+    def folders(self) -> list[str]:
+        """See ``SupportsFolders``."""
+        self._after_miss(self._use_root(None))
+        root = self._use_root(None)
+        try:
+            return folder_names(root)
+        except OSError as e:
+            raise store_error(e, "") from e
+
+    def free_bytes(self) -> int:
+        """See ``SupportsFreeBytes``."""
+        try:
+            return free_bytes(self._use_root(None))
+        except OSError as e:
+            raise store_error(e, "") from e
+
+    def _put(
+        self,
+        key: str,
+        parts: Sequence[memoryview],
+        look: Look | None,
+        *,
+        overwrite: bool,
+        used_at: float | None = None,
+    ) -> bool:
+        root = self._use_root(key)
+
+        def write(fd: int) -> None:
+            self._write(fd, key=key, parts=parts, look=look)
+            if used_at is not None:
+                os.utime(fd, (used_at, used_at))
+
+        try:
+            if self._space is None:
+                return self._publish(root, key, write, overwrite=overwrite)
+            with self._space.reserved(root, parts_size(parts), key):
+                return self._publish(root, key, write, overwrite=overwrite)
+        except OSError as e:
+            raise store_error(e, key) from e
+
+    def _get_into(self, key: str, parts: Sequence[memoryview], look: Look | None) -> None:
+        root = self._use_root(key)
+        try:
+            read_blob(root, key, parts, look)
+        except OSError as e:
+            self._after_miss(root)
+            raise store_error(e, key) from e
+
+    def _write(self, fd: int, *, key: str, parts: Sequence[memoryview], look: Look | None) -> None:  # noqa: ARG002 - for subclasses
+        """Fill a new file."""
+        write_all(fd, parts, look)
+
+    def _publish(self, root: RootFolder, key: str, write: Callable[[int], None], *, overwrite: bool) -> bool:
+        for attempts_left in reversed(range(PUBLISH_ATTEMPTS_MAX)):
+            try:
+                return self._publisher.publish(root, key, write, overwrite=overwrite)
+            except FileNotFoundError:
+                if attempts_left and root.is_removed():
+                    root = self._replace_root(root, make=True)
+        raise StoreUnavailableError("its folder was removed again and again", key=key)
+
+    def _tell_refused(self, name: str, e: OSError) -> None:
+        is_damaged = not isinstance(e, PermissionError)
+        self.damaged += is_damaged
+        why = "it cannot be read" if is_damaged else f"uid {os.geteuid()} may not look into it"
+        self._tell_once(name, f"is passed over, {why}", e.strerror or str(e))
+
+    def _tell_kept(self, folder: str, e: OSError) -> None:
+        self._tell_once(folder, "stays, also when it is empty", e.strerror or str(e))
+
+    def _tell_once(self, name: str, what: str, why: str) -> None:
+        if name not in self._refused and len(self._refused) < REFUSALS_TOLD_MAX:
+            self._refused.add(name)
+            logger.warning("%s: %s %s: %s", self.root_dir, printable(name), what, why)
+
+    def _use_root(self, key: str | None) -> RootFolder:
+        """The root as it is now; usable until the caller drops it."""
+        root = self._root
+        if root is None:
+            raise StoreClosedError(f"the store at {self.root_dir} is closed", key=key or "")
+        if key is not None:
+            check_key(key)
+        return root
+
+    def _after_miss(self, root: RootFolder) -> None:
+        """If something was missing because the root was removed, use the one that somebody has made since, if any."""
+        if root.is_removed():
+            try:
+                self._replace_root(root, make=False)
+            except StoreError:
+                pass  # nobody has; a put will make it, or say why not
+
+    def _replace_root(self, removed: RootFolder, *, make: bool) -> RootFolder:
+        with self._lock:
+            if self._root is removed:
+                self._root = self._open_root(make=make)
+            if self._root is None:
+                raise StoreClosedError(f"the store at {self.root_dir} is closed")
+            return self._root
+
+    def _open_root(self, *, make: bool) -> RootFolder:
+        try:
+            return RootFolder(self.root_dir, make=make)
+        except OSError as e:
+            error = store_error(e, "")
+            if isinstance(error, (BlobNotFoundError, BlobCorruptError, InvalidKeyError)):
+                error = StoreConfigError(str(error))
+            # Say which folder: an operator has to look at it.
+            raise type(error)(f"root_dir {self.root_dir!r} must be a folder (no symbolic link): {error}") from e

@@ -1,0 +1,124 @@
+"""NfsStore: one file per blob, ``<root_dir>/<key>``, on a folder that several hosts have mounted by NFS.
+
+How NFS (v3 and v4) differs from a local file system, and what is done about it:
+
+- Names are cached, absent ones too: a name that is looked up before another host makes it stays absent here for up to
+  30 s (``acdirmin``). Mount with ``lookupcache=pos``. Blobs are published and read without a look first; only ``size``
+  and ``get_tail`` look.
+- Contents are cached: a file that is changed in place is read stale elsewhere. No file is changed once it has a name;
+  ``overwrite`` renames a new one over it.
+- A write may fail only at close: close is checked, before the file gets its name.
+- A file that another host removed while it was open is ESTALE: it is opened once more, then it is a miss.
+- O_TMPFILE, RENAME_NOREPLACE, locks, access times and extended attributes are not there, or not to be relied on: none
+  is used. Publishing is link and unlink, or rename, from a private name that says host, boot and process.
+- Clocks differ: the age of another host's private file is told by the server's clock.
+- Reads and writes go through the page cache: with O_DIRECT the kernel may fill a buffer after its process is gone.
+
+A hung server hangs every call here, and a thread in one cannot be ended: use this store in ``tiers.isolation.store``.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from kvtiers.tiers.errors import BlobNotFoundError, StoreUnavailableError
+from kvtiers.tiers.store import Capabilities, Look
+from kvtiers.tiers.stores.files.folder_store import FolderStore
+from kvtiers.tiers.stores.files.publish import Publisher, storage_time
+
+T = TypeVar("T")
+
+
+class NfsStore(FolderStore):
+    """Blobs as files that other hosts see; see ``FolderStore``.
+
+    Args:
+        root_dir, read_only, min_free_bytes, quarantine_count_max, monotonic: see ``FolderStore``.
+
+    Raises:
+        ConfigError: an argument is not accepted.
+        StoreConfigError, StorePermissionError, StoreUnavailableError: the root is no folder or cannot be made.
+    """
+
+    # link(2) has one winner, also among hosts. A call mostly waits for the server.
+    capabilities = Capabilities(exclusive_create=True, shared=True, latency_bound=True)
+
+    def __init__(
+        self,
+        root_dir: str | os.PathLike[str],
+        *,
+        read_only: bool = False,
+        min_free_bytes: int = 0,
+        quarantine_count_max: int = 1024,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(
+            root_dir,
+            publisher=Publisher(unnamed_files=False),
+            read_only=read_only,
+            min_free_bytes=min_free_bytes,
+            quarantine_count_max=quarantine_count_max,
+            now=storage_time,
+            monotonic=monotonic,
+        )
+
+    def _put(
+        self,
+        key: str,
+        parts: Sequence[memoryview],
+        look: Look | None,
+        *,
+        overwrite: bool,
+        used_at: float | None = None,
+    ) -> bool:
+        put = super()._put
+        return _again_if_stale(lambda: put(key, parts, look, overwrite=overwrite, used_at=used_at))
+
+    def _get_into(self, key: str, parts: Sequence[memoryview], look: Look | None) -> None:
+        try:
+            _again_if_stale(lambda: super(NfsStore, self)._get_into(key, parts, look))
+        except StoreUnavailableError as e:
+            if _is_stale(e):
+                raise BlobNotFoundError("removed by another host", key=key) from e
+            raise
+
+    def size(self, key: str) -> int | None:
+        return self._none_if_stale(lambda: super(NfsStore, self).size(key))
+
+    def delete(self, key: str) -> None:
+        self._none_if_stale(lambda: super(NfsStore, self).delete(key))
+
+    def get_tail(self, key: str, length: int) -> tuple[int, bytes] | None:
+        """See ``SupportsTail``."""
+        return self._none_if_stale(lambda: super(NfsStore, self).get_tail(key, length))
+
+    def quarantine(self, key: str) -> None:
+        """See ``SupportsQuarantine``."""
+        self._none_if_stale(lambda: super(NfsStore, self).quarantine(key))
+
+    @staticmethod
+    def _none_if_stale(call: Callable[[], T | None]) -> T | None:
+        try:
+            return _again_if_stale(call)
+        except StoreUnavailableError as e:
+            if _is_stale(e):
+                return None
+            raise
+
+
+def _again_if_stale(call: Callable[[], T]) -> T:
+    """Call once more if it is: names are looked up anew then, and the root is opened anew if that was removed."""
+    try:
+        return call()
+    except StoreUnavailableError as e:
+        if not _is_stale(e):
+            raise
+    return call()
+
+
+def _is_stale(error: StoreUnavailableError) -> bool:
+    return isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.ESTALE

@@ -1,0 +1,134 @@
+"""Attempts: what an S3 operation does when a request fails or credentials are refused."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+from kvtiers.tiers.errors import StoreClosedError, StoreConfigError, StoreError, StoreTimeoutError
+from kvtiers.tiers.stores.s3.clients import RENEW_EVERY_S, RENEW_S_MAX, Clients, ProcessClients
+from kvtiers.tiers.stores.s3.errors import CredentialsLateError, CredentialsRefusedError
+from kvtiers.tiers.stores.s3.options import S3Options
+
+T = TypeVar("T")
+
+BACKOFF_S_FIRST: Final = 0.05
+BACKOFF_S_MAX: Final = 2.0
+
+
+class Attempts:
+    """Of one bucket. Any thread may call.
+
+    The first call makes the clients. ``_process`` is replaced after a fork, and when credentials are refused: last at
+    ``_renewed_at``, and not again for ``_renew_s``.
+
+    Args:
+        options: where and how.
+        clock: monotonic seconds.
+        sleep: between attempts.
+        rng: numbers in 0..1 for the jitter.
+    """
+
+    def __init__(
+        self,
+        options: S3Options,
+        *,
+        clock: Callable[[], float],
+        sleep: Callable[[float], None],
+        rng: Callable[[], float],
+    ) -> None:
+        self._options = options
+        self._clock = clock
+        self._sleep = sleep
+        self._rng = rng
+        self._closed = False
+        self._renewed_at = float("-inf")
+        self._renew_s = RENEW_EVERY_S
+        self._process = ProcessClients(options, clock)
+
+    def latest_start(self) -> float:
+        """When an operation that begins now may start its last attempt."""
+        return self._clock() + self._options.request_timeout_s / 2
+
+    def run(self, key: str, action: Callable[[Clients], T], latest_start: float | None = None) -> T:
+        """Attempt ``action`` until it succeeds, fails for good or its time is up.
+
+        Args:
+            latest_start: of the operation that this is a part of; None: it is one of its own.
+        """
+        if latest_start is None:
+            latest_start = self.latest_start()
+        elif self._clock() > latest_start:
+            raise StoreTimeoutError("no time is left for another request", key=key)
+        attempt = 0
+        while True:
+            self.raise_if_closed(key)
+            process = self.current()
+            try:
+                return self._attempt(action, process, latest_start)
+            except StoreError as e:
+                # Made anew, to name the caller's key and not the object; raised outside of this handler, to drop the
+                # client's exception, which quotes the server and whose frames hold the caller's memory.
+                error = type(e)(str(e), key=key)
+                e.__traceback__ = None  # where a frame below keeps it, that is a circle
+            if isinstance(error, (CredentialsRefusedError, CredentialsLateError)):
+                self._renew(process)
+            pause_s = self._rng() * min(BACKOFF_S_MAX, BACKOFF_S_FIRST * 2**attempt)
+            out_of_time = isinstance(error, StoreTimeoutError) or self._clock() + pause_s > latest_start
+            if not error.retryable or attempt == self._options.retries or out_of_time:
+                try:
+                    raise error
+                finally:
+                    del error  # it refers to this frame, and so to the caller's memory
+            attempt += 1
+            self._sleep(pause_s)
+
+    def current(self) -> ProcessClients:
+        """The clients of this process."""
+        process = self._process
+        if process.pid != os.getpid():
+            process = self._process = ProcessClients(self._options, self._clock)
+        return process
+
+    def replace(self, process: ProcessClients) -> None:
+        """Have the next call make clients anew, unless these were replaced already."""
+        if self._process is process:
+            self._process = ProcessClients(self._options, self._clock)
+            if self._closed:  # meanwhile, and ``close`` may have closed the old ones
+                self._process.close()
+        process.close()
+
+    def raise_if_closed(self, key: str = "") -> None:
+        """Raise StoreClosedError where no call may begin: nobody would close what it makes."""
+        if self._closed:
+            raise StoreClosedError(f"the store of bucket {self._options.bucket} is closed", key=key)
+
+    def close(self) -> None:
+        """Close the clients; calls end with StoreClosedError from now on."""
+        self._closed = True
+        self._process.close()
+
+    def _attempt(self, action: Callable[[Clients], T], process: ProcessClients, latest_start: float) -> T:
+        if not process.slots.acquire(timeout=max(0.0, latest_start - self._clock())):
+            raise StoreTimeoutError(f"no connection of {self._options.max_connections} came free in time")
+        try:
+            return action(process.get(latest_start))
+        except BaseException as e:
+            # Panics of Rust under obstore, in threads and in tasks. They cannot be imported, and one is no Exception.
+            if type(e).__name__ not in ("PanicException", "RustPanic"):
+                raise
+            raise StoreConfigError("obstore cannot make this request; set client: boto3") from None
+        finally:
+            process.slots.release()
+
+    def _renew(self, process: ProcessClients) -> None:
+        """Have clients made anew from what the credential chain says now, as somebody may have renewed its secrets."""
+        now = self._clock()
+        since_s = now - self._renewed_at
+        if process is self._process and since_s >= self._renew_s:
+            # Where it was refused again, the chain has nothing better, or it is the key and not the credentials.
+            helped = since_s >= 2 * RENEW_S_MAX
+            self._renew_s = RENEW_EVERY_S if helped else min(2 * self._renew_s, RENEW_S_MAX)
+            self._renewed_at = now
+            self.replace(process)

@@ -1,0 +1,144 @@
+"""BotoConfig: where boto3's configuration comes from, for errors that name the variable or the file at fault."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Final
+
+import botocore.session
+from botocore.configloader import load_config, raw_config_parse
+from botocore.credentials import EnvProvider, ReadOnlyCredentials
+from botocore.exceptions import BotoCoreError
+
+from kvtiers.tiers.errors import ConfigError, StoreConfigError, StorePermissionError, printable
+from kvtiers.tiers.stores.s3.boto_http import BoundedBotocoreSession, BoundedHttp
+from kvtiers.tiers.stores.s3.options import check_region
+
+_PROFILE_VARIABLES: Final = ("AWS_DEFAULT_PROFILE", "AWS_PROFILE")  # botocore looks for them in this order
+_PROFILES_MAX: Final = 32  # of a chain of source_profile, which may be a circle
+
+#: Field of the credentials -> its variables, its key in a file, its key in what credential_process prints.
+_NAMES: Final[dict[str, tuple[tuple[str, ...], str, str]]] = {
+    "access_key": ((EnvProvider.ACCESS_KEY,), "aws_access_key_id", "AccessKeyId"),
+    "secret_key": ((EnvProvider.SECRET_KEY,), "aws_secret_access_key", "SecretAccessKey"),
+    "token": (tuple(EnvProvider.TOKENS), "aws_session_token", "SessionToken"),
+}
+_CHARACTERS: Final = {"\n": "a newline", "\r": "a carriage return", "\t": "a tab", " ": "a space"}
+
+
+#: Keys of a profile by which botocore asks somebody else for credentials before it looks for the profile's own.
+_CHAINS: Final = frozenset(
+    ("role_arn", "web_identity_token_file", "sso_session", "sso_start_url", "credential_process", "login_session")
+)
+
+
+class BotoConfig:
+    """The profile and the files that boto3 reads. Nothing here changes after the constructor.
+
+    An empty variable counts as one that is not set: Kubernetes and CI systems set such.
+
+    Args:
+        profile: of the options; None: the environment's, or else ``default``.
+    """
+
+    def __init__(self, profile: str | None) -> None:
+        environment = (value for name in _PROFILE_VARIABLES if (value := os.environ.get(name)))
+        self._given = profile
+        self._profile = profile or next(environment, "default")
+        self._config_file = os.environ.get("AWS_CONFIG_FILE") or "~/.aws/config"
+        self._credentials_file = os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials"
+
+    def __str__(self) -> str:
+        return printable(f"profile {self._profile!r} of {self._config_file}")
+
+    def make_session(self, http: BoundedHttp) -> botocore.session.Session:
+        """A botocore session that ignores empty variables, and whose clients are bounded."""
+        variables = {}
+        for name, (key, variable, default, convert) in botocore.session.Session.SESSION_VARIABLES.items():
+            names = [variable] if isinstance(variable, str) else variable or []
+            set_ones = [name for name in names if os.environ.get(name) != ""]
+            if len(set_ones) < len(names):
+                variables[name] = (key, set_ones or None, default, convert)
+        return BoundedBotocoreSession(http, session_vars=variables, profile=self._given)
+
+    def may_ask_others(self, role_arn: str | None) -> bool:
+        """Whether the credential chain may start programs or ask servers; not where the keys are simply there."""
+        if role_arn is not None:
+            return True
+        if self._given is None and all(
+            os.environ.get(name) for name in (EnvProvider.ACCESS_KEY, EnvProvider.SECRET_KEY)
+        ):
+            return False
+        try:
+            config = load_config(self._config_file).get("profiles", {}).get(self._profile, {})
+        except BotoCoreError:
+            config = {}
+        try:
+            keys = raw_config_parse(self._credentials_file).get(self._profile, {})
+        except BotoCoreError:
+            keys = {}
+        return "aws_access_key_id" not in {**keys, **config} or not _CHAINS.isdisjoint(config)
+
+    def check_region(self, region: str) -> None:
+        """Refuse a region that boto3 would refuse without saying where it found it.
+
+        Raises:
+            StoreConfigError: names the variable, or the file and the key.
+        """
+        try:
+            check_region(region)
+        except ConfigError as e:
+            variable = "AWS_DEFAULT_REGION"
+            source = variable if os.environ.get(variable) == region else f"region of {self}"
+            hint = "; a comment needs a line of its own" if {"#", ";"} & set(region) else ""
+            raise StoreConfigError(f"region: {source}: {e.message}{hint}") from None
+
+    def check(self, credentials: ReadOnlyCredentials, method: str) -> None:
+        """Refuse credentials that cannot be sent in a header, and secrets that cannot be right.
+
+        Args:
+            method: botocore's name of what they come from.
+
+        Raises:
+            StorePermissionError: names the variable or the file and key, and the character.
+        """
+        for field in _NAMES:
+            value = getattr(credentials, field) or ""
+            for index, char in enumerate(value):
+                if not "!" <= char <= "~":
+                    told = _CHARACTERS.get(char, f"the character {char!a}")
+                    where = "ends in" if index == len(value.rstrip()) or index == len(value) - 1 else "has"
+                    raise StorePermissionError(
+                        f"secret: {self._source_of(field, value, method)} {where} {told} ({char!a}); remove it"
+                    )
+
+    def refuse_mfa(self, session: botocore.session.Session, credentials: Any) -> None:
+        """Refuse a role that wants a code of somebody: botocore would ask for it on the terminal and wait.
+
+        Raises:
+            StorePermissionError: names the profile.
+        """
+        if credentials.method != "assume-role":
+            return
+        profiles = session.full_config.get("profiles", {})
+        name = self._profile
+        for _ in range(_PROFILES_MAX):
+            profile = profiles.get(name, {})
+            if "role_arn" in profile and "mfa_serial" in profile:
+                raise StorePermissionError(
+                    f"secret: profile {printable(name)!r} of {self._config_file} has mfa_serial, and nobody can type a "
+                    "code here; use a role without MFA, or the credentials of aws sts get-session-token"
+                )
+            name = profile.get("source_profile", "")
+
+    def _source_of(self, field: str, value: str, method: str) -> str:
+        variables, key, printed = _NAMES[field]
+        if method == EnvProvider.METHOD:
+            return next((name for name in variables if os.environ.get(name) == value), variables[0])
+        if method == "shared-credentials-file":
+            return printable(f"{key} of profile {self._profile!r} of {self._credentials_file}")
+        if method == "config-file":
+            return f"{key} of {self}"
+        if method == "custom-process":
+            return f"{printed} that credential_process of {self} prints"
+        return f"{key} of boto3's credential chain ({method})"

@@ -1,0 +1,247 @@
+"""BoundedHttp: a deadline and a limit of memory for every request of boto3's clients.
+
+botocore's timeouts are per socket call, and it reads an answer into memory however long it is. A server could hold a
+request for ever, by ``100 Continue`` without end or one header byte a second, and an endless error document took
+all memory. Here a watchdog shuts the request's socket at the deadline, from the TLS handshake to the last byte of the
+answer, and an answer that is too long is an error.
+
+The body of an object is not read here: its reader has a deadline of its own and reads no more than it has room for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http import HTTPStatus
+from http.client import HTTPException
+from typing import Any, Final
+
+import botocore.session
+from botocore import exceptions as boto_errors
+from botocore.awsrequest import (
+    AWSHTTPConnection,
+    AWSHTTPConnectionPool,
+    AWSHTTPSConnection,
+    AWSHTTPSConnectionPool,
+    AWSResponse,
+)
+from urllib3.exceptions import HTTPError
+
+from kvtiers.tiers.stores.watchdog import Watchdog
+
+#: A listing's page has 1,000 names of at most 3 KiB each, URL-encoded, with half a KiB about each. Parsing takes up to
+#: 100 times the memory, for elements nested in one another.
+ANSWER_BYTES_MAX: Final = 4 << 20
+ERROR_BYTES_MAX: Final = 64 << 10
+PIECE_BYTES: Final = 64 << 10
+
+
+class AnswerTooLongError(boto_errors.HTTPClientError):  # type: ignore[misc]
+    """The answer is longer than any of S3's."""
+
+    fmt = "The answer of {endpoint_url} is longer than {bytes_max} bytes"
+
+
+class BoundedHttp:
+    """The bounds of one S3Session's clients. Any thread may call; ``_call`` is each thread's own.
+
+    Args:
+        timeout_s: of one call of a client, with all its requests: boto3 follows a redirect to another region.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self.watchdog = Watchdog(timeout_s, clock)
+        self._timeout_s = timeout_s
+        self._call = threading.local()
+
+    def bound(self, client: Any) -> Any:
+        """Bound a client's requests; returns the client.
+
+        Raises:
+            AttributeError: this botocore is made differently.
+        """
+        endpoint = client._endpoint
+        endpoint.http_session._pool_classes_by_scheme.update(_POOLS)
+        with contextlib.suppress(AttributeError):  # not botocore's interface; without it, only ca_path is trusted
+            endpoint.http_session._manager.connection_pool_kw["ssl_context"].load_default_certs()
+        endpoint.http_session = _BoundedSession(endpoint.http_session, self)
+        client.meta.events.register("before-call", self._begin_call)
+        return client
+
+    def deadline(self) -> float:
+        """When the calling thread's call must have ended."""
+        return float(getattr(self._call, "deadline", self.clock() + self._timeout_s))
+
+    def close(self) -> None:
+        """End the watchdog as soon as no request is under way."""
+        self.watchdog.close()
+
+    def _begin_call(self, model: Any, **_: Any) -> None:
+        if model.name != "HeadBucket":  # botocore's own, amid a call, to find the bucket's region
+            self._call.deadline = self.clock() + self._timeout_s
+
+
+class BoundedBotocoreSession(botocore.session.Session):  # type: ignore[misc]
+    """A session whose clients are bounded, also those of STS and SSO that its credential chain makes."""
+
+    def __init__(self, http: BoundedHttp, **options: Any) -> None:
+        super().__init__(**options)
+        self._http = http
+
+    def create_client(self, *args: Any, **kwargs: Any) -> Any:
+        """See botocore."""
+        return self._http.bound(super().create_client(*args, **kwargs))
+
+
+class _BoundedSession:
+    """Takes the place of a client's URLLib3Session."""
+
+    def __init__(self, inner: Any, http: BoundedHttp) -> None:
+        self._inner = inner
+        self._http = http
+
+    def send(self, request: Any) -> AWSResponse:
+        """Send a request and receive its answer, except for the body of an object.
+
+        Raises:
+            botocore's exceptions, among them ReadTimeoutError at the deadline and AnswerTooLongError.
+        """
+        deadline = self._http.deadline()
+        streams, request.stream_output = request.stream_output, True  # else botocore reads the body, whatever its size
+        try:
+            with _exchange() as exchange, self._http.watchdog.guard(exchange.end, deadline):
+                answer = self._inner.send(request)
+                if not streams or answer.status_code >= HTTPStatus.MULTIPLE_CHOICES:
+                    answer.raw = _Received(_receive(answer, request))
+        except boto_errors.BotoCoreError:
+            self._raise_if_late(request, deadline)
+            raise
+        finally:
+            request.stream_output = streams
+        self._raise_if_late(request, deadline)  # what ends with the socket may look complete
+        return answer
+
+    def _raise_if_late(self, request: Any, deadline: float) -> None:
+        if self._http.clock() >= deadline:
+            raise boto_errors.ReadTimeoutError(endpoint_url=request.url) from None
+
+    def close(self) -> None:
+        """Close idle connections."""
+        self._inner.close()
+
+
+class _Received(io.BytesIO):
+    """A body that was received, as AWSResponse reads it."""
+
+    def stream(self) -> Iterator[bytes]:
+        yield self.read()
+
+
+def _receive(answer: AWSResponse, request: Any) -> bytes:
+    bytes_max = ANSWER_BYTES_MAX if answer.status_code < HTTPStatus.MULTIPLE_CHOICES else ERROR_BYTES_MAX
+    received = bytearray()
+    try:
+        while piece := answer.raw.read(PIECE_BYTES):
+            received += piece
+            if len(received) > bytes_max:
+                answer.raw.close()
+                raise AnswerTooLongError(endpoint_url=request.url, bytes_max=bytes_max)
+    except (HTTPError, HTTPException, OSError, ValueError) as e:
+        answer.raw.close()
+        raise boto_errors.ConnectionClosedError(error=e, request=request, endpoint_url=request.url) from None
+    return bytes(received)
+
+
+class _Exchange:
+    """A request under way. ``end`` shuts its socket, also one that it gets later; it may be called by any thread."""
+
+    def __init__(self) -> None:
+        self._ended = False
+        self._twin: socket.socket | None = None
+
+    def use(self, sock: Any) -> None:
+        """Note the socket, as a descriptor of our own: a TLS handshake moves the other one to another object."""
+        self.close()
+        self._twin = socket.socket(fileno=os.dup(sock.fileno()))
+        if self._ended:  # read after the socket is set; ``end`` works in the other order
+            self.end()
+
+    def end(self) -> None:
+        self._ended = True
+        twin = self._twin
+        if twin is not None:
+            with contextlib.suppress(OSError):  # it was closed by the other side
+                twin.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Forget the socket."""
+        twin, self._twin = self._twin, None
+        if twin is not None:
+            twin.close()
+
+
+class _UnderWay(threading.local):
+    """The calling thread's request."""
+
+    exchange: _Exchange | None = None
+
+
+_under_way = _UnderWay()
+
+
+@contextlib.contextmanager
+def _exchange() -> Iterator[_Exchange]:
+    exchange = _Exchange()
+    before, _under_way.exchange = _under_way.exchange, exchange
+    try:
+        yield exchange
+    finally:
+        _under_way.exchange = before
+        exchange.close()
+
+
+class _Watched:
+    """A connection that tells the thread's exchange which socket it uses."""
+
+    sock: Any
+
+    def _new_conn(self) -> socket.socket:
+        sock: socket.socket = super()._new_conn()  # type: ignore[misc]
+        _watch(sock)
+        return sock
+
+    def request(self, *args: Any, **kwargs: Any) -> None:
+        if self.sock is not None:
+            _watch(self.sock)
+        super().request(*args, **kwargs)  # type: ignore[misc]
+
+
+def _watch(sock: Any) -> None:
+    if _under_way.exchange is not None:
+        _under_way.exchange.use(sock)
+
+
+class _PlainConnection(_Watched, AWSHTTPConnection):  # type: ignore[misc]
+    pass
+
+
+class _TlsConnection(_Watched, AWSHTTPSConnection):  # type: ignore[misc]
+    pass
+
+
+class _PlainPool(AWSHTTPConnectionPool):  # type: ignore[misc]
+    ConnectionCls = _PlainConnection
+
+
+class _TlsPool(AWSHTTPSConnectionPool):  # type: ignore[misc]
+    ConnectionCls = _TlsConnection
+
+
+_POOLS: Final = {"http": _PlainPool, "https": _TlsPool}

@@ -1,0 +1,175 @@
+"""The clients of an S3 store, made once for a process, by a thread that callers need not wait for."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from kvtiers.tiers.errors import StoreError, StoreTimeoutError
+from kvtiers.tiers.plain_logs import get_logger
+from kvtiers.tiers.store import Look
+from kvtiers.tiers.stores.s3.boto3_client import Boto3Client
+from kvtiers.tiers.stores.s3.boto_config import BotoConfig
+from kvtiers.tiers.stores.s3.control import S3Control
+from kvtiers.tiers.stores.s3.obstore_client import ObstoreClient, usable
+from kvtiers.tiers.stores.s3.options import S3Options
+from kvtiers.tiers.stores.s3.put_form import PutForm
+from kvtiers.tiers.stores.s3.session import S3Session
+from kvtiers.tiers.stores.watchdog import begin
+
+logger = get_logger(__name__)
+
+# How long clients are waited for at least, whatever request_timeout_s: boto3 has its models to read, which takes half a
+# second on a busy machine.
+CLIENTS_S_MIN: Final = 3.0
+# credential_process may hang and has no time limit: making that is this old is left behind and begun anew, after twice
+# the time for each that still hangs, of which there are at most so many.
+MAKE_S_MAX: Final = 30.0
+MAKES_HUNG_MAX: Final = 8
+RENEW_S_MAX: Final = 60.0  # up to so long between renewals that do not help: reading the models holds the GIL
+RENEW_EVERY_S: Final = 2.0  # between two at least: the credential chain may start programs or ask servers
+
+
+class DataPlane(Protocol):
+    """One attempt at one operation on one object. Keys are the objects' whole names; StoreErrors come out."""
+
+    def put(
+        self,
+        key: str,
+        parts: Sequence[memoryview],
+        *,
+        create: bool,
+        form: PutForm,
+        metadata: Mapping[str, str] | None = None,
+    ) -> bool:
+        """Put an object; with ``create`` only if there is none. False: there is one."""
+
+    def get_into(self, key: str, parts: Sequence[memoryview], size: int, look: Look | None = None) -> None:
+        """Fill the parts, ``size`` bytes together. No byte is written before the server has announced that size.
+
+        Args:
+            look: see ``tiers.store.SupportsPieces``; raises nothing.
+        """
+
+    def get_tail(self, key: str, length: int) -> tuple[int, bytes] | None:
+        """The object's size and its last ``length`` bytes (at least 1); None if absent."""
+
+    def size(self, key: str) -> int | None:
+        """The object's size; None if absent."""
+
+    def close(self) -> None:
+        """Release what the constructor made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clients:
+    """Both planes: boto3's for what is rare, and one for objects."""
+
+    session: S3Session
+    control: S3Control
+    data: DataPlane
+
+
+class ProcessClients:
+    """What must not cross a fork: clients, and locks that another thread may have held.
+
+    Any thread may call. ``_lock`` owns the clients being made or made (``_made``, begun at ``_begun_at``), those whose
+    making hung and was left behind (``_hung``), and ``_closed``.
+
+    Attributes:
+        slots: for requests under way.
+        pid: of the process that these are for.
+    """
+
+    def __init__(self, options: S3Options, clock: Callable[[], float]) -> None:
+        self.slots = threading.BoundedSemaphore(options.max_connections)
+        self.pid = os.getpid()
+        self._options = options
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._made: Future[Clients] | None = None
+        self._begun_at = 0.0
+        self._hung: list[Future[Clients]] = []
+        self._closed = False
+
+    def get(self, until: float = 0.0) -> Clients:
+        """The clients. A thread of its own makes them, as the credential chain may start programs and ask servers.
+
+        Args:
+            until: when to give up waiting, by the clock; after ``CLIENTS_S_MIN`` at the earliest.
+
+        Raises:
+            StoreError: they cannot be made, or not in time. An error that is not retryable is remembered for
+                ``RENEW_EVERY_S``; making that does not end is begun anew after ``MAKE_S_MAX``.
+        """
+        now = self._clock()
+        with self._lock:
+            made = self._made
+            if made is None or self._is_due(made, now):
+                before, made = made, begin("kvtiers-s3-clients", self._make)
+                self._made, self._begun_at = made, now
+                if before is not None:
+                    self._hung.append(before)
+                    before.add_done_callback(_close)  # who waits for it may still use it
+                if self._closed:  # by another thread, since this call began
+                    made.add_done_callback(_close)
+        wait_s = max(CLIENTS_S_MIN, until - now)
+        try:
+            error = made.exception(wait_s)
+        except TimeoutError:
+            if not BotoConfig(self._options.profile).may_ask_others(self._options.role_arn):
+                raise StoreTimeoutError(
+                    f"the S3 clients were not made within {wait_s:.3g} s; is this machine busy?"
+                ) from None
+            raise StoreTimeoutError(
+                f"secret: boto3's credential chain did not end within {wait_s:.3g} s (credential_process, SSO, STS or "
+                "metadata)"
+            ) from None
+        if error is None:
+            return made.result()
+        if isinstance(error, StoreError):
+            error = type(error)(str(error))  # one for each caller: raising adds to a traceback
+        raise error
+
+    def close(self) -> None:
+        """Close the clients once they are made; not in a forked child, as they are the parent's."""
+        if self.pid != os.getpid():
+            return
+        with self._lock:
+            self._closed = True
+            made = self._made
+        if made is not None:
+            made.add_done_callback(_close)
+
+    def _is_due(self, made: Future[Clients], now: float) -> bool:
+        """Whether to make them again: there was an error, or making them takes too long."""
+        age_s = now - self._begun_at
+        if made.done():
+            error = made.exception()
+            return error is not None and (getattr(error, "retryable", False) or age_s >= RENEW_EVERY_S)
+        self._hung = [hung for hung in self._hung if not hung.done()]
+        return len(self._hung) < MAKES_HUNG_MAX and age_s >= MAKE_S_MAX * 2 ** len(self._hung)
+
+    def _make(self) -> Clients:
+        session = S3Session(self._options)
+        control = S3Control(session)
+        data: DataPlane
+        if self._options.client == "obstore" and usable():
+            data = ObstoreClient(session, clock=self._clock)
+        else:
+            if self._options.client == "obstore":
+                logger.warning(
+                    "bucket %s: obstore cannot be used in a forked process; boto3 takes its place", self._options.bucket
+                )
+            data = Boto3Client(session, clock=self._clock)
+        return Clients(session, control, data)
+
+
+def _close(made: Future[Clients]) -> None:
+    if made.exception() is None:
+        made.result().data.close()
+        made.result().session.close()

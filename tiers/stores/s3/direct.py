@@ -1,0 +1,249 @@
+"""DirectReader: receives objects from the socket straight into the slot, for sizes at which a copy counts.
+
+obstore hands out bytes of its own: one more copy, from memory that is new with each object. At 16 MiB that is a third
+of the CPU time, and half of it under TLS.
+
+The usual answer, an object of the expected size, is recognised while it is still in the socket, and then received with
+its headers by one system call: http.client takes 0.1 ms to parse headers, and with each return to Python all threads
+contend for the GIL. Any other answer, and all that comes by TLS, is left to http.client.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import re
+import select
+import socket
+import ssl
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Final
+from urllib.parse import quote, urlsplit
+
+from kvtiers.tiers.errors import BlobCorruptError, StorePermissionError, StoreUnavailableError
+from kvtiers.tiers.store import Look, parts_size
+from kvtiers.tiers.stores.files.vectored_io import look_at, runs, transfer
+from kvtiers.tiers.stores.s3.errors import (
+    NO_S3,
+    connection_error,
+    deadline_error,
+    missing_header,
+    server_error,
+    tls_error,
+)
+from kvtiers.tiers.stores.s3.options import IDLE_S_MAX
+from kvtiers.tiers.stores.s3.session import S3Session
+from kvtiers.tiers.stores.s3.signature import ReadSigner
+from kvtiers.tiers.stores.watchdog import Watchdog
+
+ERROR_BYTES_MAX: Final = 64 << 10
+PIECE_BYTES: Final = 512 << 10  # of what is looked at
+HEAD_BYTES_MAX: Final = 4 << 10  # an answer with longer headers is not recognised; S3's are a tenth of that
+
+_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d+)[ \t]*(?=\r\n)")
+_SPECIAL = re.compile(rb"\r\n(?:transfer-encoding|connection:(?![ \t]*keep-alive[ \t]*\r\n))")
+_CODE = re.compile(rb"<Code>([A-Za-z0-9.]{1,64})</Code>")
+
+
+class DirectReader:
+    """One attempt at one GET from the endpoint itself, not by a proxy. Any thread may call.
+
+    ``_idle`` is a stack of connections, each with the time since when it is idle; its operations are atomic.
+
+    An attempt ends after ``attempt_timeout_s``, unless a name server does not answer: the resolver has its own limit.
+    """
+
+    def __init__(self, session: S3Session, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._session = session
+        self._options = session.options
+        self._clock = clock
+        parts = urlsplit(session.endpoint_url)
+        bucket = self._options.bucket
+        subdomain, folder = (f"{bucket}.", "") if session.virtual_host else ("", f"/{bucket}")
+        self._folder = f"{parts.path.rstrip('/')}{folder}/"
+        self._name = subdomain + (parts.hostname or "")
+        usual_port = 443 if parts.scheme == "https" else 80
+        self._port = parts.port or usual_port
+        self._tls = _tls_context(session) if parts.scheme == "https" else None
+        # As the other clients send it: a proxy may rewrite it, and the signature covers it.
+        host = f"[{self._name}]" if ":" in self._name else self._name
+        self._signer = ReadSigner(host if self._port == usual_port else f"{host}:{self._port}", session.region)
+        self._idle = deque[tuple[socket.socket, float]]()
+        self._closed = False
+        self._watchdog = Watchdog(self._options.attempt_timeout_s, clock)
+
+    def get_into(self, key: str, parts: Sequence[memoryview], size: int, look: Look | None = None) -> None:
+        """See ``DataPlane``."""
+        request = self._sign(self._folder + quote(key, safe="/-._~"))
+        deadline = self._clock() + self._options.attempt_timeout_s
+        while True:
+            reused = self._pop_idle()
+            shaken = reused is not None
+            sock = reused or self._dial()
+            try:
+                with self._watchdog.guard(partial(_shut, sock), deadline):
+                    if reused is None and isinstance(sock, ssl.SSLSocket):
+                        sock.do_handshake()
+                    shaken = True
+                    sock.sendall(request)
+                    keeps = self._receive(sock, parts, size, look)
+            except (OSError, http.client.HTTPException, ValueError) as e:
+                sock.close()
+                if self._clock() >= deadline:
+                    if reused is not None:  # something on the way forgot this connection, and perhaps all
+                        self._close_idle()
+                    raise deadline_error(self._options.attempt_timeout_s, self._session.place) from None
+                if isinstance(e, ssl.SSLError) and not shaken:
+                    raise tls_error(str(e), self._session.place) from None
+                if reused is None:
+                    raise connection_error(self._session.place) from None
+            except BaseException:
+                sock.close()
+                raise
+            else:
+                # Only now: our watchdog must not end its next user's request.
+                if keeps and not self._closed:
+                    self._idle.append((sock, self._clock()))
+                else:
+                    sock.close()
+                return
+
+    def close(self) -> None:
+        """Close idle connections and end the watchdog."""
+        self._closed = True
+        self._watchdog.close()
+        self._close_idle()
+
+    def _receive(self, sock: socket.socket, parts: Sequence[memoryview], size: int, look: Look | None) -> bool:
+        """Fill the parts; whether the connection can be used again."""
+        pieces = [(0, parts)] if look is None else runs(parts, PIECE_BYTES)
+        if not isinstance(sock, ssl.SSLSocket) and (head_bytes := _head_of_object(sock, size)):
+            head = [memoryview(bytearray(head_bytes))]
+            for offset, run in pieces:
+                _receive_all(sock, [*head, *run])
+                head = []
+                if look is not None:
+                    look_at(look, offset, run)
+            return True
+        with contextlib.closing(http.client.HTTPResponse(sock, method="GET")) as response:
+            response.begin()
+            if response.status >= http.HTTPStatus.MULTIPLE_CHOICES:
+                code = _CODE.search(response.read(ERROR_BYTES_MAX))
+                location = response.getheader("Location", "")
+                raise server_error(
+                    response.status, code[1].decode() if code else "", place=self._session.place, location=location
+                )
+            if response.status != http.HTTPStatus.OK:
+                raise StoreUnavailableError(f"{NO_S3.format(self._session.endpoint_url)} (HTTP {response.status})")
+            if response.length is None:
+                raise missing_header("Content-Length", self._session.place)
+            if response.length != size:
+                if response.getheader("ETag") is None:  # a 200 from something that is not S3
+                    raise missing_header("ETag", self._session.place)
+                raise BlobCorruptError(f"{response.length} bytes are stored, {size} were asked for")
+            for offset, run in pieces:
+                for piece in run:
+                    fill(response, piece)
+                if look is not None:
+                    look_at(look, offset, run)
+            return not response.will_close
+
+    def _sign(self, path: str) -> bytes:
+        found = self._session.credentials()
+        try:
+            return self._signer.get(path, found["access_key_id"], found["secret_access_key"], found.get("token"))
+        except ValueError as e:
+            raise StorePermissionError(f"the credentials cannot be sent: {e}") from None
+
+    def _close_idle(self) -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                self._idle.pop()[0].close()
+
+    def _pop_idle(self) -> socket.socket | None:
+        oldest = self._clock() - IDLE_S_MAX
+        with contextlib.suppress(IndexError):  # another thread took it
+            while self._idle[0][1] < oldest:
+                self._idle.popleft()[0].close()
+            while True:
+                sock, idle_since = self._idle.pop()
+                if idle_since < oldest:
+                    sock.close()
+                    continue
+                poll = select.poll()
+                poll.register(sock, select.POLLIN)
+                if not poll.poll(0):
+                    return sock
+                sock.close()  # by the server
+        return None
+
+    def _dial(self) -> socket.socket:
+        within_s = min(self._options.connect_timeout_s, self._options.attempt_timeout_s)
+        with contextlib.suppress(OSError, ValueError):  # names too long for IDNA are ValueErrors
+            addresses = socket.getaddrinfo(self._name, self._port, type=socket.SOCK_STREAM)
+            for family, kind, protocol, _, address in addresses:
+                with contextlib.suppress(OSError, ValueError), contextlib.ExitStack() as undo:
+                    sock = undo.enter_context(socket.socket(family, kind, protocol))
+                    sock.settimeout(within_s / len(addresses))
+                    sock.connect(address)
+                    sock.settimeout(None)  # from now on the watchdog ends what is late
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                    # A request with a session token is two packets, and Nagle's algorithm would make the second wait
+                    # for an ACK.
+                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    if self._tls is not None:
+                        # A name in a certificate has no dot at its end (RFC 6066, 3), a name to resolve may.
+                        name = self._name.rstrip(".")
+                        sock = self._tls.wrap_socket(sock, server_hostname=name, do_handshake_on_connect=False)
+                    undo.pop_all()
+                    return sock
+        raise connection_error(self._session.place)
+
+
+def _tls_context(session: S3Session) -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    context.load_verify_locations(session.ca_path)
+    if not session.options.verify:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+def _head_of_object(sock: socket.socket, size: int) -> int:
+    """How many bytes of headers announce an object of that size; 0: the answer is another, or not all of them came."""
+    start = sock.recv(HEAD_BYTES_MAX, socket.MSG_PEEK)
+    head_bytes = start.find(b"\r\n\r\n") + 4
+    head = start[:head_bytes].lower()
+    if not head.startswith(b"http/1.1 200 ") or _SPECIAL.search(head) or _LENGTH.findall(head) != [b"%d" % size]:
+        return 0
+    return head_bytes
+
+
+def _receive_all(sock: socket.socket, parts: Sequence[memoryview]) -> None:
+    def receive(_: int, rest: Sequence[memoryview], done: int) -> int:  # noqa: ARG001 - as os.preadv
+        return sock.recvmsg_into(rest, 0, socket.MSG_WAITALL)[0]
+
+    if transfer(receive, -1, parts) < parts_size(parts):
+        raise http.client.IncompleteRead(b"")
+
+
+def fill(response: http.client.HTTPResponse, part: memoryview) -> None:
+    """Receive a whole part of a body.
+
+    Raises:
+        http.client.IncompleteRead: the body ended before.
+    """
+    while part:
+        count = response.readinto(part)
+        if not count:
+            raise http.client.IncompleteRead(b"", len(part))
+        part = part[count:]
+
+
+def _shut(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it became complete at that very moment
+        # Not SSLSocket's own, which ends decryption first: the reader would take what is left for plain bytes.
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)

@@ -1,0 +1,270 @@
+"""One table from what an S3 server says to our exceptions, for both clients.
+
+No message repeats what the server or a client library wrote: S3 echoes the canonical request, session token included,
+when a signature is wrong, and libraries quote what a credential process printed. So every exception is raised ``from
+None``, with the code, the status and a hint of ours.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvtiers.tiers.errors import (
+    BlobCorruptError,
+    BlobNotFoundError,
+    StoreConfigError,
+    StoreError,
+    StoreFullError,
+    StorePermissionError,
+    StoreThrottledError,
+    StoreTimeoutError,
+    StoreUnavailableError,
+)
+
+
+class CredentialsRefusedError(StorePermissionError):
+    """The server does not know these credentials; the chain may have new ones by now."""
+
+
+class CredentialsExpiredError(CredentialsRefusedError):
+    """The credentials were good once."""
+
+
+class CredentialsLateError(StoreTimeoutError):
+    """There are no credentials, because the chain does not end; one that is made anew may."""
+
+
+class BareRefusalError(StorePermissionError):
+    """A 403 without a reason: a HEAD's answer has no body, and so no code."""
+
+
+class RequestRefusedError(StoreConfigError):
+    """The server does not take requests of this form: the only error that a put without a checksum may avoid."""
+
+
+class VagueRefusalError(RequestRefusedError):
+    """It may be the request's form, or a passing fault of something in between: nothing is to be remembered."""
+
+
+class DigestRefusedError(StoreUnavailableError):
+    """The bytes changed on their way, or the server does not take this kind of proof that they did not."""
+
+
+class MissingHeaderError(StoreUnavailableError):
+    """The answer lacks a header that S3 sends: a page, or the work of a proxy. The same call gets the same answer.
+
+    (A worker process reports it as StoreUnavailableError, after its own attempts.)
+    """
+
+    retryable = False
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a hint may name. Nothing secret.
+
+    Attributes:
+        config_source: where boto3 looks for its configuration.
+    """
+
+    bucket: str
+    region: str
+    endpoint_url: str
+    config_source: str = ""
+
+
+_REDIRECTS = "endpoint: {endpoint_url} redirects to {target}; correct endpoint_url, or is that a page to log in?"
+_RIGHTS = "grant s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket on {bucket}"
+_EXPIRED = "secret: the session token has expired; renew it (SSO: aws sso login), or let a role or profile renew it"
+_REGION = "region: bucket {bucket} is not in {region}; set region, or endpoint_url if it is not at {endpoint_url}"
+_SECRET = "secret: the key id is known, its secret is not right; correct AWS_SECRET_ACCESS_KEY or the profile's"
+_KEY_ID = "secret: nobody has this access key id at {endpoint_url}; correct AWS_ACCESS_KEY_ID or the profile's"
+_TOKEN = "secret: the session token is not one of this endpoint; correct or unset AWS_SESSION_TOKEN"
+_CLOCK = "clock: this machine's clock is too far from the server's; run NTP (chronyc makestep)"
+_BUCKET = "bucket: {bucket} does not exist at {endpoint_url}; create it or correct bucket"
+_VIRTUAL = (
+    "addressing_style: {endpoint_url} takes buckets as a part of the host name only; set addressing_style: virtual"
+)
+_KMS = "secret: the KMS key cannot be used; check sse_kms_key_id and grant kms:GenerateDataKey and kms:Decrypt"
+_TOO_LARGE = "the blob is larger than the server, or a proxy before it, takes"
+_FORM = "the server does not take this request"
+
+_UNTRUSTED = "endpoint: the certificate of {} is not trusted; set ca_bundle"
+_OTHER_NAME = "endpoint: the certificate of {} is for another name; correct endpoint_url"
+_NO_TLS = "endpoint: {} does not speak TLS; is it http there?"
+_OTHER_TIME = "endpoint: the certificate of {} has expired, or this machine's clock is wrong"
+#: Part of a client's text -> what is wrong.
+_TLS_ERRORS = (
+    ("WRONG_VERSION_NUMBER", _NO_TLS),  # OpenSSL's
+    ("RECORD_LAYER_FAILURE", _NO_TLS),
+    ("InvalidContentType", _NO_TLS),  # rustls'
+    ("CorruptMessage", _NO_TLS),
+    ("doesn't match", _OTHER_NAME),  # urllib3's
+    ("certificate is not valid for", _OTHER_NAME),
+    ("Hostname mismatch", _OTHER_NAME),
+    ("IP address mismatch", _OTHER_NAME),
+    ("NotValidForName", _OTHER_NAME),
+    ("certificate has expired", _OTHER_TIME),
+    ("InvalidCertificate(Expired", _OTHER_TIME),
+    ("InvalidCertificate(NotValidYet", _OTHER_TIME),
+)
+
+NO_S3 = "endpoint: {} answers, but not as S3 does; is it the right address, or a proxy's page?"
+
+# Of a redirect's target a message repeats scheme and host only.
+_TARGET = re.compile(r"https?://[A-Za-z0-9.:\[\]-]{1,255}(?=[/?#]|\Z)")
+
+# Of an error document, which may hold line breaks or the request's token, a message repeats such a code only.
+_PLAIN_CODE = re.compile(r"[A-Za-z0-9.]{1,64}")
+
+#: S3 error code -> exception and hint. Codes from AWS's list, MinIO's (XMinio...), Ceph's, and those of STS.
+CODES: Mapping[str, tuple[type[StoreError], str]] = {
+    "AccessDenied": (StorePermissionError, f"secret: these credentials may not do this; {_RIGHTS}"),
+    "AccountProblem": (StorePermissionError, "secret: the account is not in order; ask its owner"),
+    "AllAccessDisabled": (StorePermissionError, "bucket: access to {bucket} was disabled; ask its owner"),
+    "AuthorizationHeaderMalformed": (StoreConfigError, _REGION),
+    "BadDigest": (DigestRefusedError, "the bytes changed on their way"),
+    "BandwidthLimitExceeded": (StoreThrottledError, "the server asks to slow down"),
+    "ConditionalRequestConflict": (StoreUnavailableError, "another writer is at this key"),
+    "EntityTooLarge": (StoreConfigError, _TOO_LARGE),
+    "ExpiredToken": (CredentialsExpiredError, _EXPIRED),
+    "IDPCommunicationError": (StoreUnavailableError, "STS cannot reach the identity provider"),
+    "IllegalLocationConstraintException": (StoreConfigError, _REGION),
+    "IncompleteBody": (StoreUnavailableError, "the connection broke inside the body"),
+    "InternalError": (StoreUnavailableError, "the server has a fault of its own"),
+    "InvalidAccessKeyId": (CredentialsRefusedError, _KEY_ID),
+    "InvalidBucketName": (StoreConfigError, "bucket: {bucket} is no name that {endpoint_url} takes"),
+    "InvalidClientTokenId": (CredentialsRefusedError, _KEY_ID),
+    "InvalidDigest": (DigestRefusedError, "the bytes changed on their way"),
+    "InvalidObjectState": (BlobCorruptError, "archived: its storage class cannot be read at once"),
+    "InvalidRange": (BlobCorruptError, "the blob is shorter than what was asked for"),
+    "InvalidStorageClass": (StoreConfigError, "storage_class: the server has no such class"),
+    "InvalidToken": (CredentialsExpiredError, _TOKEN),
+    "InvalidTokenId": (CredentialsExpiredError, _TOKEN),  # MinIO's
+    "KMS.DisabledException": (StorePermissionError, _KMS),
+    "KMS.KMSInvalidStateException": (StorePermissionError, _KMS),
+    "KMS.NotFoundException": (StorePermissionError, _KMS),
+    "NoSuchBucket": (StoreConfigError, _BUCKET),
+    "NoSuchKey": (BlobNotFoundError, "not stored"),
+    "OperationAborted": (StoreUnavailableError, "another writer is at this key"),
+    "PermanentRedirect": (StoreConfigError, _REGION),
+    "QuotaExceeded": (StoreFullError, "bucket: the quota of {bucket} is used up"),
+    "RequestExpired": (StorePermissionError, _CLOCK),
+    "RequestLimitExceeded": (StoreThrottledError, "the server asks to slow down"),
+    "RequestTimeTooSkewed": (StorePermissionError, _CLOCK),
+    "RequestTimeout": (StoreUnavailableError, "the server waited too long for the body"),
+    "SecondLevelDomainForbidden": (StoreConfigError, _VIRTUAL),  # Alibaba Cloud's
+    "ServiceUnavailable": (StoreUnavailableError, "the server is out of service"),
+    "SignatureDoesNotMatch": (CredentialsRefusedError, _SECRET),
+    "SlowDown": (StoreThrottledError, "the server asks to slow down"),
+    "SlowDownRead": (StoreThrottledError, "the server asks to slow down"),
+    "SlowDownWrite": (StoreThrottledError, "the server asks to slow down"),
+    "TemporaryRedirect": (StoreConfigError, _REGION),
+    "Throttling": (StoreThrottledError, "the server asks to slow down"),
+    "ThrottlingException": (StoreThrottledError, "the server asks to slow down"),  # KMS'
+    "TokenRefreshRequired": (CredentialsExpiredError, _EXPIRED),
+    "XAmzContentChecksumMismatch": (DigestRefusedError, "the bytes changed on their way"),  # MinIO's
+    "XAmzContentSHA256Mismatch": (DigestRefusedError, "the bytes changed on their way"),
+    "XMinioAdminBucketQuotaExceeded": (StoreFullError, "bucket: the quota of {bucket} is used up"),
+    "XMinioStorageFull": (StoreFullError, "the server's disks are full"),
+}
+
+#: Codes by which servers say that they do not take the form of a request, whatever its bytes.
+_REFUSALS = frozenset(
+    (
+        "InvalidArgument",
+        "InvalidHeader",
+        "InvalidRequest",
+        "MalformedXML",
+        "MethodNotAllowed",
+        "MissingContentMD5",
+        "NotImplemented",
+        "NotSupported",
+        "UnsupportedArgument",
+        "UnsupportedHeader",
+        "UnsupportedOperation",
+    )
+)
+
+#: For answers without a code we know: HEAD has no body, proxies have their own.
+_STATUSES: Mapping[int, tuple[type[StoreError], str]] = {
+    **dict.fromkeys((301, 302, 303, 307, 308), (StoreConfigError, _REDIRECTS)),
+    400: (RequestRefusedError, _FORM),
+    401: (StorePermissionError, f"secret: the server wants other credentials; {_RIGHTS}"),
+    403: (BareRefusalError, f"secret: these credentials may not do this, or the clock is off; {_RIGHTS}"),
+    404: (BlobNotFoundError, "not stored"),
+    405: (RequestRefusedError, "endpoint: {endpoint_url} does not seem to speak S3"),
+    408: (StoreUnavailableError, "the server waited too long for the body"),
+    409: (StoreUnavailableError, "another writer is at this key"),
+    412: (StoreUnavailableError, "another writer is at this key"),
+    413: (StoreConfigError, _TOO_LARGE),
+    416: (BlobCorruptError, "the blob is shorter than what was asked for"),
+    429: (StoreThrottledError, "the server asks to slow down"),
+    501: (RequestRefusedError, _FORM),
+    503: (StoreThrottledError, "the server asks to slow down"),
+    507: (StoreFullError, "the server's disks are full"),
+}
+
+
+def server_error(status: int, code: str, *, place: Place, location: str = "") -> StoreError:
+    """The exception for an answer that is no success.
+
+    Args:
+        status: of HTTP.
+        code: of S3's error document; "" if it had none. What does not look like a code counts as none.
+        location: where an answer redirects to, if that is known.
+    """
+    if not _PLAIN_CODE.fullmatch(code):
+        code = ""
+    fallback = (
+        (StoreUnavailableError, "endpoint: {endpoint_url} has a fault, or something else answers there")
+        if status >= 500
+        else (RequestRefusedError, _FORM)
+    )
+    error, hint = CODES.get(code) or _STATUSES.get(status) or fallback
+    if error is RequestRefusedError and status != 501 and code not in _REFUSALS:
+        error = VagueRefusalError
+    said = f"{code}, HTTP {status}" if code else f"HTTP {status}"
+    target = _TARGET.match(location)
+    filled = hint.format(
+        bucket=place.bucket,
+        region=place.region,
+        endpoint_url=place.endpoint_url,
+        target=target[0] if target else "another page",
+    )
+    return error(f"{filled} ({said})")
+
+
+def without_absence(error: StoreError, place: Place) -> StoreError:
+    """The exception for a request about no stored object, for which "absent" can be no answer of S3's."""
+    if isinstance(error, BlobNotFoundError):
+        return StoreConfigError(f"{NO_S3.format(place.endpoint_url)} (HTTP 404)")
+    return error
+
+
+def connection_error(place: Place) -> StoreError:
+    """The exception for a request that got no answer, or not all of it."""
+    return StoreUnavailableError(
+        f"endpoint: {place.endpoint_url} refused the connection, broke it off or is no known host"
+    )
+
+
+def missing_header(header: str, place: Place) -> MissingHeaderError:
+    """The exception for an answer that lacks a header which S3 sends."""
+    return MissingHeaderError(
+        f"endpoint: {place.endpoint_url} answers without the header {header}, which S3 sends; is that a proxy's page, "
+        "or does a proxy remove it?"
+    )
+
+
+def tls_error(text: str, place: Place) -> StoreConfigError:
+    """The exception for a TLS handshake that failed, by what a client says of it."""
+    hint = next((hint for part, hint in _TLS_ERRORS if part in text), _UNTRUSTED)
+    return StoreConfigError(hint.format(place.endpoint_url))
+
+
+def deadline_error(timeout_s: float, place: Place) -> StoreError:
+    """The exception for an answer that was not complete in time."""
+    return StoreTimeoutError(f"endpoint: {place.endpoint_url} did not answer within {timeout_s:g} s")

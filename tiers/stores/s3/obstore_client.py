@@ -1,0 +1,308 @@
+"""ObstoreClient: S3's data plane by obstore, Rust's object_store. Off the GIL, except for one copy of what is read.
+
+What obstore 0.12 can and cannot do, as measured and as its source says:
+
+- A put takes the parts as they lie in memory; nothing is joined or copied. Its checksums are crc64nvme and sha256.
+- A get hands out bytes of its own, which are copied into the slot, in pieces that hold the GIL for 10-20 µs (256 KiB).
+  Large objects are left to ``DirectReader``. Checksums that a server sends along are not verified; the seal is.
+- ``timeout`` is for a whole request, from connecting to the last byte of the body, however slowly bytes come.
+- Errors are a few classes and a text. The text is read only where the class does not tell, and then only for the status
+  and S3's ``<Code>``.
+- Its runtime does not survive a fork: in a child of a process that has used it every call hangs (see ``usable``).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from functools import cached_property
+from typing import TYPE_CHECKING, Final
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+import obstore
+from obstore.exceptions import (
+    AlreadyExistsError,
+    BaseError,
+    PermissionDeniedError,
+    PreconditionError,
+    UnauthenticatedError,
+)
+from obstore.store import S3Store as ObstoreS3
+
+if TYPE_CHECKING:
+    from obstore import ObjectMeta
+    from obstore.store import ClientConfig, S3Config
+
+from kvtiers.tiers.errors import (
+    BlobCorruptError,
+    BlobNotFoundError,
+    InvalidKeyError,
+    StoreConfigError,
+    StoreError,
+    StoreUnavailableError,
+)
+from kvtiers.tiers.store import Look
+from kvtiers.tiers.stores.files.vectored_io import look_at
+from kvtiers.tiers.stores.s3.direct import DirectReader
+from kvtiers.tiers.stores.s3.environment import hidden_from_obstore
+from kvtiers.tiers.stores.s3.errors import (
+    NO_S3,
+    connection_error,
+    deadline_error,
+    missing_header,
+    server_error,
+    tls_error,
+    without_absence,
+)
+from kvtiers.tiers.stores.s3.options import IDLE_S_MAX
+from kvtiers.tiers.stores.s3.put_form import PutForm
+from kvtiers.tiers.stores.s3.session import S3Session
+
+CHUNK_BYTES: Final = 256 << 10
+DIRECT_BYTES_MIN: Final = 256 << 10
+
+_IMPORTED_BY_PID: Final = os.getpid()
+
+# GenericError has nothing but object_store's error as text, so here text is read. It is what object_store 0.14 writes;
+# the tests of faults fail when a later one writes something else.
+_STATUS = re.compile(r"Server returned non-2xx status code: (\d{3})\b")
+_CODE = re.compile(r"<Code>([A-Za-z0-9.]{1,64})</Code>")
+# An AlreadyExistsError, too, but another operation is under way at the key.
+_CONFLICT = "Server returned non-2xx status code: 409"
+# A 301 without Location, which is how AWS says "other region".
+_BARE_REDIRECT = "Received redirect without LOCATION"
+# A 200 where a 206 was due.
+_NOT_PARTIAL = "Received non-partial response when range requested"
+
+_MISSING = re.compile(r"\b([A-Z][A-Za-z-]+) Header missing from response")
+_OF_CONNECTION = "HTTP error: "
+_OF_TLS = "InvalidCertificate"
+# Words of object_store's own; what follows may quote the server.
+_WORDS = re.compile(r"Generic S3 error: ([A-Za-z -]{1,80})\b")
+
+_STATUS_BY_CLASS: tuple[tuple[type[Exception], int], ...] = (
+    (FileNotFoundError, 404),
+    (AlreadyExistsError, 409),
+    (PreconditionError, 412),
+    (PermissionDeniedError, 403),
+    (UnauthenticatedError, 401),
+)
+
+
+def usable() -> bool:
+    """Whether obstore may be called in this process: not in one forked after it was imported."""
+    return os.getpid() == _IMPORTED_BY_PID
+
+
+class ObstoreClient:
+    """One attempt at one operation. Any thread may call; after the constructor only ``_signed`` is made, when needed.
+
+    Keys are the objects' whole names. Methods raise StoreError only.
+    """
+
+    def __init__(self, session: S3Session, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._session = session
+        self._options = session.options
+        self._clock = clock
+        self._plain = self._make(None)
+        checksum = session.options.checksum
+        self._checked = self._plain if checksum == "none" else self._make(checksum, signed=False)
+        storage_class = session.options.storage_class
+        self._direct = DirectReader(session, clock=clock) if session.proxy is None else None
+        self._attributes: dict[str, str] | None = {"Storage-Class": storage_class} if storage_class else None
+
+    def put(
+        self,
+        key: str,
+        parts: Sequence[memoryview],
+        *,
+        create: bool,
+        form: PutForm,
+        metadata: Mapping[str, str] | None = None,
+    ) -> bool:
+        """Put an object; with ``create`` only if there is none. False: there is one."""
+        store = {PutForm.CHECKED: self._checked, PutForm.PLAIN: self._plain}.get(form) or self._signed
+        started = self._clock()
+        try:
+            obstore.put(
+                store,
+                key,
+                parts,
+                attributes={**(self._attributes or {}), **(metadata or {})} or None,
+                mode="create" if create else "overwrite",
+                use_multipart=False,
+            )
+        except AlreadyExistsError as e:
+            if not create or _CONFLICT in str(e):
+                raise self._translate(e, started) from None
+            return False
+        except (BaseError, OSError, ValueError) as e:
+            raise without_absence(self._translate(e, started), self._session.place) from None
+        return True
+
+    def get_into(self, key: str, parts: Sequence[memoryview], size: int, look: Look | None = None) -> None:
+        """See ``DataPlane``."""
+        if self._direct is not None and size >= DIRECT_BYTES_MIN:
+            self._direct.get_into(key, parts, size, look)
+            return
+        started = self._clock()
+        try:
+            result = obstore.get(self._plain, key)
+            announced = self._size_of(result.meta)
+            if announced != size:
+                raise BlobCorruptError(f"{announced} bytes are stored, {size} were asked for")
+            filled = 0
+            for chunk in result.stream(min_chunk_size=CHUNK_BYTES):
+                filled = _scatter(chunk, parts, filled)
+        except (BaseError, OSError, ValueError) as e:
+            raise self._translate(e, started) from None
+        if filled != size:
+            raise connection_error(self._session.place)
+        if look is not None:
+            look_at(look, 0, parts)
+
+    def get_tail(self, key: str, length: int) -> tuple[int, bytes] | None:
+        """The object's size and its last ``length`` bytes (at least 1); None if absent."""
+        started = self._clock()
+        try:
+            result = obstore.get(self._plain, key, options={"range": {"suffix": length}})
+            return self._size_of(result.meta), bytes(result.bytes())
+        except FileNotFoundError as e:
+            self._raise_unless_absent(e, started)
+            return None
+        except (BaseError, OSError, ValueError) as e:
+            raise self._translate(e, started) from None
+
+    def size(self, key: str) -> int | None:
+        """The object's size; None if absent."""
+        started = self._clock()
+        try:
+            return self._size_of(obstore.head(self._plain, key))
+        except FileNotFoundError as e:
+            self._raise_unless_absent(e, started)
+            return None
+        except (BaseError, OSError, ValueError) as e:
+            raise self._translate(e, started) from None
+
+    def close(self) -> None:
+        """Close the direct reader's connections; obstore's close with the last reference."""
+        if self._direct is not None:
+            self._direct.close()
+
+    # -- private ---------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _signed(self) -> ObstoreS3:
+        return self._make("sha256")
+
+    def _make(self, checksum: str | None, *, signed: bool = True) -> ObstoreS3:
+        options = self._options
+        session = self._session
+        scheme, _, rest = session.endpoint_url.partition("://")
+        client: ClientConfig = {
+            "allow_http": scheme == "http",
+            "allow_invalid_certificates": not options.verify,
+            "connect_timeout": timedelta(seconds=options.connect_timeout_s),
+            "timeout": timedelta(seconds=options.attempt_timeout_s),
+            "pool_max_idle_per_host": str(options.max_connections),
+            "pool_idle_timeout": timedelta(seconds=IDLE_S_MAX),
+            "user_agent": "kvtiers",
+        }
+        if session.proxy is not None:
+            client["proxy_url"] = session.proxy
+        elif getproxies():  # which reqwest would read by itself if it were given none
+            client["proxy_url"] = session.endpoint_url
+            client["proxy_excludes"] = f"*,{urlsplit(session.endpoint_url).hostname}"  # "*" are names, no addresses
+        if scheme == "https":
+            client["root_certificate"] = session.ca_pem
+        endpoint = f"{scheme}://{options.bucket}.{rest}" if session.virtual_host else session.endpoint_url
+        config: S3Config = {
+            "region": session.region,
+            "endpoint": endpoint,
+            # Without it, an AWS_ENDPOINT_URL_S3 in the environment would win over ``endpoint``.
+            "aws_endpoint_url_s3": endpoint,
+            "virtual_hosted_style_request": session.virtual_host,
+            "unsigned_payload": not signed,
+        }
+        if checksum is not None:
+            config["checksum_algorithm"] = checksum
+        if options.sse is not None:
+            config["server_side_encryption"] = options.sse
+        if options.sse_kms_key_id is not None:
+            config["sse_kms_key_id"] = options.sse_kms_key_id
+        try:
+            with hidden_from_obstore():
+                return ObstoreS3(
+                    options.bucket,
+                    config=config,
+                    client_options=client,
+                    retry_config={"max_retries": 0},  # S3Store retries, for both clients alike
+                    credential_provider=session.credentials,
+                )
+        except (BaseError, ValueError):
+            is_tls = scheme == "https"
+            what = f"ca_bundle: a certificate of {session.ca_path}" if is_tls else "endpoint: this configuration"
+            raise StoreConfigError(f"{what} is not taken by obstore; set client: boto3") from None
+
+    def _size_of(self, found: ObjectMeta) -> int:
+        if found["e_tag"] is None:  # a page with status 200 from something that is not S3
+            raise missing_header("ETag", self._session.place)
+        return found["size"]
+
+    def _raise_unless_absent(self, error: FileNotFoundError, started: float) -> None:
+        """A 404 means an absent key or bucket. A HEAD's has no body to tell which, and counts as the key's."""
+        translated = self._translate(error, started)
+        if not isinstance(translated, BlobNotFoundError):
+            raise translated from None
+
+    def _translate(self, error: Exception, started: float) -> StoreError:
+        place = self._session.place
+        known = self._session.credentials_error  # read once: another thread's refresh may drop it
+        if isinstance(error, UnauthenticatedError) and known is not None:
+            return type(known)(str(known))
+        if isinstance(error, ValueError):
+            return InvalidKeyError("obstore does not take it")
+        text = str(error).partition("\n\nDebug source")[0]
+        code = _CODE.search(text)
+        for kind, status in _STATUS_BY_CLASS:
+            if isinstance(error, kind):
+                return server_error(status, code[1] if code else "", place=place)
+        found = _STATUS.search(text)
+        if found:
+            return server_error(int(found[1]), code[1] if code else "", place=place)
+        if _NOT_PARTIAL in text:
+            return BlobCorruptError("the server sent more than the range that was asked for")
+        if _BARE_REDIRECT in text:
+            return server_error(301, "PermanentRedirect", place=place)
+        missing = _MISSING.search(text)
+        if missing:
+            return missing_header(missing[1], place)
+        if self._clock() - started >= self._options.attempt_timeout_s:
+            return deadline_error(self._options.attempt_timeout_s, place)
+        if _OF_CONNECTION not in text:
+            said = _WORDS.match(text)
+            return StoreUnavailableError(NO_S3.format(place.endpoint_url) + (f" (obstore: {said[1]})" if said else ""))
+        if _OF_TLS in str(error):
+            return tls_error(str(error), place)
+        return connection_error(place)
+
+
+def _scatter(chunk: bytes, parts: Sequence[memoryview], filled: int) -> int:
+    """Copy ``chunk`` to where the joined parts continue after ``filled`` bytes; the new ``filled``."""
+    source = memoryview(chunk)
+    start = filled
+    for part in parts:
+        if not source:
+            break
+        if start >= len(part):
+            start -= len(part)
+            continue
+        count = min(len(part) - start, len(source))
+        part[start : start + count] = source[:count]
+        source = source[count:]
+        start = 0
+    return filled + len(chunk)

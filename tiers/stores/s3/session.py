@@ -1,0 +1,258 @@
+"""S3Session: the credentials for an S3 bucket, and boto3's clients. One per process: nothing here survives a fork.
+
+boto3's credential chain has what operators use (environment, profiles, SSO, assume-role, web identity, container and
+instance metadata, ``credential_process``) and refreshes it; the data plane takes its credentials from there.
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+import time
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+import boto3
+import botocore.session
+from botocore import exceptions as boto_errors
+from botocore.config import Config
+from botocore.credentials import Credentials, DeferredRefreshableCredentials, create_assume_role_refresher
+from botocore.httpsession import get_cert_path
+
+if TYPE_CHECKING:
+    from obstore.store import S3Credential
+
+from kvtiers.tiers.errors import ConfigError, StoreConfigError, StoreError, StorePermissionError
+from kvtiers.tiers.stores.chatty_loggers import cap_chatty_loggers
+from kvtiers.tiers.stores.s3.boto_config import BotoConfig
+from kvtiers.tiers.stores.s3.boto_errors import translate
+from kvtiers.tiers.stores.s3.boto_http import BoundedHttp
+from kvtiers.tiers.stores.s3.credentials import ChainCredentials
+from kvtiers.tiers.stores.s3.errors import Place
+from kvtiers.tiers.stores.s3.options import IDLE_S_MAX, S3Options, check_endpoint
+from kvtiers.tiers.stores.s3.proxy import proxy_of
+
+DEFAULT_REGION = "us-east-1"
+# boto3 hands out credentials that are good for 10 more minutes at least. obstore asks again 5 minutes before this time
+# is over, and so once a minute.
+CREDENTIALS_TTL = timedelta(minutes=6)
+
+
+class S3Session:
+    """Any thread may call. After the constructor only boto3's own caches change, which have locks.
+
+    All clients trust the certificate authorities of the system (``SSL_CERT_FILE`` and ``SSL_CERT_DIR`` included) and of
+    ``ca_path``: the options', ``AWS_CA_BUNDLE``'s or the profile's, ``REQUESTS_CA_BUNDLE``'s, else botocore's own.
+
+    Args:
+        options: where and how.
+
+    Raises:
+        StorePermissionError: no credentials, or the chain failed to get them.
+        StoreConfigError: no such profile; an endpoint from the environment that S3Options would refuse.
+    """
+
+    def __init__(self, options: S3Options) -> None:
+        cap_chatty_loggers()
+        self.options = options
+        self._proxies: dict[str, str] | None = None
+        self._http = BoundedHttp(options.attempt_timeout_s)
+        # For errors; until the client is made, the options are all that is known.
+        source = BotoConfig(options.profile)
+        self.place = Place(options.bucket, options.region or "", options.endpoint_url or "AWS", str(source))
+        try:
+            botocore_session = self._make_botocore_session(source)
+            self._session = boto3.Session(botocore_session=botocore_session)
+            self.region = options.region or self._session.region_name or DEFAULT_REGION
+            source.check_region(self.region)
+            chain = self._find_credentials(botocore_session)
+            if chain is not None:
+                if options.role_arn is None:
+                    source.refuse_mfa(botocore_session, chain)
+                self._credentials = ChainCredentials(
+                    chain, self.translate, options.attempt_timeout_s, check=source.check
+                )
+                botocore_session.register_component("credential_provider", _Fixed(self._credentials))  # for clients
+            self.ca_path: str = (
+                options.ca_bundle
+                or botocore_session.get_config_variable("ca_bundle")
+                or os.environ.get("REQUESTS_CA_BUNDLE")  # botocore's last resort, too
+                or get_cert_path(True)
+            )
+            self.ca_pem = _read_ca_bundle(self.ca_path)
+            self.client = self.make_client()
+        except boto_errors.BotoCoreError as e:
+            raise self.translate(e) from None
+        except ValueError:  # boto3's for an endpoint of the environment or the profile that is no URL
+            raise StoreConfigError("endpoint: AWS_ENDPOINT_URL or the profile's endpoint_url is no URL") from None
+        if chain is None:
+            raise StorePermissionError(
+                "secret: no credentials found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile"
+            )
+        self.endpoint_url: str = self.client.meta.endpoint_url
+        self.place = replace(self.place, region=self.region, endpoint_url=self.endpoint_url)
+        try:
+            check_endpoint(self.endpoint_url, allow_insecure=options.allow_insecure, virtual=self.virtual_host)
+        except ConfigError as e:  # S3Options has checked the option; environment or profile may name another one
+            raise StoreConfigError(f"endpoint: {e}") from None
+        self.proxy = proxy_of(self.endpoint_url)
+        if getproxies():  # the first client, which told the endpoint, has read them by itself
+            self._proxies = {urlsplit(self.endpoint_url).scheme: self.proxy} if self.proxy else {}
+            self.client = self.make_client()
+        #: Why the data plane got no credentials; it sees its provider's exception as text only.
+        self.credentials_error: StoreError | None = None
+
+    @property
+    def is_aws(self) -> bool:
+        """Whether the endpoint is AWS's own."""
+        host = urlsplit(self.endpoint_url).hostname or ""
+        return host.endswith((".amazonaws.com", ".amazonaws.com.cn", ".amazonaws.eu"))
+
+    @property
+    def virtual_host(self) -> bool:
+        """Whether objects are addressed as bucket.endpoint/key."""
+        style = self.options.addressing_style
+        return style == "virtual" or (style == "auto" and self.is_aws and "." not in self.options.bucket)
+
+    def credentials(self) -> S3Credential:
+        """Credentials that are good for some minutes; obstore's ``credential_provider``."""
+        try:
+            frozen = self._credentials.get_frozen_credentials()
+        except StoreError as e:
+            self.credentials_error = type(e)(str(e))  # a new one: a traceback would hold its callers' memory
+            raise
+        self.credentials_error = None
+        return {
+            "access_key_id": frozen.access_key,
+            "secret_access_key": frozen.secret_key,
+            "token": frozen.token,
+            "expires_at": datetime.now(UTC) + CREDENTIALS_TTL,
+        }
+
+    def make_client(self, *, sign_payload: bool = True) -> Any:
+        """A boto3 client. With ``sign_payload`` the signature covers the payload's SHA-256, otherwise its checksum."""
+        options = self.options
+        style = {"addressing_style": options.addressing_style, "payload_signing_enabled": sign_payload}
+        client = self._session.client(
+            "s3",
+            region_name=self.region,
+            endpoint_url=options.endpoint_url,
+            verify=self.ca_path if options.verify else False,
+            config=Config(
+                connect_timeout=options.connect_timeout_s,
+                read_timeout=options.attempt_timeout_s,
+                retries=_ONE_ATTEMPT,  # S3Store retries, for both clients alike
+                max_pool_connections=options.max_connections,
+                proxies=self._proxies,
+                s3=style,
+                # Our own checksum is sent with every put; the seal proves what is read.
+                request_checksum_calculation="when_required",
+                response_checksum_validation="when_required",
+                tcp_keepalive=True,
+                user_agent_extra="kvtiers",
+            ),
+        )
+        client.meta.events.register("before-call.s3.HeadBucket", _follow_no_redirect)
+        client.meta.events.register("before-send.s3", _IdleLimit(client))
+        client.meta.events.register("before-sign.s3.PutObject", _expect_no_continue)
+        return client
+
+    def translate(self, error: Exception) -> StoreError:
+        """Our exception for one of botocore's."""
+        return translate(error, self.place, self.options.attempt_timeout_s)
+
+    def close(self) -> None:
+        """Close idle connections and end the watchdog."""
+        self.client.close()
+        self._http.close()
+
+    # -- private ---------------------------------------------------------------------------------------------------
+
+    def _make_botocore_session(self, source: BotoConfig) -> botocore.session.Session:
+        options = self.options
+        session = source.make_session(self._http)
+        # For the clients of STS, SSO and web identity that the chain makes: a refresh must end within an attempt, too.
+        session.set_default_client_config(
+            Config(
+                connect_timeout=options.connect_timeout_s, read_timeout=options.attempt_timeout_s, retries=_ONE_ATTEMPT
+            )
+        )
+        if options.role_arn is not None:
+            chain = self._find_credentials(session)
+            if chain is not None:
+                source.refuse_mfa(session, chain)
+                if not hasattr(chain, "refresh_needed"):  # static ones; others are not asked for before STS is
+                    source.check(chain.get_frozen_credentials(), chain.method)
+            session.register_component("credential_provider", _Fixed(chain))
+            region = options.region or session.get_config_variable("region") or DEFAULT_REGION
+            source.check_region(region)
+            sts = session.create_client("sts", region_name=region)
+            refresh = create_assume_role_refresher(
+                sts, {"RoleArn": options.role_arn, "RoleSessionName": f"kvtiers-{int(time.time())}"}
+            )
+            session = source.make_session(self._http)
+            assumed = DeferredRefreshableCredentials(refresh_using=refresh, method="assume-role")
+            session.register_component("credential_provider", _Fixed(assumed))
+        return session
+
+    def _find_credentials(self, session: botocore.session.Session) -> Any:
+        try:
+            return session.get_component("credential_provider").load_credentials()
+        except Exception as e:  # noqa: BLE001 - what helpers print and files hold may make the chain raise anything
+            raise self.translate(e) from None
+
+
+def _read_ca_bundle(path: str) -> bytes:
+    try:
+        pem = Path(path).read_bytes()
+    except OSError as e:
+        raise StoreConfigError(f"ca_bundle: {path} cannot be read: {e.strerror}") from None
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(path)
+    except OSError:
+        raise StoreConfigError(f"ca_bundle: {path} holds no certificate in PEM form, or a broken one") from None
+    return pem
+
+
+class _Fixed:
+    """A credential chain of one link."""
+
+    def __init__(self, credentials: Credentials | None) -> None:
+        self._credentials = credentials
+
+    def load_credentials(self) -> Credentials | None:
+        return self._credentials
+
+
+class _IdleLimit:
+    """Called before each request; now and then it has the client forget all idle connections.
+
+    urllib3 keeps them for ever and does not say how old they are. Those in use go on.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self._forgot_at = time.monotonic()
+
+    def __call__(self, **_: Any) -> None:
+        now = time.monotonic()
+        if now - self._forgot_at > IDLE_S_MAX:
+            self._forgot_at = now
+            self._client.close()
+
+
+def _follow_no_redirect(context: dict[str, Any], **_: Any) -> None:
+    """For botocore's HEAD that asks where a bucket is: if that is redirected, too, it shall not ask again for it."""
+    context.get("s3_redirect", {})["redirected"] = True
+
+
+def _expect_no_continue(request: Any, **_: Any) -> None:
+    """Send a body without asking first, which costs a round trip a put, or 1 s if a server or proxy never answers."""
+    del request.headers["Expect"]
+
+
+_ONE_ATTEMPT = {"total_max_attempts": 1, "mode": "standard"}

@@ -1,0 +1,60 @@
+"""What ``kvtiers check`` and ``kvtiers doctor`` try at a bucket, so that each client moves bytes once."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Final
+
+from kvtiers.tiers.errors import BlobNotFoundError, StoreError, StoreUnavailableError
+from kvtiers.tiers.store import Store
+from kvtiers.tiers.stores.s3.obstore_client import DIRECT_BYTES_MIN
+
+TRIAL_FOLDER: Final = "kvtiers-check"
+SMALL_BYTES: Final = 4096
+
+
+def try_each_client(store: Store, *, read_only: bool) -> None:
+    """Put, get and delete a small blob and one of the size at which objects are read directly.
+
+    Args:
+        read_only: get blobs that are absent instead.
+
+    Raises:
+        StoreError: the first step that failed, and which one it was.
+    """
+    key = f"{TRIAL_FOLDER}/{secrets.token_hex(8)}"
+    for what, size in (("get", SMALL_BYTES), ("large get", DIRECT_BYTES_MIN)):
+        got = bytearray(size)
+        if read_only:
+            with _named(what), suppress(BlobNotFoundError):
+                store.get_into(key, [memoryview(got)])
+            continue
+        data = secrets.token_bytes(size)
+        with _named("put"):
+            store.put(key, [memoryview(data)], overwrite=True)
+        try:
+            with _named(what):
+                store.get_into(key, [memoryview(got)])
+                if got != data:
+                    raise StoreUnavailableError("endpoint: the server does not give back the bytes that were put")
+        except StoreError:
+            with suppress(StoreError):
+                store.delete(key)
+            raise
+        with _named("delete"):
+            store.delete(key)
+
+
+@contextmanager
+def _named(step: str) -> Iterator[None]:
+    try:
+        yield
+    except BlobNotFoundError:
+        raise
+    except StoreError as e:
+        error = type(e)(f"{e}, in the trial's {step}")
+    else:
+        return
+    raise error

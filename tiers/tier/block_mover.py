@@ -1,0 +1,437 @@
+"""BlockMover: what a tier's threads do with a batch of blocks: seal and put, get and verify, ask.
+
+Bytes go straight between the region's slots and the store. Nothing here copies, joins or keeps a block, except that a
+block to be encrypted is encrypted into its thread's buffer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from kvtiers.tiers.blocks.file_mapper import block_name
+from kvtiers.tiers.blocks.keys import OffloadKey
+from kvtiers.tiers.blocks.seal import PAYLOAD_MULTIPLE_BYTES, TRAILER_BYTES, Seal
+from kvtiers.tiers.errors import (
+    BlobCorruptError,
+    BlobNotFoundError,
+    ConfigError,
+    SealError,
+    SealReason,
+    StoreConfigError,
+    StoreError,
+    StorePermissionError,
+    StoreUnavailableError,
+)
+from kvtiers.tiers.plain_logs import get_logger
+from kvtiers.tiers.store import Store, SupportsGetMany, SupportsPieces, SupportsTail, put_aside, sizes_of
+from kvtiers.tiers.tier.pool import Unfinished
+
+logger = get_logger(__name__)
+
+#: Blocks from this size on are checksummed piece by piece while they move. Speed on one core and ext4, as a share of
+#: plain preadv's, whole and in pieces: 0.65 and 0.65 at 2 MiB, 0.68 and 0.74 at 4 MiB, 0.63 and 0.75 at 16 MiB.
+PIECEWISE_BYTES_MIN = 4 << 20
+SAY_EVERY_S = 60.0
+_OF_ONE_BLOCK = (StoreUnavailableError, StorePermissionError)  # errors that may be one block's alone
+
+
+@dataclass(slots=True)
+class Batch:
+    """What a task did; filled by a worker thread, booked by the scheduler's."""
+
+    succeeded: list[OffloadKey] = field(default_factory=list)
+    found: list[OffloadKey] = field(default_factory=list)  # of a store: those of succeeded that were there before
+    gone: list[OffloadKey] = field(default_factory=list)  # of a load: absent, or not the block it should be
+    unreadable: list[OffloadKey] = field(default_factory=list)  # of a load: an error that may be the block's alone
+    stuck: list[OffloadKey] = field(default_factory=list)  # of a load: those of gone that are bad and still there
+    bytes_moved: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter)
+    errors: Counter[str] = field(default_factory=Counter)
+    verify_failures: Counter[str] = field(default_factory=Counter)
+    healed: int = 0
+    quarantined: int = 0
+    perhaps_stored: int = 0  # failed blocks that may be there: a retryable error may be a lost acknowledgement
+    fault: str = ""  # the last error that says something about the storage's health
+
+    def add(self, other: Batch) -> None:
+        """Add another one's to this."""
+        for each in fields(self):
+            mine, theirs = getattr(self, each.name), getattr(other, each.name)
+            setattr(self, each.name, theirs or mine if each.name == "fault" else mine + theirs)
+
+
+@dataclass(slots=True)
+class MoveTask:
+    """A batch of blocks to move.
+
+    Attributes:
+        pairs: blocks to move, without those that are in ``batch``.
+        deadline: by the mover's clock; no block is begun after it.
+        batch: what was done so far.
+    """
+
+    is_load: bool
+    pairs: Sequence[tuple[OffloadKey, int]]
+    deadline: float
+    batch: Batch = field(default_factory=Batch)
+
+
+class BlockMover:
+    """Moves batches of blocks. Any thread.
+
+    Args:
+        name: the tier's, for logs.
+        name_prefix: of the blocks' names in the store; see ``tiers.blocks.file_mapper.block_name``.
+        rows: the region.
+        clock: seconds, monotonic; deadlines are by this clock.
+        warn: called with what an operator should read.
+        say: called with what only an operator can mend; by default ``warn``, at most once a minute.
+
+    Attributes:
+        cut: set by the scheduler's thread so that a dead tier's backlog ends at once: why all blocks fail that have not
+            begun; "" lets them begin.
+        removes_bad: whether bad blocks are moved aside or deleted.
+        to_replace: blocks that a store replaces though they look good, because their last load failed.
+    """
+
+    removes_bad = True
+    to_replace: Container[OffloadKey] = ()
+
+    def __init__(
+        self,
+        name: str,
+        store: Store,
+        name_prefix: str,
+        seal: Seal,
+        rows: Rows,
+        clock: Callable[[], float],
+        warn: Callable[[str], None] = logger.warning,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        self.name = name
+        self.store = store
+        self.cut = ""
+        self._say_at = float("-inf")  # when to warn next; threads that race may warn twice
+        # Asked once: isinstance of a protocol looks every method up, 4 µs a block.
+        self._tails = store if isinstance(store, SupportsTail) else None
+        self._gets_many = store if isinstance(store, SupportsGetMany) else None
+        is_large = rows.row_bytes >= PIECEWISE_BYTES_MIN
+        self._pieces = store if is_large and isinstance(store, SupportsPieces) else None
+        self._name_prefix = name_prefix
+        self._warn = warn
+        self._say = self._say_sometimes if say is None else say
+        self._seal = seal
+        self._rows = rows
+        self._clock = clock
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a block."""
+        return self._rows.row_bytes
+
+    def batch_blocks(self, *, is_load: bool) -> tuple[float, float]:  # noqa: ARG002
+        """How many blocks a batch should have, at least and at most."""
+        return 0, math.inf
+
+    def joins(self, tasks: Sequence[MoveTask], task: MoveTask) -> bool:  # noqa: ARG002
+        """Whether ``move`` should be given a task together with others."""
+        return False
+
+    def move(self, tasks: Sequence[MoveTask]) -> Sequence[Batch | Unfinished[MoveTask]]:
+        """Move the blocks of tasks, which are all loads or all stores."""
+        return [(self.load_batch if task.is_load else self.store_batch)(task.pairs, task.deadline) for task in tasks]
+
+    def cancel(self, task: MoveTask) -> Batch:
+        """Drop the blocks of a task that are not moved yet; returns what was done of it."""
+        self._drop(len(task.pairs), "shutdown" if self.cut == "shutdown" else "deadline", task.batch)
+        return task.batch
+
+    def store_batch(self, pairs: Iterable[tuple[OffloadKey, int]], deadline: float) -> Batch:
+        """Store the blocks that are not there in good order. None is begun after ``deadline``."""
+        batch = Batch()
+        for key, block in pairs:
+            if self._is_late(deadline, batch):
+                continue
+            try:
+                outcome = self._store_one(key, self._rows[block], batch)
+            except StoreError as e:
+                self._note("store", e)
+                batch.errors[type(e).__name__] += 1
+                if e.retryable:  # a full or read-only storage is no fault: blocks can still be loaded
+                    batch.fault = str(e)
+                    batch.perhaps_stored += 1
+                outcome = "failed"
+            except SealError as e:  # the slot was changed while it was encrypted
+                batch.verify_failures[e.reason] += 1
+                outcome = "failed"
+            batch.outcomes[outcome] += 1
+            if outcome != "failed":
+                batch.succeeded.append(key)
+            if outcome == "already_stored":
+                batch.found.append(key)
+            if outcome == "moved":
+                batch.bytes_moved += self._rows.row_bytes
+        return batch
+
+    def _store_one(self, key: OffloadKey, row: memoryview, batch: Batch) -> str:
+        """Store one block if it is not there in good order; returns the outcome."""
+        name = block_name(self._name_prefix, key)
+        # Put first and look only then: most blocks are new, and a look costs as much as a small put.
+        published = self._put(name, key, row, overwrite=False)
+        if published:
+            return "moved"
+        overwrite = key in self.to_replace
+        is_bad = False
+        try:
+            self._check_stored(key, name)
+            if not overwrite:
+                return "already_stored" if published is False else "moved"  # None: a store that does not say
+        except BlobNotFoundError:
+            overwrite = False  # deleted between the two
+        except _OF_ONE_BLOCK:
+            if not overwrite:
+                raise
+        except BlobCorruptError:
+            batch.verify_failures[SealReason.SIZE] += 1
+            overwrite = is_bad = True
+        except SealError as e:
+            batch.verify_failures[e.reason] += 1
+            if e.foreign:  # perhaps a newer version's good block, which is never replaced
+                batch.errors["ForeignBlock"] += 1
+                return "failed"
+            overwrite = is_bad = True
+        try:
+            self._put(name, key, row, overwrite=overwrite)
+        except StoreError as e:
+            if not is_bad or e.retryable:
+                raise
+            # There may be no room beside the bad block, or a folder has its name.
+            put_aside(self.store, name)
+            self._put(name, key, row, overwrite=False)
+        batch.healed += overwrite
+        return "moved"
+
+    def _put(self, name: str, key: OffloadKey, row: memoryview, *, overwrite: bool) -> bool:
+        if self._pieces is None or not self._seal.stores_as_is:
+            return self.store.put(name, self._seal.seal_parts(key, row), overwrite=overwrite)
+        checksum = self._seal.running_checksum(row)
+        trailer = bytearray(TRAILER_BYTES)
+
+        def look(offset: int, piece: memoryview) -> None:
+            checksum.look(offset, piece)
+            if offset == row.nbytes:
+                trailer[:] = self._seal.trailer(key, row, checksum)
+
+        return self._pieces.put_pieces(name, (row, memoryview(trailer)), look, overwrite=overwrite)
+
+    def _check_stored(self, key: OffloadKey, name: str) -> None:
+        """Check size and trailer of what is there; the size alone where the store cannot read a blob's end."""
+        if self._tails is not None:
+            size, tail = self._tails.get_tail(name, TRAILER_BYTES) or (None, b"")
+        else:
+            size, tail = self.store.size(name), None
+        if size is None:
+            raise BlobNotFoundError("not stored", key=name)
+        if size != self._rows.row_bytes + TRAILER_BYTES:
+            if tail is not None and self._seal.is_of_others(tail):
+                raise _others_block(size)
+            raise BlobCorruptError(f"{size} bytes, a block here has {self._rows.row_bytes + TRAILER_BYTES}", key=name)
+        if tail is not None:
+            self._seal.check_trailer(key, tail, self._rows.row_bytes)
+
+    def _is_late(self, deadline: float, batch: Batch) -> bool:
+        if not self.cut and self._clock() < deadline:
+            return False
+        self._drop(1, self.cut or "deadline", batch)
+        return True
+
+    def _drop(self, count: int, why: str, batch: Batch) -> None:
+        batch.outcomes["dropped"] += count
+        batch.errors[why] += count
+
+    def load_batch(self, pairs: Iterable[tuple[OffloadKey, int]], deadline: float) -> Batch:
+        """Fill slots with verified blocks. None is begun after ``deadline``."""
+        batch = Batch()
+        if self._gets_many is not None:
+            pairs = self._load_many(self._gets_many, pairs, deadline, batch)
+        trailer = bytearray(TRAILER_BYTES)
+        for key, block in pairs:
+            if not self._is_late(deadline, batch):
+                self._book_load(key, self._load_one(key, self._rows[block], trailer, batch), batch)
+        return batch
+
+    def _book_load(self, key: OffloadKey, loaded: bool, batch: Batch) -> None:
+        batch.outcomes["moved" if loaded else "failed"] += 1
+        if loaded:
+            batch.succeeded.append(key)
+            batch.bytes_moved += self._rows.row_bytes
+
+    def _load_many(
+        self, store: SupportsGetMany, pairs: Iterable[tuple[OffloadKey, int]], deadline: float, batch: Batch
+    ) -> list[tuple[OffloadKey, int]]:
+        """Load a batch with one call; returns what was bad, to be loaded once more one by one."""
+        pairs = [pair for pair in pairs if not self._is_late(deadline, batch)]
+        trailers = [bytearray(TRAILER_BYTES) for _ in pairs]
+        requests = [
+            (block_name(self._name_prefix, key), (self._rows[block], memoryview(trailer)))
+            for (key, block), trailer in zip(pairs, trailers, strict=True)
+        ]
+        suspect = []
+        outcomes: list[Exception | None]
+        as_a_whole = False
+        try:
+            outcomes = store.get_many_into(requests)
+        except StoreError as e:  # of the whole call: a layer may refuse it
+            outcomes, as_a_whole = [e] * len(requests), True
+        for (key, block), trailer, error in zip(pairs, trailers, outcomes, strict=True):
+            try:
+                if error is not None:
+                    raise error
+                self._seal.open_in_place(key, self._rows[block], trailer)
+            except (SealError, BlobCorruptError):
+                suspect.append((key, block))
+                continue
+            except BlobNotFoundError:
+                batch.gone.append(key)
+            except StoreError as e:
+                self._note_load(None if as_a_whole else key, e, batch)
+            else:
+                self._book_load(key, True, batch)
+                continue
+            self._book_load(key, False, batch)
+        # A raised error refers to this frame and so to the rows: the region could not be unmapped before the next gc.
+        outcomes, error = [], None
+        return suspect
+
+    def _load_one(self, key: OffloadKey, row: memoryview, trailer: bytearray, batch: Batch) -> bool:
+        name = block_name(self._name_prefix, key)
+        failure: SealError | BlobCorruptError | None = None
+        for _ in range(2):  # a torn page, or a blob that is replaced under its reader, is read well the second time
+            try:
+                seen = None
+                if self._pieces is None:
+                    self.store.get_into(name, (row, memoryview(trailer)))
+                else:
+                    seen = self._seal.running_checksum(row)
+                    self._pieces.get_pieces_into(name, (row, memoryview(trailer)), seen.look)
+                self._seal.open_in_place(key, row, trailer, seen)
+                return True
+            except (SealError, BlobCorruptError) as e:
+                # Without its traceback, which refers to this frame: that circle would keep the region's memory until
+                # the cyclic collector runs.
+                failure = e.with_traceback(None)
+            except BlobNotFoundError:
+                batch.gone.append(key)
+                return False
+            except StoreError as e:
+                self._note_load(key, e, batch)
+                return False
+        if isinstance(failure, BlobCorruptError):
+            failure = self._others_block_at(name) or failure
+        assert failure is not None
+        reason = failure.reason if isinstance(failure, SealError) else SealReason.SIZE
+        batch.verify_failures[reason] += 1
+        batch.gone.append(key)
+        foreign = isinstance(failure, SealError) and failure.foreign
+        removed = not foreign and self._quarantine(name, batch)
+        if not (removed or foreign):
+            batch.stuck.append(key)
+        # A block that stays is found bad by every request for it.
+        tell = self._warn if removed else self._say
+        tell(f"tier {self.name}: {name} is not the block it should be ({failure})")
+        return False
+
+    def _others_block_at(self, name: str) -> SealError | None:
+        """The error for a block of another size that is good for another engine; None where it is none."""
+        try:
+            found = None if self._tails is None else self._tails.get_tail(name, TRAILER_BYTES)
+        except StoreError:
+            return None
+        return _others_block(found[0]) if found is not None and self._seal.is_of_others(found[1]) else None
+
+    def _quarantine(self, name: str, batch: Batch) -> bool:
+        """Move a bad block aside or delete it. False: it is still there."""
+        if not self.removes_bad:
+            return False
+        try:
+            put_aside(self.store, name)
+            batch.quarantined += 1
+            return True
+        except StoreError as e:  # the block stays a miss, and the next store overwrites it
+            self._note("quarantine", e)
+            batch.errors[type(e).__name__] += 1
+            return False
+
+    def _note_load(self, key: OffloadKey | None, error: StoreError, batch: Batch) -> None:
+        self._note("load", error)
+        batch.errors[type(error).__name__] += 1
+        batch.fault = str(error)
+        if key is not None and isinstance(error, _OF_ONE_BLOCK):
+            batch.unreadable.append(key)
+
+    def _note(self, what: str, error: StoreError) -> None:
+        # Debug: one line a block would be a flood when a disk is full; counters and state changes tell the rest.
+        logger.debug("tier %s: %s failed: %s", self.name, what, error)
+        if isinstance(error, StorePermissionError | StoreConfigError):
+            self._say(f"tier {self.name}: {what} failed: {error}")
+
+    def _say_sometimes(self, text: str) -> None:
+        if self._clock() >= self._say_at:
+            self._say_at = self._clock() + SAY_EVERY_S
+            self._warn(text)
+
+    def probe(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
+        """Whether blobs of a block's size are there; None where the storage could not be asked."""
+        expected = self._rows.row_bytes + TRAILER_BYTES
+        names = [block_name(self._name_prefix, key) for key in keys]
+        found: list[bool | None] = []
+        for size in sizes_of(self.store, names):
+            if isinstance(size, StoreError):
+                self._note("lookup", size)
+            found.append(None if isinstance(size, Exception) else size == expected)
+        return found
+
+
+def _others_block(size: int) -> SealError:
+    return SealError(SealReason.FINGERPRINT, f"{size} bytes, of another engine that shares the folder", foreign=True)
+
+
+class Rows:
+    """The region's rows as flat memoryviews. (Python's memoryview cannot take ``view[b]`` of a 2-D view.)"""
+
+    def __init__(self, view: memoryview) -> None:
+        if view.ndim != 2 or not view.c_contiguous or view.readonly:
+            raise ConfigError(
+                "accepted is a writable, C-contiguous view of shape (num_chunks, row_bytes)",
+                field="primary_kv_view",
+            )
+        assert view.shape is not None
+        self.num_rows = view.shape[0]
+        self.row_bytes = view.shape[1] * view.itemsize
+        if self.row_bytes % PAYLOAD_MULTIPLE_BYTES or not self.row_bytes:
+            raise ConfigError(
+                f"rows of {self.row_bytes} bytes; accepted is a multiple of {PAYLOAD_MULTIPLE_BYTES}",
+                field="primary_kv_view",
+            )
+        self._flat = view.cast("B")
+
+    def __getitem__(self, block: int) -> memoryview:
+        start = block * self.row_bytes
+        return self._flat[start : start + self.row_bytes]
+
+    def release(self) -> None:
+        """Let go of the region, so that it can be unmapped. Only when no thread can use a row any more."""
+        self._flat.release()
+
+    def check_ids(self, block_ids: Any) -> list[int]:
+        # By tolist: to convert 512 of numpy's integers one by one takes the scheduler's thread 50 µs.
+        is_integers = getattr(getattr(block_ids, "dtype", None), "kind", "") in ("i", "u")
+        blocks = block_ids.tolist() if is_integers else list(map(int, block_ids))
+        if blocks and not (min(blocks) >= 0 and max(blocks) < self.num_rows):
+            bad = next(block for block in blocks if not 0 <= block < self.num_rows)
+            raise ValueError(f"block id {bad} is outside the region's 0..{self.num_rows - 1}")
+        return blocks

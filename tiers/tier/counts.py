@@ -1,0 +1,143 @@
+"""TierCounts: what a StoreTierManager tells its metrics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from kvtiers.tiers.errors import SealReason
+from kvtiers.tiers.metrics import Metrics
+from kvtiers.tiers.plain_logs import get_logger
+from kvtiers.tiers.tier.block_mover import Batch
+from kvtiers.tiers.tier.circuit import Kind
+from kvtiers.tiers.tier.lookup import LookupCounts
+
+logger = get_logger(__name__)
+
+SAY_EVERY_S = 60.0  # a tier at its bound refuses blocks and takes others in turn
+#: By the circuit, by shutdown, and by BlockMover.
+_SAID_ELSEWHERE = frozenset({"circuit_open", "shutdown", "StoreConfigError", "StorePermissionError"})
+
+_SHOWN_FROM_THE_START: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
+    ("kvtiers_blocks_total", tuple(("store", outcome) for outcome in ("moved", "already_stored", "failed", "dropped"))),
+    ("kvtiers_circuit_opened_total", ((),)),
+    ("kvtiers_deadline_expired_total", (("lookup",), ("job",))),
+    ("kvtiers_lookup_probes_total", (("hit",), ("miss",), ("error",), ("deadline",))),
+    ("kvtiers_stores_dropped_total", (("StoreFullError",), ("circuit_open",), ("queue_full",), ("deadline",))),
+    ("kvtiers_verify_failures_total", tuple((reason,) for reason in SealReason)),
+)
+
+
+class TierCounts:
+    """The series of one tier. They begin at 0: Prometheus sees no increase in a series that begins at 1.
+
+    Args:
+        metrics: where they are kept.
+        name: the tier's.
+        collects: whether it has a collector.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self, metrics: Metrics, name: str, *, collects: bool, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._metrics = metrics
+        self._name = name
+        self._clock = clock
+        self._not_stored = 0  # blocks that the storage refused, since the log says that it does
+        self._say_at = float("-inf")
+        for series, values in _SHOWN_FROM_THE_START:
+            for value in values:
+                metrics.inc(series, name, *value, by=0)
+        if collects:
+            for outcome in ("ok", "error"):
+                metrics.inc("kvtiers_collector_runs_total", name, outcome, by=0)
+        metrics.set("kvtiers_circuit_closed", name, value=1.0)
+
+    def looked_up(self, counts: LookupCounts) -> None:
+        """Lookups were answered."""
+        tier, metrics = self._name, self._metrics
+        for result, count in (
+            ("hit", counts.hits),
+            ("miss", counts.misses),
+            ("error", len(counts.failed)),
+            ("deadline", counts.expired + counts.given_up),
+        ):
+            if count:
+                metrics.inc("kvtiers_lookup_probes_total", tier, result, by=count)
+        if late := counts.expired + counts.given_up:
+            metrics.inc("kvtiers_deadline_expired_total", tier, "lookup", by=late)
+
+    def collected(self, message: dict[str, Any]) -> None:
+        """The collector ran (``CollectorEnd.take_reports``)."""
+        tier, metrics = self._name, self._metrics
+        report = message.get("report")
+        metrics.inc("kvtiers_collector_runs_total", tier, "ok" if report else "error", by=message["runs"])
+        if report:
+            for reason, count in report["removed_blobs"].items():
+                metrics.inc("kvtiers_collector_removed_blobs_total", tier, reason, by=count)
+                size = report["removed_bytes"][reason]
+                metrics.inc("kvtiers_collector_removed_bytes_total", tier, reason, by=size)
+            if message["used"] is None:
+                metrics.forget("kvtiers_storage_used_bytes", tier)
+            else:
+                metrics.set("kvtiers_storage_used_bytes", tier, value=message["used"])
+
+    def refused(self, op: Kind, reason: str, blocks: int) -> None:
+        """A job was not taken."""
+        if op == "store":
+            self._metrics.inc("kvtiers_stores_dropped_total", self._name, reason, by=blocks)
+        self._metrics.inc("kvtiers_blocks_total", self._name, op, "dropped", by=blocks)
+        self._metrics.inc("kvtiers_jobs_total", self._name, op, "failed")
+
+    def lost(self, error: BaseException, op: Kind, blocks: int) -> None:
+        """Of a batch's blocks nothing is known but the error."""
+        tier, metrics, reason = self._name, self._metrics, type(error).__name__
+        logger.error("tier %s: %s of %d blocks failed: %r", tier, op, blocks, error)
+        metrics.inc("kvtiers_store_errors_total", tier, op, reason)
+        metrics.inc("kvtiers_blocks_total", tier, op, "failed", by=blocks)
+        if op == "store":
+            metrics.inc("kvtiers_stores_dropped_total", tier, reason, by=blocks)
+
+    def moved(self, batch: Batch, op: Kind) -> None:
+        """A batch ended."""
+        tier, metrics = self._name, self._metrics
+        for outcome, count in batch.outcomes.items():
+            metrics.inc("kvtiers_blocks_total", tier, op, outcome, by=count)
+        for error, count in batch.errors.items():
+            metrics.inc("kvtiers_store_errors_total", tier, op, error, by=count)
+            if op == "store":
+                metrics.inc("kvtiers_stores_dropped_total", tier, error, by=count)
+        if op == "store":
+            self._say_whether_stored(batch)
+        for reason, count in batch.verify_failures.items():
+            metrics.inc("kvtiers_verify_failures_total", tier, reason, by=count)
+        if batch.healed:
+            metrics.inc("kvtiers_healed_blobs_total", tier, by=batch.healed)
+        if batch.quarantined:
+            metrics.inc("kvtiers_quarantined_blobs_total", tier, by=batch.quarantined)
+
+    def job_ended(self, op: Kind, outcome: str, duration_s: float, bytes_moved: int) -> None:
+        """A job that was taken ended."""
+        tier, metrics = self._name, self._metrics
+        metrics.inc("kvtiers_jobs_total", tier, op, outcome)
+        metrics.inc("kvtiers_bytes_total", tier, op, by=bytes_moved)
+        metrics.observe("kvtiers_job_seconds", tier, op, value=duration_s)
+
+    def _say_whether_stored(self, batch: Batch) -> None:
+        """Log when the storage begins to refuse blocks, and when it takes them again."""
+        errors = batch.errors.keys() - _SAID_ELSEWHERE
+        self._not_stored += sum(batch.errors[error] for error in errors)
+        if self._clock() < self._say_at:
+            return
+        if errors:
+            logger.warning(
+                "tier %s: %d blocks were not stored: %s", self._name, self._not_stored, ", ".join(sorted(errors))
+            )
+        elif self._not_stored and batch.succeeded:
+            logger.info("tier %s: blocks are stored again; %d were not", self._name, self._not_stored)
+            self._not_stored = 0
+        else:
+            return
+        self._say_at = self._clock() + SAY_EVERY_S

@@ -1,0 +1,165 @@
+"""Verify: check the seals of everything stored, unit by unit, in worker processes.
+
+A unit is what a namespace's rank has under two hexadecimal digits: a 256th of it. Units are independent, so they can be
+checked in parallel, and one that is done need not be done again after an interruption.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import islice
+
+from kvtiers.tiers.errors import BlobNotFoundError, StoreError, StorePermissionError, StoreUnavailableError
+from kvtiers.tiers.store import KeyInfo, Store, put_aside
+from kvtiers.tiers.stores.files.listing import DAMAGED_MAX
+from kvtiers.tiers.tools.block_reader import NO_IDENTITY, BlockReader
+from kvtiers.tiers.tools.inventory import BlockName, Share, list_blocks
+
+UNIT_DIGITS = 2
+BAD_KEYS_MAX = 10_000  # named in a result; all are counted
+NETWORK_THREADS = 8  # of a worker, where a read mostly waits
+BATCH_BLOCKS = 64  # handed to the threads at once, so that a listing is not held in memory
+
+
+@dataclass(slots=True)
+class UnitResult:
+    """What was found in a unit.
+
+    Attributes:
+        bad: name and reason of each block that is not what it should be.
+        foreign: blocks that only a newer version can judge, or nobody, for want of a seal; they are left alone.
+        errors: blocks that could not be read, or not be moved aside, and files and folders that may not be
+            read or that the disk cannot read.
+    """
+
+    unit: str
+    blocks: int = 0
+    bytes: int = 0
+    bad: list[tuple[str, str]] = field(default_factory=list)
+    bad_count: int = 0
+    foreign: int = 0
+    errors: int = 0
+    quarantined: int = 0
+
+
+def find_units(store: Store, on_progress: Callable[[int], None] = lambda _: None) -> dict[str, Share]:
+    """The units that have blocks, as prefixes of names, and how much each has."""
+    units: dict[str, Share] = {}
+    for count, (info, name) in enumerate(list_blocks(store)):
+        prefix = f"{name.namespace}_r{name.rank}/{name.digits[:UNIT_DIGITS]}"
+        units.setdefault(prefix, Share()).add(info.size)
+        if count % 1000 == 0:
+            on_progress(count)
+    return units
+
+
+class Verifier:
+    """Checks units. For one thread; it has its own where reads mostly wait.
+
+    Args:
+        repair: move bad blocks aside (delete them where the store has no quarantine), so that the next store heals
+            them.
+    """
+
+    def __init__(self, store: Store, *, repair: bool = False) -> None:
+        self._store = store
+        self._repair = repair
+        self._threads = NETWORK_THREADS if store.capabilities.latency_bound else 1
+        self._readers = [BlockReader(store) for _ in range(self._threads)]
+        self._damaged_folders = 0
+
+    def check(self, unit: str) -> UnitResult:
+        """Check the blocks of a unit.
+
+        Raises:
+            StoreError: they cannot be listed.
+        """
+        result = UnitResult(unit)
+        damaged = damaged_count(self._store)
+        with ThreadPoolExecutor(self._threads) as pool:
+            blocks = self._list(unit, result)
+            while batch := list(islice(blocks, BATCH_BLOCKS)):
+                if self._threads == 1:
+                    self._check_some(batch, self._readers[0], result)
+                    continue
+                shares = [UnitResult(unit) for _ in range(self._threads)]
+                parts = [batch[seat :: self._threads] for seat in range(self._threads)]
+                list(pool.map(self._check_some, parts, self._readers, shares))
+                for share in shares:
+                    _add(result, share)
+        result.errors += damaged_count(self._store) - damaged
+        return result
+
+    def _list(self, unit: str, result: UnitResult) -> Iterator[tuple[KeyInfo, BlockName]]:
+        """By folders where a listing costs no request: their parent then need not be searched for each unit."""
+        if self._store.capabilities.latency_bound:
+            yield from list_blocks(self._store, unit)
+            return
+        for digit in range(16):
+            try:
+                yield from list_blocks(self._store, f"{unit}{digit:x}/")
+            except StorePermissionError:
+                result.errors += 1  # somebody else's folder; the others are checked all the same
+            except StoreUnavailableError:
+                self._damaged_folders += 1
+                if self._damaged_folders > DAMAGED_MAX:  # the device is gone, rather than a folder damaged
+                    raise
+                result.errors += 1
+
+    def _check_some(self, batch: list[tuple[KeyInfo, BlockName]], reader: BlockReader, result: UnitResult) -> None:
+        for info, name in batch:
+            try:
+                self._check_block(info, name, reader, result)
+            except BlobNotFoundError:
+                pass  # removed since it was listed
+            except StoreError:
+                result.errors += 1
+
+    def _check_block(self, info: KeyInfo, name: BlockName, reader: BlockReader, result: UnitResult) -> None:
+        result.blocks += 1
+        result.bytes += info.size
+        reason, foreign = reader.read(info, name)
+        if reason is None:
+            return
+        if foreign:
+            result.foreign += 1
+            return
+        _note_bad(result, info.key, reason)
+        if self._repair and reason != NO_IDENTITY:
+            put_aside(self._store, info.key)
+            result.quarantined += 1
+
+
+def damaged_count(store: Store) -> int:
+    """How many files and folders a store's listings have passed over because the disk could not read them."""
+    count: int = getattr(store, "damaged", 0)
+    return count
+
+
+def _note_bad(result: UnitResult, key: str, reason: str) -> None:
+    result.bad_count += 1
+    if len(result.bad) < BAD_KEYS_MAX:
+        result.bad.append((key, str(reason)))
+
+
+def _add(total: UnitResult, part: UnitResult) -> None:
+    for name in ("blocks", "bytes", "bad_count", "foreign", "errors", "quarantined"):
+        setattr(total, name, getattr(total, name) + getattr(part, name))
+    total.bad += part.bad[: BAD_KEYS_MAX - len(total.bad)]
+
+
+def decode_result(content: Mapping[str, object]) -> UnitResult:
+    """A result that came as JSON."""
+    result = UnitResult(**content)  # type: ignore[arg-type]
+    result.bad = [(key, reason) for key, reason in result.bad]
+    return result
+
+
+def total_of(results: Iterator[UnitResult]) -> UnitResult:
+    """Their sums, under no unit's name."""
+    total = UnitResult("")
+    for result in results:
+        _add(total, result)
+    return total
