@@ -382,6 +382,7 @@ class BareObstoreContender(Contender):
     name = "bare obstore"
 
     def __init__(self, reached: S3Server, region: Region) -> None:
+        self._reached = reached
         self._obstore = importlib.import_module("obstore")
         stores = importlib.import_module("obstore.store")
         config = {
@@ -420,7 +421,8 @@ class BareObstoreContender(Contender):
         list(self._pool.map(lambda name: self._obstore.head(self._client, name), names))
 
     def remove(self, round_: int) -> None:
-        self._each(lambda i: self._obstore.delete(self._client, self._name(round_, i)))
+        client = self._reached.client()  # obstore deletes by DeleteObjects, which nginx has not
+        self._each(lambda i: client.delete_object(Bucket=STUB_BUCKET, Key=self._name(round_, i)))
 
     def close(self) -> None:
         self._pool.shutdown()
