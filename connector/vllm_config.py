@@ -13,7 +13,7 @@ from typing import Any
 from kvtiers.connector.prefixes.place import OF_A_REQUEST, REQUEST_PARAMETERS, place_of_prefixes
 from kvtiers.tiers.blocks.file_mapper import FORMAT_VLLM_RAW
 from kvtiers.tiers.config.deployment import DeploymentConfig, RegionConfig, load_config, parse_config
-from kvtiers.tiers.config.tier_options import FsspecTierConfig, S3TierConfig, TierConfig
+from kvtiers.tiers.config.tier_options import FsspecTierConfig, S3TierConfig, StoreTierConfig, TierConfig
 from kvtiers.tiers.errors import ConfigError, public_url
 from kvtiers.tiers.plain_logs import get_logger
 from kvtiers.tiers.registry import SecondaryTierFactory
@@ -238,6 +238,8 @@ def _first_place(deployment: DeploymentConfig, path: str) -> dict[str, Any] | No
 
 
 def _may_hold_secrets(tier: TierConfig) -> bool:
+    if isinstance(tier, StoreTierConfig):
+        return bool(tier.options)
     if isinstance(tier, FsspecTierConfig):
         return bool(tier.storage_options) or public_url(tier.url) != tier.url
     return isinstance(tier, S3TierConfig) and public_url(tier.endpoint_url or "") != (tier.endpoint_url or "")

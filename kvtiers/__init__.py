@@ -43,7 +43,7 @@ if TYPE_CHECKING:
         StoreUnavailableError,
     )
     from kvtiers.tiers.registry import SecondaryTierFactory
-    from kvtiers.tiers.store import Capabilities, KeyInfo, Store
+    from kvtiers.tiers.store import Capabilities, KeyInfo, Store, check_key, client_errors, fill_parts, parts_size
 
 __version__ = "0.1.0"
 
@@ -74,7 +74,7 @@ _MODULES = {
         "StoreUnavailableError",
     ),
     "tiers.registry": ("SecondaryTierFactory",),
-    "tiers.store": ("Capabilities", "KeyInfo", "Store"),
+    "tiers.store": ("Capabilities", "KeyInfo", "Store", "check_key", "client_errors", "fill_parts", "parts_size"),
 }
 
 __all__ = [
@@ -103,12 +103,16 @@ __all__ = [
     "StoreTimeoutError",
     "StoreUnavailableError",
     "__version__",
+    "check_key",
+    "client_errors",
+    "fill_parts",
     "get_offload_block_hash",
     "get_offload_group_idx",
     "hash_blocks",
     "load_config",
     "make_offload_key",
     "parse_config",
+    "parts_size",
 ]
 
 

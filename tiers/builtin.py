@@ -31,6 +31,7 @@ from kvtiers.tiers.config.tier_options import (
     NetworkTierConfig,
     NfsTierConfig,
     S3TierConfig,
+    StoreTierConfig,
     TierConfig,
     default_threads,
 )
@@ -139,6 +140,14 @@ class FsspecTierManager(StoreTierManager):
         _start(self, offloading_spec, primary_kv_view, tier_type, config)
 
 
+class CustomTierManager(StoreTierManager):
+    """Blocks in a store of somebody else's. ``options`` are those of ``tiers.config.tier_options.StoreTierConfig``."""
+
+    def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **options: Any) -> None:
+        config = parse_tier({"type": "store", **options})
+        _start(self, offloading_spec, primary_kv_view, tier_type, config)
+
+
 def make_seal(config: TierConfig) -> Callable[..., Seal]:
     """Makes the seal of a namespace in a built-in tier; called as ``Seal``.
 
@@ -186,6 +195,8 @@ def _start(
         store = open_store(for_engine(config, f"tier {name}", f"{why}, and {unmappable}" if unmappable else why))
     collector = None
     try:
+        if not store.capabilities.shared:
+            _check_needs_no_sharing(policy, in_workers=not store_runs_here)
         mapper_class = VllmFileMapper if _is_raw(config) else FileMapper
         mapper = mapper_class.from_offloading_spec(
             getattr(config, "root_dir", ""),
@@ -228,6 +239,22 @@ def _start(
     )
 
 
+def _check_needs_no_sharing(policy: CapacityPolicy | None, *, in_workers: bool) -> None:
+    """Refuse what takes several processes, for a store whose blobs only the process that put them sees.
+
+    Raises:
+        ConfigError: names the field.
+    """
+    wanted = {"isolation": in_workers, "max_bytes": policy and policy.max_bytes, "ttl": policy and policy.ttl_s}
+    for field, value in wanted.items():
+        if value:
+            accepted = "write thread" if field == "isolation" else "leave it out"
+            raise ConfigError(
+                f"takes other processes, and the store says that none sees what another one puts; {accepted}",
+                field=field,
+            )
+
+
 def _shown_place(config: TierConfig) -> str:
     """What a tier's storage is, for the log: without a URL's password."""
     if isinstance(config, S3TierConfig):
@@ -235,6 +262,8 @@ def _shown_place(config: TierConfig) -> str:
         return f"s3://{config.bucket}/{config.prefix or ''}{at}"
     if isinstance(config, FsspecTierConfig):
         return public_url(config.url)
+    if isinstance(config, StoreTierConfig):
+        return f"a store of {config.module_path}"
     return f"{config.type} in {printable(getattr(config, 'root_dir', 'memory'))}"
 
 
@@ -248,10 +277,10 @@ def _open_in_workers(name: str, config: TierConfig, options: TierOptions, view: 
     from kvtiers.tiers.isolation.pool import WorkersUnavailableError
     from kvtiers.tiers.isolation.store import ProcessIsolatedStore, StoreRecipe
 
-    store_class, store_options = store_recipe(config)
+    make_store, store_options = store_recipe(config)
     try:
         return ProcessIsolatedStore(
-            StoreRecipe.of(store_class, **store_options),
+            StoreRecipe.of(make_store, **store_options),
             region=view,
             # Lookups must not wait for batches: readers and writers help each other, so that all may be storing.
             n_workers=options.n_read_threads + options.n_write_threads + LOAD_ONLY_THREADS + config.lookup_threads,
@@ -334,13 +363,14 @@ def _start_collector(
     from kvtiers.tiers.capacity.link import CollectorLink
     from kvtiers.tiers.isolation.process import StoreRecipe
 
-    store_class, store_options = tool_recipe(config)
+    make_store, store_options = tool_recipe(config)
     return CollectorLink(
         config.name or tier_type,
-        StoreRecipe.of(store_class, **store_options),
+        StoreRecipe.of(make_store, **store_options),
         policy,
         mapper,
-        notes_uses=issubclass(store_class, SupportsTouch),
+        # A function's store is made by the collector's process, which passes uses over where it cannot note them.
+        notes_uses=not isinstance(make_store, type) or issubclass(make_store, SupportsTouch),
         hidden_variables=frozenset(KEY_VARIABLES),
         keys=record_keys(config),
     )

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvtiers.tiers.base import SecondaryTierManager
-from kvtiers.tiers.config.deployment import ENTRY_POINT_GROUP
+from kvtiers.tiers.config.deployment import ENTRY_POINT_GROUP, as_store_tier
 from kvtiers.tiers.errors import ConfigError, printable
 
 #: Tier type -> (module, class).
@@ -24,6 +24,7 @@ _BUILT_IN: Mapping[str, tuple[str, str]] = {
     "memory": ("kvtiers.tiers.builtin", "MemoryTierManager"),
     "nfs": ("kvtiers.tiers.builtin", "NfsTierManager"),
     "s3": ("kvtiers.tiers.builtin", "S3TierManager"),
+    "store": ("kvtiers.tiers.builtin", "CustomTierManager"),
 }
 
 
@@ -65,11 +66,12 @@ class SecondaryTierFactory:
             ConfigError: unknown type, bad option, missing dependency.
             StoreError: the tier's storage refused for good.
         """
-        options = dict(tier_config)
-        tier_type = options.pop("type", None)
-        module_path = options.pop("module_path", None)
+        tier_type = tier_config.get("type")
         if not isinstance(tier_type, str) or not tier_type:
             raise ConfigError(f"{tier_type!r} is no tier type; accepted: {', '.join(cls.tier_types())}", field="type")
+        options = as_store_tier(tier_config).copy()
+        tier_type = options.pop("type")
+        module_path = None if tier_type == "store" else options.pop("module_path", None)
         tier_class = cls.find_class(tier_type, module_path)
         try:
             return tier_class(offloading_spec, primary_kv_view, tier_type, **options)

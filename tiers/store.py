@@ -21,10 +21,11 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from kvtiers.tiers.errors import InvalidKeyError, StoreClosedError, StoreError, StoreTimeoutError
+from kvtiers.tiers.errors import BlobCorruptError, InvalidKeyError, StoreClosedError, StoreError, StoreTimeoutError
 from kvtiers.tiers.plain_logs import get_logger
 
 logger = get_logger(__name__)
@@ -331,6 +332,40 @@ def parts_size(parts: Sequence[memoryview]) -> int:
     for part in parts:  # twice as fast as sum() of a generator; called three times a block
         size += part.nbytes
     return size
+
+
+def fill_parts(parts: Sequence[memoryview], blob: bytes | bytearray | memoryview, *, key: str) -> None:
+    """Copy a blob into parts, for a storage whose client returns it whole.
+
+    Raises:
+        BlobCorruptError: it has another size than the parts together; none of them was changed.
+    """
+    source = memoryview(blob).cast("B")
+    size = parts_size(parts)
+    if source.nbytes != size:
+        raise BlobCorruptError(f"{source.nbytes} bytes are stored, {size} were asked for", key=key)
+    start = 0
+    for part in parts:
+        part.cast("B")[:] = source[start : start + part.nbytes]
+        start += part.nbytes
+
+
+@contextmanager
+def client_errors(classify: Callable[[Exception], type[StoreError] | None], *, key: str = "") -> Iterator[None]:
+    """Turn the exceptions of a storage's client into StoreErrors, by one table for all calls.
+
+    Args:
+        classify: the StoreError that an exception of the client's is; None: it is not the client's, and stays as it is.
+    """
+    try:
+        yield
+    except StoreError:
+        raise
+    except Exception as e:
+        kind = classify(e)
+        if kind is None:
+            raise
+        raise kind(f"{type(e).__name__}: {e}", key=key) from e
 
 
 # ---- one by one where a store lacks the extra ------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from kvtiers.connector.commands.places import EXIT_BAD_INPUT, EXIT_FAILED, cell,
 from kvtiers.connector.region.region_file import free_bytes
 from kvtiers.tiers.builtin import make_seal
 from kvtiers.tiers.config.deployment import DeploymentConfig, json_schema, load_config
-from kvtiers.tiers.config.open_store import store_recipe
+from kvtiers.tiers.config.open_store import open_tool_store, store_recipe
 from kvtiers.tiers.config.tier_options import (
     BoundedTierConfig,
     ExternalTierConfig,
@@ -27,6 +27,7 @@ from kvtiers.tiers.config.tier_options import (
     FsTierConfig,
     NfsTierConfig,
     S3TierConfig,
+    StoreTierConfig,
     TierConfig,
 )
 from kvtiers.tiers.daemon_pool import DaemonPool
@@ -123,6 +124,8 @@ def _tier_problems(tier: TierConfig | ExternalTierConfig) -> list[str]:
         found += embedded or [f": {problem}" for problem in _bucket_problems(tier)]
     elif isinstance(tier, FsspecTierConfig):
         found += _refusals(lambda: check_drivers(tier.url), "url")
+    elif isinstance(tier, StoreTierConfig):
+        found += _refusals(lambda: _try_store(tier), "options")
     elif isinstance(tier, NfsTierConfig) and file_system_type(tier.root_dir).startswith("nfs"):
         # Nothing in the mount is touched: it may hang.
         found += [f".root_dir: {problem}" for problem in mount_findings(tier.root_dir)]
@@ -149,6 +152,11 @@ def _bucket_problems(tier: S3TierConfig) -> list[str]:
     except StoreError as e:
         return [str(e)]
     return []
+
+
+def _try_store(tier: StoreTierConfig) -> None:
+    with closing(open_tool_store(tier, read_only=True)) as store:
+        store.size("kvtiers-check")
 
 
 def _folder_problems(tier: FsTierConfig | NfsTierConfig) -> list[str]:
@@ -244,7 +252,8 @@ def _where_and_how(tier: TierConfig | ExternalTierConfig) -> tuple[str, str]:
     if isinstance(tier, ExternalTierConfig):
         return f"{tier.module_path or 'entry point'}", "a tier of yours; its options are not checked here"
     own: dict[str, Any] = {name: value for name, value in tier.model_dump().items() if name not in _SAID_OTHERWISE}
-    where = next((str(own.pop(name)) for name in ("root_dir", "url", "bucket") if name in own), "this process's memory")
+    places = ("root_dir", "url", "bucket", "module_path")
+    where = next((str(own.pop(name)) for name in places if name in own), "this process's memory")
     sizes = {
         name: human_bytes(value) if isinstance(value, int) and value >= 4096 else value for name, value in own.items()
     }

@@ -162,7 +162,7 @@ def _where(config: TierConfig) -> str:
     options: dict[str, Any] = config.model_dump()
     if "bucket" in options:
         return f"s3://{options['bucket']}/{options['prefix']}".rstrip("/")
-    return str(options.get("root_dir") or options.get("url"))
+    return str(options.get("root_dir") or options.get("url") or options["module_path"])
 
 
 class Ticker:

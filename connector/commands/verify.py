@@ -87,8 +87,9 @@ def _verify_place(place: Place, repair: bool, state: Path | None, n_workers: int
     with place.open() as store, Ticker(f"listing {place.name}", unit="blocks") as ticker:
         units = find_units(store, ticker.count)
         damaged = damaged_count(store)
-    store_class, options = tool_recipe(place.config, read_only=not repair)
-    recipe = StoreRecipe.of(store_class, **options)
+        moves_aside = isinstance(store, SupportsQuarantine)
+    make_store, options = tool_recipe(place.config, read_only=not repair)
+    recipe = StoreRecipe.of(make_store, **options)
     # The same bucket at another server is another place.
     server = getattr(place.config, "endpoint_url", None)
     where = place.where if server is None else f"{place.where} at {public_url(server)}"
@@ -110,7 +111,7 @@ def _verify_place(place: Place, repair: bool, state: Path | None, n_workers: int
         "tier": place.name,
         "where": place.where,
         **{name: value for name, value in asdict(total).items() if name != "unit"},
-        "moves_aside": issubclass(store_class, SupportsQuarantine),
+        "moves_aside": moves_aside,
         "resumed_units": len(done),
         "seconds": round(time.monotonic() - started_at, 3),
         "bytes_per_s": round(now_bytes / max(1e-9, time.monotonic() - checked_at)),

@@ -67,9 +67,9 @@ class PrefixLimits:
         Args:
             mapper: of the namespace.
         """
-        store_class, options = tool_recipe(self._place)
+        make_store, options = tool_recipe(self._place)
         recipe = StoreRecipe(
-            "kvtiers.connector.prefixes.chunks", "open_chunks", {"root": StoreRecipe.of(store_class, **options)}
+            "kvtiers.connector.prefixes.chunks", "open_chunks", {"root": StoreRecipe.of(make_store, **options)}
         )
         return CollectorLink("prefixes", recipe, self.policy, mapper, notes_uses=False, keys=record_keys(self._place))
 

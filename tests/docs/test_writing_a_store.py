@@ -9,6 +9,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import yaml
 
 from kvtiers.connector.spec import TieringOffloadingSpec
 from kvtiers.tiers.config.deployment import parse_config
@@ -26,23 +27,19 @@ def example() -> str:
     return str(code)
 
 
-def test_two_tiers_of_the_recipe_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    (recipe,) = [block for block in blocks if "class MyTier" in block]
-    store = "from kvtiers.tiers.stores.files.local import LocalStore as MyStore\n\n"
-    (tmp_path / "my_recipe.py").write_text(store + textwrap.dedent(recipe))
-    monkeypatch.syspath_prepend(tmp_path)
-    tiers = [
-        {"type": "MyTier", "module_path": "my_recipe", "name": name, "place": str(tmp_path / name)}
-        for name in ("near", "far")
-    ]
-    spec = TieringOffloadingSpec(CONFIG, parse_config({"region": {"size": "4MiB"}, "tiers": tiers}), 65_536)
+def test_the_yaml_of_the_guide_is_a_tier(tmp_path: Path) -> None:
+    (recipe,) = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    recipe = recipe.replace("my_stores.sqlite ", "tests.tiers.stores.sqlite_store ").replace("/var/lib", str(tmp_path))
+    (tier,) = yaml.safe_load(textwrap.dedent(recipe))
+    other = tier | {"name": "heavy", "options": {"path": str(tmp_path / "other.db")}}
+    data = {"region": {"size": "4MiB"}, "tiers": [tier, other]}
+    spec = TieringOffloadingSpec(CONFIG, parse_config(data), 65_536)
     try:
         spec.get_manager()
         labels = [dict(each.labels) for each in spec.metrics.snapshot() if each.name == "kvtiers_circuit_closed"]
     finally:
         spec.shutdown()
-    assert sorted(each["tier"] for each in labels) == ["far", "near"]
+    assert sorted(each["tier"] for each in labels) == ["heavy", "lite"]
 
 
 def run(folder: Path, code: str) -> subprocess.CompletedProcess[str]:

@@ -30,7 +30,8 @@ from kvtiers.tiers.config.yaml_file import read_yaml
 from kvtiers.tiers.errors import ConfigError, printable, quoted, without_keys
 
 ENTRY_POINT_GROUP = "kvtiers.tiers"
-_MAY_HOLD_SECRETS = {"storage_options", "url", "endpoint_url", "keys_file", "keys_env"}
+STORE_ENTRY_POINT_GROUP = "kvtiers.stores"
+_MAY_HOLD_SECRETS = {"options", "storage_options", "url", "endpoint_url", "keys_file", "keys_env"}
 
 
 class RegionConfig(Model):
@@ -189,7 +190,7 @@ def parse_tier(data: object, registered: Collection[str] = ()) -> AnyTierConfig:
     Raises:
         ConfigError: as ``parse_config``.
     """
-    known = sorted({*TIER_MODELS, *registered, *_entry_points()})
+    known = sorted({*TIER_MODELS, *registered, *_entry_points(), *_store_entry_points()})
     if not isinstance(data, dict):
         raise _Mistakes([("", f"{_show(data)} is not a mapping; a tier has a type, one of {', '.join(known)}")])
     tier_type = data.get("type")
@@ -198,7 +199,9 @@ def parse_tier(data: object, registered: Collection[str] = ()) -> AnyTierConfig:
         raise _Mistakes([("type", f"{_show(tier_type)} is no tier type; accepted: {', '.join(known)}")])
     if data.get("module_path") in (None, ""):  # as left out
         data = {name: value for name, value in data.items() if name != "module_path"}
-    if "module_path" in data or (tier_type not in TIER_MODELS and tier_type in known):
+    data = as_store_tier(data)
+    tier_type = data["type"]
+    if (tier_type != "store" and "module_path" in data) or (tier_type not in TIER_MODELS and tier_type in known):
         model = ExternalTierConfig
     elif tier_type in TIER_MODELS:
         model = TIER_MODELS[tier_type]
@@ -222,6 +225,17 @@ def parse_tier(data: object, registered: Collection[str] = ()) -> AnyTierConfig:
         except ConfigError as e:
             raise _Mistakes([(e.field, e.message)]) from None
     return tier
+
+
+def as_store_tier(data: dict[str, Any]) -> dict[str, Any]:
+    """A tier's options, with ``type: store`` in place of a type that a package has registered for its store."""
+    tier_type = data["type"]
+    if tier_type in TIER_MODELS or "module_path" in data:
+        return data
+    place = _store_entry_points().get(tier_type)
+    if place is None:
+        return data
+    return {"name": tier_type} | data | {"type": "store", "module_path": place}
 
 
 def json_schema() -> dict[str, Any]:
@@ -260,6 +274,10 @@ class _Mistakes(ConfigError):
 
 def _entry_points() -> list[str]:
     return [entry.name for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)]
+
+
+def _store_entry_points() -> dict[str, str]:
+    return {entry.name: entry.value for entry in importlib.metadata.entry_points(group=STORE_ENTRY_POINT_GROUP)}
 
 
 def _explain(error: ValidationError, model: type[BaseModel]) -> list[tuple[str, str]]:

@@ -1,10 +1,11 @@
-"""From a built-in tier's options to its store: for the tiers themselves, and for tools that need no engine.
+"""From a tier's options to its store: for the tiers themselves, and for tools that need no engine.
 
 The store's module is imported here and not before, so that a process pays only for the clients it uses.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from kvtiers.tiers.blocks.file_mapper import FORMAT_VLLM_RAW
@@ -14,6 +15,7 @@ from kvtiers.tiers.config.tier_options import (
     MemoryTierConfig,
     NfsTierConfig,
     S3TierConfig,
+    StoreTierConfig,
     TierConfig,
 )
 from kvtiers.tiers.errors import ConfigError
@@ -25,8 +27,8 @@ logger = get_logger(__name__)
 C = TypeVar("C", bound=TierConfig)
 
 
-def store_recipe(config: TierConfig) -> tuple[type[Store], dict[str, Any]]:
-    """The store's class and the arguments of its constructor.
+def store_recipe(config: TierConfig) -> tuple[Callable[..., Store], dict[str, Any]]:
+    """The store's class, or a function that makes one, and its arguments.
 
     Raises:
         ConfigError: there is no such store.
@@ -59,6 +61,10 @@ def store_recipe(config: TierConfig) -> tuple[type[Store], dict[str, Any]]:
 
         options = {"url": config.url, "storage_options": config.storage_options, "read_only": config.read_only}
         return FsspecStore, options
+    if isinstance(config, StoreTierConfig):
+        from kvtiers.tiers.stores.custom import make_custom_store
+
+        return make_custom_store, {"module_path": config.module_path, "options": config.options}
     raise ConfigError(f"{config.type!r} has no store of ours", field="type")
 
 
@@ -89,25 +95,25 @@ def _folder_options(config: FsTierConfig | NfsTierConfig) -> dict[str, Any]:
     return {"root_dir": config.root_dir, "read_only": config.read_only, "min_free_bytes": config.min_free}
 
 
-def tool_recipe(config: TierConfig, *, read_only: bool = False) -> tuple[type[Store], dict[str, Any]]:
+def tool_recipe(config: TierConfig, *, read_only: bool = False) -> tuple[Callable[..., Store], dict[str, Any]]:
     """As ``store_recipe``, for tools: without the reserve of free space, because what makes room must not be refused
     for want of it, and with blocks that have no seal, which a tool is to count.
 
     Args:
         read_only: the tool only looks, whatever the tier may: opening its store leaves nothing there.
     """
-    store_class, options = store_recipe(config)
+    make_store, options = store_recipe(config)
     for_tools = {"min_free_bytes": 0, "unverified": "allow"} | ({"read_only": True} if read_only else {})
-    return store_class, options | {name: value for name, value in for_tools.items() if name in options}
+    return make_store, options | {name: value for name, value in for_tools.items() if name in options}
 
 
 def open_tool_store(config: TierConfig, *, read_only: bool = False) -> Store:
     """The store of ``tool_recipe``."""
-    store_class, options = tool_recipe(config, read_only=read_only)
-    return store_class(**options)
+    make_store, options = tool_recipe(config, read_only=read_only)
+    return make_store(**options)
 
 
 def open_store(config: TierConfig) -> Store:
     """A tier's store for a tool that may write, without the tier: no threads, and no process of its own."""
-    store_class, options = store_recipe(config)
-    return store_class(**options)
+    make_store, options = store_recipe(config)
+    return make_store(**options)

@@ -14,6 +14,7 @@ from kvtiers.tiers.config.tier_options import (
     FsTierConfig,
     NfsTierConfig,
     S3TierConfig,
+    StoreTierConfig,
 )
 
 RESOLVE_S_MAX = 2.0  # links of a root are followed for so long: a mount that hangs keeps its caller
@@ -46,7 +47,7 @@ class TierPlace:
 
 
 def place_of(tier: AnyTierConfig) -> TierPlace | None:
-    """Where a tier keeps its blocks; None for memory, and for tiers of other people."""
+    """Where a tier keeps its blocks; None for memory, and for whole tiers of other people."""
     if isinstance(tier, FsTierConfig):
         return TierPlace("root_dir", "files", frozenset((_spelled(tier.root_dir), _resolved(tier.root_dir))))
     if isinstance(tier, NfsTierConfig):
@@ -60,6 +61,8 @@ def place_of(tier: AnyTierConfig) -> TierPlace | None:
         if "://" not in path and "::" not in path:
             return TierPlace("url", "files", frozenset((_spelled(path), _resolved(path))))
         return TierPlace("url", ("fsspec", tier.storage_options), frozenset((tier.url.rstrip("/"),)))
+    if isinstance(tier, StoreTierConfig):  # nothing is known of its options: alike, they are one place
+        return TierPlace("options", ("store", tier.module_path, tier.options), frozenset(("",)))
     return None
 
 

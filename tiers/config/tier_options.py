@@ -408,6 +408,24 @@ class FsspecTierConfig(NetworkTierConfig):
         return dict.fromkeys(options, HIDDEN)
 
 
+class StoreTierConfig(BoundedTierConfig):
+    """Blocks in a store of your own: what `make_store(options)` of a module returns."""
+
+    type: Literal["store"] = "store"
+    module_path: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*(:[A-Za-z_]\w*)?$")] = Field(
+        description="Module with `make_store(options)`, or `module:function`. Known by its type alone where a package "
+        "names it in the entry point group `kvtiers.stores`."
+    )
+    options: dict[str, Any] = Field(default_factory=dict, description="Passed to the function as they are.")
+    isolation: Literal["auto", "thread", "process"] = Field(
+        "auto", description="process: the store is made in worker processes. auto: where the region can be mapped."
+    )
+
+    @field_serializer("options")
+    def _hide_values(self, options: dict[str, Any]) -> dict[str, Any]:
+        return dict.fromkeys(options, HIDDEN)
+
+
 class ExternalTierConfig(BaseModel):
     """A tier that is not ours: its options are its own business, and any may be a secret."""
 
@@ -430,6 +448,7 @@ TIER_MODELS: dict[str, type[TierConfig]] = {
     "memory": MemoryTierConfig,
     "nfs": NfsTierConfig,
     "s3": S3TierConfig,
+    "store": StoreTierConfig,
 }
 
 AnyTierConfig = TierConfig | ExternalTierConfig

@@ -57,9 +57,9 @@ class StoreRecipe:
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may hold secrets
 
     @classmethod
-    def of(cls, store_class: type[Store], **options: Any) -> StoreRecipe:
-        """The recipe of ``store_class(**options)``."""
-        return cls(store_class.__module__, store_class.__qualname__, options)
+    def of(cls, make_store: Callable[..., Store], **options: Any) -> StoreRecipe:
+        """The recipe of ``make_store(**options)``: a store's class, or a function of a module."""
+        return cls(make_store.__module__, make_store.__qualname__, options)
 
     def encode(self) -> dict[str, Any]:
         """As JSON values.

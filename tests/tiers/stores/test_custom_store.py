@@ -1,0 +1,249 @@
+"""Stores of other people behind ``type: store``: an SQLite store gets limits, processes, keys and every command."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import sqlite3
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from kvtiers.connector.commands.check import find_problems
+from kvtiers.connector.commands.cli import app
+from kvtiers.tiers.base import JobMetadata
+from kvtiers.tiers.blocks.keys import OffloadKey
+from kvtiers.tiers.config.deployment import ENTRY_POINT_GROUP, STORE_ENTRY_POINT_GROUP, json_schema, parse_config
+from kvtiers.tiers.config.tier_options import StoreTierConfig
+from kvtiers.tiers.errors import ConfigError, KVTiersError, StoreConfigError, StoreFullError
+from kvtiers.tiers.registry import SecondaryTierFactory
+from kvtiers.tiers.store import Store, client_errors, fill_parts
+from kvtiers.tiers.stores.custom import make_custom_store
+from kvtiers.tiers.stores.memory import MemoryStore
+from kvtiers.tiers.testing.contract import StoreContract
+from tests.identity import FakeSpec, block_key
+from tests.tiers.stores.sqlite_store import SqliteStore
+from tests.waiting import PATIENT, wait_for
+
+MODULE = "tests.tiers.stores.sqlite_store"
+ROW_BYTES = 8192
+REGION = {"size": "1MiB"}
+
+
+class TestSqliteStore(StoreContract):
+    """The guide's example passes the suite."""
+
+    def make_store(self) -> Store:
+        return SqliteStore(str(self.tmp_path / "kv.db"))
+
+    def reopen(self, store: Store) -> Store:
+        return SqliteStore(str(self.tmp_path / "kv.db"))
+
+    def plant(self, store: Store, key: str, data: bytes) -> None:
+        with sqlite3.connect(self.tmp_path / "kv.db") as connection:
+            connection.execute("INSERT OR REPLACE INTO blobs VALUES (?, ?, 0, ?)", (key, len(data), data))
+
+    def peek(self, store: Store, key: str) -> bytes | None:
+        with sqlite3.connect(self.tmp_path / "kv.db") as connection:
+            row = connection.execute("SELECT blob FROM blobs WHERE key = ?", (key,)).fetchone()
+        return None if row is None else bytes(row[0])
+
+
+# ---- the hook --------------------------------------------------------------------------------------------------------
+
+
+def make_nothing(options: Mapping[str, Any]) -> object:
+    return options
+
+
+def make_of_words(options: Mapping[str, Any]) -> Store:
+    raise ValueError(f"{sorted(options)}\x1b[2J")
+
+
+def make_memory(options: Mapping[str, Any]) -> Store:
+    return MemoryStore()
+
+
+make_store = "no function"
+
+
+@pytest.mark.parametrize(
+    ("module_path", "said"),
+    [
+        ("no.such.module", "no.such.module cannot be imported: ModuleNotFoundError: No module named 'no'"),
+        (__name__, "has no function make_store(options) that returns a kvtiers.Store"),
+        (f"{__name__}:make_others", "has no function make_others(options)"),
+        (f"{__name__}:make_nothing", "make_nothing returned a dict, and no kvtiers.Store"),
+        (f"{__name__}:make_of_words", "make_of_words refused its options: ValueError: ['a']\\x1b[2J"),
+    ],
+)
+def test_what_makes_no_store_is_named(module_path: str, said: str) -> None:
+    with pytest.raises(StoreConfigError) as caught:
+        make_custom_store(module_path, {"a": 1})
+    assert said in str(caught.value)
+
+
+def test_what_the_function_says_in_our_words_is_said(tmp_path: Path) -> None:
+    with pytest.raises(StoreConfigError, match="^accepted is path, a file; not nothing$"):
+        make_custom_store(MODULE, {})
+    (tmp_path / "text").write_text("no database, whatever its length is " * 100)
+    with pytest.raises(KVTiersError, match="file is not a database"):
+        make_custom_store(MODULE, {"path": str(tmp_path / "text")})
+
+
+def test_parts_are_filled_whole_or_not_at_all() -> None:
+    buffer = bytearray(6)
+    parts = [memoryview(buffer)[:2], memoryview(buffer)[2:].cast("b")]
+    fill_parts(parts, b"abcdef", key="k")
+    assert bytes(buffer) == b"abcdef"
+    with pytest.raises(KVTiersError, match=r"5 bytes are stored, 6 were asked for \(key 'k'\)"):
+        fill_parts(parts, b"12345", key="k")
+    assert bytes(buffer) == b"abcdef"
+
+
+def test_a_clients_errors_become_ours_and_others_stay() -> None:
+    def classify(e: Exception) -> type[StoreFullError] | None:
+        return StoreFullError if isinstance(e, OSError) else None
+
+    with (
+        pytest.raises(StoreFullError, match=r"OSError: no room \(key 'k'\)") as caught,
+        client_errors(classify, key="k"),
+    ):
+        raise OSError("no room")
+    assert isinstance(caught.value.__cause__, OSError)
+    with pytest.raises(KeyError), client_errors(classify):
+        raise KeyError
+    with pytest.raises(StoreConfigError), client_errors(classify):
+        raise StoreConfigError("ours")
+
+
+# ---- the tier --------------------------------------------------------------------------------------------------------
+
+
+def tier_of(tmp_path: Path, **options: Any) -> dict[str, Any]:
+    where = {"type": "store", "module_path": MODULE, "options": {"path": str(tmp_path / "kv.db")}}
+    return where | PATIENT | options
+
+
+class Engine:
+    """Stores and loads blocks of a region by one tier."""
+
+    def __init__(self, tier: dict[str, Any]) -> None:
+        self.memory = bytearray(16 * ROW_BYTES)
+        view = memoryview(self.memory).cast("B", (16, ROW_BYTES))
+        self.tier = SecondaryTierFactory.create_secondary_tier(tier, view, FakeSpec())
+        self.jobs = 0
+
+    def run(self, keys: list[OffloadKey], blocks: list[int], *, load: bool) -> Any:
+        self.jobs += 1
+        submit = self.tier.submit_load if load else self.tier.submit_store
+        submit(JobMetadata(self.jobs, keys, blocks))
+        (result,) = wait_for(lambda: list(self.tier.get_finished()))
+        return result
+
+
+@pytest.fixture
+def engines() -> Iterator[list[Engine]]:
+    made: list[Engine] = []
+    yield made
+    for engine in made:
+        engine.tier.shutdown()
+
+
+@pytest.mark.parametrize("options", [{}, {"isolation": "process"}, {"isolation": "thread", "max_bytes": "4MiB"}])
+def test_blocks_come_back_in_another_engine(tmp_path: Path, engines: list[Engine], options: dict[str, Any]) -> None:
+    keys = [block_key(number) for number in range(8)]
+    engines.append(first := Engine(tier_of(tmp_path, **options)))
+    first.memory[:] = bytes(range(256)) * (len(first.memory) // 256)
+    first.memory[:8] = b"a block!"
+    wanted = bytes(first.memory[: 8 * ROW_BYTES])
+    assert first.run(keys, list(range(8)), load=False).success
+    engines.append(second := Engine(tier_of(tmp_path, **options)))
+    assert wait_for(lambda: [second.tier.lookup(key) for key in keys] == [True] * 8)
+    assert second.run(keys, list(range(8, 16)), load=True).success
+    assert second.memory[8 * ROW_BYTES :] == wanted
+
+
+def test_its_bound_its_keys_and_every_command(
+    tmp_path: Path, engines: list[Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KEYS", "a1" * 32)
+    tier = tier_of(tmp_path, max_bytes="1MiB", auth="gmac", keys_env="KEYS", name="lite")
+    engines.append(engine := Engine(tier))
+    keys = [block_key(number) for number in range(200)]
+    stored = 0
+    for start in range(0, 200, 10):  # more than the bound: what has no room is dropped, and the collector makes some
+        stored += len(engine.run(keys[start : start + 10], list(range(10)), load=False).successful_keys)
+    assert stored > 0
+    with sqlite3.connect(tmp_path / "kv.db") as connection:
+        (held,) = connection.execute(
+            "SELECT sum(size) FROM blobs WHERE key NOT LIKE '\\_kvtiers/%' ESCAPE '\\'"
+        ).fetchone()
+    assert held <= (1 << 20) + ROW_BYTES + 4096
+
+    config = tmp_path / "kv.yaml"
+    config.write_text(yaml.safe_dump({"region": REGION, "tiers": [tier]}))
+    assert find_problems(parse_config({"region": REGION, "tiers": [tier]})) == []
+    runner = CliRunner()
+    for command in ("ls", "du", "gc", "verify"):
+        done = runner.invoke(app, [command, str(config), "--json"])
+        assert done.exit_code == 0, done.output
+        if command == "du":
+            (of_tier,) = json.loads(done.stdout)["tiers"]
+            assert of_tier["tier"] == "lite"
+            assert of_tier["where"] == MODULE
+            assert of_tier["blocks"]["blobs"] > 0
+
+
+def test_memory_behind_processes_is_refused() -> None:
+    """Each process would have its own."""
+    tier = {"type": "store", "module_path": f"{__name__}:make_memory"}
+    with pytest.raises(ConfigError, match=r"^isolation: takes other processes, .*; write thread$"):
+        Engine(tier | {"isolation": "process"})
+    with pytest.raises(ConfigError, match=r"^max_bytes: takes other processes, .*; leave it out$"):
+        Engine(tier | {"isolation": "thread", "max_bytes": "1MiB"})
+    Engine(tier | {"isolation": "thread"}).tier.shutdown()
+
+
+# ---- the config ------------------------------------------------------------------------------------------------------
+
+
+def test_a_package_names_its_store_by_an_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = importlib.metadata.EntryPoint("sqlite", f"{MODULE}:make_store", STORE_ENTRY_POINT_GROUP)
+    others = {ENTRY_POINT_GROUP: (), STORE_ENTRY_POINT_GROUP: (entry,)}
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: others[group])
+    raw = {"type": "sqlite", "options": {"path": str(tmp_path / "kv.db")}}
+    (tier,) = parse_config({"region": REGION, "tiers": [raw]}).tiers
+    assert isinstance(tier, StoreTierConfig)
+    assert (tier.name, tier.module_path) == ("sqlite", f"{MODULE}:make_store")
+    Engine(raw).tier.shutdown()
+    assert (tmp_path / "kv.db").exists()
+    with pytest.raises(ConfigError, match="accepted: fs, fsspec, memory, nfs, s3, sqlite, store"):
+        parse_config({"region": REGION, "tiers": [{"type": "sqlit"}]})
+
+
+def test_options_may_be_secrets_and_are_not_shown() -> None:
+    raw = {"type": "store", "module_path": MODULE, "options": {"password": "hush"}}
+    config = parse_config({"region": REGION, "tiers": [raw]})
+    assert "hush" not in repr(config) + json.dumps(config.model_dump(mode="json"))
+    with pytest.raises(ConfigError, match=r"^tiers\[0\].options: a text is not accepted"):
+        parse_config({"region": REGION, "tiers": [raw | {"options": "hush"}]})
+    with pytest.raises(ConfigError, match=r"tiers\[0\].module_path: '../x.py' is not accepted"):
+        parse_config({"region": REGION, "tiers": [raw | {"module_path": "../x.py"}]})
+    with pytest.raises(ConfigError, match=r"tiers\[0\].path: is no key; accepted: .*options"):
+        parse_config({"region": REGION, "tiers": [{"type": "store", "module_path": MODULE, "path": "/x"}]})
+
+
+def test_two_tiers_of_one_store_are_refused() -> None:
+    raw = {"type": "store", "module_path": MODULE, "options": {"path": "/kv.db"}}
+    with pytest.raises(ConfigError, match=r"tiers\[1\].options: is the place of tiers\[0\].options"):
+        parse_config({"region": REGION, "tiers": [raw, raw]})
+    parse_config({"region": REGION, "tiers": [raw, raw | {"options": {"path": "/other.db"}}]})
+
+
+def test_the_schema_knows_it() -> None:
+    assert "StoreTierConfig" in json_schema()["$defs"]
