@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from kvtiers.connector.base import CacheConfig, KVCacheGroup, ModelConfig, OffloadingConfig
-from kvtiers.connector.commands.orderly_end import orderly_end
 from kvtiers.connector.commands.places import EXIT_FAILED, Ticker, complain, human_bytes, refuse
+from kvtiers.connector.commands.signals import exit_on_signals
 from kvtiers.connector.commands.storage import AsJson, Config, TierName
 from kvtiers.connector.region.region_header import row_stride
 from kvtiers.connector.spec import TieringOffloadingSpec
@@ -71,7 +71,7 @@ def bench(
     """Measure each hop of this deployment on this machine. What is stored for it is removed at the end."""
     try:
         deployment = load_config(config, SecondaryTierFactory.tier_types())
-        with orderly_end():
+        with exit_on_signals():
             hops = _Bench(deployment, _size("--block-size", block_size), _size("--total", total)).run(tier)
     except StoreError as e:
         complain("bench", str(e))

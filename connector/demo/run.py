@@ -25,7 +25,7 @@ from typing import IO, Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from kvtiers.connector.commands.orderly_end import orderly_end
+from kvtiers.connector.commands.signals import exit_on_signals
 from kvtiers.connector.demo.embedded_s3 import start_embedded_s3
 from kvtiers.connector.demo.model import check_extra, find_model
 from kvtiers.connector.demo.report import DemoReport, ProcessFigures
@@ -93,7 +93,7 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> int:
     _check_question(options.question)
     _check_json_file(options.json_file)
     with contextlib.ExitStack() as cleanup:
-        cleanup.enter_context(orderly_end())
+        cleanup.enter_context(exit_on_signals())
         deployment = _deployment(options, cleanup)
         elsewhere = _elsewhere(deployment, cleanup) if options.another_replica else deployment
         task: dict[str, Any] = {

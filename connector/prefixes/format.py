@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from kvtiers.tiers.blocks.namespace import parse_json
 from kvtiers.tiers.errors import SealError, SealReason
-from kvtiers.tiers.json_text import parse_json
 
 if TYPE_CHECKING:
     import torch

@@ -15,7 +15,6 @@ from kvtiers.tiers.errors import (
     StoreFullError,
     printable,
 )
-from kvtiers.tiers.json_text import parse_json
 from kvtiers.tiers.plain_logs import get_logger
 from kvtiers.tiers.store import Store
 
@@ -123,3 +122,15 @@ def _compare(found: bytes, fields: dict[str, Any], path: str) -> None:
 
 def _shortened(text: str) -> str:
     return text if len(text) <= SHOWN_MAX else f"{text[: SHOWN_MAX - 1]}…"
+
+
+def parse_json(text: str | bytes | bytearray) -> Any:
+    """As ``json.loads``, for what others may have written.
+
+    Raises:
+        ValueError: also for lists in lists without end, which are a RecursionError there.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtiers.tiers.blocks.file_mapper import CONFIG_FILE_NAME, DIGEST_HEX_DIGITS, FileMapper, namespace_of
+from kvtiers.tiers.blocks.namespace import parse_json
 from kvtiers.tiers.errors import StoreError
-from kvtiers.tiers.json_text import parse_json
 from kvtiers.tiers.plain_logs import get_logger
 from kvtiers.tiers.store import Store, SupportsFolders
 from kvtiers.tiers.tools.block_reader import read_small

@@ -26,8 +26,8 @@ from typing import Any
 import xxhash
 
 from kvtiers.tiers.blocks.keyring import KeyRing
+from kvtiers.tiers.blocks.namespace import parse_json
 from kvtiers.tiers.errors import BlobCorruptError, BlobNotFoundError, StorePermissionError, StoreUnavailableError
-from kvtiers.tiers.json_text import parse_json
 from kvtiers.tiers.store import Store
 
 OWN_PREFIX = "_kvtiers/"

@@ -20,10 +20,9 @@ from kvtiers.tiers.blocks.file_mapper import (
     identity_file_name,
     namespace_of,
 )
-from kvtiers.tiers.blocks.namespace import CONFIG_BYTES_MAX
+from kvtiers.tiers.blocks.namespace import CONFIG_BYTES_MAX, parse_json
 from kvtiers.tiers.blocks.seal import PAYLOAD_MULTIPLE_BYTES, TRAILER_BYTES, Authentication, Seal, fingerprint_in
 from kvtiers.tiers.errors import BlobCorruptError, BlobNotFoundError, SealError, SealReason
-from kvtiers.tiers.json_text import parse_json
 from kvtiers.tiers.store import KeyInfo, Store
 from kvtiers.tiers.tools.inventory import BlockName
 

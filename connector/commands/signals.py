@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def orderly_end() -> Iterator[None]:
+def exit_on_signals() -> Iterator[None]:
     """Make SystemExit of SIGTERM, and of SIGHUP (a lost connection) unless nohup has it ignored, so that what is
     temporary goes. Nothing outside the main thread.
     """

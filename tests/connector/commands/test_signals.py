@@ -1,4 +1,4 @@
-"""orderly_end: what is temporary goes, however many signals come."""
+"""exit_on_signals: what is temporary goes, however many signals come."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from kvtiers.connector.commands.orderly_end import orderly_end
+from kvtiers.connector.commands.signals import exit_on_signals
 
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGHUP])
@@ -19,7 +19,7 @@ def test_a_second_signal_does_not_end_the_clean_up_of_the_first(first: signal.Si
     cleaned_up: list[bool] = []
 
     def work() -> None:
-        with orderly_end():
+        with exit_on_signals():
             try:
                 os.kill(os.getpid(), first)
             finally:
@@ -39,7 +39,7 @@ def test_a_second_signal_does_not_end_the_clean_up_of_the_first(first: signal.Si
 def test_what_nohup_ignores_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with orderly_end():
+        with exit_on_signals():
             os.kill(os.getpid(), signal.SIGHUP)
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
