@@ -38,7 +38,7 @@ from kvtiers.tiers.config.values import parse_size
 from kvtiers.tiers.errors import ConfigError, KVTiersError, StoreError
 from kvtiers.tiers.registry import SecondaryTierFactory
 from kvtiers.tiers.stores.files.publish import PRIVATE_FOLDER, PrivateNames
-from kvtiers.tiers.stores.files.vectored_io import transfer
+from kvtiers.tiers.stores.vectored_io import transfer
 from kvtiers.tiers.tier.store_tier import StoreTierManager
 
 ROUNDS = 3

@@ -18,7 +18,7 @@ from kvtiers.tiers.isolation.worker import own_log_level, receive_frame, send_fr
 from kvtiers.tiers.plain_logs import get_logger
 from kvtiers.tiers.store import Store, parts_size
 from kvtiers.tiers.stores.files.posix import STDERR, occupy_standard_streams
-from kvtiers.tiers.stores.files.vectored_io import transfer
+from kvtiers.tiers.stores.vectored_io import transfer
 
 logger = get_logger(__name__)
 

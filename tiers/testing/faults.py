@@ -5,8 +5,8 @@ A layer, for whatever sits on top of a store::
     store = FaultyStore(MemoryStore(), [Fault("get_into", first=3, flip_bit=17), Fault("put", count=None, error=...)])
     store.plan = []  # healed
 
-System calls, for stores on a file system (``tiers.stores.files`` makes all of theirs). Run once to learn how many there
-are, then once for each::
+System calls, for stores on a file system (``tiers.stores.files`` and ``vectored_io`` make all of theirs). Run once to
+learn how many there are, then once for each::
 
     with SyscallFaults() as dry:
         store.put("a", parts)
@@ -36,6 +36,7 @@ from unittest import mock
 
 from kvtiers.tiers.layers.layer import Layer
 from kvtiers.tiers.store import KeyInfo, Store
+from kvtiers.tiers.stores import vectored_io
 from kvtiers.tiers.stores.files import (
     cleanup as folder_cleanup,
 )
@@ -45,7 +46,6 @@ from kvtiers.tiers.stores.files import (
 from kvtiers.tiers.stores.files import (
     posix,
     publish,
-    vectored_io,
     vllm_raw,
 )
 

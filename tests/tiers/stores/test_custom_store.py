@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from typer.testing import CliRunner
@@ -141,7 +142,7 @@ class Engine:
     def run(self, keys: list[OffloadKey], blocks: list[int], *, load: bool) -> Any:
         self.jobs += 1
         submit = self.tier.submit_load if load else self.tier.submit_store
-        submit(JobMetadata(self.jobs, keys, blocks))
+        submit(JobMetadata(self.jobs, keys, np.array(blocks, np.int32)))
         (result,) = wait_for(lambda: list(self.tier.get_finished()))
         return result
 

@@ -31,7 +31,7 @@ from kvtiers.tiers.capacity.records import RecordKeys, put_record
 from kvtiers.tiers.capacity.usage import MEASURED, read_measured
 from kvtiers.tiers.config.deployment import parse_config, parse_tier
 from kvtiers.tiers.errors import ConfigError, StoreFullError
-from kvtiers.tiers.stores.files import vectored_io
+from kvtiers.tiers.stores import vectored_io
 from kvtiers.tiers.stores.files.local import LocalStore
 from kvtiers.tiers.tier import block_mover
 from tests.identity import FakeSpec, block_key

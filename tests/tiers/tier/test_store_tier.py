@@ -35,7 +35,7 @@ from kvtiers.tiers.errors import (
     StoreUnavailableError,
 )
 from kvtiers.tiers.store import Capabilities, Store
-from kvtiers.tiers.stores.files import vectored_io
+from kvtiers.tiers.stores import vectored_io
 from kvtiers.tiers.stores.files.local import LocalStore
 from kvtiers.tiers.stores.memory import MemoryStore
 from kvtiers.tiers.testing.faults import Fault, FaultyStore

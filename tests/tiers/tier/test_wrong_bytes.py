@@ -28,7 +28,7 @@ from kvtiers.tiers.blocks.seal_kinds import seal_factory
 from kvtiers.tiers.isolation.mover import IsolatedMover
 from kvtiers.tiers.isolation.store import ProcessIsolatedStore
 from kvtiers.tiers.registry import SecondaryTierFactory
-from kvtiers.tiers.stores.files import vectored_io
+from kvtiers.tiers.stores import vectored_io
 from kvtiers.tiers.stores.memory import MemoryStore
 from kvtiers.tiers.testing.http_faults import HttpFaultServer
 from kvtiers.tiers.tier import block_mover

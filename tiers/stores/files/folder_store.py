@@ -36,7 +36,7 @@ from kvtiers.tiers.stores.files.posix import (
     store_error,
 )
 from kvtiers.tiers.stores.files.publish import PRIVATE_FOLDER, QUARANTINE_FOLDER, FreeSpace, Publisher, sweep
-from kvtiers.tiers.stores.files.vectored_io import write_all
+from kvtiers.tiers.stores.vectored_io import write_all
 
 logger = get_logger(__name__)
 

@@ -40,7 +40,7 @@ from kvtiers.tiers.errors import (
     StoreUnavailableError,
 )
 from kvtiers.tiers.store import Look, parts_size
-from kvtiers.tiers.stores.files.vectored_io import read_all, transfer
+from kvtiers.tiers.stores.vectored_io import read_all, transfer
 
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600

@@ -29,7 +29,7 @@ from kvtiers.tiers.stores.files.posix import (
     regular_size,
     store_error,
 )
-from kvtiers.tiers.stores.files.vectored_io import read_all
+from kvtiers.tiers.stores.vectored_io import read_all
 from kvtiers.tiers.tools.inventory import parse_block_name
 
 SEAL_ATTRIBUTE = "user.kvtiers.seal"

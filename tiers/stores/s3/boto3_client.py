@@ -27,13 +27,13 @@ from urllib3.exceptions import HTTPError
 
 from kvtiers.tiers.errors import BlobCorruptError, BlobNotFoundError, StoreConfigError
 from kvtiers.tiers.store import Look, parts_size
-from kvtiers.tiers.stores.files.vectored_io import look_at
 from kvtiers.tiers.stores.s3.boto_errors import BOTO_ERRORS, is_of_s3
 from kvtiers.tiers.stores.s3.direct import fill
 from kvtiers.tiers.stores.s3.errors import connection_error, deadline_error, missing_header, without_absence
 from kvtiers.tiers.stores.s3.options import S3Options
 from kvtiers.tiers.stores.s3.put_form import PutForm
 from kvtiers.tiers.stores.s3.session import S3Session
+from kvtiers.tiers.stores.vectored_io import look_at
 from kvtiers.tiers.stores.watchdog import Watchdog
 
 # What a socket raises while a body is read, below botocore.

@@ -25,7 +25,6 @@ from urllib.parse import quote, urlsplit
 
 from kvtiers.tiers.errors import BlobCorruptError, StorePermissionError, StoreUnavailableError
 from kvtiers.tiers.store import Look, parts_size
-from kvtiers.tiers.stores.files.vectored_io import look_at, runs, transfer
 from kvtiers.tiers.stores.s3.errors import (
     NO_S3,
     connection_error,
@@ -37,6 +36,7 @@ from kvtiers.tiers.stores.s3.errors import (
 from kvtiers.tiers.stores.s3.options import IDLE_S_MAX
 from kvtiers.tiers.stores.s3.session import S3Session
 from kvtiers.tiers.stores.s3.signature import ReadSigner
+from kvtiers.tiers.stores.vectored_io import look_at, runs, transfer
 from kvtiers.tiers.stores.watchdog import Watchdog
 
 ERROR_BYTES_MAX: Final = 64 << 10

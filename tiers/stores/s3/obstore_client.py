@@ -46,7 +46,6 @@ from kvtiers.tiers.errors import (
     StoreUnavailableError,
 )
 from kvtiers.tiers.store import Look
-from kvtiers.tiers.stores.files.vectored_io import look_at
 from kvtiers.tiers.stores.s3.direct import DirectReader
 from kvtiers.tiers.stores.s3.environment import hidden_from_obstore
 from kvtiers.tiers.stores.s3.errors import (
@@ -61,6 +60,7 @@ from kvtiers.tiers.stores.s3.errors import (
 from kvtiers.tiers.stores.s3.options import IDLE_S_MAX
 from kvtiers.tiers.stores.s3.put_form import PutForm
 from kvtiers.tiers.stores.s3.session import S3Session
+from kvtiers.tiers.stores.vectored_io import look_at
 
 CHUNK_BYTES: Final = 256 << 10
 DIRECT_BYTES_MIN: Final = 256 << 10

@@ -32,7 +32,6 @@ from kvtiers.tiers.store import (
     check_key,
     parts_size,
 )
-from kvtiers.tiers.stores.files.vectored_io import look_at
 from kvtiers.tiers.stores.s3.attempts import Attempts
 from kvtiers.tiers.stores.s3.control import DELETE_KEYS_MAX
 from kvtiers.tiers.stores.s3.delete import delete_each
@@ -50,6 +49,7 @@ from kvtiers.tiers.stores.s3.lookup import Answers, Lookups
 from kvtiers.tiers.stores.s3.options import S3Options
 from kvtiers.tiers.stores.s3.put_form import REFUSALS, PutForm, forms_of, may_be_of_the_form, refusal_in_words
 from kvtiers.tiers.stores.s3.trial import try_each_client
+from kvtiers.tiers.stores.vectored_io import look_at
 from kvtiers.tiers.stores.watchdog import begin
 
 __all__ = ["S3Options", "S3Store"]

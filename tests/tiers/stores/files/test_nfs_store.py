@@ -16,7 +16,8 @@ import pytest
 
 from kvtiers.tiers.errors import BlobNotFoundError, StoreFullError, StoreUnavailableError
 from kvtiers.tiers.store import Store
-from kvtiers.tiers.stores.files import mounts, publish, vectored_io
+from kvtiers.tiers.stores import vectored_io
+from kvtiers.tiers.stores.files import mounts, publish
 from kvtiers.tiers.stores.files.mounts import mount_findings
 from kvtiers.tiers.stores.files.nfs import NfsStore
 from kvtiers.tiers.testing.contract import as_parts, fetch, list_keys, make_data

@@ -23,7 +23,7 @@ from kvtiers.tiers.stores.files.posix import (
     store_error,
 )
 from kvtiers.tiers.stores.files.publish import FreeSpace
-from kvtiers.tiers.stores.files.vectored_io import IOV_COUNT_MAX, transfer
+from kvtiers.tiers.stores.vectored_io import IOV_COUNT_MAX, transfer
 from tests.leaks import open_fds
 
 # ---- errors ----------------------------------------------------------------------------------------------------------

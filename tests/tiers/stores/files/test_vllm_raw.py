@@ -23,7 +23,7 @@ from kvtiers.tiers.blocks.seal import NO_TRAILER, TRAILER_BYTES, Seal
 from kvtiers.tiers.errors import BlobCorruptError, BlobNotFoundError, ConfigError, StoreConfigError, StoreError
 from kvtiers.tiers.registry import SecondaryTierFactory
 from kvtiers.tiers.store import Store
-from kvtiers.tiers.stores.files import vectored_io
+from kvtiers.tiers.stores import vectored_io
 from kvtiers.tiers.stores.files.local import LocalStore
 from kvtiers.tiers.stores.files.vllm_raw import VllmRawStore
 from kvtiers.tiers.testing.faults import SyscallFaults

@@ -320,7 +320,7 @@ def test_pieces_begin_again_with_the_body(
     store: S3Store, server: HttpFaultServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvtiers.tiers.stores.s3.direct.PIECE_BYTES", 4096)
-    monkeypatch.setattr("kvtiers.tiers.stores.files.vectored_io.RUN_SLACK_BYTES", 0)
+    monkeypatch.setattr("kvtiers.tiers.stores.vectored_io.RUN_SLACK_BYTES", 0)
     retrying = S3Store(replace(store.options, retries=1))
     server.inject(Fault.TRUNCATED, times=1)
     parts = [memoryview(bytearray(30_000)), memoryview(bytearray(len(DATA) - 30_000))]
