@@ -114,9 +114,8 @@ class TieringOffloadingSpec(OffloadingSpec):
     def get_handlers(
         self, kv_caches: CanonicalKVCaches
     ) -> Iterator[tuple[type[LoadStoreSpec], type[LoadStoreSpec], OffloadingHandler]]:
-        from kvtiers.connector.transfer.gpu_handler import (
-            create_handlers,
-        )  # brings torch in, which the scheduler does not need
+        # Imported here because it imports torch, which the scheduler does not need.
+        from kvtiers.connector.transfer.gpu_handler import create_handlers
 
         if not self._handlers:
             sizes = [tensor.page_size_bytes * self.blocks_per_chunk for tensor in kv_caches.tensors]

@@ -17,6 +17,9 @@ from kvtiers.tiers.base import SecondaryTierManager
 from kvtiers.tiers.config.deployment import ENTRY_POINT_GROUP, as_store_tier
 from kvtiers.tiers.errors import ConfigError, printable
 
+# Looks at the package while it is loaded, not when a worker starts: a model is loaded in between, for minutes.
+from kvtiers.tiers.isolation import loaded_code  # noqa: F401
+
 #: Tier type -> (module, class).
 _BUILT_IN: Mapping[str, tuple[str, str]] = {
     "fs": ("kvtiers.tiers.builtin", "FileSystemTierManager"),

@@ -254,7 +254,10 @@ def json_schema() -> dict[str, Any]:
     definitions.pop("TierConfig", None)
     # Else it would take what the model of a built-in tier refuses: any key goes with a tier that is not ours.
     definitions["ExternalTierConfig"]["anyOf"] = [
-        {"required": ["module_path"], "properties": {"module_path": {"type": "string", "minLength": 1}}},
+        {
+            "required": ["module_path"],
+            "properties": {"module_path": {"type": "string", "minLength": 1}, "type": {"not": {"const": "store"}}},
+        },
         {"properties": {"type": {"not": {"enum": sorted(TIER_MODELS)}}}},
     ]
     return schema

@@ -264,7 +264,7 @@ class WritersOfSmallBlobs(Writers):
 
 TestWriters = Writers.TestCase
 TestWritersOfSmallBlobs = WritersOfSmallBlobs.TestCase
-TestWriters.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+TestWriters.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 TestWritersOfSmallBlobs.settings = TestWriters.settings
 
 

@@ -522,6 +522,7 @@ PLACES = {
     "memory": {},
     "nfs": {"root_dir": "/mnt/kv"},
     "s3": {"bucket": "bucket"},
+    "store": {"module_path": "my_stores"},
 }
 
 

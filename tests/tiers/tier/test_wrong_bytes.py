@@ -286,7 +286,7 @@ class Corruptor:
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("count", [186, pytest.param(10_000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [93, pytest.param(10_000, marks=pytest.mark.full)])
 @pytest.mark.parametrize("rig", KINDS, indirect=True)
 def test_what_was_changed_is_refused(rig: Rig, count: int, record: Record) -> None:
     """W1: flip, truncate, extend, swap, zero page, stale version, other group, rank and model."""
@@ -307,7 +307,7 @@ def test_what_was_changed_is_refused(rig: Rig, count: int, record: Record) -> No
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("count", [62, pytest.param(4096, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [31, pytest.param(4096, marks=pytest.mark.full)])
 @pytest.mark.parametrize("rig", KINDS, indirect=True)
 def test_one_flipped_bit_anywhere_is_refused(rig: Rig, count: int, record: Record) -> None:
     """W2: so many bytes of each part, or all of it; the trailer has 4,096."""

@@ -37,7 +37,7 @@ WAYS = [
     pytest.param("obstore", 512 << 10, "process", True, id="direct-process", marks=pytest.mark.full),
     pytest.param("boto3", 64 << 10, "process", True, id="boto3-process", marks=pytest.mark.full),
     pytest.param("obstore", 64 << 10, "thread", True, id="obstore-thread", marks=pytest.mark.full),
-    pytest.param("boto3", 64 << 10, "thread", True, id="boto3-thread"),
+    pytest.param("boto3", 64 << 10, "thread", True, id="boto3-thread", marks=pytest.mark.full),
     pytest.param("obstore", 64 << 10, "auto", False, id="obstore-unmappable", marks=pytest.mark.full),
     pytest.param("boto3", 64 << 10, "auto", False, id="boto3-unmappable", marks=pytest.mark.full),
 ]
