@@ -248,7 +248,7 @@ import kvtiers.connector.vllm.spec
 
 
 def trees() -> Iterator[ast.AST]:
-    for path in PACKAGE.glob("*.py"):
+    for path in PACKAGE.rglob("*.py"):
         if path.name != "contract.py":
             yield ast.parse(path.read_text())
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs trito
 
 INTERPRETED = """
 import numpy as np, torch
-from connector import triton_copy
+from kvtiers.connector.transfer import triton_copy
 rng = np.random.default_rng(3)
 device = torch.device("cpu")
 triton_copy.compile_for(device)
