@@ -66,7 +66,7 @@ class Model(BaseModel):
 
     @field_validator("*", mode="wrap")
     @classmethod
-    def _check_kind(cls, value: object, validate: ValidatorFunctionWrapHandler) -> object:
+    def _reject_wrong_type(cls, value: object, validate: ValidatorFunctionWrapHandler) -> object:
         if isinstance(value, bytes):
             raise ValueError("is no text")  # YAML's !!binary
         accepted: object = validate(value)

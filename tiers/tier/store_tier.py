@@ -29,7 +29,7 @@ from kvtiers.tiers.tier.batches import deal, side_by_side
 from kvtiers.tiers.tier.block_mover import Batch, MoveTask, Rows
 from kvtiers.tiers.tier.circuit import Circuit, CircuitState, Kind
 from kvtiers.tiers.tier.counts import TierCounts
-from kvtiers.tiers.tier.events import KeysNamedDuringJobs, UnreadEvents
+from kvtiers.tiers.tier.events import KeysSinceJobStart, UnreadEvents
 from kvtiers.tiers.tier.health import TierHealth
 from kvtiers.tiers.tier.lookup import AsyncLookup, LookupCounts, LookupOptions
 from kvtiers.tiers.tier.pool import DualQueueThreadPool, FinishedJob
@@ -207,8 +207,8 @@ class StoreTierManager(SecondaryTierManager):
         self._mover.to_replace = self._health.to_replace
         self._clock = clock
         self._in_flight: dict[int, _InFlight] = {}
-        self._published_beside_loads = KeysNamedDuringJobs()
-        self._gone_beside_stores = KeysNamedDuringJobs()
+        self._published_beside_loads = KeysSinceJobStart()
+        self._gone_beside_stores = KeysSinceJobStart()
         self._to_book: deque[FinishedJob[Batch]] = deque()
         self._booking: Iterator[int] | None = None  # the job that is booked in parts
         self._results: list[JobResult] = []

@@ -240,7 +240,7 @@ class Copier:
             return size == move.info.size
         seal = move.seal or self._readers[0].seal_for(move.name, tail)
         if size != move.info.size:
-            return None if seal.is_another_engines(tail) else False
+            return None if seal.is_foreign(tail) else False
         try:
             seal.check_trailer(move.name.offload_key, tail, size - TRAILER_BYTES)
         except SealError as e:
