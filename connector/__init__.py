@@ -1,4 +1,4 @@
-"""The engine's side: the CPU region, the copies between it and KV tensors, the ways into vLLM, and the commands."""
+"""The engine side: the CPU region, copies between it and KV tensors, the vLLM integrations, and the commands."""
 
-if __name__ != "kvtiers.connector":  # as a package of its own, each of its modules could be loaded twice
+if __name__ != "kvtiers.connector":  # imported as a top-level package, each of its modules could be loaded twice
     raise ImportError("import kvtiers.connector")

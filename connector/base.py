@@ -1,8 +1,8 @@
-"""The engine side's interfaces and values: what an engine calls, and what it hands over.
+"""Interfaces and value types of the engine side: the classes that an engine calls, and their arguments and results.
 
-Two processes meet here. The scheduler owns an ``OffloadingManager`` (which block is where; never touches bytes).
-Each worker owns ``OffloadingHandler`` objects (copies between its KV tensors and the CPU region; never decides).
-What goes from one to the other is a pair of ``LoadStoreSpec``. Names follow vLLM's ``vllm/v1/kv_offload``.
+The scheduler process owns an ``OffloadingManager``: it decides which block is where and never touches bytes.
+Each worker process owns ``OffloadingHandler`` objects: they copy between its KV tensors and the CPU region and decide
+nothing. The scheduler sends each worker pairs of ``LoadStoreSpec``. Names follow vLLM's ``vllm/v1/kv_offload``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 
-# ---- identity: what a spec says about the model and the engine -------------------------------------------------
+# ---- identity: the model and the engine, as a spec describes them ----------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,8 @@ class ModelConfig:
 
     Attributes:
         name: hub id or path.
-        dtype: of the KV cache, such as ``torch.bfloat16`` or "bfloat16".
-        revision: of the weights; None where the engine does not know it.
+        dtype: type of the KV cache, such as ``torch.bfloat16`` or "bfloat16".
+        revision: revision of the weights; None if the engine does not know it.
     """
 
     name: str
@@ -45,9 +45,9 @@ class CacheConfig:
     """The engine's paged cache.
 
     Attributes:
-        tokens_per_hash: tokens one block hash covers.
-        blocks_per_chunk: GPU blocks in one offloaded block (block_size_factor).
-        hash_algorithm: how block hashes are made; part of the namespace.
+        tokens_per_hash: tokens that one block hash covers.
+        blocks_per_chunk: GPU blocks in one offloaded block (vLLM's block_size_factor).
+        hash_algorithm: how block hashes are computed; part of the namespace.
     """
 
     tokens_per_hash: int
@@ -57,7 +57,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """Sizes of tensor, pipeline, prefill-context and decode-context parallelism, and this process's place in them."""
+    """Sizes of tensor, pipeline, prefill-context and decode-context parallelism, and this process's rank."""
 
     tp_size: int = 1
     pp_size: int = 1
@@ -78,7 +78,7 @@ class KVCacheGroup:
 
 @dataclass(frozen=True, slots=True)
 class OffloadingConfig:
-    """What a spec offers as ``spec.config``. An attribute that is absent elsewhere means its neutral value here."""
+    """The engine's identity, as ``spec.config``. Defaults equal what a missing attribute of a foreign spec means."""
 
     model: ModelConfig
     cache: CacheConfig
@@ -100,31 +100,31 @@ class LoadStoreSpec(ABC):
     @staticmethod
     @abstractmethod
     def medium() -> str:
-        """Name of the memory or storage this end is in."""
+        """Name of the memory or storage that holds this end."""
 
 
 class BlockIDsLoadStoreSpec(LoadStoreSpec):
-    """An end that is a list of block ids.
+    """An end given by a list of block ids.
 
     Attributes:
         block_ids: (n,) int32.
 
     Raises:
-        ValueError: they are no flat sequence, or one is no int32.
+        ValueError: the ids are not a flat sequence, or an id does not fit in int32.
     """
 
     def __init__(self, block_ids: Sequence[int] | NDArray[np.integer[Any]]) -> None:
         try:
             given = np.asarray(block_ids)
             self.block_ids: NDArray[np.int32] = np.asarray(given, dtype=np.int32)
-            # numpy wraps what is an array, or a tensor, already, and a wrapped id names another block.
+            # If the input is already an array or a tensor, numpy wraps large ids. A wrapped id names another block.
             fits = np.array_equal(self.block_ids, given)
         except OverflowError:
             fits = False
         if not fits:
-            raise ValueError("block_ids has an id that is no int32")
+            raise ValueError("block_ids has an id that is not an int32")
         if self.block_ids.ndim != 1:
-            raise ValueError(f"block_ids has {self.block_ids.ndim} dimensions; accepted is a flat sequence of ids")
+            raise ValueError(f"block_ids has {self.block_ids.ndim} dimensions; write a flat sequence of ids")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.block_ids.tolist()})"
@@ -137,11 +137,11 @@ class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
         block_ids: (n,) GPU block ids, group after group.
         group_sizes: ``group_sizes[i]`` blocks belong to group i; their sum is n. None: one group.
         block_indices: ``block_indices[i]`` is the logical index, in the request, of group i's first block. Blocks of a
-            group are logically contiguous. Where an offloaded block holds ``factor`` GPU blocks, the first
+            group are logically contiguous. If an offloaded block holds ``factor`` GPU blocks, the first
             ``block_indices[i] % factor`` positions of the group's first offloaded block are skipped. None: all 0.
 
     Raises:
-        ValueError: lengths or sums do not fit.
+        ValueError: lengths or sums do not match.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class CanonicalKVCacheTensor:
 
     Attributes:
         tensor: (num_blocks, page_size_bytes) int8, CUDA or CPU; the last dimension has stride 1. A raw tensor whose
-            num_blocks is not leading, such as (2, num_blocks, …), is split into several of these.
+            first dimension is not num_blocks, such as (2, num_blocks, …), is split into several canonical tensors.
         page_size_bytes: bytes of one block in this tensor.
     """
 
@@ -200,7 +200,7 @@ class CanonicalKVCacheRef:
 
     Attributes:
         tensor_idx: index into ``CanonicalKVCaches.tensors``.
-        page_size_bytes: un-padded bytes of the layer's page, at most the tensor's page size.
+        page_size_bytes: bytes of the layer's page without padding, at most the tensor's page size.
     """
 
     tensor_idx: int
@@ -213,7 +213,7 @@ class CanonicalKVCaches:
 
     Attributes:
         tensors: each tensor once.
-        group_data_refs: per KV cache group, the refs of its layers.
+        group_data_refs: for each KV cache group, the refs of its layers.
     """
 
     tensors: Sequence[CanonicalKVCacheTensor]
@@ -225,12 +225,12 @@ class CanonicalKVCaches:
 
 @dataclass(frozen=True, slots=True)
 class PrepareStoreOutput:
-    """What to store where.
+    """The keys to store, and the slots reserved for them.
 
     Attributes:
-        keys_to_store: the keys not yet there, in the order of ``store_spec``.
-        store_spec: where to put them.
-        evicted_keys: keys that had to leave for them.
+        keys_to_store: the keys that are not yet in the region, in the order of ``store_spec``.
+        store_spec: the slots to copy them to.
+        evicted_keys: keys that were evicted to make room.
     """
 
     keys_to_store: tuple[OffloadKey, ...]
@@ -239,47 +239,47 @@ class PrepareStoreOutput:
 
 
 class OffloadingManager(ABC):
-    """Which block is where. Scheduler thread only; no I/O, no waiting."""
+    """Decides which block is where. Scheduler thread only. Methods do no I/O and do not wait unless they say so."""
 
     @abstractmethod
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        """True: ready to load. False: absent. None: ask again, the scheduler delays the request."""
+        """True: ready to load. False: absent. None: ask again later; the scheduler delays the request."""
 
     @abstractmethod
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        """Where to read the keys, in their order; protected from eviction until ``complete_load``.
+        """Return where to read the keys, in their order, and protect them from eviction until ``complete_load``.
 
         Raises:
             KeyError: a key is not ready (``lookup`` did not answer True in this step).
         """
 
     def touch(self, keys: Collection[OffloadKey]) -> None:  # noqa: B027 - optional hook
-        """The keys were used."""
+        """Note that the keys were used."""
 
     @abstractmethod
     def complete_load(self, keys: Collection[OffloadKey]) -> None:
-        """The load of these keys ended, well or not."""
+        """Note that the load of these keys has ended, successfully or not."""
 
     @abstractmethod
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        """Reserve room. None when there is none."""
+        """Reserve room for the keys. None: there is not enough room."""
 
     @abstractmethod
     def complete_store(self, keys: Collection[OffloadKey], success: bool = True) -> None:
-        """The store of these keys ended: loadable from now on, or removed where ``success`` is False."""
+        """Note that the store of these keys has ended: they become loadable, or are removed if ``success`` is False."""
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Events since the last call."""
         return ()
 
     def on_request_finished(self, req_context: ReqContext) -> None:  # noqa: B027 - optional hook
-        """The request will not ask again."""
+        """Note that the request has finished: no more lookups will come for it."""
 
     def on_schedule_end(self) -> None:  # noqa: B027 - optional hook
-        """A scheduler step ended."""
+        """Note that a scheduler step has ended."""
 
     def drain(self) -> None:  # noqa: B027 - optional hook
-        """Wait until what was stored is in every tier. May block, within the tiers' limits."""
+        """Wait until every stored block is in every tier. May block, within the tiers' limits."""
 
     def reset_cache(self) -> None:  # noqa: B027 - optional hook
         """Forget every block that is not in use. May block until running transfers end."""
@@ -295,11 +295,11 @@ TransferSpec = tuple[LoadStoreSpec, LoadStoreSpec]
 
 @dataclass(frozen=True, slots=True)
 class TransferResult:
-    """What became of a transfer.
+    """Outcome of a transfer.
 
     Attributes:
-        transfer_size: bytes copied; 0 where it failed.
-        transfer_time: seconds the copy took, measured by the device where there is one.
+        transfer_size: bytes copied; 0 if the transfer failed.
+        transfer_time: seconds that the copy took, measured by the device if there is one.
     """
 
     job_id: int
@@ -309,26 +309,26 @@ class TransferResult:
 
 
 class OffloadingHandler(ABC):
-    """Copies in one direction. One thread at a time calls it."""
+    """Copies blocks in one direction. Only one thread at a time may call it."""
 
     @abstractmethod
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
-        """Start a copy from ``spec[0]`` to ``spec[1]``. False: not accepted, and nothing will be reported."""
+        """Start a copy from ``spec[0]`` to ``spec[1]``. False: not accepted; no result will be reported."""
 
     @abstractmethod
     def get_finished(self) -> list[TransferResult]:
-        """Transfers that ended since the last call, each once. Does not wait."""
+        """Return the transfers that ended since the last call, each exactly once. Does not wait."""
 
     @abstractmethod
     def wait(self, job_ids: Collection[int]) -> None:
-        """Wait until these transfers ended. Unknown or reported ids are done."""
+        """Wait until these transfers have ended. Unknown ids and ids already reported count as ended."""
 
     def shutdown(self) -> None:  # noqa: B027 - optional hook
-        """Wait for what runs, then release everything."""
+        """Wait for running transfers, then release everything."""
 
 
 class OffloadingSpec(ABC):
-    """Wires a manager and handlers for one engine.
+    """Creates the manager and the handlers of one engine.
 
     Attributes:
         config: the engine's identity.
@@ -341,10 +341,10 @@ class OffloadingSpec(ABC):
 
     @abstractmethod
     def get_manager(self) -> OffloadingManager:
-        """The scheduler's side."""
+        """Return the scheduler's side."""
 
     @abstractmethod
     def get_handlers(
         self, kv_caches: CanonicalKVCaches
     ) -> Iterator[tuple[type[LoadStoreSpec], type[LoadStoreSpec], OffloadingHandler]]:
-        """The worker's side: (source type, destination type, handler) for each direction."""
+        """Yield the worker's side: (source type, destination type, handler) for each direction."""

@@ -1,4 +1,4 @@
-"""Digests of what an engine was given: a model's files, a hub's commit, and values of a configuration.
+"""Digests that identify an engine's model and configuration: of a model's files, a hub commit, or config values.
 
 The same files and values give the same digest in every process and on every host.
 """
@@ -24,25 +24,25 @@ SAMPLE_BYTES = 4096
 CONFIG_BYTES_MAX = 4 << 20
 DIGEST_HEX_DIGITS = 24
 
-#: What KV in FP8 is multiplied by, as vLLM's ``maybe_remap_kv_scale_name`` knows it: a few bytes, which no sample hits.
+#: Names of the scales of an FP8 KV cache, as in vLLM's ``maybe_remap_kv_scale_name``. Samples miss them: a few bytes.
 _KV_SCALE = re.compile(r"(.*\.)?((kv|[qkv]|prob)(_cache)?[._](scale|zero_point)|[kv]_proj\.output_scale)")
-HEADER_BYTES_MAX = 100 << 20  # of safetensors' own
+HEADER_BYTES_MAX = 100 << 20  # safetensors' own limit
 _SCALE_BYTES_MAX = 1 << 16
 
 _WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
-#: What else decides what the weights mean. Not a tokenizer: blocks are named by token ids.
+#: Other files that change what the weights compute. Tokenizers do not count: blocks are named by token ids.
 _CONFIGS = re.compile(r"config\.json|params\.json|.*quant.*config\.json|(video_)?(pre)?processor_config\.json|.*\.py")
 
 
 def files_digest(path: str, also: str = "") -> str | None:
-    """Digest of a local model: its configs, and its weights' names, sizes and samples; None for what is not local.
+    """Digest of a local model: its configs, and its weights' names, sizes and samples. None: no readable local files.
 
-    Weights of one shape have the same header and size whatever they were trained to, so bytes are read from all over
-    each file: 64 times 4 KiB, and the scales of KV. Times are left out: a folder's copies are the same model. In one
-    process files are read again when something about them has changed.
+    Two models of the same shape have weight files with the same header and size. So the digest samples the whole of
+    each weights file: 64 samples of 4 KiB, plus the KV scales. File times do not count: a copied folder is the same
+    model. Within a process, files are read again only after their inode, size or times have changed.
 
     Args:
-        also: name of one more file that counts.
+        also: name of one more file to include.
     """
     try:
         folder = Path(path)
@@ -58,7 +58,7 @@ def files_digest(path: str, also: str = "") -> str | None:
                 )
         return _digest_of_files(tuple(files)) if files else None
     except OSError as e:
-        logger.warning("the weights in %s cannot be told from others: %s", path, e)
+        logger.warning("cannot read the model files in %s to identify the weights: %s", path, e)
         return None
 
 
@@ -72,11 +72,11 @@ def _digest_of_files(files: tuple[tuple[Path, bool, tuple[int, ...]], ...]) -> s
 
 
 def hub_commit(name: str, revision: str | None, download_dir: str | None = None) -> str | None:
-    """The commit of a hub's model that the local cache has for a revision; None where it has none.
+    """The commit that the local hub cache has for a model's revision. None: the revision is not in the cache.
 
     Args:
         name: ``org/model``, or a file in it as ``org/model:file`` or ``org/model/file``.
-        download_dir: a cache that is looked at before the default one.
+        download_dir: a cache to search before the default cache.
     """
     if re.fullmatch(r"[0-9a-f]{40}", revision or ""):
         return revision
@@ -89,7 +89,7 @@ def hub_commit(name: str, revision: str | None, download_dir: str | None = None)
 
 
 def hub_folder(name: str, cache: str | None = None) -> Path:
-    """Where the local cache (by default the user's) has a hub's model."""
+    """Folder of a hub model in a local cache (default: the user's)."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     return Path(cache or HF_HUB_CACHE, "--".join(["models", *name.partition(":")[0].split("/")[:2]]))
@@ -111,7 +111,7 @@ def _contents(file: Path, *, samples: int) -> Iterator[bytes]:
 
 
 def _kv_scales(fd: int) -> Iterator[bytes]:
-    """Names and bytes of a safetensors file's; nothing of what is no such file, which vLLM will refuse."""
+    """Names and bytes of a safetensors file's KV scales. Ends early if the header is malformed: vLLM will reject it."""
     header_bytes = int.from_bytes(os.pread(fd, 8, 0), "little")
     with suppress(ValueError, TypeError, KeyError, AttributeError, OverflowError):
         header = json.loads(os.pread(fd, header_bytes if header_bytes <= HEADER_BYTES_MAX else 0, 8))
@@ -123,13 +123,13 @@ def _kv_scales(fd: int) -> Iterator[bytes]:
 
 
 def value_digest(value: Any) -> str:
-    """Digest of what a configuration may hold."""
+    """Digest of a configuration value."""
     text = json.dumps(_plain(value), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:DIGEST_HEX_DIGITS]
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it, without private fields and without the addresses that some objects' repr shows."""
+    """Convert a value for JSON, without private fields and without the memory addresses in some objects' repr."""
     if isinstance(value, dict):
         return {str(name): _plain(each) for name, each in value.items() if not str(name).startswith("_")}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""TieringOffloadingSpec: from an engine's identity and a deployment's config to a manager and handlers. Wiring only."""
+"""TieringOffloadingSpec: makes the manager and the handlers from an engine's identity and a deployment's config."""
 
 from __future__ import annotations
 
@@ -39,24 +39,24 @@ logger = get_logger(__name__)
 class TieringOffloadingSpec(OffloadingSpec):
     """One engine's region, primary tier, tiers and handlers.
 
-    The scheduler's process calls ``get_manager``, a worker's ``get_handlers``; a single-process engine calls both on
-    one object, which then has one anonymous region.
+    The scheduler process calls ``get_manager`` and each worker process calls ``get_handlers``. A single-process engine
+    calls both on one object; its region is anonymous.
 
     Args:
         config: the engine's identity.
-        deployment: the region and the tiers. Its ``blocks_per_chunk`` must be the engine's.
+        deployment: the region and the tiers. Its ``blocks_per_chunk`` must equal the engine's.
         cpu_page_size: bytes of one worker's part of a stored block: the sum of its canonical tensors' page sizes, times
             ``blocks_per_chunk``.
-        rank: of this worker; None is a scheduler in a process of its own.
-        in_process: scheduler and the only worker are this one process.
+        rank: rank of this worker; None: this is a scheduler in a process of its own.
+        in_process: True: this process is both the scheduler and the only worker.
 
     Attributes:
-        metrics: of everything that is made here.
+        metrics: metrics of the primary tier and of all tiers.
         region: the region; ``shutdown`` frees it.
 
     Raises:
-        ConfigError: the region does not hold one block, or two settings contradict each other.
-        RegionError: the region cannot be made or joined.
+        ConfigError: the region is smaller than one block, or two settings contradict each other.
+        RegionError: the region cannot be created or joined.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class TieringOffloadingSpec(OffloadingSpec):
         if deployment.blocks_per_chunk != config.cache.blocks_per_chunk:
             raise ConfigError(
                 f"is {deployment.blocks_per_chunk}, the engine's is {config.cache.blocks_per_chunk}; "
-                "accepted is the same in both",
+                "both must be the same",
                 field="blocks_per_chunk",
             )
         workers = config.parallel.world_size
@@ -100,11 +100,11 @@ class TieringOffloadingSpec(OffloadingSpec):
         self._metrics_server: MetricsServer | None = None
 
     def get_manager(self) -> TieringOffloadingManager:
-        """The scheduler's side, with the tiers running; one for each spec.
+        """Return the scheduler's side, with its tiers running. Repeated calls return the same manager.
 
         Raises:
-            ConfigError: a tier's options; ``metrics.port`` without prometheus_client.
-            StoreError: a tier's storage refused for good.
+            ConfigError: a tier's options are wrong, or ``metrics.port`` is set without prometheus_client.
+            StoreError: a tier's storage failed with an error that a retry does not fix.
         """
         if self._manager is None:
             self._manager = self._make_manager()
@@ -128,7 +128,7 @@ class TieringOffloadingSpec(OffloadingSpec):
         yield CPULoadStoreSpec, GPULoadStoreSpec, load
 
     def shutdown(self) -> None:
-        """End the handlers, then the manager, then the region they use. Idempotent."""
+        """Shut down the handlers, then the manager, then the region that both use. Idempotent."""
         for handler in self._handlers:
             handler.shutdown()
         self._handlers = []
@@ -148,7 +148,7 @@ class TieringOffloadingSpec(OffloadingSpec):
         try:
             server = MetricsServer([self.metrics], port=where.port, address=where.address)
         except OSError as e:
-            # Another engine of this host has the port, say: no reason not to serve the model.
+            # For example, another engine on this host has the port. That must not keep the model from being served.
             logger.warning("metrics are not served on %s:%d: %s", where.address, where.port, e)
             return None
         logger.info("metrics are served on %s", server.url)
@@ -163,17 +163,17 @@ class TieringOffloadingSpec(OffloadingSpec):
         try:
             for tier in self.deployment.tiers:
                 tiers.append(SecondaryTierFactory.create_secondary_tier(dict(tier), view, self))
-            # Only of our own tiers: in somebody else's options the key may be anything.
+            # Only from our own tiers' options: in a foreign tier's options these keys may mean anything.
             own = [tier for tier in self.deployment.tiers if isinstance(tier, TierConfig)]
             options = TieringOptions(
                 promotion_wait_s=region.promotion_wait_s,
-                # The slowest tier's own limits: a hit of its is worth that wait, as its config says.
+                # The largest limit of any tier: its config says that a hit in that tier is worth the wait.
                 lookup_deadline_s=max([tier.lookup_deadline_s for tier in own] or [LOOKUP_DEADLINE_S]),
                 lookup_total_s=max([tier.lookup_total_s for tier in own] or [LOOKUP_TOTAL_S]),
                 load_deadline_s=max(map(load_deadline_s, tiers), default=LOAD_DEADLINE_S),
             )
             return TieringOffloadingManager(primary, tiers, options)
         except BaseException:
-            made = [GuardedTier(tier, self.metrics) for tier in tiers]  # what ends them must not hide why they end
-            shut_down_tiers(made, TieringOptions().shutdown_s)
+            # Guarded, so that an error while shutting down does not hide the error that caused the shutdown.
+            shut_down_tiers([GuardedTier(tier, self.metrics) for tier in tiers], TieringOptions().shutdown_s)
             raise

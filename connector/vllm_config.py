@@ -1,6 +1,6 @@
-"""From a deployment's YAML to vLLM's ``--kv-transfer-config``, for each of the three ways in; and back, for ``spec``.
+"""Converts a deployment's YAML to vLLM's ``--kv-transfer-config`` for each of the three ways, and back for ``spec``.
 
-Imports no vllm.
+Does not import vllm.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from kvtiers.tiers.registry import SecondaryTierFactory
 
 logger = get_logger(__name__)
 
-#: Names the deployment's file where the connector's options do not.
+#: Environment variable that names the deployment's file if the connector's options do not.
 CONFIG_VARIABLE = "KVTIERS_CONFIG"
 _INLINE = ("cpu_bytes_to_use", "eviction_policy", "tiers")
-#: What is read elsewhere: in the file, or by other connectors.
+#: Options that are accepted elsewhere: in the file, or by other connectors.
 _ELSEWHERE = {*DeploymentConfig.model_fields, *RegionConfig.model_fields, "secondary_tiers", "tier"}
-#: What else KVTiersSpec reads, and what vLLM's OffloadingConnector and TieringOffloadingSpec do.
+#: Other options of KVTiersSpec, and the options of vLLM's OffloadingConnector and TieringOffloadingSpec.
 _OURS = ("config_file", "identity", "storage_after_reset")
 _VLLMS = (
     "spec_name", "spec_module_path", "blocks_per_chunk", "block_size", "canonical_layout", "offload_prompt_only",
@@ -39,25 +39,32 @@ _REFUSED_BY_BOTH = {
     "cache_policy_module_path": "the region evicts by lru or arc; write eviction_policy instead",
     "tier_poll_interval_s": "the engine serves kvtiers' tiers in each step; leave it out",
 }
-#: Way -> what vLLM reads and this way cannot honor -> why, and what to do. (``canonical_layout``: see KVTiersSpec.)
+#: Way -> option of vLLM that the way does not support -> why, and what to do. (``canonical_layout``: see KVTiersSpec.)
 _REFUSED: Mapping[str, Mapping[str, str]] = {
     "spec": {
         **_REFUSED_BY_BOTH,
         **dict.fromkeys(("spec_name", "spec_module_path"), 'it goes with "way": "tier" only; leave it out'),
-        "backpressure": "way spec bounds the stores to a slow tier by itself; leave it out",
+        "backpressure": "way spec limits stores to a slow tier by itself; leave it out",
     },
-    "tier": {**_REFUSED_BY_BOTH, "storage_after_reset": "vLLM tells no tier of a reset; leave it out, or use way spec"},
+    "tier": {
+        **_REFUSED_BY_BOTH,
+        "storage_after_reset": "vLLM does not tell tiers about resets; leave it out, or use way spec",
+    },
 }
 
 
 def vllm_config(deployment_path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What to give vLLM for a deployment.
+    """Return the value of vLLM's ``--kv-transfer-config`` for a deployment, for each way that it supports.
+
+    The values contain no secrets: if a place needs a secret, the value names the file instead.
 
     Returns:
-        Way in -> the value of ``--kv-transfer-config``: ``spec`` (our spec: everything in the file applies; not where
-        a tier has ``format: vllm-raw``, for which vLLM's own must make the region), ``tier`` (our tiers behind vLLM's
-        own TieringOffloadingSpec) and, where a tier has a place that other processes can read, ``shared_storage``
-        (prefixes in the first such place). None has a secret in it: where a place needs one, the file is named instead.
+        Way -> value of ``--kv-transfer-config``:
+
+        - ``spec``: KVTiersSpec; everything in the file applies. Left out if a tier has ``format: vllm-raw``, which
+          needs the region of vLLM's own spec.
+        - ``tier``: kvtiers' tiers behind vLLM's own TieringOffloadingSpec.
+        - ``shared_storage``: prefixes in the first tier's storage that other processes can read, if there is one.
 
     Raises:
         ConfigError: lists the file's mistakes.
@@ -84,14 +91,15 @@ def vllm_config(deployment_path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def connector_options(extra_config: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """What vLLM's OffloadingConnector is to read, from the ``kv_connector_extra_config`` of KVTiersConnector.
+    """Convert the ``kv_connector_extra_config`` of KVTiersConnector to the options of vLLM's OffloadingConnector.
 
     Args:
-        extra_config: ``way`` (``spec``, the default, or ``tier``), and what ``deployment_from`` takes. Where it names
-            no deployment, the file in ``KVTIERS_CONFIG`` counts. Options of vLLM's go on to vLLM, also unknown ones.
+        extra_config: ``way`` (``spec``, the default, or ``tier``), and the options of ``deployment_from``. If they
+            name no deployment, the file in ``KVTIERS_CONFIG`` is used. Options of vLLM and unknown options are passed
+            on to vLLM.
 
     Raises:
-        ConfigError: as ``deployment_from``; the way is not one of them, or cannot honor an option that vLLM reads.
+        ConfigError: see ``deployment_from``; or the way is unknown, or does not support an option of vLLM.
     """
     options = dict(extra_config)
     way = options.pop("way", "spec")
@@ -126,25 +134,25 @@ def connector_options(extra_config: Mapping[str, Any], environ: Mapping[str, str
 
 
 def deployment_from(extra_config: Mapping[str, Any]) -> DeploymentConfig:
-    """The deployment that the ``kv_connector_extra_config`` of the way ``spec`` describes.
+    """Return the deployment that the ``kv_connector_extra_config`` of the way ``spec`` describes.
 
     Args:
-        extra_config: has ``config_file``; or inline ``cpu_bytes_to_use`` (a size), and with it ``eviction_policy`` and
-            ``tiers``. What else the spec and vLLM's connector read is passed over.
+        extra_config: either ``config_file``, or inline ``cpu_bytes_to_use`` (a size) with optional ``eviction_policy``
+            and ``tiers``. Other options of the spec and of vLLM's connector are ignored.
 
     Raises:
-        ConfigError: lists every mistake, or names an option that is meant for us and not read: one of the file's, of
-            another connector's, or a misspelt one.
+        ConfigError: lists every mistake; or names an option that belongs in the file or to another connector, or that
+            is misspelled.
     """
     for name in sorted(extra_config.keys() - {*_INLINE, *_OURS, *_VLLMS}):
         accepted = ", ".join((*_OURS, *_INLINE, *_VLLMS))
         if name not in _ELSEWHERE and not get_close_matches(name.lower(), (*_OURS, *_INLINE), cutoff=0.75):
             logger.warning("%s in kv_connector_extra_config is not read by KVTiersSpec, which knows %s", name, accepted)
-            continue  # another release of vLLM may read it
+            continue  # another release of vLLM may accept it
         absent = "" if {"tiers", "config_file"} & extra_config.keys() else " (tiers is absent)"
         raise ConfigError(
-            f"is no option of KVTiersSpec{absent}; accepted are {accepted}; what else a deployment has goes into the "
-            "file that config_file names",
+            f"is not an option of KVTiersSpec{absent}; accepted are {accepted}; write the deployment's other options "
+            "in the file that config_file names",
             field=name,
         )
     registered = SecondaryTierFactory.tier_types()
@@ -156,9 +164,9 @@ def deployment_from(extra_config: Mapping[str, Any]) -> DeploymentConfig:
             )
         return load_config(config_file, registered)
     if "cpu_bytes_to_use" not in extra_config:
-        raise ConfigError("is required, or config_file; write 4GiB", field="cpu_bytes_to_use")
+        raise ConfigError("is required without config_file; write a size such as 4GiB", field="cpu_bytes_to_use")
     if "tiers" not in extra_config:
-        logger.warning("tiers: none are given, so blocks live in the region only and are gone at exit")
+        logger.warning("tiers: none are given, so blocks are kept only in the region and are lost at exit")
     region = {"size": extra_config["cpu_bytes_to_use"]}
     if "eviction_policy" in extra_config:
         region["eviction_policy"] = extra_config["eviction_policy"]
@@ -167,7 +175,7 @@ def deployment_from(extra_config: Mapping[str, Any]) -> DeploymentConfig:
 
 
 def ignored_options(extra_config: Mapping[str, Any]) -> tuple[str, ...]:
-    """``identity.ignore``: from the connector's options if they have ``identity``, else from the ``config_file``.
+    """Return ``identity.ignore``, from the connector's options if they have ``identity``, else from ``config_file``.
 
     Args:
         extra_config: ``kv_connector_extra_config`` of any of the three ways.
@@ -182,19 +190,19 @@ def ignored_options(extra_config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def keeps_storage(extra_config: Mapping[str, Any]) -> bool:
-    """Whether an engine goes on to use its storage after vLLM has reset its connector: ``storage_after_reset: keep``.
+    """Whether ``storage_after_reset: keep`` is set: the engine keeps using storage after vLLM resets its connector.
 
     Raises:
-        ConfigError: says what is accepted.
+        ConfigError: the value is not accepted.
     """
     chosen = extra_config.get("storage_after_reset", "off")
-    if chosen not in ("off", "keep", False):  # YAML 1.1 makes False of off
+    if chosen not in ("off", "keep", False):  # YAML 1.1 reads off as False
         raise ConfigError(f"{chosen!r} is not accepted; write off or keep", field="storage_after_reset")
     return bool(chosen == "keep")
 
 
 def why_not(way: str, deployment_path: str | os.PathLike[str]) -> str:
-    """Which key of which tier keeps the way ``spec`` or ``shared_storage`` from a deployment that has it not.
+    """Explain which tier's key rules out the way ``spec`` or ``shared_storage`` for a deployment.
 
     Raises:
         ConfigError: lists the file's mistakes.
@@ -205,7 +213,7 @@ def why_not(way: str, deployment_path: str | os.PathLike[str]) -> str:
 
 def _why_no_spec(deployment: DeploymentConfig) -> str:
     return "; ".join(
-        f"{at}.format: {FORMAT_VLLM_RAW} goes with the way tier only" for at in _vllms_own_format(deployment)
+        f"{at}.format: {FORMAT_VLLM_RAW} works only with the way tier" for at in _vllms_own_format(deployment)
     )
 
 
@@ -216,7 +224,7 @@ def _why_not_shared(deployment: DeploymentConfig) -> str:
             place_of_prefixes(tier)
         except ConfigError as e:
             reasons.append(f"tiers[{index}].{e}")
-    return "; ".join(reasons) or "tiers: there are none"
+    return "; ".join(reasons) or "tiers: the list is empty"
 
 
 def _vllms_own_format(deployment: DeploymentConfig) -> list[str]:

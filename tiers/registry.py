@@ -71,7 +71,8 @@ class SecondaryTierFactory:
         """
         tier_type = tier_config.get("type")
         if not isinstance(tier_type, str) or not tier_type:
-            raise ConfigError(f"{tier_type!r} is no tier type; accepted: {', '.join(cls.tier_types())}", field="type")
+            accepted = ", ".join(cls.tier_types())
+            raise ConfigError(f"{tier_type!r} is not a tier type; accepted: {accepted}", field="type")
         options = as_store_tier(tier_config).copy()
         tier_type = options.pop("type")
         module_path = None if tier_type == "store" else options.pop("module_path", None)
@@ -99,7 +100,7 @@ class SecondaryTierFactory:
                 loaded = next(entry.load() for entry in _entry_points() if entry.name == tier_type)
         except StopIteration:
             raise ConfigError(
-                f"{tier_type!r} is no tier type; accepted: {', '.join(cls.tier_types())}, or any class with a "
+                f"{tier_type!r} is not a tier type; accepted: {', '.join(cls.tier_types())}, or any class with a "
                 "module_path",
                 field="type",
             ) from None

@@ -1,1 +1,1 @@
-"""Commands that look at the storage of a configuration without an engine."""
+"""The subcommands of ``kvtiers``, which work on a deployment's storage without an engine."""

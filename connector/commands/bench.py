@@ -1,4 +1,4 @@
-"""``kvtiers bench``: how fast this machine moves blocks with this configuration, each hop next to its ceiling."""
+"""``kvtiers bench``: measures how fast this machine moves blocks, and compares each hop with its upper bound."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ from kvtiers.tiers.stores.vectored_io import transfer
 from kvtiers.tiers.tier.store_tier import StoreTierManager
 
 ROUNDS = 3
-SETTLE_S = 0.5  # for worker processes to start and to map the region, as they do while an engine loads its model
+SETTLE_S = 0.5  # for worker processes to start and map the region, which an engine does while it loads its model
 BAR_CELLS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """One way that blocks go. Speeds in bytes/s, medians of ROUNDS.
+    """One path of blocks, with its speed. Speeds are in bytes/s, medians of ROUNDS.
 
     Attributes:
-        ceiling: of the same bytes on the same way without us; None where it was not measured.
-        ceiling_is: what it is.
+        ceiling: speed of the same bytes on the same path without kvtiers; None if not measured.
+        ceiling_is: how the ceiling was measured.
     """
 
     name: str
@@ -64,11 +64,11 @@ class Hop:
 def bench(
     config: Config,
     tier: TierName = None,
-    block_size: Annotated[str, typer.Option(help="Bytes of a stored block, such as 512KiB.")] = "1MiB",
+    block_size: Annotated[str, typer.Option(help="Size of a stored block, such as 512KiB.")] = "1MiB",
     total: Annotated[str, typer.Option(help="Bytes moved in each round, at most the region's size.")] = "256MiB",
     as_json: AsJson = False,
 ) -> None:
-    """Measure each hop of this deployment on this machine. What is stored for it is removed at the end."""
+    """Measure the speed of each hop of this deployment on this machine. Removes its test blocks at the end."""
     try:
         deployment = load_config(config, SecondaryTierFactory.tier_types())
         with exit_on_signals():
@@ -85,7 +85,7 @@ def bench(
 
 
 class _Bench:
-    """A region of blocks that nobody has, in a namespace of its own."""
+    """A region of random blocks in a namespace of its own, so that no engine has or finds them."""
 
     def __init__(self, deployment: DeploymentConfig, block_bytes: int, total_bytes: int) -> None:
         total_bytes = min(total_bytes, deployment.region.size)
@@ -113,11 +113,11 @@ class _Bench:
             raise ConfigError(f"no tier {tier_name!r}; accepted: {', '.join(names)}", field="--tier")
         others = [tier.type for tier in self._deployment.tiers if not isinstance(tier, TierConfig)]
         if others and tier_name is None:
-            complain("bench", f"not measured, because not kvtiers' own: {', '.join(others)}")
+            complain("bench", f"skipped: {', '.join(others)}, which is not a tier type of kvtiers")
         for tier, name in zip(tiers, names, strict=True):
             if tier_name in (None, name) and isinstance(tier, BoundedTierConfig) and tier.read_only:
-                raise ConfigError(f"is true for {name}, and blocks are stored to measure", field="read_only")
-            store_recipe(tier)  # now rather than after minutes: there may be no such store for commands
+                raise ConfigError(f"is true for {name}, but a measurement stores blocks", field="read_only")
+            store_recipe(tier)  # fail now, not after minutes, if commands cannot open this store
         hops = []
         try:
             with Ticker("measuring") as ticker:
@@ -140,11 +140,10 @@ class _Bench:
         return hops
 
     def _unbounded(self, config: TierConfig) -> TierConfig:
-        """The tier without its limits: nothing of the deployment's is to leave for what goes at the end, and its
-        account is not to count it.
+        """Return the tier without its limits: test blocks must not evict the deployment's blocks, nor be accounted.
 
         Raises:
-            ConfigError: there is no room for it within ``max_bytes``.
+            ConfigError: the test blocks do not fit within ``max_bytes``.
         """
         if not isinstance(config, BoundedTierConfig):
             return config
@@ -154,7 +153,7 @@ class _Bench:
             needed = len(self._rows) * (self._rows.shape[1] + TRAILER_BYTES)
             if needed > room:
                 raise ConfigError(
-                    f"{human_bytes(needed)} are to be stored, and max_bytes of {config.name or config.type} leaves "
+                    f"needs {human_bytes(needed)}, and max_bytes of {config.name or config.type} leaves "
                     f"{human_bytes(max(0, room))}; write less",
                     field="--total",
                 )
@@ -190,7 +189,7 @@ class _Bench:
             self._remove(tier)
             config_name = tier.mapper.relative_config_name
             tier.store.delete(config_name)
-            if root is not None:  # the namespace's own folders, which a collector leaves
+            if root is not None:  # the namespace's folders, which a collector would leave
                 for name in (tier.mapper.name_prefix, os.path.dirname(config_name)):
                     shutil.rmtree(Path(root).expanduser() / name, ignore_errors=True)
         median = {name: statistics.median(values) for name, values in speeds.items()}
@@ -231,9 +230,9 @@ class _Bench:
 
 
 class _FileCeiling:
-    """The same blocks as plain files of the same root: no seal, no check, no publishing.
+    """Writes and reads the same blocks as plain files in the same root, without seals, checks and publishing.
 
-    They are named as half-written blocks, so that the next store removes what a killed process leaves.
+    The files are named like half-written blocks, so that the next store removes the files of a killed process.
     """
 
     name = "plain files"
@@ -264,7 +263,7 @@ class _FileCeiling:
 
 
 class _StoreCeiling:
-    """The same blocks through the store's client alone, on two threads: no seal, no check, no region protocol."""
+    """Moves the same blocks with only the store's client, on two threads: no seal, check or region protocol."""
 
     name = "its client"
 
@@ -301,4 +300,4 @@ def _show(hops: list[Hop]) -> None:
             ceiling = hop.ceiling_is, f"{hop.ceiling / 1e9:.2f}", f"{hop.bytes_per_s / hop.ceiling:.2f}"
         table.add_row(hop.name, f"{hop.bytes_per_s / 1e9:.2f}", bar, *ceiling)
     console.print(table)
-    console.print(f"Medians of {ROUNDS} rounds. What was just stored is loaded: files come from the page cache.")
+    console.print(f"Medians of {ROUNDS} rounds. Loads read blocks that were just stored: files are in the page cache.")

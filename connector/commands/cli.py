@@ -1,4 +1,4 @@
-"""``kvtiers …``: the command line."""
+"""The command line, ``kvtiers …``."""
 
 from __future__ import annotations
 
@@ -31,17 +31,18 @@ for command in (storage.ls, storage.du, storage.gc, verify, copy.warm, copy.migr
 @app.command()
 def demo(
     model: Annotated[str | None, typer.Option(help="Path or hub id of a causal language model.")] = None,
-    prompt: Annotated[Path | None, typer.Option(help="Text file to ask about.")] = None,
-    question: Annotated[str | None, typer.Option(help="The question asked about the text.")] = None,
-    config: Annotated[Path | None, typer.Option(help="Deployment YAML; its tiers are used.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, max=4096, help="Length of the answer.")] = 24,
+    prompt: Annotated[Path | None, typer.Option(help="Text file to use as the prompt.")] = None,
+    question: Annotated[str | None, typer.Option(help="The question to ask about the text.")] = None,
+    config: Annotated[Path | None, typer.Option(help="The deployment's YAML file; its tiers are used.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the measurements to this file.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, max=4096, help="Tokens to generate.")] = 24,
     root: Annotated[Path | None, typer.Option(help="Keep the stored blocks in this folder.")] = None,
     another_replica: Annotated[
-        bool, typer.Option("--another-replica", help="The second process has an empty folder for its first tier.")
+        bool,
+        typer.Option("--another-replica", help="Give the second process an empty folder for its first tier."),
     ] = False,
 ) -> None:
-    """Answer a long prompt twice, in two processes: cold, and from its KV cache on storage."""
+    """Answer a long prompt in two processes: the first computes it, the second loads its KV cache from storage."""
     from kvtiers.connector.demo.run import DemoOptions, run_demo
 
     options = DemoOptions(
@@ -65,10 +66,10 @@ def demo(
 def vllm_config(
     config: Annotated[Path, typer.Argument(help="The YAML file.")],
     way: Annotated[
-        str | None, typer.Option(help="spec, tier or shared_storage: print that one only, as one line.")
+        str | None, typer.Option(help="Print only this way, on one line: spec, tier or shared_storage.")
     ] = None,
 ) -> None:
-    """Print vLLM's --kv-transfer-config for a deployment, for each way in."""
+    """Print vLLM's --kv-transfer-config for a deployment, for each way to connect kvtiers to vLLM."""
     from kvtiers.connector.vllm_config import vllm_config as make
     from kvtiers.connector.vllm_config import why_not
 
@@ -81,7 +82,7 @@ def vllm_config(
     elif way in ways:
         print(json.dumps(ways[way]))
     elif way in ("spec", "shared_storage"):
-        raise typer.BadParameter(f"this file offers no {way}: {why_not(way, config)}", param_hint="--way")
+        raise typer.BadParameter(f"this file does not support {way}: {why_not(way, config)}", param_hint="--way")
     else:
         raise typer.BadParameter(f"{way!r} is not one of {', '.join(ways)} for this file", param_hint="--way")
 
@@ -91,9 +92,9 @@ def doctor(
     config: Annotated[Path, typer.Argument(help="The YAML file.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
-    """Try out what a deployment needs of this machine and its storage; each finding comes with its fix.
+    """Test whether this machine and its storage meet a deployment's needs, and print a fix for each problem.
 
-    Makes the root folders as an engine would, and writes and removes small blobs in each tier.
+    Creates the root folders as an engine would, and writes and removes small blobs in each tier.
     """
     from kvtiers.connector.commands.doctor import examine, show
 
@@ -112,14 +113,16 @@ def doctor(
 @app.command("serve-metrics")
 def serve_metrics(
     config: Annotated[Path, typer.Argument(help="The YAML file.")],
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 9471,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to serve on; 0 picks a free port.")] = 9471,
     address: Annotated[str, typer.Option(help="Address to serve on.")] = "127.0.0.1",
     probe_every: Annotated[float, typer.Option(min=0.1, help="Seconds between probes of each tier.")] = 15.0,
-    scan_every: Annotated[float, typer.Option(min=0, help="Seconds between scans of every block; 0: never.")] = 3600.0,
+    scan_every: Annotated[
+        float, typer.Option(min=0, help="Seconds between scans, which list every block; 0: never.")
+    ] = 3600.0,
 ) -> None:
-    """Serve what can be known about the tiers' storage from outside the engines, for Prometheus.
+    """Serve Prometheus metrics of the tiers' storage, without an engine: availability, latency, usage.
 
-    Hits, circuits and verify failures are in the engine's own process: set metrics.port in the configuration.
+    For hits, circuits and verify failures, which only the engines count, set metrics.port in the configuration.
     """
     from kvtiers.connector.commands import monitor as storage_monitor
 
@@ -142,17 +145,17 @@ def serve_metrics(
 
 def main() -> None:
     """Entry point of the ``kvtiers`` command."""
-    if sys.stdout is None:  # started with >&-; left open, descriptor 1 would become some file's
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for as long as the process lives
+    if sys.stdout is None:  # started with >&-; otherwise the next opened file would get descriptor 1
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - stays open until the process ends
     try:
         try:
             app()
         finally:
             sys.stdout.flush()
     except OSError as e:
-        if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):  # a storage's come as StoreError
+        if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):  # of stdout: storage errors arrive as StoreError
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the interpreter flushes once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the interpreter flushes stdout again at exit
         print(f"kvtiers: the output could not be written: {e.strerror}", file=sys.stderr)
         sys.exit(EXIT_BAD_INPUT)
 

@@ -1,4 +1,4 @@
-"""``kvtiers warm`` and ``kvtiers migrate``."""
+"""``kvtiers warm`` and ``kvtiers migrate``: copy blocks from one tier to another."""
 
 from __future__ import annotations
 
@@ -30,43 +30,46 @@ from kvtiers.tiers.tools.copying import Copier, CopyReport, find_blocks
 
 From = Annotated[str | None, typer.Option("--from", help="The tier to copy from.")]
 To = Annotated[str | None, typer.Option("--to", help="The tier to copy to.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be copied; nothing is written.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be copied; write nothing.")]
 
 
 def warm(
     config: Config,
     from_tier: From = None,
     to_tier: To = None,
-    namespace: Annotated[str | None, typer.Option(help="Only this namespace (the first column of du).")] = None,
+    namespace: Annotated[str | None, typer.Option(help="Copy only this namespace (the first column of du).")] = None,
     names: Annotated[
-        Path | None, typer.Option(help="Only blocks whose names begin as a line of this file does; - is stdin.")
+        Path | None,
+        typer.Option(help="Copy only blocks whose names start with one of the lines of this file; - reads stdin."),
     ] = None,
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Fill a near tier from a far one: by default the first from the last. Stops where the near tier is full."""
+    """Copy blocks from a far tier (default: the last) to a near tier (default: the first) until that tier is full."""
     places = open_places("warm", config, None, tells=from_tier is None or to_tier is None)
     source, target = _choose("warm", places, from_tier, -1), _choose("warm", places, to_tier, 0)
     if namespace is not None and names is not None:
-        raise refuse("warm", "--namespace and --names exclude each other")
+        raise refuse("warm", "--namespace and --names are mutually exclusive")
     prefixes = _read_names(names) if names is not None else [f"{namespace}_r" if namespace else ""]
     report = _copy("warm", source, target, prefixes, as_json=as_json, dry_run=dry_run)
     if report.found_none and prefixes != [""]:
-        complain("warm", f"{source.name} at {source.where} has no block whose name begins so; du shows the namespaces")
+        complain("warm", f"{source.name} at {source.where} has no block with such a name; du shows the namespaces")
         raise typer.Exit(EXIT_FAILED)
 
 
 def migrate(
     config: Config,
-    target_config: Annotated[Path | None, typer.Argument(help="The target's YAML file; by default the same.")] = None,
+    target_config: Annotated[
+        Path | None, typer.Argument(help="The target's YAML file; default: the same file.")
+    ] = None,
     from_tier: From = None,
     to_tier: To = None,
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Copy everything from one tier to another, of the same file or of two. The source keeps what it has.
+    """Copy all blocks from one tier to another, in the same file or in another file. Removes nothing from the source.
 
-    Between format: vllm-raw and sealed-1 blocks are named and sealed anew.
+    Between the formats vllm-raw and sealed-1, blocks are renamed and sealed again.
     """
     by_default = from_tier is None or (to_tier is None and target_config is None)
     places = open_places("migrate", config, None, tells=by_default)
@@ -94,7 +97,7 @@ def _read_names(path: Path) -> list[str]:
         raise refuse("warm", f"--names: {e}") from e
     names = [line.strip() for line in text.splitlines() if line.strip()]
     if not names:
-        raise refuse("warm", f"--names: {path} names nothing; accepted is the beginning of a block's name a line")
+        raise refuse("warm", f"--names: {path} is empty; write the beginning of a block's name on each line")
     return names
 
 
@@ -102,15 +105,15 @@ def _copy(
     command: str, source: Place, target: Place, prefixes: Iterable[str], *, as_json: bool, dry_run: bool
 ) -> CopyReport:
     if _is_one_place(source, target):
-        raise refuse(command, f"{source.name} and {target.name} are one place: {source.where}; accepted are two tiers")
+        raise refuse(command, f"{source.name} and {target.name} are the same place, {source.where}; choose two tiers")
     if target.read_only:
-        raise refuse(command, f"{target.name} is read_only; accepted is a tier that may be written to")
+        raise refuse(command, f"{target.name} is read_only; choose a tier that is not")
     protections = source.config.protection, target.config.protection
     if protections[0] != protections[1]:
         kinds = f"{source.name} has {protections[0]}, {target.name} {protections[1]}"
-        raise refuse(command, f"an engine finds blocks of its own protection only ({kinds}); accepted are two alike")
+        raise refuse(command, f"both tiers must have the same protection, or engines find no blocks ({kinds})")
     if _format(source) != _format(target) and protections[0] != "none":
-        raise refuse(command, "a protected block keeps its format; accepted are two tiers of the same format")
+        raise refuse(command, "a protected block keeps its format; choose two tiers of the same format")
     started_at = time.monotonic()
     try:
         with source.open() as from_store:
@@ -139,11 +142,11 @@ def _copy(
     else:
         _show(result)
     for left_out, why in report.left_out.items():
-        complain(command, f"{left_out} is left out: {why}")
+        complain(command, f"{left_out} is skipped: {why}")
     if damaged := getattr(from_store, "damaged", 0):
         complain(command, f"{source.name} at {source.where} has {damaged} folders or files that cannot be read")
         raise typer.Exit(EXIT_FAILED)
-    # A near tier that is full is as warm as it gets; a migration is not done.
+    # A full target is success for warm, which filled it, but a failure for migrate, which is incomplete.
     if report.bad or report.errors or (report.no_room and command == "migrate"):
         raise typer.Exit(EXIT_FAILED)
     return report
@@ -163,10 +166,10 @@ def _make_converter(
 
 
 def _open_target(place: Place) -> tuple[Store, int | None]:
-    """The target's store, with its reserve of free space, and how much may be copied.
+    """Open the target's store, which keeps its reserve of free space. Also return how many bytes may be copied.
 
-    Where a collector has measured, the copy is one more writer with a share in the account. Else what fits is what a
-    listing leaves of ``max_bytes``: on NFS as well, where others may not see a new writer for a minute.
+    If a collector has measured the storage, the copy is one more writer with a share in the account. Otherwise, and on
+    NFS, where other hosts may not see a new writer for a minute, a listing shows how much of ``max_bytes`` is left.
     """
     config = place.config
     store = open_store(config)
@@ -184,7 +187,7 @@ def _open_target(place: Place) -> tuple[Store, int | None]:
 
 
 def _look_into_target(place: Place) -> tuple[Store, int | None]:
-    """As ``_open_target``, without writing anything there. A root folder that is missing would be made."""
+    """Like ``_open_target``, but writes nothing. A missing root folder counts as empty: a copy would create it."""
     config = place.config
     if isinstance(config, FsTierConfig | NfsTierConfig) and not os.path.lexists(config.root_dir):
         store: Store = MemoryStore()
@@ -209,9 +212,11 @@ def _is_one_place(one: Place, other: Place) -> bool:
         return True
     folder, another = (getattr(place.config, "root_dir", None) for place in (one, other))
     try:
-        return folder is not None and another is not None and os.path.samefile(folder, another)  # by two mounts, say
+        return (
+            folder is not None and another is not None and os.path.samefile(folder, another)
+        )  # such as two mounts of one folder
     except OSError:
-        return False  # one is not there yet
+        return False  # one does not exist yet
 
 
 def _tell(ticker: Ticker, report: CopyReport) -> None:
@@ -226,8 +231,8 @@ def _show(result: dict[str, Any]) -> None:
     else:
         say(f"  copied: {result['copied']:,} blocks, {human_bytes(result['copied_bytes'])} at {speed}/s")
     for name, text in (
-        ("present", "were there already"),
-        ("bad", "not copied, their seal failed, or is missing, or a newer version made it (see kvtiers verify)"),
+        ("present", "already present"),
+        ("bad", "not copied, because the seal is bad, missing or from a newer version (see kvtiers verify)"),
         ("errors", "could not be read or written, or another engine's or a newer version's block has the name"),
     ):
         if result[name]:

@@ -1,8 +1,7 @@
-"""``kvtiers doctor``: what a deployment needs of this machine and its storage, looked at for real; each finding with
-its fix.
+"""``kvtiers doctor``: tests whether this machine and its storage meet a deployment's needs; each problem has a fix.
 
-``kvtiers check`` says whether a configuration makes sense, and of S3 whether each client can move bytes. This tries
-everything out: it makes the root folders as an engine would, and writes and removes small blobs in each tier.
+``kvtiers check`` validates a configuration, and for S3 tests whether each client can transfer data. This command tests
+everything: it creates the root folders as an engine would, and writes and removes small blobs in each tier.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from kvtiers.tiers.config.tier_options import (
 from kvtiers.tiers.errors import KVTiersError, StoreError, printable
 from kvtiers.tiers.tools.inventory import block_beginnings
 
-TIER_S_MAX = 30.0  # storage that hangs is a finding, too
+TIER_S_MAX = 30.0  # storage that hangs longer is reported as a problem
 CGROUP_MEMORY = "/sys/fs/cgroup/memory.max"
 FILES_PER_THREAD = 8
 FILES_BASE = 256
@@ -54,19 +53,19 @@ _MARKS = {"ok": "[green]ok     [/green]", "note": "[cyan]note   [/cyan]", "probl
 def examine(
     deployment: DeploymentConfig, *, environ: Mapping[str, str] = os.environ, tier_s_max: float = TIER_S_MAX
 ) -> list[Finding]:
-    """Everything, in the order of the configuration."""
+    """Run all checks, in the order of the configuration."""
     findings = [*_host(deployment), *_engine(deployment, environ)]
     for index, tier in enumerate(deployment.tiers):
         where = f"tiers[{index}] {tier.type}"
         if isinstance(tier, ExternalTierConfig):
-            findings.append(Finding("note", where, "type", "a tier of yours: nothing is known about it"))
+            findings.append(Finding("note", where, "type", "not a kvtiers tier, so it is not checked"))
         else:
             findings += _in_time(where, lambda tier=tier, where=where: _tier(where, tier), tier_s_max)  # type: ignore[misc]
     return findings
 
 
 def show(findings: list[Finding], console: Console) -> None:
-    """One line a finding, and one for its fix."""
+    """Print one line per finding, and one per fix."""
     for finding in findings:
         console.print(f"{_MARKS[finding.level]} ", end="")
         text = f"{finding.where}, {finding.check}: {finding.message}"
@@ -78,7 +77,7 @@ def show(findings: list[Finding], console: Console) -> None:
 
 
 def _in_time(where: str, look: Callable[[], Iterator[Finding]], seconds: float) -> list[Finding]:
-    """What was found until it ended, or until the time was up: storage that hangs keeps its thread."""
+    """Return the findings of ``look`` until it ends or the time is up. Hanging storage keeps its thread."""
     found: list[Finding] = []
 
     def work() -> None:
@@ -87,12 +86,12 @@ def _in_time(where: str, look: Callable[[], Iterator[Finding]], seconds: float) 
                 found.append(finding)
         except (KVTiersError, OSError) as e:
             found.append(Finding("problem", where, "storage", str(e), "see the message"))
-        except Exception as e:  # noqa: BLE001 - the thread's edge: what is lost here would read as no problem
-            # Not its text, which nobody has looked through for secrets.
+        except Exception as e:  # noqa: BLE001 - the thread's edge: a lost exception would look like success
+            # Without the exception's text, which may contain secrets.
             at = traceback.extract_tb(e.__traceback__)[-1]
-            text = f"could not be looked at: {type(e).__name__} in {os.path.basename(at.filename)}:{at.lineno}"
+            text = f"could not be checked: {type(e).__name__} in {os.path.basename(at.filename)}:{at.lineno}"
             found.append(
-                Finding("problem", where, "storage", text, "please report it: this is a fault of kvtiers doctor")
+                Finding("problem", where, "storage", text, "please report this: it is a bug in kvtiers doctor")
             )
 
     thread = threading.Thread(target=work, name=f"kvtiers-doctor-{where}", daemon=True)
@@ -122,17 +121,17 @@ def _shared_memory(region_bytes: int) -> Finding:
     try:
         free = free_bytes("/dev/shm")
         if free is None:
-            return Finding("ok", "host", "/dev/shm", f"has no limit of its own, {takes} GiB")
+            return Finding("ok", "host", "/dev/shm", f"has no size limit, {takes} GiB")
         total = shutil.disk_usage("/dev/shm").total
     except OSError:
         return Finding(
-            "problem", "host", "/dev/shm", "is not there: engine processes cannot share a region", "mount it"
+            "problem", "host", "/dev/shm", "does not exist: engine processes cannot share a region", "mount it"
         )
     text = f"{free / gib:.1f} of {total / gib:.1f} GiB free, {takes}"
     if free < region_bytes:
         return Finding(
             "problem", "host", "/dev/shm", text,
-            "lower region.size, or give it more: --shm-size (Docker), an emptyDir with medium: Memory (Kubernetes)",
+            "lower region.size, or make it larger: --shm-size (Docker), an emptyDir with medium: Memory (Kubernetes)",
         )  # fmt: skip
     return Finding("ok", "host", "/dev/shm", text)
 
@@ -146,7 +145,7 @@ def _memory(region_bytes: int) -> Finding:
         pass  # no cgroup, or "max"
     text = f"the region takes {region_bytes / total:.0%} of {total / 2**30:.1f} GiB"
     if region_bytes > 0.8 * total:
-        return Finding("problem", "host", "memory", text, "lower region.size: the engine needs some, too")
+        return Finding("problem", "host", "memory", text, "lower region.size: the engine itself needs memory")
     return Finding("ok", "host", "memory", text)
 
 
@@ -158,8 +157,8 @@ def _locked_memory(region_bytes: int) -> Finding:
     if soft >= region_bytes:
         return Finding("ok", "host", "locked memory", text)
     return Finding(
-        "note", "host", "locked memory", f"{text}: some drivers then refuse to pin it, and copies to a GPU are slower",
-        "CPU engines need none. ulimit -l unlimited; --ulimit memlock=-1 (Docker); LimitMEMLOCK=infinity (systemd)",
+        "note", "host", "locked memory", f"{text}: some drivers then cannot pin it, and copies to a GPU are slower",
+        "ulimit -l unlimited; --ulimit memlock=-1 (Docker); LimitMEMLOCK=infinity (systemd). Not needed on CPUs",
     )  # fmt: skip
 
 
@@ -171,7 +170,7 @@ def _open_files(deployment: DeploymentConfig) -> Finding:
         if isinstance(tier, TierConfig)
     )
     wanted = FILES_BASE + FILES_PER_THREAD * threads
-    text = f"{soft} may be open, {wanted} are wanted for {threads} threads"
+    text = f"the limit is {soft}, and {threads} threads need {wanted}"
     if soft < wanted:
         return Finding(
             "problem", "host", "open files", text, f"ulimit -n {min(max(wanted, 65_536), max(hard, wanted))}"
@@ -187,11 +186,11 @@ def _engine(deployment: DeploymentConfig, environ: Mapping[str, str]) -> Iterato
     if seed is None or seed == "random":
         yield Finding(
             "note", "engine", "hash seed",
-            "PYTHONHASHSEED is not set: with a block hash that is seeded, no two processes agree",
+            "PYTHONHASHSEED is not set: with a seeded block hash, processes cannot share blocks",
             "keep vLLM's default sha256 (from 0.29 on), or set the same PYTHONHASHSEED for every replica",
         )  # fmt: skip
     else:
-        yield Finding("ok", "engine", "hash seed", f"PYTHONHASHSEED is {seed}: it must be that on every replica")
+        yield Finding("ok", "engine", "hash seed", f"PYTHONHASHSEED is {seed}: it must be the same on every replica")
     metrics = deployment.metrics
     if metrics.port is not None:
         yield from _metrics(metrics.address, metrics.port)
@@ -211,8 +210,8 @@ def _metrics(address: str, port: int) -> Iterator[Finding]:
             probe.bind((address, port))
     except OSError as e:
         yield Finding(
-            "problem", "engine", "metrics", f"{address}:{port} cannot be had ({e.strerror}): nothing will be served",
-            "another metrics.port; if an engine with this file is running, this is it",
+            "problem", "engine", "metrics", f"{address}:{port} cannot be used ({e.strerror}): no metrics are served",
+            "choose another metrics.port, unless an engine that is running with this file uses the port",
         )  # fmt: skip
     else:
         yield Finding("ok", "engine", "metrics", f"{address}:{port} is free")
@@ -228,13 +227,13 @@ def _is_installed(module: str) -> bool:
 def _tier(where: str, tier: TierConfig) -> Iterator[Finding]:
     yield from _keys(where, tier)
     if isinstance(tier, MemoryTierConfig):
-        yield Finding("note", where, "storage", "in the engine's memory: gone at its exit and seen by nobody else")
+        yield Finding("note", where, "storage", "in the engine's memory: lost at its exit, not shared with others")
         return
     if isinstance(tier, S3TierConfig) and tier.embedded:
-        yield Finding("note", where, "storage", "kvtiers demo starts a server of its own for it; no engine can use it")
+        yield Finding("note", where, "storage", "only kvtiers demo can use it, which starts its own S3 server for it")
         return
     if isinstance(tier, NfsTierConfig):
-        yield from examine_mount(where, tier)  # before anything in it is touched
+        yield from examine_mount(where, tier)  # first, because touching a bad mount may hang
     if isinstance(tier, (FsTierConfig, NfsTierConfig)):
         need_root(tier)
     with closing(open_store(tier)) as store:
@@ -259,30 +258,32 @@ def _bucket(where: str, tier: S3TierConfig) -> Iterator[Finding]:
         store.try_out(read_only=tier.read_only)
         try:
             keeps_versions = store.keeps_versions(block_beginnings(store.folders()))
-        except StoreError:  # no right to ask, which a tier does not need, or a server without versions
+        except StoreError:  # the right to list versions is missing, which a tier does not need, or no versioning
             keeps_versions = False
-    yield Finding("ok", where, "bucket", f"{tier.bucket} is there, and the credentials are good")
+    yield Finding("ok", where, "bucket", f"{tier.bucket} exists, and the credentials are valid")
     if keeps_versions and not tier.read_only:
         yield Finding(
-            "problem", where, "versioning", "the bucket keeps all that is deleted, also beyond max_bytes and ttl",
-            "a bucket without versioning, or a rule that expires noncurrent versions: kvtiers gc --lifecycle",
+            "problem", where, "versioning", "the bucket keeps deleted blocks, so max_bytes and ttl free no space",
+            "use a bucket without versioning, or expire noncurrent versions: kvtiers gc --lifecycle",
         )  # fmt: skip
     if not tier.verify:
         yield Finding(
-            "problem", where, "TLS", "certificates are not checked", "verify: true, with ca_bundle where needed"
+            "problem", where, "TLS", "certificates are not checked", "set verify: true, and ca_bundle if needed"
         )
     if tier.allow_insecure:
-        yield Finding("problem", where, "TLS", "http is allowed: blocks and signatures go in the clear", "use https")
+        yield Finding(
+            "problem", where, "TLS", "http is allowed, which sends blocks and signatures in clear text", "use https"
+        )
 
 
 def _checksum(where: str, tier: S3TierConfig, *, refused: bool) -> Finding:
     if refused:
         return Finding(
             "note", where, "checksums",
-            f"the server refuses {tier.checksum} or unsigned payloads; payloads are signed instead",
-            "checksum: none saves one refused request at each start; or update the server",
+            f"the server rejects {tier.checksum} or unsigned payloads; payloads are signed instead",
+            "update the server, or set checksum: none to save one rejected request at each start",
         )  # fmt: skip
-    return Finding("ok", where, "checksums", f"{tier.checksum} is taken")
+    return Finding("ok", where, "checksums", f"the server accepts {tier.checksum}")
 
 
 def _keys(where: str, tier: TierConfig) -> Iterator[Finding]:

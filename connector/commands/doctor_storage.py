@@ -1,8 +1,9 @@
-"""What ``kvtiers doctor`` asks a tier's storage. Each check is done for real, on small blobs that are removed again.
+"""The storage checks of ``kvtiers doctor``. Each check uses small real blobs and removes them again.
 
-Whatever the store: a blob is put, put again, replaced, read whole and at its end, listed and deleted, which takes every
-right the tier needs. Folders are asked for what publishing and direct I/O need, besides. Where a tier is read_only,
-nothing is written: what is there is listed and read.
+- Every store: put a blob, put it again, replace it, read all of it and its end, list and delete it. This needs every
+  right that the tier needs.
+- Folders: also test what publishing and direct I/O need.
+- Tiers that are read_only: write nothing; list and read existing blocks.
 """
 
 from __future__ import annotations
@@ -31,24 +32,24 @@ Level = Literal["ok", "note", "problem"]
 
 PROBE_FOLDER = "kvtiers-doctor"
 CLOCK_SKEW_S_MAX = 5.0
-LISTED_MAX = 2000  # a look at what is there must not list a bucket of millions
+LISTED_MAX = 2000  # a check must not list a bucket of millions
 INODES_FREE_MIN = 100_000
 LOST_AND_FOUND = "lost+found"
 REFUSED_SHOWN_MAX = 5
-READ_BYTES_MAX = 256 << 20  # what is larger is no block
-_WRITERS = "look whether an engine with the same place and prefix writes here"
+READ_BYTES_MAX = 256 << 20  # larger blobs are not blocks
+_WRITERS = "check that an engine with the same location and prefix writes here"
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One answer.
+    """The result of one check.
 
     Attributes:
-        level: note is worth knowing, problem is worth changing.
+        level: a note is worth knowing, a problem is worth fixing.
         where: ``host``, ``engine`` or ``tiers[0] fs``.
-        check: what was looked at, in a word or two.
-        message: what was found.
-        fix: what to do; "" where nothing need be.
+        check: name of the check, in a word or two.
+        message: the result.
+        fix: what to do; "" if nothing is needed.
     """
 
     level: Level
@@ -59,31 +60,31 @@ class Finding:
 
 
 def examine_folder(where: str, config: FsTierConfig | NfsTierConfig) -> Iterator[Finding]:
-    """What the kernel says of a root folder. It must be there."""
+    """Check a root folder's permissions, file system and space, and what publishing needs. The folder must exist."""
     root = config.root_dir
     kind = file_system_type(root)
     status = os.lstat(root)
-    # Whoever may write there can make an engine load what he likes; with keys, no more than have it miss.
+    # Users who can write to the folder can make an engine load arbitrary KV. With keys they can only cause misses.
     level: Level = "problem" if config.protection == "none" else "note"
-    keys = "" if level == "note" else "; or auth: gmac, by which only blocks of those with a key are taken"
+    keys = "" if level == "note" else "; or set auth: gmac, which accepts only blocks that were written with a key"
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         yield Finding(
-            level, where, "mode", f"{root} may be written by others (mode {stat.S_IMODE(status.st_mode):o})",
+            level, where, "mode", f"other users can write to {root} (mode {stat.S_IMODE(status.st_mode):o})",
             f"chmod 700 {root}{keys}",
         )  # fmt: skip
-    if status.st_uid not in (0, os.geteuid()) and os.geteuid() != 0:  # root looks at the folder of an engine's user
+    if status.st_uid not in (0, os.geteuid()) and os.geteuid() != 0:  # root may check the folder of an engine's user
         yield Finding(
-            level, where, "owner", f"{root} belongs to uid {status.st_uid}, who may write there, too",
+            level, where, "owner", f"{root} belongs to uid {status.st_uid}, who can also write to it",
             f"chown it to uid {os.geteuid()}{keys}",
         )  # fmt: skip
     if kind in ("overlay", "overlayfs"):
         yield Finding(
-            "problem", where, "file system", f"{root} is in a container's own layer: gone with the container, and slow",
+            "problem", where, "file system", f"{root} is in a container's layer: lost with the container, and slow",
             "mount a volume there",
         )  # fmt: skip
     elif kind in ("tmpfs", "ramfs"):
         yield Finding(
-            "note", where, "file system", f"{root} is on {kind}: its blocks take memory and end with the boot"
+            "note", where, "file system", f"{root} is on {kind}: its blocks take memory and are lost at a reboot"
         )
     else:
         yield Finding("ok", where, "file system", f"{root} is on {kind or 'an unknown file system'}")
@@ -98,7 +99,7 @@ def examine_folder(where: str, config: FsTierConfig | NfsTierConfig) -> Iterator
 
 
 def examine_mount(where: str, config: NfsTierConfig) -> Iterator[Finding]:
-    """What is unwise about a mount, by its options alone: nothing in it is touched."""
+    """Check a mount's options. Touches nothing in the mount, which may hang."""
     findings = mount_findings(config.root_dir)
     recommended = next((f.partition("recommended: ")[2] for f in findings if "recommended: " in f), "")
     for finding in findings:
@@ -106,8 +107,8 @@ def examine_mount(where: str, config: NfsTierConfig) -> Iterator[Finding]:
             yield Finding("problem", where, "mount options", finding, recommended)
     if file_system_type(config.root_dir) not in ("nfs", "nfs4"):
         yield Finding(
-            "note", where, "mount options", f"{config.root_dir} is on no NFS mount",
-            "type: fs is faster there; if a mount is missing, mount it before the engine starts",
+            "note", where, "mount options", f"{config.root_dir} is not on an NFS mount",
+            "use type: fs, which is faster; or if a mount is missing, mount it before the engine starts",
         )  # fmt: skip
     elif not findings:
         yield Finding("ok", where, "mount options", "as recommended")
@@ -116,7 +117,7 @@ def examine_mount(where: str, config: NfsTierConfig) -> Iterator[Finding]:
 def examine_store(
     where: str, config: TierConfig, store: Store, now: Callable[[], float] = time.time
 ) -> Iterator[Finding]:
-    """Put, put again, replace, read, list and delete. Ends at the first thing that is refused."""
+    """Put, put again, replace, read, list and delete a blob. Stops at the first operation that is refused."""
     if isinstance(config, BoundedTierConfig) and config.read_only:
         yield from _reading(where, config, store)
         return
@@ -139,9 +140,9 @@ def examine_store(
             if error is not None:
                 raise error
         if isinstance(config, BoundedTierConfig) and config.max_bytes is not None:
-            read_measured(store)  # without which no engine stores anything
+            read_measured(store)  # engines store nothing if this fails
         if store.size(key) is not None:
-            yield Finding("problem", where, "delete", "a deleted blob is still there", "look at versioning and locks")
+            yield Finding("problem", where, "delete", "a deleted blob still exists", "check versioning and locks")
         yield Finding("ok", where, "rights", "blobs can be put, read, listed, replaced and deleted")
     except StoreConfigError as e:
         yield Finding("problem", where, "storage", str(e), "see the message")
@@ -150,7 +151,7 @@ def examine_store(
 
 
 def examine_namespaces(where: str, store: Store) -> Iterator[Finding]:
-    """Namespaces of one model side by side: what keeps replicas from sharing blocks."""
+    """Compare the namespaces of each model, and name the fields that keep replicas from sharing blocks."""
     by_model: dict[str, list[Namespace]] = {}
     namespaces, is_cut = namespaces_in(store)
     for namespace in namespaces:
@@ -158,8 +159,8 @@ def examine_namespaces(where: str, store: Store) -> Iterator[Finding]:
     for model, found in sorted(by_model.items()):
         if len(found) == 1 and is_cut:
             yield Finding(
-                "note", where, "namespaces", f"{model}: one was found, but not all that is stored was looked through",
-                "kvtiers ls lists all",
+                "note", where, "namespaces", f"{model}: one was found, but only a part of the storage was listed",
+                "kvtiers ls lists all of it",
             )  # fmt: skip
             continue
         if len(found) == 1:
@@ -168,8 +169,8 @@ def examine_namespaces(where: str, store: Store) -> Iterator[Finding]:
         values = "; ".join(f"{name}: {', '.join(shown_values(found, name))}" for name in differing_fields(found))
         yield Finding(
             "note", where, "namespaces",
-            f"{model}: {'at least ' if is_cut else ''}{len(found)}, which share nothing, by {values}",
-            "give replicas that are to share blocks the same values; others may be removed when nothing uses them",
+            f"{model}: {'at least ' if is_cut else ''}{len(found)}, which share no blocks. They differ in {values}",
+            "give replicas that should share blocks the same values; others may be removed if no engine uses them",
         )  # fmt: skip
 
 
@@ -178,10 +179,10 @@ def _reading(where: str, config: TierConfig, store: Store) -> Iterator[Finding]:
         some = itertools.islice(store.keys(), LISTED_MAX)
         info = next((info for info in some if info.size <= READ_BYTES_MAX and is_block(info.key)), None)
         if info is None:
-            yield Finding("problem", where, "blocks", "there are none, and read_only: nothing will be found", _WRITERS)
+            yield Finding("problem", where, "blocks", "there are none, and the tier is read_only: no hits", _WRITERS)
             return
         store.get_into(info.key, [memoryview(bytearray(info.size))])
-        yield Finding("ok", where, "rights", "blobs can be listed and read; no others were tried, as for read_only")
+        yield Finding("ok", where, "rights", "blobs can be listed and read; read_only needs no other rights")
     except StoreError as e:
         yield Finding("problem", where, "rights", str(e), _fix_of(config))
 
@@ -190,14 +191,14 @@ def _latency(where: str, config: TierConfig, put_s: float, get_s: float) -> Find
     text = f"put {put_s * 1e3:.1f} ms, get {get_s * 1e3:.1f} ms for 4 KiB"
     if get_s > config.lookup_deadline_s:
         return Finding(
-            "problem", where, "latency", f"{text}: lookups are misses after {config.lookup_deadline_s} s of silence",
-            "raise lookup_deadline_s, or bring the storage nearer",
+            "problem", where, "latency", f"{text}: lookups without an answer miss after {config.lookup_deadline_s} s",
+            "raise lookup_deadline_s, or use storage with a lower latency",
         )  # fmt: skip
     return Finding("ok", where, "latency", text)
 
 
 def _semantics(where: str, key: str, store: Store, contents: tuple[bytes, bytes], got: bytearray) -> Iterator[Finding]:
-    """Who puts what is there already changes nothing, unless it is told to replace it."""
+    """Check that a put of an existing blob changes nothing, unless it is told to replace the blob."""
     first, second = contents
     store.put(key, [memoryview(second)])
     store.get_into(key, [memoryview(got)])
@@ -206,8 +207,8 @@ def _semantics(where: str, key: str, store: Store, contents: tuple[bytes, bytes]
     elif store.capabilities.exclusive_create:
         yield Finding(
             "problem", where, "conditional put",
-            "the storage ignores If-None-Match: every replica writes every block anew",
-            "harmless, since blocks of one key are alike, but it costs requests: update the server",
+            "the storage ignores If-None-Match: every replica writes every block again",
+            "harmless, since blocks with the same key are equal, but it wastes writes: update the server",
         )  # fmt: skip
     else:
         yield Finding("note", where, "conditional put", "the last writer of a block wins, which is harmless here")
@@ -215,8 +216,8 @@ def _semantics(where: str, key: str, store: Store, contents: tuple[bytes, bytes]
     store.get_into(key, [memoryview(got)])
     if got != second:
         yield Finding(
-            "problem", where, "replace", "a blob that was replaced still has its old content: bad blocks cannot heal",
-            "look for a cache between here and the storage",
+            "problem", where, "replace", "a replaced blob still has its old content: bad blocks cannot be repaired",
+            "look for a cache between this machine and the storage",
         )  # fmt: skip
     if isinstance(store, SupportsTail):
         found = store.get_tail(key, 16)
@@ -226,7 +227,7 @@ def _semantics(where: str, key: str, store: Store, contents: tuple[bytes, bytes]
                 where,
                 "ranges",
                 f"reading the last 16 bytes gave {found!r:.60}",
-                "the server must know ranges",
+                "use a server that supports range requests",
             )
 
 
@@ -237,7 +238,7 @@ def _listing(where: str, key: str, store: Store, now: Callable[[], float]) -> It
     info = next((info for info in store.keys(key) if info.key == key), None)
     if info is None:
         yield Finding(
-            "problem", where, "listing", "a blob that was just put is not listed", "the listing is stale or not allowed"
+            "problem", where, "listing", "a blob that was just put is not listed", "the listing is stale or forbidden"
         )
         return
     skew_s = info.mtime - min(max(info.mtime, began), ended)
@@ -245,15 +246,15 @@ def _listing(where: str, key: str, store: Store, now: Callable[[], float]) -> It
         text = f"the storage's clock is {abs(skew_s):.0f} s {'ahead' if skew_s > 0 else 'behind'}"
         yield Finding(
             "problem", where, "clock", text,
-            "run NTP on both: ages of blocks are told by both clocks, and S3 refuses a skew of 15 minutes",
+            "run NTP on both: ages of blocks depend on both clocks, and S3 refuses a skew of 15 minutes",
         )  # fmt: skip
     else:
-        yield Finding("ok", where, "clock", f"within {CLOCK_SKEW_S_MAX:.0f} s of the storage's")
+        yield Finding("ok", where, "clock", f"within {CLOCK_SKEW_S_MAX:.0f} s of the storage's clock")
 
 
 def _fix_of(config: TierConfig) -> str:
     if isinstance(config, S3TierConfig):
-        return "docs/security.md has the policy with the rights that are needed"
+        return "docs/security.md has a policy with the required rights"
     root = getattr(config, "root_dir", None)
     rights = "read" if getattr(config, "read_only", False) else "read and write"
     return f"give uid {os.getuid()} the right to {rights} {root}" if root else "see the message"
@@ -262,22 +263,22 @@ def _fix_of(config: TierConfig) -> str:
 def _free_space(where: str, config: FsTierConfig | NfsTierConfig) -> Finding:
     status = os.statvfs(config.root_dir)
     free = status.f_bavail * status.f_frsize
-    text = f"{free / 2**30:.1f} GiB free, {config.min_free / 2**30:.1f} GiB are to stay free"
+    text = f"{free / 2**30:.1f} GiB free, {config.min_free / 2**30:.1f} GiB must stay free"
     if free <= config.min_free:
         return Finding("problem", where, "free space", f"{text}: nothing is stored", "make room, or lower min_free")
     if status.f_files > 0 and status.f_favail < INODES_FREE_MIN:
         return Finding(
-            "problem", where, "free space", f"{text}, but only {status.f_favail} inodes are",
-            "a larger blocks_per_chunk makes fewer files; or a file system with more inodes",
+            "problem", where, "free space", f"{text}, but only {status.f_favail} inodes are free",
+            "raise blocks_per_chunk to make fewer files, or use a file system with more inodes",
         )  # fmt: skip
     return Finding("ok", where, "free space", text)
 
 
 def _refused_folders(where: str, root: str) -> Iterator[Finding]:
-    """Folders that this user may not look into: listings pass them over, and their blocks are errors."""
+    """Find folders that this user cannot read: listings skip them, and looking up their blocks fails."""
     refused = []
     looked_at = 0
-    left = deque([""])  # the outer ones first: a command that was run by root has mostly made some of these
+    left = deque([""])  # outer folders first: usually the cause is a command run as root, which made some of these
     while left and looked_at < LISTED_MAX:
         outer = left.popleft()
         with suppress(OSError), os.scandir(os.path.join(root, outer)) as entries:
@@ -285,31 +286,31 @@ def _refused_folders(where: str, root: str) -> Iterator[Finding]:
                 looked_at += 1
                 if os.access(os.path.join(root, name), os.R_OK | os.X_OK):
                     left.append(name)
-                elif os.path.lexists(os.path.join(root, name)):  # else an engine has just removed it
+                elif os.path.lexists(os.path.join(root, name)):  # otherwise an engine has just removed it
                     refused.append(name)
     if LOST_AND_FOUND in refused:
         refused.remove(LOST_AND_FOUND)
-        yield Finding("note", where, "folders", f"{LOST_AND_FOUND} is the file system's own; listings pass it over")
+        yield Finding("note", where, "folders", f"{LOST_AND_FOUND} belongs to the file system; listings skip it")
     if refused:
         shown = ", ".join(map(printable, refused[:REFUSED_SHOWN_MAX])) + (
             ", …" if len(refused) > REFUSED_SHOWN_MAX else ""
         )
         yield Finding(
             "problem", where, "folders",
-            f"uid {os.getuid()} may not look into {len(refused)} in {root}: {shown}; what they hold is neither loaded, "
-            "counted nor removed",
+            f"uid {os.getuid()} cannot read {len(refused)} of the folders in {root}: {shown}; their blocks are not "
+            "loaded, counted or removed",
             f"chown -R {os.getuid()}:{os.getgid()} {root}, and run kvtiers commands as the engine's user",
         )  # fmt: skip
 
 
 def _unnamed_files(where: str, root: str, *, expected: bool) -> Finding:
-    """O_TMPFILE and linkat: how a block is published by which a writer that is killed leaves nothing behind."""
+    """Check O_TMPFILE and linkat, with which a writer that is killed while publishing a block leaves nothing behind."""
     name = os.path.join(root, f".{secrets.token_hex(8)}")
     try:
         fd = os.open(root, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600)
         try:
             root_fd = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:  # with a dir_fd Python calls linkat, which can follow the link of /proc; link cannot
+            try:  # with a dir_fd Python calls linkat, which can follow the link in /proc; plain link cannot
                 os.link(f"/proc/self/fd/{fd}", os.path.basename(name), dst_dir_fd=root_fd, follow_symlinks=True)
             finally:
                 os.close(root_fd)
@@ -319,18 +320,18 @@ def _unnamed_files(where: str, root: str, *, expected: bool) -> Finding:
     except OSError as e:
         text = f"no O_TMPFILE with linkat ({errno.errorcode.get(e.errno or 0, e)})"
         if not expected:
-            return Finding("ok", where, "publishing", f"{text}: private names and link or rename, as always on NFS")
+            return Finding("ok", where, "publishing", f"{text}: uses private names and link or rename, as usual on NFS")
         return Finding(
             "note",
             where,
             "publishing",
-            f"{text}: blocks are published by private names; a killed writer's is swept later",
+            f"{text}: blocks are published from private names; those of killed writers are removed later",
         )
     return Finding("ok", where, "publishing", "O_TMPFILE and linkat: a writer that is killed leaves nothing behind")
 
 
 def _rename(where: str, root: str) -> Finding:
-    """Rename over a file that is open elsewhere: how a bad block is replaced."""
+    """Check a rename over a file that another process has open, which is how a bad block is replaced."""
     old, new = (os.path.join(root, f".{secrets.token_hex(8)}") for _ in range(2))
     try:
         for name, content in ((old, b"old"), (new, b"new")):
@@ -345,7 +346,7 @@ def _rename(where: str, root: str) -> Finding:
         fix = "use another file system"
         if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             fix = f"give uid {os.getuid()} the right to read and write {root}"
-        return Finding("problem", where, "atomic rename", f"could not be tried: {e.strerror}", fix)
+        return Finding("problem", where, "atomic rename", f"could not be tested: {e.strerror}", fix)
     finally:
         for name in (old, new):
             try:
@@ -364,24 +365,24 @@ def _direct_io(where: str, root: str) -> Finding:
         os.close(fd)
     except OSError as e:
         return Finding(
-            "note", where, "O_DIRECT", f"not there ({errno.errorcode.get(e.errno or 0, e)}); nothing here needs it"
+            "note", where, "O_DIRECT", f"not supported ({errno.errorcode.get(e.errno or 0, e)}), and not needed"
         )
     finally:
         try:
             os.unlink(name)
         except OSError:
             pass
-    return Finding("ok", where, "O_DIRECT", "there; blocks go through the page cache all the same")
+    return Finding("ok", where, "O_DIRECT", "supported, but not used: blocks go through the page cache")
 
 
 def need_root(config: FsTierConfig | NfsTierConfig) -> None:
-    """Raise where the root is no folder that a store would take or make.
+    """Check that a store could use or create the root folder.
 
     Raises:
-        ConfigError: says why.
+        ConfigError: the root is a symbolic link, or is not a folder.
     """
     root = config.root_dir
     if os.path.islink(root):
-        raise ConfigError(f"{root} is a symbolic link; name the folder it leads to", field="root_dir")
+        raise ConfigError(f"{root} is a symbolic link; write the folder that it points to", field="root_dir")
     if os.path.exists(root) and not os.path.isdir(root):
         raise ConfigError(f"{root} is not a folder", field="root_dir")

@@ -1,8 +1,8 @@
-"""What can be known about a deployment's storage from outside its engines: is it there, how fast, how full, of what.
+"""``kvtiers serve-metrics``: watches a deployment's storage from outside its engines: availability, latency and usage.
 
-Hits, circuits and verify failures are in the engine's own process (``metrics.port`` of the config); nothing here can
-know them. Each tier is asked on a thread of its own, because storage that hangs keeps its caller; a tier that has not
-answered in time is reported as down while its thread still waits.
+Only the engine's own process knows hits, circuits and verify failures (``metrics.port`` in the configuration). Each
+tier has its own threads, because hanging storage blocks its caller. A tier that does not answer in time is reported as
+down while its thread still waits.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from kvtiers.tiers.tools.inventory import parse_block_name
 
 logger = get_logger(__name__)
 
-NAMESPACES_MAX = 1000  # label values; what is beyond them counts as "other"
+NAMESPACES_MAX = 1000  # label values; blocks of further namespaces count as "other"
 OTHER = "other"
 PUBLISH_EVERY_S = 0.5
-#: A name that no block has: any answer will do.
+#: A name that no block has: a probe needs only an answer.
 PROBE_KEY = "kvtiers-probe/absent"
 
 
@@ -56,7 +56,7 @@ STORAGE_METRICS: Mapping[str, MetricDef] = {
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a scan found, by namespace: blocks and bytes."""
+    """The result of a scan: blocks and bytes by namespace."""
 
     blocks: Mapping[str, int]
     size_bytes: Mapping[str, int]
@@ -66,12 +66,13 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """What a probe found.
+    """The result of a probe.
 
     Attributes:
-        began: by the tier's clock; tells it from the probe under way.
-        error: class of the error, "" where it was answered.
-        free_bytes: of the file system, where there is one.
+        number: counts the tier's probes, from 1 on.
+        began: start by the tier's clock; distinguishes this probe from the running one.
+        error: class of the error; "" if the storage answered.
+        free_bytes: free bytes of the file system; None for other storage.
     """
 
     number: int
@@ -82,12 +83,12 @@ class ProbeResult:
 
 
 class WatchedTier:
-    """One tier's storage. ``probe`` and ``scan`` are for the tier's own thread, the fields may be read by any.
+    """Probes and scans one tier's storage. The tier's own threads call ``probe`` and ``scan``; any may read the fields.
 
     Attributes:
-        asking_since: when the probe under way began; None between probes.
-        last: the last probe that ended.
-        usage: of the last scan that ended.
+        asking_since: start of the running probe; None between probes.
+        last: result of the last finished probe.
+        usage: result of the last finished scan.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class WatchedTier:
         try:
             self._ask(self._open())
             free_bytes = _free_bytes(self.config)
-        except Exception as e:  # whatever hinders it, the storage was not seen to answer
+        except Exception as e:  # whatever the error is, the storage did not answer
             error = type(e).__name__
             if not isinstance(e, (KVTiersError, OSError)):
                 logger.exception("tier %s could not be probed", self.name)
@@ -130,12 +131,12 @@ class WatchedTier:
         return self.last
 
     def scan(self) -> None:
-        """Count the blocks of each namespace. A scan that fails leaves the last one's figures."""
+        """Count the blocks of each namespace. A failed scan keeps the previous result."""
         began = self._clock()
         blocks: dict[str, int] = {}
         size_bytes: dict[str, int] = {}
         try:
-            # A store of its own: the probe closes its one after an error.
+            # Not the probe's store, which the probe closes after an error.
             with contextlib.closing(self._make_store(self.config)) as store:
                 for info in store.keys():  # noqa: SIM118 - not a dict
                     if parse_block_name(info.key) is None:
@@ -157,8 +158,8 @@ class WatchedTier:
     def _ask(self, store: Store) -> None:
         store.size(PROBE_KEY)
         if isinstance(self.config, S3TierConfig):
-            # A HEAD's 404 has no body: it is the same of a bucket that is gone, and of a server that speaks no S3. The
-            # answer to a LIST tells.
+            # A 404 to HEAD has no body, so a missing bucket and a server without S3 look the same as a missing block.
+            # Only LIST tells them apart.
             next(iter(store.keys(PROBE_KEY)), None)
 
     def _open(self) -> Store:
@@ -169,7 +170,7 @@ class WatchedTier:
     def _forget(self) -> None:
         store, self._store = self._store, None
         if store is not None:
-            with contextlib.suppress(Exception):  # a store that failed may fail at this, too
+            with contextlib.suppress(Exception):  # after an error, closing may fail, too
                 store.close()
 
 
@@ -181,7 +182,7 @@ def _free_bytes(config: TierConfig) -> int | None:
 
 
 def watched_tiers(deployment: DeploymentConfig) -> list[WatchedTier]:
-    """The deployment's tiers that another process can see."""
+    """Return the deployment's tiers whose storage another process can see."""
     watched = []
     for tier in deployment.tiers:
         if not isinstance(tier, TierConfig) or isinstance(tier, MemoryTierConfig):
@@ -193,13 +194,13 @@ def watched_tiers(deployment: DeploymentConfig) -> list[WatchedTier]:
 
 
 class StorageMonitor:
-    """Watches tiers and keeps ``metrics``. ``publish`` is for one thread; each tier has one of its own.
+    """Watches tiers on their own threads and keeps ``metrics`` up to date. Call ``publish`` from one thread.
 
     Args:
         tiers: see ``watched_tiers``.
-        probe_every_s: seconds between probes; one that takes longer than this counts as down.
+        probe_every_s: seconds between probes; if a probe takes longer, the tier counts as down.
         scan_every_s: seconds between scans, which list every block; 0: never.
-        clock: seconds, monotonic.
+        clock: monotonic, in seconds.
     """
 
     def __init__(
@@ -221,7 +222,7 @@ class StorageMonitor:
         self._overdue: dict[str, float] = {}
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start the tiers' threads."""
         for tier in self._tiers:
             for name, work, every_s in (
                 ("probe", tier.probe, self._probe_every_s),
@@ -235,13 +236,13 @@ class StorageMonitor:
                     self._threads.append(thread)
 
     def publish(self) -> None:
-        """Bring the metrics up to date with what the tiers' threads have found."""
+        """Update the metrics with the latest results of the tiers' threads."""
         for tier in self._tiers:
             self._publish_probe(tier)
             self._publish_usage(tier)
 
     def close(self, timeout_s: float = 1.0) -> None:
-        """Stop. A thread that hangs in its storage is left behind."""
+        """Stop the threads. A thread that hangs in its storage is left running."""
         self._stop.set()
         deadline = self._clock() + timeout_s
         for thread in self._threads:
@@ -255,7 +256,7 @@ class StorageMonitor:
             try:
                 work()
             except Exception:
-                logger.exception("a tier could not be watched")  # a thread's edge: the next round tries again
+                logger.exception("a tier could not be watched")  # the thread's edge: the next round tries again
             if self._stop.wait(every_s):
                 return
 
@@ -265,22 +266,22 @@ class StorageMonitor:
         if last is not None and last.number > self._published[name]:
             self._published[name] = last.number
             is_late = last.took_s > self._probe_every_s
-            if self._overdue.get(name) != last.began:  # else it was counted while it was waited for
+            if self._overdue.get(name) != last.began:  # otherwise it was already counted as a timeout
                 metrics.inc("kvtiers_storage_probes_total", name, last.error or ("timeout" if is_late else "ok"))
             metrics.set("kvtiers_storage_probe_seconds", name, value=last.took_s)
             metrics.set("kvtiers_storage_up", name, value=float(not last.error and not is_late))
             if last.free_bytes is None:
-                metrics.forget("kvtiers_storage_free_bytes", name)  # what it was before the error is no news of now
+                metrics.forget("kvtiers_storage_free_bytes", name)  # the value before the error is out of date
             else:
                 metrics.set("kvtiers_storage_free_bytes", name, value=last.free_bytes)
-        has_ended = last is not None and last.began == since  # between the two reads above
+        has_ended = last is not None and last.began == since  # it ended between the two reads above
         if since is not None and not has_ended and self._clock() - since > self._probe_every_s:
             metrics.set("kvtiers_storage_up", name, value=0.0)
             if self._overdue.get(name) != since:
                 self._overdue[name] = since
                 metrics.inc("kvtiers_storage_probes_total", name, "timeout")
         reserve = getattr(tier.config, "min_free", None)
-        if reserve is not None and not getattr(tier.config, "read_only", False):  # there nothing is stored anyway
+        if reserve is not None and not getattr(tier.config, "read_only", False):  # a read_only tier stores nothing
             metrics.set("kvtiers_storage_reserve_bytes", name, value=reserve)
 
     def _publish_usage(self, tier: WatchedTier) -> None:
@@ -290,7 +291,7 @@ class StorageMonitor:
         metrics.set("kvtiers_storage_scan_seconds", name, value=usage.took_s)
         metrics.set("kvtiers_storage_scan_timestamp_seconds", name, value=usage.ended_at)
         for metric, found in (("kvtiers_storage_blocks", usage.blocks), ("kvtiers_storage_bytes", usage.size_bytes)):
-            metrics.forget(metric, name)  # of namespaces that are gone
+            metrics.forget(metric, name)  # drops namespaces that no longer exist
             for namespace, value in found.items():
                 metrics.set(metric, name, namespace, value=value)
 
@@ -308,16 +309,17 @@ def serve_metrics(
     """Serve the storage's metrics until ``stop`` is set.
 
     Args:
-        started: told the URL once it listens.
+        started: called with the URL once the server listens.
 
     Raises:
-        ConfigError: no tier can be seen from here, prometheus_client is missing, or address or port cannot be had.
+        ConfigError: this process can see no tier's storage, prometheus_client is missing, or the address or port
+            cannot be used.
     """
     from kvtiers.tiers.exporter import MetricsServer
 
     tiers = watched_tiers(deployment)
     if not tiers:
-        raise ConfigError("none of these is storage that another process can see", field="tiers")
+        raise ConfigError("no tier has storage that another process can see", field="tiers")
     monitor = StorageMonitor(tiers, probe_every_s=probe_every_s, scan_every_s=scan_every_s)
     try:
         server = MetricsServer([monitor.metrics], port=port, address=address)
@@ -325,12 +327,12 @@ def serve_metrics(
         if isinstance(e, socket.gaierror) or e.errno == errno.EADDRNOTAVAIL:
             raise ConfigError(f"{address} cannot be served: {e.strerror}", field="--address") from e
         raise ConfigError(f"{address}:{port} cannot be served: {e.strerror}", field="--port") from e
-    except ValueError as e:  # of what no host name can be
-        raise ConfigError(f"{address!r} is no host name", field="--address") from e
+    except ValueError as e:  # raised for an invalid host name
+        raise ConfigError(f"{address!r} is not a valid host name", field="--address") from e
     try:
         monitor.start()
         started(server.url)
-        while not stop.wait(min(PUBLISH_EVERY_S, probe_every_s / 2)):  # only the last probe is looked at
+        while not stop.wait(min(PUBLISH_EVERY_S, probe_every_s / 2)):  # often enough not to miss a probe
             monitor.publish()
     finally:
         server.close()

@@ -1,4 +1,4 @@
-"""The tiers of a configuration as stores, for commands; how commands show that they are at work, and how they end."""
+"""Shared parts of the commands: opening a configuration's tiers as stores, output, progress, and exit codes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from kvtiers.tiers.stores.files.posix import store_error
 
 EXIT_FAILED = 1  # the command ran and found something wrong
 EXIT_BAD_INPUT = 2
-QUIET_S = 2.0  # what takes less shows no progress
+QUIET_S = 2.0  # faster work shows no progress
 TICK_S = 0.2
 
 
@@ -44,7 +44,7 @@ class Place:
     """One tier's storage.
 
     Attributes:
-        name: the tier's.
+        name: the tier's name, or its type if it has no name.
         where: folder, bucket or URL.
     """
 
@@ -54,20 +54,20 @@ class Place:
 
     @property
     def read_only(self) -> bool:
-        """Whether its tier must not write there."""
+        """Whether the tier is configured not to write."""
         return isinstance(self.config, BoundedTierConfig) and self.config.read_only
 
     @contextmanager
     def open(self, *, writes: bool = False) -> Iterator[Store]:
-        """Its store, closed at the end.
+        """Open the tier's store, and close it at the end.
 
         Args:
-            writes: the command may write or remove. Else opening it leaves nothing there, not even what only asks the
-                time.
+            writes: the command may write or remove. If False, opening writes nothing, not even the file that asks a
+                file server for its time.
 
         Raises:
-            StoreError: it cannot be opened, or its folder is not there: a command makes none, which would be its user's
-                and no engine's, and may be a mistake in the configuration.
+            StoreError: the store cannot be opened, or its folder does not exist. Commands do not create the folder: it
+                would belong to the command's user instead of the engine's, and the path may be a mistake.
         """
         if isinstance(self.config, FsTierConfig | NfsTierConfig):
             _check_is_there(self.config.root_dir, "root_dir")
@@ -76,16 +76,16 @@ class Place:
 
     @property
     def policy(self) -> CapacityPolicy | None:
-        """Its limits, where it has any that a command may act on."""
+        """The tier's limits; None if it has none, or none that a command may enforce."""
         return self.config.capacity_policy() if isinstance(self.config, BoundedTierConfig) else None
 
 
 class PrefixPlace(Place):
-    """Where SharedStorageConnector keeps prefixes beside a tier's blocks."""
+    """The prefixes that SharedStorageConnector keeps beside a tier's blocks."""
 
     @contextmanager
     def open(self, *, writes: bool = False) -> Iterator[Store]:
-        """As a store whose blocks are chunks."""
+        """Open a store whose blocks are the chunks of prefixes."""
         with super().open(writes=writes) as store:
             yield ChunkStore(store)
 
@@ -106,10 +106,10 @@ def _check_is_there(folder: str, name: str) -> None:
 
 
 def find_prefixes(config: Path, tier: str | None, tell: Callable[[str], None]) -> list[Place]:
-    """The prefixes of SharedStorageConnector beside the blocks of ``find_places``.
+    """Find the prefixes of SharedStorageConnector beside the blocks of ``find_places``.
 
     Raises:
-        ConfigError: as there, or none of these tiers has a place for prefixes.
+        ConfigError: see ``find_places``; or none of these tiers can hold prefixes.
     """
     found: list[Place] = []
     reasons = []
@@ -126,13 +126,14 @@ def find_prefixes(config: Path, tier: str | None, tell: Callable[[str], None]) -
 
 
 def find_places(config: Path, tier: str | None, tell: Callable[[str], None]) -> list[Place]:
-    """The tiers of a YAML file whose storage outlives a process, or the one of that name.
+    """Find the tiers of a YAML file whose storage outlives a process.
 
     Args:
-        tell: takes which tiers are left out, where none is named.
+        tier: name of the only tier to return; None: all tiers.
+        tell: called with a message that names the skipped tiers, if ``tier`` is None.
 
     Raises:
-        ConfigError: the file is not accepted, there is no such tier, or its store cannot be made by a command.
+        ConfigError: the file is not accepted, there is no such tier, or commands cannot open its store.
     """
     found = []
     others = []
@@ -144,17 +145,17 @@ def find_places(config: Path, tier: str | None, tell: Callable[[str], None]) -> 
     if not found:
         what = "whose storage outlives its process"
         if others:
-            what = f"that a command can look into, as {', '.join(others)} is not kvtiers' own"
-        raise ConfigError(f"{config} has no tier {what}: nothing to look into", field="tiers")
+            what = f"that commands can read: {', '.join(others)} is not a tier type of kvtiers"
+        raise ConfigError(f"{config} has no tier {what}", field="tiers")
     if others and tier is None:
-        tell(f"left out: {', '.join(others)}, which is not kvtiers' own")
+        tell(f"skipped: {', '.join(others)}, which is not a tier type of kvtiers")
     if tier is not None:
         names = ", ".join(place.name for place in found)
         found = [place for place in found if place.name == tier]
         if not found:
             raise ConfigError(f"no tier {tier!r} in {config}; accepted: {names}", field="--tier")
     for place in found:
-        tool_recipe(place.config)  # now rather than amid the command: there may be no such store for tools
+        tool_recipe(place.config)  # fail now, not in the middle of the command, if tools cannot open this store
     return found
 
 
@@ -166,12 +167,12 @@ def _where(config: TierConfig) -> str:
 
 
 class Ticker:
-    """Says on standard error how far something is, once it has taken ``QUIET_S``; nothing where nobody looks.
+    """Shows progress on standard error once the work has taken ``QUIET_S``. Silent if stderr is not a terminal.
 
     Args:
-        what: what is done.
-        total: how much there is; None: nobody knows.
-        unit: what ``count`` counts.
+        what: the work, in a few words.
+        total: total amount of work; None: not known.
+        unit: the unit of ``count``.
     """
 
     def __init__(self, what: str, total: float | None = None, *, unit: str = "") -> None:
@@ -199,11 +200,11 @@ class Ticker:
             self._progress.stop()
 
     def count(self, done: int) -> None:
-        """So many are done."""
+        """Show that ``done`` units are done."""
         self.tell(done, f"{done:,} {self._unit}")
 
     def tell(self, done: float, text: str) -> None:
-        """Cheap enough for every thousandth blob."""
+        """Show ``text`` as the progress. Cheap enough to call for every thousandth blob."""
         now = time.monotonic()
         if now - self._started_at < QUIET_S or now - self._told_at < TICK_S:
             return
@@ -215,35 +216,35 @@ class Ticker:
 
 
 def make_console() -> Console:
-    """Of standard output. In a pipe each finding is on one line."""
+    """Create a console for standard output. In a pipe, lines are not wrapped, so each finding is one line."""
     return Console(soft_wrap=not os.isatty(1))
 
 
 def say(text: str) -> None:
-    """On standard output, on one line however narrow the terminal is."""
+    """Print to standard output, on one line even if the terminal is narrow."""
     Console(soft_wrap=True).print(printable(text), markup=False, highlight=False)
 
 
 def cell(text: str) -> str:
-    """A text for rich, which prints it as it is: it may be in brackets, as rich's markup is."""
+    """Escape a text for rich, which would read text in brackets as markup."""
     return escape(printable(text))
 
 
 def complain(command: str, text: str) -> None:
-    """On standard error, on one line however narrow the terminal is."""
+    """Print to standard error, on one line even if the terminal is narrow."""
     Console(stderr=True, soft_wrap=True).print(
         f"kvtiers {command}: {printable_lines(text)}", markup=False, highlight=False
     )
 
 
 def refuse(command: str, text: str) -> typer.Exit:
-    """Complain of bad input; raise what this returns."""
+    """Print an error for bad input, and return the exception for the caller to raise."""
     complain(command, text)
     return typer.Exit(EXIT_BAD_INPUT)
 
 
 def human_bytes(size: float) -> str:
-    """Such as "1.5 GiB"."""
+    """Format bytes, such as "1.5 GiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
             return f"{size:.0f} {unit}" if size == int(size) else f"{size:.1f} {unit}"
@@ -252,7 +253,7 @@ def human_bytes(size: float) -> str:
 
 
 def human_age(seconds: float) -> str:
-    """Such as "3d"."""
+    """Format a duration, such as "3d"."""
     for limit, unit_s, unit in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
         if seconds < limit:
             return f"{max(0.0, seconds) / unit_s:.0f}{unit}"

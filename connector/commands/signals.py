@@ -1,4 +1,4 @@
-"""SIGTERM and SIGHUP as an exception, for commands that have something to put away."""
+"""Turns SIGTERM and SIGHUP into an exception, for commands that must clean up."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def exit_on_signals() -> Iterator[None]:
-    """Make SystemExit of SIGTERM, and of SIGHUP (a lost connection) unless nohup has it ignored, so that what is
-    temporary goes. Nothing outside the main thread.
+    """Raise SystemExit on SIGTERM and SIGHUP (a lost connection), so that temporary files are removed.
+
+    SIGHUP stays ignored under nohup. Outside the main thread this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -22,7 +23,7 @@ def exit_on_signals() -> Iterator[None]:
 
     def end(number: int, _: object) -> None:
         for each in numbers:
-            signal.signal(each, signal.SIG_IGN)  # a second one, of either kind, would end the clean-up of the first
+            signal.signal(each, signal.SIG_IGN)  # a second signal would interrupt the clean-up
         sys.exit(128 + number)
 
     before = {number: signal.signal(number, end) for number in numbers}

@@ -1,4 +1,4 @@
-"""``kvtiers ls``, ``du`` and ``gc``."""
+"""``kvtiers ls``, ``du`` and ``gc``: list, sum up and remove stored blocks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON."
 
 @runtime_checkable
 class _Expires(Protocol):
-    """A storage that removes blobs by itself: ``tiers.stores.s3.store.S3Store``."""
+    """A store whose storage can expire blobs by itself: ``tiers.stores.s3.store.S3Store``."""
 
     def folders(self) -> list[str]: ...
 
@@ -58,11 +58,11 @@ class _Expires(Protocol):
 def ls(
     config: Config,
     tier: TierName = None,
-    prefix: Annotated[str, typer.Option(help="Only names that start so.")] = "",
-    limit: Annotated[int | None, typer.Option(min=1, help="No more than so many blocks of a tier.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
+    prefix: Annotated[str, typer.Option(help="List only names that start with this text.")] = "",
+    limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of blocks per tier.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
 ) -> None:
-    """List the stored blocks: size, time of last use or write, name. Streams, however many there are."""
+    """List the stored blocks: size, time of last use or write, name. Streams any number of blocks."""
     results = Results("ls")
     for place in open_places("ls", config, tier):
         with results.of(place), place.open() as store:
@@ -79,7 +79,7 @@ def ls(
 
 
 def du(config: Config, tier: TierName = None, as_json: AsJson = False) -> None:
-    """Sum up what is stored: by namespace, rank and group, and by age."""
+    """Show the number and size of stored blocks: by namespace, rank and group, and by age."""
     results = Results("du")
     for place in open_places("du", config, tier):
         inventory = Inventory()
@@ -102,18 +102,19 @@ def du(config: Config, tier: TierName = None, as_json: AsJson = False) -> None:
 def gc(
     config: Config,
     tier: TierName = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be removed.")] = False,
     lifecycle: Annotated[
-        bool, typer.Option("--lifecycle", help="S3: also have the bucket itself remove blocks a ttl after their write.")
+        bool,
+        typer.Option("--lifecycle", help="S3: also set a bucket rule that removes blocks one ttl after their write."),
     ] = False,
     prefixes: Annotated[
-        bool, typer.Option("--prefixes", help="Of what SharedStorageConnector stores beside the tiers' blocks.")
+        bool, typer.Option("--prefixes", help="Remove chunks of SharedStorageConnector instead of the tiers' blocks.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove what is past its ttl and, above gc_high x max_bytes, the least recently used blocks."""
+    """Remove blocks past their ttl and, above gc_high x max_bytes, the least recently used blocks."""
     if prefixes and lifecycle:
-        raise typer.BadParameter("is for blocks, not with --prefixes", param_hint="--lifecycle")
+        raise typer.BadParameter("applies only to blocks and excludes --prefixes", param_hint="--lifecycle")
     places = open_places("gc", config, tier, find_prefixes if prefixes else find_places)
     if lifecycle and not any(isinstance(place.config, S3TierConfig) for place in places):
         raise refuse("gc", "--lifecycle: accepted are tiers of type s3, whose buckets can remove blocks by themselves")
@@ -137,13 +138,16 @@ def _collect(place: Place, *, dry_run: bool) -> dict[str, Any]:
     if policy is None:
         return {"skipped": "is read_only" if place.read_only else "has neither max_bytes nor ttl"}
     with place.open(writes=not dry_run) as store, Ticker(f"collecting {place.name}", unit="listed") as ticker:
-        keys = None if dry_run else record_keys(place.config)  # who only looks needs none
+        keys = None if dry_run else record_keys(place.config)  # a dry run needs no keys
         report = _run(Collector(store, policy, on_progress=ticker.count, keys=keys), dry_run, policy.lease_s)
     return {"skipped": "another collector is at work"} if report is None else asdict(report)
 
 
 def _set_lifecycle(place: Place, ttl_s: float | None) -> dict[str, Any]:
-    """Have the bucket keep to ``ttl``, or without one to none any more, and keep no versions. Returns what it does."""
+    """Set the bucket's lifecycle rules: expire blocks after ``ttl`` (None: remove the rule), and expire old versions.
+
+    Returns the new rules.
+    """
     days = None if ttl_s is None else math.ceil(ttl_s / DAY_S)
     with place.open(writes=True) as store:
         assert isinstance(store, _Expires)
@@ -154,13 +158,13 @@ def _set_lifecycle(place: Place, ttl_s: float | None) -> dict[str, Any]:
 def _time(mtime: float) -> str:
     try:
         at = time.gmtime(mtime)
-    except (ValueError, OverflowError, OSError):  # of a clock that was far ahead
+    except (ValueError, OverflowError, OSError):  # written by a machine whose clock was far ahead
         return f"{mtime:.0f}"
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", at) if 1 <= at.tm_year <= YEAR_MAX else f"{mtime:.0f}"
 
 
 def _run(collector: Collector, dry_run: bool, lease_s: float) -> CollectReport | None:
-    """Run; where somebody holds the lease, wait until it is released or its holder is known to be dead."""
+    """Run the collector. If another process holds the lease, wait until it is released or its holder counts as dead."""
     deadline = time.monotonic() + 2 * lease_s
     while (report := collector.run(dry_run=dry_run)) is None and time.monotonic() < deadline:
         time.sleep(min(1.0, collector.lease.seconds_to_wait + 0.05))
@@ -175,10 +179,10 @@ def open_places(
     *,
     tells: bool = True,
 ) -> list[Place]:
-    """As ``find``; bad input ends the command.
+    """Call ``find``. Bad input ends the command.
 
     Args:
-        tells: name the tiers that are left out.
+        tells: print a message that names the skipped tiers.
     """
     try:
         return find(config, tier, partial(complain, command) if tells else lambda _: None)
@@ -187,7 +191,7 @@ def open_places(
 
 
 class Results:
-    """What a command found, tier by tier. A storage that fails is said at once, and keeps no other from being seen."""
+    """A command's results, tier by tier. A storage error is printed at once, and the command goes on to other tiers."""
 
     def __init__(self, command: str) -> None:
         self._command = command
@@ -195,16 +199,16 @@ class Results:
 
     @property
     def last(self) -> dict[str, Any]:
-        """The last one."""
+        """The last result."""
         return self.all[-1]
 
     def add(self, result: dict[str, Any]) -> None:
-        """Add one."""
+        """Add a result."""
         self.all.append(result)
 
     @contextmanager
     def of(self, place: Place) -> Iterator[None]:
-        """While its storage is asked."""
+        """Context for work on a place: a storage error becomes the place's result."""
         try:
             yield
         except (StoreError, ConfigError) as e:
@@ -212,7 +216,7 @@ class Results:
             self.add({"tier": place.name, "where": place.where, "error": str(e)})
 
     def end(self, *, as_json: bool = False, failed: bool = False) -> None:
-        """Print them all as JSON, where that is wanted; end the command where it has failed, or a storage has."""
+        """Print all results as JSON if asked; exit with ``EXIT_FAILED`` if the command or a storage failed."""
         if as_json:
             print(json.dumps({"tiers": self.all}))
         if failed or any("error" in result for result in self.all):
@@ -260,13 +264,17 @@ def _show_du(result: dict[str, Any]) -> None:
         lower = age
     other = result["other"]
     if other["blobs"]:
-        say(f"  no blocks: {other['blobs']:,} files, {human_bytes(other['bytes'])}")
+        kind = "file (not a block)" if other["blobs"] == 1 else "files (not blocks)"
+        say(f"  {other['blobs']:,} other {kind}, {human_bytes(other['bytes'])}")
 
 
 def _show_lifecycle(place: Place, expire_after_days: int | None, expire_versions: bool) -> None:
-    rule = "by no rule of ours" if expire_after_days is None else f"{expire_after_days} days after they were written"
-    versions = "; noncurrent versions of blocks go after a day" if expire_versions else ""
-    say(f"{place.name} at {place.where}: the bucket itself removes blocks {rule}{versions}")
+    where = f"{place.name} at {place.where}"
+    versions = "; it removes noncurrent versions of blocks after a day" if expire_versions else ""
+    if expire_after_days is None:
+        say(f"{where}: the bucket has no kvtiers rule that removes blocks{versions}")
+    else:
+        say(f"{where}: the bucket removes blocks {expire_after_days} days after they were written{versions}")
 
 
 def _show_gc(result: dict[str, Any], unit: str) -> None:
@@ -281,8 +289,8 @@ def _show_gc(result: dict[str, Any], unit: str) -> None:
         size = human_bytes(result["removed_bytes"][reason])
         say(f"  {verb} by {reason}: {count:,} {unit}, {size}")
     if result["gave_up"]:
-        say("  another collector has measured meanwhile, and removes by capacity what is too much")
+        say("  another collector has measured meanwhile, and enforces max_bytes")
     if result["kept_by_error"]:
         say(f"  could not be removed: {result['kept_by_error']:,} {unit}")
     if result["own_bytes"]:
-        say(f"  in quarantine and half written: {human_bytes(result['own_bytes'])}")
+        say(f"  quarantined and partly written: {human_bytes(result['own_bytes'])}")

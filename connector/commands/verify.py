@@ -1,4 +1,4 @@
-"""``kvtiers verify``."""
+"""``kvtiers verify``: checks the seals of all stored blocks."""
 
 from __future__ import annotations
 
@@ -34,21 +34,22 @@ def verify(
     repair: Annotated[
         bool,
         typer.Option(
-            "--repair", help="Move bad blocks aside, or delete them on S3 and fsspec; the next store heals them."
+            "--repair",
+            help="Move bad blocks aside (on S3 and fsspec: delete them). Engines then store them again when needed.",
         ),
     ] = False,
     state: Annotated[
-        Path | None, typer.Option(help="Remember in this file what is done; begun again, go on from there.")
+        Path | None, typer.Option(help="Save progress in this file, and resume from it after an interruption.")
     ] = None,
-    workers: Annotated[int | None, typer.Option(min=1, max=256, help="Processes; by default one a core.")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, max=256, help="Processes; default: one per core.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check the seals of all stored blocks: that each is the block its name says, whole and unchanged."""
+    """Check the seals of all stored blocks: that each block matches its name, and is complete and unchanged."""
     n_workers = workers or len(os.sched_getaffinity(0))
     places = open_places("verify", config, tier)
     kept = [place.name for place in places if place.read_only]
     if repair and kept:
-        raise refuse("verify", f"--repair: {', '.join(kept)} is read_only; accepted with --tier is one that is not")
+        raise refuse("verify", f"--repair: {', '.join(kept)} is read_only; choose another tier with --tier")
     ours = state is not None and _check_state(state)
     results = Results("verify")
     for place in places:
@@ -64,21 +65,24 @@ def verify(
 
 
 def _check_state(path: Path) -> bool:
-    """Before hours of work that could not be remembered, and before the file of somebody else is removed at the end.
+    """Check that the state file can be written and belongs to verify.
+
+    This comes first, because otherwise hours of work could not be saved, or a foreign file would be removed at the end.
 
     Returns:
-        Whether it is verify's own. One that was there, and empty, is to be empty again.
+        Whether the file belongs to verify, which removes it at the end. False: the file existed and was empty, so
+        verify only empties it.
     """
     try:
         was_there = path.exists()
         if was_there and not path.is_file():
-            raise ValueError("it is no regular file")
+            raise ValueError("it is not a regular file")
         path.open("a").close()
         text = path.read_text()
     except (OSError, ValueError) as e:
         raise refuse("verify", f"--state {path} cannot be used: {e}") from e
     if not STATE_BEGINS.startswith(text[: len(STATE_BEGINS)]):
-        raise refuse("verify", f"--state {path} holds something else than what verify remembers; name another file")
+        raise refuse("verify", f"--state {path} is not a state file of verify; name another file")
     return not was_there or text.startswith(STATE_BEGINS)
 
 
@@ -90,7 +94,7 @@ def _verify_place(place: Place, repair: bool, state: Path | None, n_workers: int
         moves_aside = isinstance(store, SupportsQuarantine)
     make_store, options = tool_recipe(place.config, read_only=not repair)
     recipe = StoreRecipe.of(make_store, **options)
-    # The same bucket at another server is another place.
+    # A bucket of the same name at another server is another place.
     server = getattr(place.config, "endpoint_url", None)
     where = place.where if server is None else f"{place.where} at {public_url(server)}"
     with _state_file(state, f"{place.name} {where} {'repair' if repair else 'check'}") as (done, remember):
@@ -105,7 +109,7 @@ def _verify_place(place: Place, repair: bool, state: Path | None, n_workers: int
                 checked = sum(r.bytes for r in results.values())
                 ticker.tell(checked, f"{human_bytes(checked)} of {human_bytes(total_bytes)}")
     total = total_of(iter(results.values()))
-    total.errors = max(total.errors, damaged)  # what is damaged may be all that a unit has, which is then not known
+    total.errors = max(total.errors, damaged)  # a unit of only damaged folders or files is not found, so has no result
     now_bytes = total.bytes - sum(result.bytes for result in done.values())
     return {
         "tier": place.name,
@@ -119,10 +123,10 @@ def _verify_place(place: Place, repair: bool, state: Path | None, n_workers: int
 
 
 class _Remember:
-    """Appends results to a state file, one line each, as they come.
+    """Appends each result to a state file as one line.
 
     Args:
-        file: without a buffer, or closing it would fail as the last line did.
+        file: must be unbuffered: after a failed write, closing a buffered file would fail again.
     """
 
     def __init__(self, file: FileIO | None, place: str) -> None:
@@ -144,7 +148,7 @@ class _Remember:
 
 @contextmanager
 def _state_file(path: Path | None, place: str) -> Iterator[tuple[dict[str, UnitResult], _Remember]]:
-    """What of a place was done before, and what notes more. A line that was cut off is as if it were not there."""
+    """Yield a place's earlier results, and a function that appends new ones. Incomplete lines are skipped."""
     if path is None:
         yield {}, _Remember(None, place)
         return
@@ -166,7 +170,7 @@ def _state_file(path: Path | None, place: str) -> Iterator[tuple[dict[str, UnitR
 
 
 def _show(result: dict[str, Any]) -> None:
-    resumed = f", {result['resumed_units']} of its parts before" if result["resumed_units"] else ""
+    resumed = f", {result['resumed_units']} parts in an earlier run" if result["resumed_units"] else ""
     speed = f"{human_bytes(result['bytes_per_s'])}/s"
     size = human_bytes(result["bytes"])
     say(f"{result['tier']} at {result['where']}: {result['blocks']:,} blocks, {size} checked at {speed}{resumed}")
@@ -179,11 +183,11 @@ def _show(result: dict[str, Any]) -> None:
     if result["quarantined"]:
         say(f"  {'moved aside' if result['moves_aside'] else 'deleted'}: {result['quarantined']:,} blocks")
     if result["foreign"]:
-        say(f"  of a newer version or without a seal, left alone: {result['foreign']:,} blocks")
+        say(f"  from a newer version or without a seal, not verified: {result['foreign']:,} blocks")
     if result["errors"]:
         say(f"  could not be read: {result['errors']:,} blocks")
     if not result["bad_count"] and not result["errors"]:
         if not result["foreign"]:
-            say("  all are what they should be")
+            say("  all blocks are intact")
         elif result["foreign"] < result["blocks"]:
-            say("  all others are what they should be")
+            say("  all other blocks are intact")

@@ -1,1 +1,1 @@
-"""A reference engine of our own, and the demo that shows it: ``kvtiers demo``."""
+"""A small reference engine, and the demo that uses it: ``kvtiers demo``."""

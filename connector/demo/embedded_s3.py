@@ -1,4 +1,4 @@
-"""An S3 server inside the demo's own process, for configs that ask for one (``embedded: true`` on an s3 tier)."""
+"""An S3 server inside the demo's own process, for configs with ``embedded: true`` on an s3 tier."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import Any
 
 from kvtiers.tiers.errors import ConfigError
 
-PROFILE_VARIABLES = ("AWS_PROFILE", "AWS_DEFAULT_PROFILE")  # of the user's files, which are hidden from the clients
+PROFILE_VARIABLES = ("AWS_PROFILE", "AWS_DEFAULT_PROFILE")  # unset: the clients must not see the user's AWS files
 SERVER_HOST = "127.0.0.1"
 
 
 def start_embedded_s3(deployment: Mapping[str, Any], cleanup: contextlib.ExitStack) -> dict[str, Any]:
-    """Give each s3 tier that is ``embedded`` a server, with its bucket made; one server serves them all.
+    """Start one server for all s3 tiers that are ``embedded``, and create their buckets.
 
-    The server's credentials go into this process's environment, where child processes find them as any S3 client's,
-    and out of it with ``cleanup``. So does what would keep clients from it: a profile of the user's, and a proxy.
+    The server's credentials are set in this process's environment, where child processes find them as any S3 client
+    does. Variables that would keep clients from the server (the user's profile, a proxy) are unset or changed.
+    ``cleanup`` restores the environment.
 
     Returns:
         The deployment with ``endpoint_url`` in place of ``embedded``.
@@ -45,7 +46,7 @@ def start_embedded_s3(deployment: Mapping[str, Any], cleanup: contextlib.ExitSta
 
 
 def _no_proxy() -> dict[str, str]:
-    """The server is reached without a proxy; clients differ in which spelling they read."""
+    """Return proxy exceptions for the server, in both spellings: clients differ in which spelling they read."""
     hosts = {name: os.environ.get(name) for name in ("no_proxy", "NO_PROXY")}
     before = hosts["no_proxy"] or hosts["NO_PROXY"]
     return {name: ",".join(filter(None, (own or before, SERVER_HOST))) for name, own in hosts.items()}

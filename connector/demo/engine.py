@@ -1,8 +1,8 @@
-"""A small inference engine that drives the offloading interfaces the way a large one does.
+"""A small inference engine that drives the offloading interfaces in the same way as a large engine.
 
-One thread, one forward a request and step, greedy decoding. What an engine has to do for offloading is all here, in
-the order of ``Engine.step``: ask which leading blocks exist, load them, compute the rest, store what is new, report
-every end, and close the step. Nothing in it knows what is behind ``OffloadingSpec``.
+It has one thread, greedy decoding, and one forward per request and step. It does all that an engine must do for
+offloading: ask which leading blocks exist, load them, compute the rest, store new blocks, report the end of every
+transfer, and close the step (see ``Engine.step``). It knows nothing of the implementation behind ``OffloadingSpec``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvtiers.tiers.base import ReqContext
 from kvtiers.tiers.blocks.keys import OffloadKey, hash_blocks, make_offload_key
 from kvtiers.tiers.errors import ConfigError
 
-POLL_S = 0.0005  # between two looks at transfers while there is nothing to compute: short, and off the GIL
+POLL_S = 0.0005  # pause between polls of transfers while there is nothing to compute: short, and releases the GIL
 PREFILL_CHUNK_TOKENS = 4096
 STORE_WAIT_S_MAX = 30.0  # how long an answered request's blocks wait for room in the region
 
@@ -36,7 +36,7 @@ Progress = Callable[[str, int, int], None]
 
 
 class Status(Enum):
-    """Where a request is."""
+    """Stage of a request."""
 
     WAITING = auto()
     LOADING = auto()
@@ -46,16 +46,16 @@ class Status(Enum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One prompt and what became of it. The engine owns every field.
+    """One prompt, its progress and its answer. The engine owns every field.
 
     Attributes:
         tokens: the prompt, then the answer as it grows.
         num_computed: leading tokens whose KV is in the engine's blocks.
         blocks_hit: offloaded blocks that ``lookup`` found, of ``blocks_total`` in the prompt.
         tokens_loaded: tokens whose KV was loaded and not computed.
-        load_s: from submission until the loaded KV was in place; 0 where nothing was.
+        load_s: from submission until the loaded KV was in place; 0 if nothing was loaded.
         ttft_s: time to first token, from submission.
-        store_waits_since_s: when the request was answered or found room for blocks, whichever was last.
+        store_waits_since_s: when the request was answered, or last got room for blocks, whichever is later.
     """
 
     context: ReqContext
@@ -82,7 +82,7 @@ class Request:
 
     @property
     def is_answering(self) -> bool:
-        """Whether the first token is there."""
+        """Whether the first token of the answer exists."""
         return len(self.tokens) > self.num_prompt_tokens
 
     @property
@@ -110,19 +110,19 @@ class _Job:
 class Engine:
     """Serves requests on one model.
 
-    Threads: one; only the handlers and tiers have threads of their own.
+    The engine has one thread; only the handlers and tiers have threads of their own.
 
     Args:
-        model: what to run.
-        memory: its KV blocks.
-        offloading: where KV goes besides; None for none.
+        model: the model to run.
+        memory: the engine's KV blocks.
+        offloading: where to load KV from and store KV to; None: nowhere.
         progress: called as (stage, done, total) for "reading the prompt" and "answering", in tokens.
-        store_chunks_max: chunks offered to be stored at once at most, 1 or more; the region must hold as many. None is
-            all that a request has.
-        clock, sleep: monotonic seconds, and how to wait.
+        store_chunks_max: most chunks offered for storing at once, 1 or more; the region must hold as many. None: all
+            chunks of a request.
+        clock, sleep: monotonic seconds, and a function that waits.
 
     Attributes:
-        loaded, stored: what the handlers copied between the region and the KV tensors.
+        loaded, stored: bytes and seconds of the copies between the region and the KV tensors.
     """
 
     def __init__(
@@ -172,12 +172,12 @@ class Engine:
         """Queue a prompt.
 
         Args:
-            load: whether to look for its prefix in the tiers.
-            store: whether to store its blocks there.
-            prefill_chunk_tokens: tokens computed in one forward at most; a long prompt's activations are bounded by it.
+            load: whether to look for the prompt's prefix in the tiers.
+            store: whether to store the request's blocks there.
+            prefill_chunk_tokens: most tokens computed in one forward. This bounds the activations of a long prompt.
 
         Raises:
-            ConfigError: the prompt is empty or can never fit.
+            ConfigError: the prompt is empty, or can never fit.
         """
         blocks = -(-(len(prompt) + max_new_tokens) // self.memory.block_size)
         if not prompt or max_new_tokens < 1 or blocks > self.memory.num_blocks:
@@ -201,26 +201,26 @@ class Engine:
         return request
 
     def run(self, request: Request) -> Request:
-        """Step until the request is answered. Its stores may still be running: see ``drain``."""
+        """Step until the request is answered. Its stores may still be running; see ``drain``."""
         while request.status is not Status.FINISHED:
             if not self.step():
                 self._sleep(POLL_S)
         return request
 
     def warm_up(self) -> None:
-        """Answer a short dummy prompt, so that the first real one does not pay for first calls of anything."""
+        """Answer a short dummy prompt, so that the first real prompt does not pay for one-time initialization."""
         tokens = [index % 7 for index in range(2 * self.chunk_tokens)]
-        # In two pieces: the second runs behind a prefix, as a warm request does.
+        # In two pieces: the second piece is computed after a prefix, as in a warm request.
         self.run(self.submit(tokens, max_new_tokens=2, store=False, prefill_chunk_tokens=self.chunk_tokens))
 
     def step(self) -> bool:
-        """One step of the scheduler and the model. False: nothing could be done but wait."""
+        """Run one step of the scheduler and the model. False: there was nothing to do but wait."""
         busy = self._poll_transfers()
         for request in self._requests:
             if request.status is Status.WAITING:
                 busy |= self._schedule(request)
             if request.store and request.is_answering:
-                # Behind the first token, so that a store never delays it.
+                # Only after the first token, so that a store never delays it.
                 busy |= self._store_new_chunks(request)
         if self._manager is not None:
             self._manager.on_schedule_end()
@@ -232,7 +232,7 @@ class Engine:
         return busy
 
     def drain(self) -> None:
-        """Step until nothing is in flight here, then wait until every tier has what was stored."""
+        """Step until all requests have ended, then wait until every stored block is in every tier."""
         while self._requests:
             if not self.step():
                 self._sleep(POLL_S)
@@ -240,13 +240,13 @@ class Engine:
             self._manager.drain()
 
     def reset_cache(self) -> None:
-        """Make the region forget its blocks, once the tiers have them."""
+        """Wait until the tiers have the region's blocks, then make the region forget them."""
         if self._manager is not None:
             self._manager.drain()
             self._manager.reset_cache()
 
     def shutdown(self) -> None:
-        """Release what the engine was given, handlers first: they use the region. What is not drained may be lost."""
+        """Shut down the handlers, then the manager: handlers use the region. Blocks not yet drained may be lost."""
         for handler in (self._store_handler, self._load_handler):
             if handler is not None:
                 handler.shutdown()
@@ -256,7 +256,7 @@ class Engine:
     # -- scheduling --------------------------------------------------------------------------------------------------
 
     def _schedule(self, request: Request) -> bool:
-        """Move a waiting request on to LOADING or RUNNING. False: it has to wait on."""
+        """Move a waiting request to LOADING or RUNNING. False: it must keep waiting."""
         hits = self._lookup(request) if request.load else 0
         if hits is None:
             return False
@@ -276,14 +276,14 @@ class Engine:
         return True
 
     def _lookup(self, request: Request) -> int | None:
-        """Leading blocks of the prompt that exist, or None while an answer is missing."""
+        """Return the number of the prompt's leading blocks that exist, or None while a lookup is unanswered."""
         assert self._manager is not None
         hits, pending = 0, False
         for key in self._keys(request)[: request.blocks_total]:
             found = self._manager.lookup(key, request.context)
             if found is False:
                 break
-            # Ask on behind an open question: lookups are answered in batches.
+            # Go on after an unanswered lookup: lookups are answered in batches.
             pending |= found is None
             hits += 1
         return None if pending else hits
@@ -302,8 +302,9 @@ class Engine:
     def _store_new_chunks(self, request: Request) -> bool:
         """Store the chunks that were completed since the last call, as many as there is room for.
 
-        The first go behind the first token, the others when the request is answered and the tiers have the first: they
-        take a share of the region at a time, and drop what comes on top or leaves the region before its turn.
+        The first chunks are stored after the first token. The others wait until the request is answered and the tiers
+        have the first: tiers accept only a share of the region at once. They drop blocks beyond that share, and blocks
+        that leave the region before their turn.
         """
         assert self._manager is not None
         assert self._store_handler is not None
@@ -317,7 +318,7 @@ class Engine:
         while new and output is None:
             output = self._manager.prepare_store(new, request.context)
             if output is None:
-                new = new[: len(new) // 2]  # loads under way hold a part of the region
+                new = new[: len(new) // 2]  # loads under way occupy part of the region
         if output is None:
             return False
         request.store_waits_since_s = self._clock()
@@ -335,7 +336,7 @@ class Engine:
         return True
 
     def _keys(self, request: Request) -> list[OffloadKey]:
-        """Keys of the request's full chunks. A chunk goes by its last block's hash, which covers all before it."""
+        """Return the keys of the request's full chunks: a chunk's last block hash covers all blocks before it."""
         size, factor = self.memory.block_size, self.blocks_per_chunk
         known = request.hashes
         known += hash_blocks(request.tokens[len(known) * size :], size, known[-1] if known else b"")
@@ -371,7 +372,7 @@ class Engine:
             self._manager.complete_store(job.keys, success)
             return
         self._manager.complete_load(job.keys)
-        request.status = Status.RUNNING  # where the load failed: to compute all of it
+        request.status = Status.RUNNING  # if the load failed, the whole prompt is computed
         if success:
             request.num_computed = request.tokens_loaded = job.num_tokens
             request.load_s = self._clock() - request.submitted_s
@@ -379,7 +380,7 @@ class Engine:
     # -- model -------------------------------------------------------------------------------------------------------
 
     def _forward(self, request: Request) -> None:
-        """Compute the next piece of the prompt, or the last token; sample where that reaches the end."""
+        """Compute the next piece of the prompt, or the last token. Sample a token if the end is reached."""
         assert request.cache is not None
         start = request.num_computed
         tokens = request.tokens[start : start + request.prefill_chunk_tokens]
@@ -412,7 +413,7 @@ class Engine:
             self._progress("reading the prompt", done, request.num_prompt_tokens)
 
     def _retire(self) -> None:
-        """Let go of requests that are answered and stored."""
+        """Remove requests that are answered and stored, and release their blocks."""
         for request in list(self._requests):
             if request.status is Status.FINISHED and not self._is_storing(request):
                 self._requests.remove(request)

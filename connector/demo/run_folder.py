@@ -1,4 +1,4 @@
-"""Temporary folders of the demo: removed at its end, and by the next run where it was killed before."""
+"""Temporary folders of the demo: removed at its end or, if the demo was killed, by its next run."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ PREFIX = "kvtiers-demo-run-"
 
 @contextlib.contextmanager
 def run_folder(parent: Path) -> Iterator[Path]:
-    """A new folder in ``parent``, locked as long as this process uses it: the kernel takes the lock of the dead back.
+    """Make a new folder in ``parent``, locked while this process uses it. The kernel unlocks it if the process dies.
 
-    Unlocked ones of this user, which a killed run left, are removed first.
+    Unlocked folders of this user, left by killed runs, are removed first.
 
     Raises:
         OSError: the folder cannot be made.
@@ -28,11 +28,11 @@ def run_folder(parent: Path) -> Iterator[Path]:
     while True:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        with contextlib.suppress(OSError):  # on NFS a folder cannot be locked, by nobody
+        with contextlib.suppress(OSError):  # on NFS no process can lock a folder
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         if folder.exists():
             break
-        os.close(descriptor)  # another run began just now and took it for one that was left
+        os.close(descriptor)  # another run has just removed it, as a folder that a killed run left
     try:
         yield folder
     finally:

@@ -1,7 +1,7 @@
 """A cache of the demo's converted weights: a GGUF file becomes a folder of safetensors once.
 
 Reading a GGUF file costs the demo most of its start, because its tokenizer and its quantized weights are converted
-each time. ``WeightsCache.folder`` converts once; later processes load the result within seconds.
+each time. The first process converts and calls ``WeightsCache.store``; later processes load the result within seconds.
 
 The cache is one folder, ``cache_root()``, that holds one model, the last that was converted:
 
@@ -66,7 +66,7 @@ class WeightsCache:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the cache's lock: another process waits here until its own conversion or load may start.
+        """Hold the cache's lock. Another process waits here before its own conversion or load.
 
         Raises:
             OSError: the cache's folder cannot be made, opened or locked.
@@ -80,7 +80,7 @@ class WeightsCache:
             os.close(descriptor)
 
     def find(self, source: Source) -> Path | None:
-        """The folder of a converted model, or None where there is no intact one. Call it under ``locked``."""
+        """Return the folder of a converted model, or None if there is no intact one. Call it under ``locked``."""
         folder = self._root / source.sha256
         return folder if _is_intact(folder, source) else None
 
@@ -88,11 +88,11 @@ class WeightsCache:
         """Keep a converted model in place of whatever the cache holds. Call it under ``locked``.
 
         Args:
-            size_bytes: of the converted weights.
+            size_bytes: size of the converted weights.
             save: writes the model's files into a folder.
 
         Raises:
-            OSError: it cannot be written, or the disk would have less than ``FREE_BYTES_MIN`` free.
+            OSError: the model cannot be written, or the disk would have less than ``FREE_BYTES_MIN`` free.
         """
         for entry in self._root.iterdir():
             if entry.name.startswith(NEW_PREFIX) or _is_digest(entry.name):
@@ -111,7 +111,7 @@ class WeightsCache:
 
 
 def cache_root() -> Path:
-    """``kvtiers-models`` in $XDG_CACHE_HOME, or in ~/.cache where that is unset or, against its rules, relative.
+    """Return ``kvtiers-models`` in $XDG_CACHE_HOME, or in ~/.cache if the variable is unset or not absolute.
 
     Raises:
         OSError: this user has no home folder.
@@ -137,7 +137,7 @@ def _is_intact(folder: Path, source: Source) -> bool:
 
 
 def _files(folder: Path) -> dict[str, dict[str, Any]]:
-    """Size and checksum of each file but the manifest.
+    """Return the size and checksum of each file except the manifest.
 
     Raises:
         OSError: a file cannot be read, or an entry is not a plain file.

@@ -1,7 +1,7 @@
 """One process of the demo: ``python -m kvtiers.connector.demo.worker``.
 
-A ``WorkerTask`` comes in as JSON on standard input. JSON lines go out on standard output, each an object with an
-"event": "progress" (stage, done, total; total 0 is unknown), "result" (ProcessFigures) or "error" (message).
+The process reads a ``WorkerTask`` as JSON from standard input. It writes JSON lines to standard output, each an object
+with an "event": "progress" (stage, done, total; total 0: unknown), "result" (ProcessFigures) or "error" (message).
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from kvtiers.tiers.errors import ConfigError, KVTiersError
 from kvtiers.tiers.isolation.worker import own_output
 
 ADDED_LINE = "This line was added in the middle of the text."
-MIDDLE_SHARE = 10  # a line's end within a tenth of the text behind its middle is taken for the middle
+MIDDLE_SHARE = 10  # the line is added at the first line end after the middle, if it is within 1/10 of the text
 PROMPT_BLOCKS_MIN = 2
 WARNING_CHARS_MAX = 400
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerTask:
-    """What a process is to do.
+    """The task of a process.
 
     Attributes:
-        is_warm: look for the prompt in the tiers, and answer an edited prompt as well.
-        deployment: as in the YAML, sizes in bytes. The region may be left away.
+        is_warm: whether to look for the prompt in the tiers, and to answer an edited prompt as well.
+        deployment: as in the YAML, sizes in bytes. The region may be omitted.
         block_size: tokens in one of the engine's blocks.
     """
 
@@ -59,10 +59,11 @@ class WorkerTask:
 
 
 class Events:
-    """The way out: one JSON object a line.
+    """Writes events to a stream, one JSON object a line.
 
     Attributes:
-        prompt_name: of the prompt at hand, to tell its stages from another's; None shows none.
+        prompt_name: suffix for the stages of the current prompt, to tell them from another prompt's. None: the stages
+            are not reported.
     """
 
     def __init__(self, out: TextIO) -> None:
@@ -75,17 +76,17 @@ class Events:
         self._out.flush()
 
     def progress(self, stage: str, done: int = 0, total: int = 0) -> None:
-        """Report how far a stage is."""
+        """Report the progress of a stage."""
         self.send("progress", stage=stage, done=done, total=total)
 
     def request_progress(self, stage: str, done: int, total: int) -> None:
-        """Report how far a request's stage is."""
+        """Report the progress of a request's stage."""
         if self.prompt_name is not None:
             self.progress(f"{stage}{self.prompt_name}", done, total)
 
 
 class LastWarning(logging.StreamHandler[TextIO]):
-    """Prints warnings and errors of ours on standard error, as without it, and keeps the last; a context manager."""
+    """Context manager that keeps the last warning or error of kvtiers. It still prints them all to standard error."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,13 +102,13 @@ class LastWarning(logging.StreamHandler[TextIO]):
         self._logger.removeHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Any thread."""
+        """Keep and print a record. Any thread."""
         self.message = record.getMessage()[:WARNING_CHARS_MAX]
         super().emit(record)
 
 
 def serve(task: WorkerTask, events: Events) -> ProcessFigures:
-    """Do what the task says.
+    """Run the task.
 
     Raises:
         KVTiersError: bad input, or a region or storage that cannot be used.
@@ -149,8 +150,8 @@ def serve(task: WorkerTask, events: Events) -> ProcessFigures:
         hops = _hops(engine, spec)
         edited_answer = edited_cold = None
         if task.is_warm and _shared_tokens(prompt, edited) >= chunk_tokens:
-            engine.reset_cache()  # or the prefix would come from the region, where it still is
-            # Not stored: where the folder is kept, the next run is to find half of it again, and not all.
+            engine.reset_cache()  # otherwise the prefix would come from the region, not from the tiers
+            # Not stored: if the folder is kept, the next run must again find only half of the edited prompt.
             edited_answer = answer(edited, ", edited", load=True, store=False)
             edited_cold = answer(edited, ", edited, cold", load=False, store=False)
     finally:
@@ -172,7 +173,7 @@ def serve(task: WorkerTask, events: Events) -> ProcessFigures:
 
 
 def add_line(document: str) -> str:
-    """The document with one line more in the middle: behind a line's end where one is near, or else amid a line."""
+    """Return the document with one line added in the middle: after a nearby line end, or else within a line."""
     middle = len(document) // 2
     at = document.find("\n", middle, middle + len(document) // MIDDLE_SHARE) + 1
     if at:
@@ -181,7 +182,7 @@ def add_line(document: str) -> str:
 
 
 def make_spec(model: LoadedModel, memory: PagedKVCache, deployment: DeploymentConfig) -> TieringOffloadingSpec:
-    """Wire a deployment to this engine's identity."""
+    """Create the offloading spec of a deployment, with this engine's identity."""
     names = memory.layer_names
     config = OffloadingConfig(
         model=ModelConfig(model.name, str(memory.layout.dtype).removeprefix("torch."), model.revision),
@@ -194,14 +195,14 @@ def make_spec(model: LoadedModel, memory: PagedKVCache, deployment: DeploymentCo
 
 
 def age_s() -> float:
-    """Seconds since this process was started, to 10 ms: before its imports, which take a good part of the start."""
+    """Return the seconds since this process started, to 10 ms. Imports, a large part of the start, are included."""
     stat = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace")
-    ticks = int(stat.rpartition(")")[2].split()[19])  # the 22nd field, since the boot; names may have spaces
+    ticks = int(stat.rpartition(")")[2].split()[19])  # field 22: ticks since boot; the name before ")" may have spaces
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def peak_rss_bytes() -> int:
-    """This process's largest resident memory so far (VmHWM)."""
+    """Return this process's largest resident memory so far (VmHWM)."""
     with open("/proc/self/status", encoding="ascii") as f:
         fields = dict(line.split(":", 1) for line in f)
     return int(fields["VmHWM"].split()[0]) << 10
@@ -239,7 +240,7 @@ def _answer(engine: Engine, prompt: Sequence[int], max_new_tokens: int, *, load:
 
 
 def _hops(engine: Engine, spec: TieringOffloadingSpec) -> tuple[Hop, ...]:
-    """What moved so far, in the order in which bytes take the hops."""
+    """Return the hops with bytes moved or blocks lost so far, in the order in which bytes pass them."""
     moved: dict[tuple[str, str], int] = {}
     seconds: dict[tuple[str, str], float] = {}
     already_stored: dict[str, int] = {}
@@ -280,20 +281,20 @@ def _hops(engine: Engine, spec: TieringOffloadingSpec) -> tuple[Hop, ...]:
 def _check_length(model: LoadedModel, num_prompt_tokens: int, longest: int, chunk_tokens: int) -> None:
     if num_prompt_tokens < PROMPT_BLOCKS_MIN * chunk_tokens:
         raise ConfigError(
-            f"{num_prompt_tokens} tokens are too short to show anything; accepted are {PROMPT_BLOCKS_MIN} blocks of "
+            f"{num_prompt_tokens} tokens are too few to show anything; the demo needs {PROMPT_BLOCKS_MIN} blocks of "
             f"{chunk_tokens} tokens or more",
             field="--prompt",
         )
     longest_accepted = getattr(model.module.config, "max_position_embeddings", None)
     if longest_accepted is not None and longest > longest_accepted:
         raise ConfigError(
-            f"{num_prompt_tokens} tokens with the answer's are {longest}; {model.name} takes {longest_accepted}",
+            f"{num_prompt_tokens} tokens, {longest} with the answer; {model.name} accepts at most {longest_accepted}",
             field="--prompt",
         )
 
 
 def _with_region(deployment: Mapping[str, Any], memory: PagedKVCache) -> DeploymentConfig:
-    """The deployment with a region that holds the engine's KV once: the demo cannot fill a larger one."""
+    """Return the deployment with a region no larger than the engine's KV: the demo cannot fill a larger one."""
     blocks_per_chunk = int(deployment.get("blocks_per_chunk", 1))
     rows = -(-memory.num_blocks // blocks_per_chunk)
     size = row_stride(memory.block_bytes * blocks_per_chunk, 1) * rows

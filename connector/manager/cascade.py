@@ -1,12 +1,12 @@
-"""Cascade: what goes from the region to the tiers behind it.
+"""Cascade: copies blocks from the region to the tiers behind it.
 
-A block that becomes loadable goes to every tier that takes stores, one job a tier. Its slot stays pinned, and loadable,
-until every tier has reported. What is more than a tier's share of the region follows in later jobs.
+A block that becomes loadable goes to every tier that takes stores, in one job per tier. Its slot stays pinned, and
+loadable, until every tier has reported. Blocks beyond a tier's share of the region follow in later jobs.
 
-A block that a tier did not take (it was cut off, full or behind) is offered to it again when it is used: a prefix that
-never leaves the region would else never get there. So it is when it has left the region and comes back from another
-tier. Not for ``RETRY_S`` after it was refused, though: a dead tier would be asked with each request. That time is each
-block's own: one that a tier never takes keeps no others from it.
+A tier may refuse a block because the tier is cut off, full or behind. The block is offered to that tier again when it
+is used, because a prefix that never leaves the region would otherwise never reach the tier. It is also offered again
+when it has left the region and comes back from another tier. The tier is spared for ``RETRY_S`` after the refusal, or
+every request would try a dead tier. Each block has its own wait, so a block that is always refused delays no others.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from kvtiers.connector.manager.primary import Block, BlockState, CPUPrimaryTier
 from kvtiers.tiers.blocks.keys import OffloadKey
 
 RETRY_S = 10.0
-REFUSED_MAX = 65_536  # of a tier, or as many as the region has blocks; beyond, what was refused first is forgotten
+REFUSED_MAX = 65_536  # keys remembered per tier (or the region's number of blocks if larger); the oldest are forgotten
 
 
 class Cascade:
-    """Stores to tiers. Scheduler thread only.
+    """Stores to the tiers. Scheduler thread only.
 
     Args:
-        share: part of the region that blocks on their way to the tiers may pin, all of them together.
-        submit: hands blocks, pinned, to the tier of an index as one job; ``end`` is called when it ended.
+        share: part of the region that blocks on their way to tiers may pin, for all tiers together.
+        submit: submits pinned blocks to the tier of an index as one job; the caller calls ``end`` when the job ends.
         clock: seconds, monotonic.
-        log_once: takes a subject, and what is to be said of it once.
+        log_once: takes a subject and a message; logs the message once per subject.
     """
 
     def __init__(
@@ -50,19 +50,19 @@ class Cascade:
         self._backlog = [0] * len(tiers)  # blocks
         self._takers = [index for index, tier in enumerate(tiers) if getattr(tier.tier, "takes_stores", True)]
         self._backlog_max = share * primary.num_blocks / max(1, len(self._takers))
-        self._unsent: list[deque[Block]] = [deque() for _ in tiers]  # of each tier, until its backlog has room
-        # Of each tier: what it refused, and when it may be offered that again; the last refused is last.
+        self._unsent: list[deque[Block]] = [deque() for _ in tiers]  # per tier, until its backlog has room
+        # Per tier: the keys it refused, and when each may be offered again; the latest refusal is last.
         self._refused: list[OrderedDict[OffloadKey, float]] = [OrderedDict() for _ in tiers]
         self._refused_max = max(REFUSED_MAX, primary.num_blocks)
         self._closed = False
         for index in self._takers:
-            self._drop(index, 0)  # rates see no increase in what begins at 1
+            self._count_dropped(index, 0)  # start the series at 0: a rate misses the first increase if it starts at 1
 
     def add(self, blocks: list[Block], num_tiers: int) -> None:
-        """Store blocks to the first ``num_tiers`` tiers, and to those behind that refused them.
+        """Store blocks to the first ``num_tiers`` tiers, and to later tiers that refused them before.
 
-        With fewer than all tiers they were loaded from the next one. A large load comes in several parts: what a tier
-        has no room for when one ends waits for its turn, as the rest of one job does, in numbers up to the region's.
+        With fewer than all tiers, the blocks were loaded from the tier after those. A large load ends in several parts.
+        So loaded blocks that find a tier's backlog full wait unsent, up to as many as the region has slots.
         """
         if blocks and not self._closed:
             are_loaded = num_tiers < len(self._tiers)
@@ -73,7 +73,7 @@ class Cascade:
                     self._offer_again(index, blocks)
 
     def use(self, keys: Collection[OffloadKey]) -> None:
-        """Blocks are used: offer them to the tiers that refused them."""
+        """Offer used blocks again to the tiers that refused them."""
         if self._closed or not any(self._refused):
             return
         found = [self._primary.find(key) for key in dict.fromkeys(keys)]
@@ -82,27 +82,27 @@ class Cascade:
             self._offer_again(index, blocks)
 
     def send(self, index: int) -> None:
-        """Submit what waits for a tier, as far as its backlog has room."""
+        """Submit a tier's unsent blocks, as far as its backlog has room."""
         if not self._closed:
             self._send(index, self._backlog_max)
 
     def end(self, index: int, blocks: Sequence[Block], succeeded: Collection[OffloadKey]) -> None:
-        """A job ended."""
+        """End a job: unpin its blocks and note the refused ones."""
         self._backlog[index] -= len(blocks)
-        self._refuse(index, [block for block in blocks if block.key not in succeeded])
-        for block in reversed(blocks):  # a prefix's first blocks are to be the last to leave
+        self._note_refused(index, [block for block in blocks if block.key not in succeeded])
+        for block in reversed(blocks):  # so that a prefix's first blocks are evicted last
             self._primary.unpin(block)
 
     def drop_unsent(self) -> None:
-        """What waits for its turn is not stored: the region is about to forget it."""
+        """Drop the unsent blocks, because the region is about to forget them."""
         for index, unsent in enumerate(self._unsent):
             if unsent:
-                self._drop(index, len(unsent))
-                self._refuse(index, unsent)
+                self._count_dropped(index, len(unsent))
+                self._note_refused(index, unsent)
                 unsent.clear()
 
     def close(self) -> None:
-        """Submit all that waits: the region ends, so it need not be kept from them. From now on nothing is added."""
+        """Submit all unsent blocks, beyond the backlog limit (the region is about to end), and accept no more."""
         for index in range(len(self._tiers)):
             self._send(index, self._primary.num_blocks)
         self._closed = True
@@ -111,16 +111,16 @@ class Cascade:
         refused = self._refused[index]
         if refused:
             now = self._clock()
-            owed = [block for block in blocks if refused.get(block.key, math.inf) <= now]
-            if owed:
-                self._offer(index, owed)
+            due = [block for block in blocks if refused.get(block.key, math.inf) <= now]
+            if due:
+                self._offer(index, due)
 
     def _offer(self, index: int, blocks: list[Block], *, wait: bool = False) -> None:
         waits = wait and len(self._unsent[index]) + len(blocks) <= self._primary.num_blocks
         if self._backlog[index] >= self._backlog_max and not waits:
             name = self._tiers[index].name
-            self._drop(index, len(blocks))
-            self._refuse(index, blocks)
+            self._count_dropped(index, len(blocks))
+            self._note_refused(index, blocks)
             self._log_once(
                 f"backlog {index}",
                 f"tier {name}: {self._backlog[index]} of the region's {self._primary.num_blocks} blocks "
@@ -134,7 +134,7 @@ class Cascade:
         self._send(index, self._backlog_max)
 
     def _send(self, index: int, backlog_max: float) -> None:
-        """Up to a backlog of ``backlog_max`` blocks, rounded up."""
+        """Submit unsent blocks until the backlog has ``backlog_max`` blocks, rounded up."""
         unsent = self._unsent[index]
         while unsent and self._backlog[index] < backlog_max:
             batch: list[Block] = []
@@ -144,13 +144,13 @@ class Cascade:
                     self._primary.pin(block)
                     batch.append(block)
                 else:  # it was evicted while it waited
-                    self._drop(index, 1)
-                    self._refuse(index, [block])
+                    self._count_dropped(index, 1)
+                    self._note_refused(index, [block])
             if batch:
                 self._backlog[index] += len(batch)
                 self._submit(index, batch)
 
-    def _refuse(self, index: int, blocks: Collection[Block]) -> None:
+    def _note_refused(self, index: int, blocks: Collection[Block]) -> None:
         refused = self._refused[index]
         retry_at = self._clock() + RETRY_S
         for block in blocks:
@@ -159,7 +159,7 @@ class Cascade:
         while len(refused) > self._refused_max:
             refused.popitem(last=False)
 
-    def _drop(self, index: int, count: int) -> None:
+    def _count_dropped(self, index: int, count: int) -> None:
         name = self._tiers[index].name
         self._primary.metrics.inc("kvtiers_stores_dropped_total", name, "backlog", by=count)
         self._primary.metrics.inc("kvtiers_blocks_total", name, "store", "dropped", by=count)

@@ -1,7 +1,7 @@
-"""Which blocks leave the region first: LRU, or ARC (Megiddo and Modha, FAST 2003).
+"""Eviction policies of the region: LRU, or ARC (Megiddo and Modha, FAST 2003).
 
-A policy knows keys, not slots and not bytes. It holds every resident key; pinned ones are kept apart, so that choosing
-victims never walks over blocks that cannot leave. Scheduler thread only.
+A policy knows keys, but not slots or bytes. It holds every resident key. Pinned keys are kept apart, so that choosing
+victims never walks over blocks that cannot be evicted. Scheduler thread only.
 """
 
 from __future__ import annotations
@@ -14,48 +14,48 @@ from itertools import islice
 from kvtiers.tiers.blocks.keys import OffloadKey
 from kvtiers.tiers.errors import ConfigError
 
-# OrderedDict, not dict: a plain dict that loses its first entries walks over their graves on every next(iter()).
+# OrderedDict, not dict: next(iter()) of a dict walks over the empty places of all first entries that were deleted.
 _Order = OrderedDict[OffloadKey, None]
 
 
 class EvictionPolicy(ABC):
-    """Order of the resident keys. Every method but ``evict`` is O(1)."""
+    """Order in which resident keys are evicted. Every method except ``evict`` is O(1)."""
 
     @abstractmethod
     def insert(self, key: OffloadKey) -> None:
-        """The key is resident from now on, and may be evicted."""
+        """Add a key. It may be evicted."""
 
     @abstractmethod
     def touch(self, key: OffloadKey) -> None:
-        """The resident key was used."""
+        """Note that the resident key was used."""
 
     @abstractmethod
     def pin(self, key: OffloadKey) -> None:
-        """The resident key may not be evicted until ``unpin``."""
+        """Keep the resident key from being evicted until ``unpin``."""
 
     @abstractmethod
     def unpin(self, key: OffloadKey) -> None:
-        """The key may be evicted again; it counts as just used."""
+        """Allow the key to be evicted again; it counts as just used."""
 
     @abstractmethod
     def discard(self, key: OffloadKey) -> None:
-        """The resident, unpinned key is gone without having been evicted."""
+        """Remove a resident, unpinned key whose block has gone without eviction."""
 
     @abstractmethod
     def evict(self, n: int, protected: Container[OffloadKey] = ()) -> list[OffloadKey] | None:
-        """Make ``n`` unpinned keys that are not ``protected`` non-resident, the first to leave first.
+        """Remove ``n`` keys that are neither pinned nor ``protected``, in eviction order.
 
         Returns:
-            The n keys, or None, with nothing changed, where there are not as many.
+            The n keys; None, with nothing changed, if there are fewer than n such keys.
         """
 
     @abstractmethod
     def __len__(self) -> int:
-        """Resident keys that are not pinned."""
+        """Number of resident keys that are not pinned."""
 
 
 class LRUPolicy(EvictionPolicy):
-    """The least recently used block leaves first."""
+    """Evicts the least recently used block first."""
 
     def __init__(self) -> None:
         self._order: _Order = OrderedDict()
@@ -64,7 +64,7 @@ class LRUPolicy(EvictionPolicy):
         self._order[key] = None
 
     def touch(self, key: OffloadKey) -> None:
-        if key in self._order:  # pinned keys come back as the youngest anyway
+        if key in self._order:  # ``unpin`` makes a pinned key the most recently used anyway
             self._order.move_to_end(key)
 
     def pin(self, key: OffloadKey) -> None:
@@ -89,11 +89,11 @@ class LRUPolicy(EvictionPolicy):
 
 
 class ARCPolicy(EvictionPolicy):
-    """Adaptive Replacement Cache: recency and frequency share the slots in proportions that the misses teach.
+    """Adaptive Replacement Cache: balances recency against frequency, learning the balance from the misses.
 
-    T1 holds keys seen once lately, T2 keys seen again; B1 and B2 remember keys that left them. A key that comes back
-    while B1 remembers it says that T1 is too small, one that B2 remembers that T2 is. A scan passes through T1 and
-    leaves T2 alone. The paper's bounds hold: |T1| + |B1| <= c, and all four together <= 2c.
+    T1 holds keys used once recently, T2 keys used again. B1 and B2 remember keys evicted from T1 and T2. If a key comes
+    back while B1 remembers it, T1 is too small; if B2 remembers it, T2 is too small. A scan passes through T1 and
+    does not disturb T2. The paper's bounds hold: |T1| + |B1| <= c, and all four together <= 2c.
 
     Args:
         num_slots: the paper's c.
@@ -121,7 +121,7 @@ class ARCPolicy(EvictionPolicy):
             self._t2[key] = None
         else:
             self._t1[key] = None
-        self._forget()
+        self._trim_ghosts()
 
     def touch(self, key: OffloadKey) -> None:
         if key in self._t2:
@@ -160,7 +160,7 @@ class ARCPolicy(EvictionPolicy):
         from_t2 = (key for key in self._t2 if key not in protected)
         t1_size = len(self._t1) + len(self._pinned_t1)
         victims: list[tuple[OffloadKey, bool]] = []
-        # Chosen first and moved afterwards, so that too few of them changes nothing.
+        # Victims are chosen first and moved afterwards, so that nothing changes if there are too few.
         for _ in range(n):
             prefer_t1 = t1_size > self._t1_target
             key = next(from_t1 if prefer_t1 else from_t2, None)
@@ -181,8 +181,8 @@ class ARCPolicy(EvictionPolicy):
     def __len__(self) -> int:
         return len(self._t1) + len(self._t2)
 
-    def _forget(self) -> None:
-        """Keep to the paper's bounds."""
+    def _trim_ghosts(self) -> None:
+        """Shrink B1 and B2 to the paper's bounds."""
         t1_size = len(self._t1) + len(self._pinned_t1)
         while self._b1 and t1_size + len(self._b1) > self._num_slots:
             self._b1.popitem(last=False)
@@ -192,13 +192,13 @@ class ARCPolicy(EvictionPolicy):
 
 
 def create_policy(name: str, num_slots: int) -> EvictionPolicy:
-    """The policy that a config names.
+    """Create the policy that a config names.
 
     Raises:
-        ConfigError: neither "lru" nor "arc".
+        ConfigError: the name is neither "lru" nor "arc".
     """
     if name == "lru":
         return LRUPolicy()
     if name == "arc":
         return ARCPolicy(num_slots)
-    raise ConfigError(f"{name!r} is no eviction policy; accepted: lru, arc", field="eviction_policy")
+    raise ConfigError(f"{name!r} is not an eviction policy; accepted: lru, arc", field="eviction_policy")

@@ -1,4 +1,4 @@
-"""GuardedTier: a wall around a tier. Nothing that a tier raises gets past it into the engine (S4)."""
+"""GuardedTier: wraps a tier so that nothing the tier raises reaches the engine (promise S4)."""
 
 from __future__ import annotations
 
@@ -21,64 +21,65 @@ logger = get_logger(__name__)
 
 _T = TypeVar("_T")
 
-#: The part of its time that a tier's shutdown is told. What is left is for what it closes after that.
+#: Share of the shutdown time limit that a tier is given as ``shutdown_s``. The rest is for what it closes after that.
 SHUTDOWN_SHARE: Final = 0.8
 
 _BY_SIGNALS: Final = (KeyboardInterrupt, SystemExit)
 
-REQUESTS_MAX: Final = 65_536  # whose lookups are told from each other; beyond, those longest known may count twice
+REQUESTS_MAX: Final = 65_536  # requests remembered to count each lookup once; the oldest beyond these may count twice
 
-#: What of a tier may fail, as ``kvtiers_contained_errors_total`` names it.
+#: Methods and attributes of a tier that may fail: labels of ``kvtiers_contained_errors_total``.
 _GUARDED: Final = (
     *("drain_jobs", "get_finished", "lookup", "on_request_finished", "on_schedule_end", "shutdown", "shutdown_s"),
     *("submit_load", "submit_store", "take_answered", "take_events", "touch"),
 )
 
-#: What ``GuardedTier.call`` returns where the tier raised.
+#: Returned by ``GuardedTier.call`` if the tier raised.
 RAISED: Final = object()
 
 
 class GuardedTier:
-    """One tier, called by name. What it does wrong is counted, and logged the first time. Scheduler thread only.
+    """One tier whose faults are counted, and logged the first time. Scheduler thread only.
 
-    Also what is no Exception (a CancelledError, a Rust extension's panic) comes from a tier's code, and would end the
-    engine. Only what signals raise passes: vLLM's own handler raises SystemExit once, wherever the engine is.
+    A BaseException that is not an Exception (a CancelledError, a Rust extension's panic) is contained too: a tier can
+    raise it, and it would end the engine. Only the exceptions that signals raise pass through: vLLM's own handler
+    raises SystemExit once, wherever the engine is at that time.
 
     Attributes:
-        name: for logs and metrics: the tier's own where it has one, else its type.
+        name: name in logs and metrics: the tier's own name if it has one, else its type.
     """
 
     def __init__(self, tier: SecondaryTierManager, metrics: Metrics) -> None:
         self.tier = tier
         own = getattr(tier, "name", None)
-        self.name = tier.tier_type if own in (None, "") else str(own)  # labels are text
+        self.name = tier.tier_type if own in (None, "") else str(own)  # metric labels must be text
         self._metrics = metrics
         self._logged: set[str] = set()
-        self._answered: OrderedDict[str, set[OffloadKey]] = OrderedDict()  # of requests that have not finished
-        self._lookups = {True: 0, False: 0}  # since the last step's end
+        self._answered: OrderedDict[str, set[OffloadKey]] = OrderedDict()  # by id of each unfinished request
+        self._lookups = {True: 0, False: 0}  # hits and misses since the last step's end
         self._count_lookups()
         for where in _GUARDED:
-            metrics.inc("kvtiers_contained_errors_total", self.name, where, by=0)  # alerts see no first 1 of a series
+            metrics.inc("kvtiers_contained_errors_total", self.name, where, by=0)  # alerts miss a series' first 1
 
     def call(self, method: str, *args: Any) -> Any:
-        """What the tier returns, or RAISED."""
+        """Call a method of the tier. Returns the tier's return value, or RAISED."""
         try:
             return getattr(self.tier, method)(*args)
         except _BY_SIGNALS:
             raise
-        except BaseException as e:  # noqa: BLE001 - a tier is foreign code: this is where its errors end
+        except BaseException as e:  # noqa: BLE001 - a tier is foreign code: its errors are contained here
             self.contain(method, _shown(e))
             return RAISED
 
     def collect(self, method: str, kind: type[_T]) -> list[_T]:
-        """What the tier yields, up to where it raises. What is of another kind is left out, and hides nothing else."""
+        """Items that the tier yields, until it raises. Items of another type are counted as errors and left out."""
         collected: list[_T] = []
         try:
             for item in getattr(self.tier, method)():
                 if isinstance(item, kind):
                     collected.append(item)
                 else:
-                    self.contain(method, f"{_shown(item)} is no {kind.__name__}")
+                    self.contain(method, f"{_shown(item)} is not of type {kind.__name__}")
         except _BY_SIGNALS:
             raise
         except BaseException as e:  # noqa: BLE001 - as in call
@@ -86,20 +87,20 @@ class GuardedTier:
         return collected
 
     def take_events(self) -> list[OffloadingEvent]:
-        """The tier's events that are what they should be: an engine reads them where nobody catches anything."""
+        """The tier's well-formed events. Others are left out: an engine reads events where it catches no exceptions."""
         events = []
         for event in self.collect("take_events", OffloadingEvent):
             try:
                 keys = tuple(event.keys)
                 if not isinstance(event.medium, str) or not all(isinstance(key, bytes) for key in keys):
-                    raise TypeError("keys are bytes, a medium is a name")
+                    raise TypeError("keys must be bytes, and the medium a string")
                 events.append(OffloadingEvent(keys, event.medium, bool(event.removed)))
-            except Exception as e:  # noqa: BLE001 - whatever a tier calls keys
+            except Exception as e:  # noqa: BLE001 - a foreign tier may put anything into an event
                 self.contain("take_events", f"{_shown(event)}: {_shown(e)}")
         return events
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        """The tier's answer; what is none, or raises, is a miss."""
+        """The tier's answer. If the tier raises, or its answer has no truth value, that counts as a miss."""
         try:
             answer = self.tier.lookup(key, req_context)
             if answer is None:
@@ -114,7 +115,7 @@ class GuardedTier:
         return hit
 
     def take_answered(self) -> dict[str, frozenset[OffloadKey]] | None:
-        """See ``SecondaryTierManager``; None also of a tier that does not know this call, or fails in it."""
+        """See ``SecondaryTierManager``. None also if the tier lacks this method or fails in it."""
         if not hasattr(self.tier, "take_answered"):
             return None
         try:
@@ -127,8 +128,8 @@ class GuardedTier:
             return None
 
     def note_answer(self, key: OffloadKey, req_context: ReqContext, *, hit: bool) -> None:
-        """Count what a request was told of a key, the first time: while it waits, engines ask in each step."""
-        if not req_context.req_id:  # of nobody knows whom, and nobody says when they finish
+        """Count a request's hit or miss of a key once: while a request waits, engines repeat its lookups every step."""
+        if not req_context.req_id:  # without an id, repeats cannot be recognized and no finish is reported
             self._lookups[hit] += 1
             return
         answered = self._answered.get(req_context.req_id)
@@ -157,22 +158,22 @@ class GuardedTier:
             self._lookups[hit] = 0
 
     def job_of(self, result: JobResult, jobs: Mapping[int, _T]) -> _T | None:
-        """The job that a result is of; None where it is of none."""
+        """The job that a result belongs to; None: an unknown job."""
         try:
             return jobs.get(result.job_id)
-        except Exception:  # noqa: BLE001 - whatever a tier calls a job (it may have no hash), it is none of these
+        except Exception:  # noqa: BLE001 - a foreign job_id, which may not even be hashable: an unknown job
             return None
 
     def succeeded_in(self, result: JobResult, keys: Collection[OffloadKey]) -> frozenset[OffloadKey]:
-        """The keys of a job that succeeded. A failed job that names none has none: as with vLLM, all share its fate."""
+        """The keys of a job that succeeded. If a failed job names none, all of its keys failed, as in vLLM."""
         try:
             return frozenset(keys if result.success else set(keys).intersection(result.successful_keys or ()))
-        except Exception as e:  # noqa: BLE001 - whatever a tier calls its keys, its job has ended
+        except Exception as e:  # noqa: BLE001 - a foreign tier may report anything, but its job has ended
             self.contain("get_finished", f"job {_shown(result.job_id)}: success or successful_keys: {_shown(e)}")
             return frozenset()
 
     def checked(self, result: JobResult, keys: Collection[OffloadKey]) -> JobResult:
-        """The result of a job of these keys, with values of the types that it should have."""
+        """The result of a job of these keys, with every value converted to its proper type."""
         done = self.succeeded_in(result, keys)
         try:
             moved = float(result.transfer_time), int(result.transfer_bytes)
@@ -183,10 +184,10 @@ class GuardedTier:
         return JobResult(result.job_id, len(done) == len(set(keys)), in_order, *moved)
 
     def limit_shutdown(self, within_s: float) -> bool:
-        """Tell the tier how long its shutdown may take, less what it closes after that.
+        """Limit the tier's ``shutdown_s`` to ``SHUTDOWN_SHARE`` of ``within_s``.
 
         Returns:
-            False if it does not bound its shutdown, so that what was accepted is to be drained before.
+            False if the tier does not limit its shutdown. Then drain the jobs that it accepted first.
         """
         try:
             own_s = self.tier.shutdown_s
@@ -200,24 +201,24 @@ class GuardedTier:
         return True
 
     def contain(self, where: str, what: str) -> None:
-        """Count a tier's fault."""
+        """Count a fault of the tier, and log the first one in each ``where``."""
         self._metrics.inc("kvtiers_contained_errors_total", self.name, where)
         if where not in self._logged:
             self._logged.add(where)
             logger.warning("tier %s: %s: %s (further ones are only counted)", self.name, where, what)
 
     def contain_unknown(self, result: JobResult) -> None:
-        """Count a result of a job that the tier does not have."""
+        """Count a result of a job that the tier does not have, as a fault."""
         self.contain("get_finished", f"job {_shown(result.job_id)} is unknown or was reported before")
 
 
 def load_deadline_s(tier: SecondaryTierManager) -> float:
-    """Seconds after which a tier is done with a load, as far as anybody can tell.
+    """Seconds within which a tier is expected to end a load: its ``job_deadline_s`` and a second to report.
 
-    A tier that states no deadline of its own has the default, whatever the others state.
+    A tier that states no deadline has the default, whatever other tiers state.
 
     Raises:
-        ConfigError: what it states is no number of seconds.
+        ConfigError: the tier's ``job_deadline_s`` is not a number above 0.
     """
     own = getattr(tier, "job_deadline_s", None)
     if own is None or own == math.inf:
@@ -233,14 +234,14 @@ def load_deadline_s(tier: SecondaryTierManager) -> float:
 def _shown(thing: object) -> str:
     try:
         return repr(thing)
-    except Exception:  # noqa: BLE001 - its author's code, too
+    except Exception:  # noqa: BLE001 - repr is the tier author's code, too
         return f"{type(thing).__name__} (its repr raises)"
 
 
 def shut_down_tiers(
     tiers: Sequence[GuardedTier], timeout_s: float, clock: Callable[[], float] = time.monotonic
 ) -> set[int]:
-    """Shut all tiers down, all at once: each may take as long as all of them may.
+    """Shut all tiers down in parallel, so that each may use the whole time limit.
 
     Returns:
         Indices of the tiers that did not end in time. Their threads go on, so nothing may call those tiers any more.
@@ -250,7 +251,7 @@ def shut_down_tiers(
     def shut_down(index: int) -> None:
         try:
             tiers[index].tier.shutdown()
-        except BaseException as e:  # noqa: BLE001 - a thread's edge
+        except BaseException as e:  # noqa: BLE001 - nothing catches exceptions outside this thread
             errors[index] = _shown(e)
 
     threads = [
@@ -263,7 +264,7 @@ def shut_down_tiers(
     for index, thread in enumerate(threads):
         try:
             thread.start()
-        except RuntimeError:  # there is none to be had, of so many processes or at the interpreter's end
+        except RuntimeError:  # no thread can be started: too many processes, or the interpreter is exiting
             shut_down(index)
     for thread in threads:
         if thread.ident is not None:

@@ -1,4 +1,4 @@
-"""TierJobs: what the tiers have been given and have not reported yet."""
+"""TierJobs: jobs that were submitted to the tiers and are not reported yet."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from kvtiers.tiers.plain_logs import get_logger
 logger = get_logger(__name__)
 
 Ended = tuple[Job, frozenset[OffloadKey]]
-"""A job, and its keys that succeeded."""
+"""A job, and the keys of it that succeeded."""
 
 
 class TierJobs:
-    """The jobs of all tiers, each of which ends once. Scheduler thread only.
+    """The unreported jobs of all tiers; each job ends exactly once. Scheduler thread only.
 
     Args:
-        tiers: as the jobs number them.
-        deadlines_s: after which each is done with a job, as far as anybody can tell.
+        tiers: ``Job.tier`` is the index into this sequence.
+        deadlines_s: for each tier, the seconds within which it is expected to end a job.
         clock: seconds, monotonic.
     """
 
@@ -35,23 +35,23 @@ class TierJobs:
         self._clock = clock
         self._ids = itertools.count(1)
         self._jobs: dict[int, Job] = {}
-        self._raised: dict[int, float] = {}  # jobs whose submission raised, and until when they are awaited
-        self._reports_until = -math.inf  # by when all are reported, unless storage hangs
+        self._raised: dict[int, float] = {}  # jobs whose submission raised, and when each is taken as ended
+        self._reports_until = -math.inf  # when all jobs should be reported, unless storage hangs
 
     def __len__(self) -> int:
         return len(self._jobs)
 
     @property
     def are_awaited(self) -> bool:
-        """Whether a tier may still report one. None does so later than its own deadline, unless storage hangs."""
+        """Whether a tier may still report a job. Tiers report jobs before their deadline, unless storage hangs."""
         return len(self._jobs) > len(self._raised) and self._clock() < self._reports_until
 
     def submit(self, method: str, job: Job, req_context: ReqContext) -> bool:
-        """Give a tier a job.
+        """Submit a job to its tier.
 
         Returns:
-            False if it raised. It may have begun some blocks before: freed now, a slot would be filled under its next
-            owner. So the job is a job still, until the tier reports it or its deadline has passed.
+            False if the tier raised. It may have begun some blocks before that. If their slots were freed now, the tier
+            could overwrite the slots' next owner. So the job stays until the tier reports it or its deadline passes.
         """
         job_id = next(self._ids)
         until = self._clock() + self._deadlines_s[job.tier]
@@ -65,7 +65,7 @@ class TierJobs:
         return True
 
     def take_ended(self, index: int) -> Iterator[Ended]:
-        """The jobs that a tier reports; and those that it will not, as it raised: slots are not kept for ever."""
+        """The jobs that a tier reports, and jobs that raised and are past their deadline, to free their slots too."""
         tier = self._tiers[index]
         for result in tier.collect("get_finished", JobResult):
             job = tier.job_of(result, self._jobs)
@@ -80,10 +80,10 @@ class TierJobs:
                 yield self._forget(job_id), frozenset()
 
     def drain(self, take: Callable[[], None]) -> None:
-        """Wait until the tiers have done what they were given. Bounded by the tiers' own deadlines.
+        """Wait until the tiers have finished their jobs. Bounded by the tiers' own deadlines.
 
         Args:
-            take: takes what ended. What a round loaded or made room for may be stored by the next.
+            take: takes the jobs that ended. It may submit stores of loaded blocks, or stores that waited for room.
         """
         before: frozenset[int] | None = None
         while True:

@@ -9,7 +9,7 @@ from kvtiers.tiers.errors import ConfigError
 LOOKUP_DEADLINE_S = 0.2
 LOOKUP_TOTAL_S = 15.0
 LOAD_DEADLINE_S = 20.0
-LOAD_GRACE_S = 1.0  # beyond a tier's own deadline, to end its I/O and report
+LOAD_GRACE_S = 1.0  # added to a tier's own deadline, so that it can end its I/O and report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,24 +17,24 @@ class TieringOptions:
     """Limits of a TieringOffloadingManager.
 
     Attributes:
-        promotion_wait_s: how long a hit waits for room in the region before it counts as a miss. After a tenth of it,
-            and where nothing is being loaded, requests that came later let go of what they hold.
-        lookup_deadline_s: what a tier is asked counts as absent when it gives no answer for so long. Only of tiers that
-            do not bound it themselves (see ``SecondaryTierManager.take_answered``).
-        lookup_total_s: how long a request waits for the tiers' answers at most. Then it uses the prefix that is known.
-        load_deadline_s: a load not reported by then is a miss, and one second past the tier's own ``job_deadline_s``
-            where that is sooner: I/O that cannot be ended holds its slots, but not its request.
-        store_backlog_share: part of the region that blocks on their way to tiers may pin, in equal parts for each tier;
-            a tier that has used its part up gets no more. Of a job beyond that part the rest waits unpinned, and may be
-            evicted meanwhile. So a hung tier takes neither the region nor the others' share.
-        load_share: part of the region that loads may hold which tiers have not reported, in equal parts for each tier.
-            Of a larger load the rest follows as they are reported, and is a miss after ``load_deadline_s``, or at once
-            where all of them were given up. By default less than ``store_backlog_share`` leaves: there is room also
-            where every tier hangs.
-        promotion_hold_s: how long blocks loaded for a request are kept for it to come and use them.
-        requests_max: requests remembered. One more takes the place of one that was not asked of for 5 s; while there is
-            none, it is a miss.
-        shutdown_s: bound of ``shutdown``. vLLM kills its engine after 5 s.
+        promotion_wait_s: how long a hit waits for room in the region before it counts as a miss. After a tenth of this
+            time, if nothing is being loaded, requests that came later give up the blocks that they hold.
+        lookup_deadline_s: if a tier gives no answers for this long, the keys it owes answers for count as absent. Only
+            for tiers that do not limit this time themselves (see ``SecondaryTierManager.take_answered``).
+        lookup_total_s: how long a request waits for the tiers' answers at most. Then it uses the prefix known so far.
+        load_deadline_s: an unreported load counts as a miss after this time, or one second after the tier's own
+            ``job_deadline_s`` if that is sooner. I/O that cannot be ended keeps its slots, but not its request waiting.
+        store_backlog_share: part of the region that blocks on their way to tiers may pin, divided equally among the
+            tiers. A tier with a full part gets no more blocks. If a job exceeds the part, the rest waits unpinned and
+            may be evicted meanwhile. So a hung tier takes neither the whole region nor the other tiers' parts.
+        load_share: part of the region that unreported loads may hold, divided equally among the tiers. The rest of a
+            larger load follows as loads are reported. It is a miss after ``load_deadline_s``, or at once if all of the
+            unreported loads were given up. The default is less than ``store_backlog_share`` leaves, so the region has
+            room even if every tier hangs.
+        promotion_hold_s: how long blocks loaded for a request are kept until the request comes to use them.
+        requests_max: how many requests are remembered. A further request replaces one that had no lookups for 5 s; if
+            there is none, the further request is a miss.
+        shutdown_s: time limit of ``shutdown``. vLLM kills its engine after 5 s.
     """
 
     promotion_wait_s: float = 0.5
@@ -56,6 +56,6 @@ class TieringOptions:
                 raise ConfigError(f"{getattr(self, name)!r} is not accepted; write 0 or more seconds", field=name)
         for name in ("store_backlog_share", "load_share"):
             if not 0 < getattr(self, name) <= 1:
-                raise ConfigError(f"{getattr(self, name)!r}: accepted is above 0, up to 1", field=name)
+                raise ConfigError(f"{getattr(self, name)!r} is not accepted; write above 0, up to 1", field=name)
         if self.requests_max < 1:
             raise ConfigError(f"{self.requests_max!r} is not accepted; write 1 or more", field="requests_max")

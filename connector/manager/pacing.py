@@ -1,7 +1,7 @@
-"""Bounded waits of the scheduler's thread: short pauses while loads and lookups run, and for stores at the end.
+"""Bounded waits of the scheduler thread: short pauses while loads and lookups run, and a drain of stores at shutdown.
 
-vLLM steps on and on while requests wait for their lookups and loads. Its server process sleeps 1 ms between such
-steps; an engine inside the caller's process does not, and then a loading thread gets the GIL only every 5 ms.
+vLLM keeps stepping while requests wait for their lookups and loads. Its server process sleeps 1 ms between such
+steps. An engine inside the caller's process does not sleep, so a loading thread gets the GIL only every 5 ms.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-SHORT_STEP_S = 0.001  # no forward pass is that short, and a server's idle step is longer
+SHORT_STEP_S = 0.001  # every forward pass takes longer, and so does a server's idle step
 PAUSE_S = 0.0003
 
-#: vLLM kills its engine 5 s after it asked it to end, and the engine has more to end than us.
+#: vLLM kills its engine 5 s after asking it to end, and the engine has more than kvtiers to shut down.
 SHUTDOWN_S = 4.0
-#: Share of ``SHUTDOWN_S`` in which stores under way may finish. The rest is for threads in the middle of a block.
+#: Share of ``SHUTDOWN_S`` in which running stores may finish. The rest is for threads in the middle of a block.
 DRAIN_SHARE = 0.7
 _POLL_S = 0.005
 
 
 class Pacer:
-    """Pauses after a step that was too short to have computed anything. Scheduler thread only."""
+    """Pauses after a step that was too short for a forward pass. Scheduler thread only."""
 
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
@@ -31,11 +31,11 @@ class Pacer:
         self._asked = False
 
     def asked(self, answer: bool | None) -> None:
-        """A lookup was made; None: somebody waits for its answer."""
+        """Note the answer of a lookup. None: a request waits for the answer."""
         self._asked |= answer is None
 
     def step_ended(self, *, loading: bool) -> None:
-        """Once a step; ``loading``: somebody waits for a load."""
+        """Pause if the step was short and a request waits; once per step. ``loading``: a request waits for a load."""
         waiting, self._asked = loading or self._asked, False
         if waiting and self._clock() - self._ended_at < SHORT_STEP_S:
             self._sleep(PAUSE_S)
@@ -43,7 +43,7 @@ class Pacer:
 
 
 def drain(is_idle: Callable[[], bool], within_s: float, clock: Callable[[], float] = time.monotonic) -> bool:
-    """Call ``is_idle`` until it says so. False: it did not in time."""
+    """Poll ``is_idle`` until it returns True. Returns False if the time ran out first."""
     deadline = clock() + within_s
     while not is_idle():
         if clock() >= deadline:

@@ -1,16 +1,17 @@
-"""CPUPrimaryTier: which block is in which slot of the region, who uses it, and what leaves to make room.
+"""CPUPrimaryTier: tracks which block is in which slot of the region and who uses it, and evicts blocks to make room.
 
-A slot is in one of five states, and ``slot_counts`` tells how many are in each; their sum never changes:
+A slot is in one of five states. ``slot_counts`` returns the number of slots in each state; their sum never changes:
 
     free -> pending -> ready <-> pinned          quarantined
       ^        |         |                            |
       +--------+---------+----------------------------+
 
-pending: being filled, by the engine (store) or by a tier (promotion). ready: loadable and evictable. pinned: loadable,
-and in use by the engine's loads or the tiers' jobs. quarantined: never loadable again, but somebody may still touch
-the bytes; free when that one lets go.
+- pending: being filled, by the engine (store) or by a tier (promotion).
+- ready: loadable and evictable.
+- pinned: loadable, but not evictable: the engine loads it, a tier's job uses it, or a waiting request holds it.
+- quarantined: never loadable again, but the engine or a tier may still touch the bytes; free after it ends.
 
-It moves no bytes. Scheduler thread only. Everything is O(1) a key, save to sort keys that are named in no order.
+The module moves no bytes. Scheduler thread only. Every operation is O(1) per key, except sorting unordered keys.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ logger = get_logger(__name__)
 
 
 class SlotCounts(NamedTuple):
-    """Slots by state."""
+    """Number of slots in each state."""
 
     free: int
     ready: int
@@ -43,32 +44,32 @@ class SlotCounts(NamedTuple):
 
 
 class BlockState(Enum):
-    """What a block's slot holds."""
+    """State of a block."""
 
     STORING = auto()  # being filled by the engine
     LOADING = auto()  # being filled by a tier
     READY = auto()
-    QUARANTINED = auto()  # never ready again, in use
-    GONE = auto()  # has no slot any more
+    QUARANTINED = auto()  # never ready again, but the slot is still in use
+    GONE = auto()  # no longer has a slot
 
 
 class Waiter(Protocol):
-    """Who waits for a block that is being filled."""
+    """An object that waits for a block that is being filled."""
 
     def filling_ended(self, key: OffloadKey) -> None:
-        """The key's block is not being filled any more: it is ready, or gone."""
+        """Note that the key's block is no longer being filled: it is ready, quarantined or gone."""
 
 
 class Block:
-    """A key in a slot. Only CPUPrimaryTier changes it, save ``tier``; others hold it as a handle.
+    """A key in a slot. Only CPUPrimaryTier changes it, except ``tier``; other classes hold it as a handle.
 
     Attributes:
-        loads: the engine's loads under way.
-        pins: tiers' jobs and waiting requests that need it to stay.
-        promoted: it came from a tier, and the use that it came for is still to be told (``touch``).
-        tier: that fills it, while it is LOADING; set by the tier's ``TierLoads``.
-        waiters: are told when it is STORING or LOADING no longer.
-        prepared: number of when it was last given a slot or prepared to be loaded: a prefix's are in its order.
+        loads: number of the engine's running loads.
+        pins: number of tiers' jobs and waiting requests that need the block to stay.
+        promoted: the block came from a tier, and ``touch`` has not yet been called for the use it was loaded for.
+        tier: index of the tier that loads or loaded the block; set by ``TierLoads``.
+        waiters: objects to notify when the block is no longer STORING or LOADING.
+        prepared: sequence number of its last slot reservation or load preparation; increases along a prefix.
     """
 
     __slots__ = ("key", "loads", "pins", "prepared", "promoted", "slot", "state", "tier", "waiters")
@@ -81,18 +82,18 @@ class Block:
         self.pins = 0
         self.promoted = False
         self.tier = 0
-        self.waiters: list[Waiter] | None = None  # of most blocks: none
+        self.waiters: list[Waiter] | None = None  # None for most blocks
         self.prepared = prepared
 
     def add_waiter(self, waiter: Waiter) -> None:
-        """Tell it when the block is not being filled any more."""
+        """Notify the waiter once, when the block is no longer being filled."""
         if self.waiters is None:
             self.waiters = [waiter]
         else:
             self.waiters.append(waiter)
 
     def tell_waiters(self) -> None:
-        """The block is not being filled any more."""
+        """Notify the waiters: the block is no longer being filled."""
         if self.waiters is not None:
             waiters, self.waiters = self.waiters, None
             for waiter in waiters:
@@ -102,16 +103,16 @@ class Block:
 class CPUPrimaryTier(OffloadingManager):
     """The region's slots.
 
-    The first half are the engine's calls. They come from outside, so bad ones are counted, logged once and ignored:
-    no call corrupts the accounting. The second half is for TieringOffloadingManager, which holds Blocks.
+    The engine calls the first half of the methods. Its calls come from outside, so wrong calls are counted, logged once
+    and ignored: no call corrupts the accounting. The second half is for TieringOffloadingManager, which holds Blocks.
 
-    Within one call, the first keys are taken for the most valuable (a prefix is useless without its first blocks), so
-    the last ones are the first to be evicted. What ends may be named in any order (vLLM names it in sets): the order is
-    that in which it was prepared.
+    Within one call, the first keys count as the most valuable (a prefix is useless without its first blocks), so the
+    last keys are evicted first. ``complete_load`` and ``complete_store`` may name keys in any order (vLLM passes sets):
+    the order in which the blocks were prepared counts.
 
     Args:
         num_blocks: slots, 1 or more.
-        policy: LRU by default.
+        policy: eviction policy; LRU by default.
     """
 
     def __init__(
@@ -122,8 +123,8 @@ class CPUPrimaryTier(OffloadingManager):
         self.num_blocks = num_blocks
         self.metrics = Metrics() if metrics is None else metrics
         self._policy = LRUPolicy() if policy is None else policy  # an empty policy is falsy
-        self._blocks: dict[OffloadKey, Block] = {}  # one dict for ever
-        #: The key's block, in whatever state. Not a method: it is called for each key of each waiting request.
+        self._blocks: dict[OffloadKey, Block] = {}  # never replaced, because ``find`` is bound to it
+        #: Returns the key's block in any state. Not a method, for speed: called for each key of each waiting request.
         self.find: Callable[[OffloadKey], Block | None] = self._blocks.get
         self._free = list(reversed(range(num_blocks)))  # taken from the end, so that a fresh region fills in order
         self._pinned = self._pending = self._quarantined = 0
@@ -132,10 +133,10 @@ class CPUPrimaryTier(OffloadingManager):
         self._logged: set[str] = set()
         self._closed = False
         for call in ("complete_load", "complete_store"):
-            self.metrics.inc("kvtiers_contained_errors_total", "engine", call, by=0)  # as GuardedTier does
+            self.metrics.inc("kvtiers_contained_errors_total", "engine", call, by=0)  # as in GuardedTier
 
     def slot_counts(self) -> SlotCounts:
-        """Slots by state, in O(1)."""
+        """Number of slots in each state, in O(1)."""
         return SlotCounts(len(self._free), len(self._policy), self._pinned, self._pending, self._quarantined)
 
     # -- the engine's calls ------------------------------------------------------------------------------------------
@@ -152,7 +153,7 @@ class CPUPrimaryTier(OffloadingManager):
             if block.state is not BlockState.READY:
                 raise KeyError(block.key)
         for block in blocks:
-            self._use(block)
+            self._begin_use(block)
             block.loads += 1
             block.prepared = next(self._numbers)
         return CPULoadStoreSpec([block.slot for block in blocks])
@@ -163,7 +164,7 @@ class CPUPrimaryTier(OffloadingManager):
             if block is not None and block.promoted:
                 block.promoted = False
                 if block.loads or block.pins:
-                    continue  # the use that it was loaded for: to ARC a second one would make it a block used often
+                    continue  # the use it was loaded for; counted again, ARC would take the block for a frequent one
             self._policy.touch(key)
 
     def complete_load(self, keys: Collection[OffloadKey]) -> None:
@@ -181,10 +182,10 @@ class CPUPrimaryTier(OffloadingManager):
             block.loads -= 1
             if block.state is BlockState.QUARANTINED and not block.loads:
                 del self._blocks[block.key]
-            self._disuse(block)
+            self._end_use(block)
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        """Reserve room for the keys that are not there. Of more keys than there are slots, the first are taken."""
+        """Reserve room for keys that are not in the region. Keys beyond the number of slots are ignored."""
         if self._closed:
             return None
         wanted = list(dict.fromkeys(keys))
@@ -209,10 +210,10 @@ class CPUPrimaryTier(OffloadingManager):
         return self._events.take()
 
     def reset_cache(self) -> None:
-        """Forget every block, save those the engine itself is storing.
+        """Forget every block, except those the engine is storing.
 
-        What tiers use is quarantined until they let go. So is what the engine loads, but under its key, by which the
-        end of a load is told: until then that key is neither found nor stored.
+        Blocks that tiers use are quarantined until the tiers' jobs end. Blocks that the engine loads are quarantined
+        too, but keep their keys until ``complete_load`` names them; until then those keys are neither found nor stored.
         """
         removed = [block for block in self._blocks.values() if block.state is not BlockState.STORING]
         self._events.add([block.key for block in removed if block.state is BlockState.READY], removed=True)
@@ -222,20 +223,20 @@ class CPUPrimaryTier(OffloadingManager):
             self._drop(block)
 
     def shutdown(self) -> None:
-        """Free every slot but those that a tier may still touch. From now on there is no room."""
+        """Free every slot except those that a tier may still touch. After this call no slot can be reserved."""
         self._closed = True
         blocks = list(self._blocks.values())
         self._blocks.clear()
         for block in blocks:
             while block.loads:
                 block.loads -= 1
-                self._disuse(block)
+                self._end_use(block)
             self._drop(block)
 
-    # -- TieringOffloadingManager's ----------------------------------------------------------------------------------
+    # -- calls of TieringOffloadingManager ---------------------------------------------------------------------------
 
     def end_store(self, keys: Collection[OffloadKey], success: bool) -> list[Block]:
-        """As ``complete_store``; returns the blocks that became ready."""
+        """Like ``complete_store``, but return the blocks that became ready."""
         ended = []
         for key in dict.fromkeys(keys):
             block = self._blocks.get(key)
@@ -247,11 +248,11 @@ class CPUPrimaryTier(OffloadingManager):
 
     @property
     def room(self) -> int:
-        """Slots that are free, or whose blocks may be evicted."""
+        """Number of slots that are free or whose blocks may be evicted."""
         return len(self._free) + len(self._policy)
 
     def reserve(self, keys: Sequence[OffloadKey]) -> list[Block]:
-        """Slots for a promotion of absent keys: of as many of the first as there is room for."""
+        """Reserve slots to promote absent keys: for as many of the first keys as there is room."""
         if self._closed:
             return []
         keys = keys[: self.room]
@@ -259,7 +260,7 @@ class CPUPrimaryTier(OffloadingManager):
         return self._fill(keys, BlockState.LOADING)
 
     def end_promotion(self, blocks: Iterable[Block], success: bool) -> list[Block]:
-        """The load into these slots ended; returns the blocks that became ready."""
+        """End the load into these slots; return the blocks that became ready."""
         ended = []
         for block in blocks:
             if block.state is BlockState.QUARANTINED:
@@ -273,28 +274,28 @@ class CPUPrimaryTier(OffloadingManager):
         return ready
 
     def quarantine(self, blocks: Iterable[Block]) -> None:
-        """Forget blocks whose promotion does not end; ``end_promotion`` frees their slots when it does."""
+        """Forget blocks whose promotion was given up; ``end_promotion`` frees their slots when it ends after all."""
         for block in blocks:
             if block.state is BlockState.LOADING:
                 del self._blocks[block.key]
                 self._drop(block)
 
     def pin(self, block: Block) -> None:
-        """Keep a ready block until ``unpin``. Pins count."""
+        """Keep a ready block until ``unpin``. A block needs one ``unpin`` per ``pin``."""
         assert block.state is BlockState.READY
-        self._use(block)
+        self._begin_use(block)
         block.pins += 1
 
     def unpin(self, block: Block) -> None:
         """Undo one ``pin``."""
         block.pins -= 1
         assert block.pins >= 0
-        self._disuse(block)
+        self._end_use(block)
 
     # -- slots -------------------------------------------------------------------------------------------------------
 
     def _make_room(self, n: int, protected: Container[OffloadKey] = ()) -> list[OffloadKey] | None:
-        """Evict until n slots are free; returns the evicted keys, or None where there are too few."""
+        """Evict until n slots are free; return the evicted keys, or None if too few can be freed."""
         short = n - len(self._free)
         if short <= 0:
             return []
@@ -329,12 +330,12 @@ class CPUPrimaryTier(OffloadingManager):
         self._events.add([block.key for block in blocks], removed=False)
         return blocks
 
-    def _use(self, block: Block) -> None:
+    def _begin_use(self, block: Block) -> None:
         if not block.loads and not block.pins:
             self._policy.pin(block.key)
             self._pinned += 1
 
-    def _disuse(self, block: Block) -> None:
+    def _end_use(self, block: Block) -> None:
         if block.loads or block.pins:
             return
         if block.state is BlockState.QUARANTINED:
@@ -344,7 +345,7 @@ class CPUPrimaryTier(OffloadingManager):
             self._pinned -= 1
 
     def _drop(self, block: Block) -> None:
-        """Free the slot of a block that is found no more, or quarantine it while somebody may touch it."""
+        """Free the slot of a forgotten block, or quarantine the slot while the engine or a tier may touch it."""
         if block.state in (BlockState.QUARANTINED, BlockState.GONE):
             return
         in_use = block.state is BlockState.LOADING or block.loads > 0 or block.pins > 0
@@ -370,7 +371,7 @@ class CPUPrimaryTier(OffloadingManager):
 
     def _ignore(self, call: str, key: OffloadKey) -> None:
         self.metrics.inc("kvtiers_contained_errors_total", "engine", call)
-        self._log_once(call, f"{call} of a block that was not prepared for it: ignored (key {key!r})")
+        self._log_once(call, f"{call}: ignored key {key!r}, which was not prepared for it")
 
     def _log_once(self, what: str, message: str) -> None:
         if what not in self._logged:

@@ -1,4 +1,4 @@
-"""What is on its way from tiers to the region: requests that wait, jobs, and the part of it that a tier may hold."""
+"""State of promotions from the tiers to the region: waiting requests, jobs, failed loads, and each tier's share."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from kvtiers.tiers.blocks.keys import OffloadKey
 
 EVERY_TIER = -1  # as a bit mask
 JOB_BLOCKS_MIN = 64  # a smaller load is not split
-_FAILED_S = 30.0  # how long a failed load is remembered for those that came before it failed
-_JOBS_PER_SHARE = 4  # a tier that has ended one has the next while that is replaced
+_FAILED_S = 30.0  # how long a failed load is remembered, for requests that came before it failed
+_JOBS_PER_SHARE = 4  # so that a tier that ends one job has others to work on until that one is replaced
 
 
 @dataclass(slots=True, eq=False)
 class Request:
     """A request that missed the region. It waits for the keys in ``owed``, ``hits`` and ``coming``.
 
-    A key is in one of them, save that a hit that waits for room may be coming for another request.
+    A key is in only one of the three, except that a hit that waits for room may be in ``coming`` for another request.
 
     Attributes:
-        came_at: when a key of it was first asked of the tiers.
-        asked_at: and last.
-        step: number of the step in which that was.
+        came_at: time of its first lookup in the tiers.
+        asked_at: time of its latest lookup.
+        step: number of the step of its latest lookup.
         owed: keys that a tier owes an answer for.
-        was_owed: the same in the round of questions before.
+        was_owed: ``owed`` as it was in the round of lookups before.
         owing: bit mask of the tiers that owe answers.
-        waited_s: for how long they have, as far as the request was asked of.
-        silences: tier -> its answers so far and for how long it has given none; only of tiers that are polled.
-        gave_up: bit mask of the tiers whose answers it does not wait for any more.
-        expired: keys that are absent because it gave up, each counted once.
-        barred: bit mask of the tiers that it may not load from.
+        waited_s: seconds it has waited for owed answers; long gaps between lookups count only in part.
+        silences: tier -> (number of its answers so far, seconds without a new one); polled tiers only.
+        gave_up: bit mask of the tiers whose answers it no longer waits for.
+        expired: keys that are absent because it gave up waiting; used to count each key once.
+        barred: bit mask of the tiers that it must not load from.
         refused: key -> bit mask of the tiers whose copy cannot be loaded.
-        hits: key -> tier, to be promoted.
-        hit_tiers: bit mask of the tiers that have hits; may have others', until the hits are looked through.
-        starved_since: since when hits wait for room.
-        starved_for: the first of them that found none, when they were looked through last.
-        capped_until: how long hits wait for their tiers' shares of the region; infinite where none does.
-        coming: keys whose blocks are being filled; those blocks tell it when they are not any more.
-        loading: blocks on their way from tiers that are loaded for this request.
+        hits: key -> tier; keys to promote that have no slot yet.
+        hit_tiers: bit mask of the tiers that have hits. May include too many tiers until the hits are scanned again.
+        starved_since: since when hits have waited for room; None if none does.
+        starved_for: the first hit that got no room when hits were last scanned.
+        capped_until: until when hits wait for their tiers' shares of the region; infinite if none waits for a share.
+        coming: keys whose blocks are being filled. Each block notifies the request when that ends.
+        loading: number of blocks that tiers are loading for this request.
         held: blocks pinned for this request until it loads them, finishes, or ``held_until`` passes.
-        has_news: an answer to it may have changed since it was asked of.
-        is_answered: all that is owed is to be asked anew: it gave up, or a tier does not say what it has answered.
+        has_news: an answer may have changed since the latest lookup.
+        must_ask_again: every owed key must be looked up again: the request gave up waiting, or a tier is polled.
     """
 
     context: ReqContext
@@ -72,25 +72,25 @@ class Request:
     held: dict[OffloadKey, Block] = field(default_factory=dict)
     held_until: float = 0.0
     has_news: bool = False
-    is_answered: bool = False
+    must_ask_again: bool = False
 
     def __post_init__(self) -> None:
         self.req_id = self.context.req_id
 
     def await_block(self, block: Block) -> None:
-        """Wait until the block is not being filled any more."""
+        """Wait until the block is no longer being filled."""
         self.owed.discard(block.key)
         if block.key not in self.coming:
             self.coming.add(block.key)
             block.add_waiter(self)
 
     def filling_ended(self, key: OffloadKey) -> None:
-        """The key's block is not being filled any more."""
+        """Note that the key's block is no longer being filled."""
         self.coming.discard(key)
         self.has_news = True
 
     def drop_hits(self) -> None:
-        """It waits for no room any more; should it again, it begins anew."""
+        """Stop waiting for room. A later wait starts from zero."""
         self.hits = {}
         self.hit_tiers = 0
         self.starved_since = None
@@ -98,7 +98,7 @@ class Request:
         self.has_news = True
 
     def stop_waiting(self) -> None:
-        """It waits for nothing any more; should it again, it begins anew."""
+        """Stop waiting for anything. A later wait starts from zero."""
         self.drop_hits()
         self.owed.clear()
         self.was_owed.clear()
@@ -115,8 +115,8 @@ class Job:
     """A submitted job. A store pins its blocks; a load has a request.
 
     Attributes:
-        late_at: when a load is given up.
-        ended: it was reported, or given up.
+        late_at: time at which a load is given up.
+        ended: the load was reported or given up.
     """
 
     tier: int
@@ -127,17 +127,17 @@ class Job:
 
 
 class FailedLoads:
-    """Loads that failed lately, for requests that came before. Scheduler thread only.
+    """Loads that failed recently, remembered for requests that came before the failure. Scheduler thread only.
 
     Attributes:
-        failed_at: by key and tier; the oldest first.
+        failed_at: (key, tier) -> time of the failure; the oldest first.
     """
 
     def __init__(self) -> None:
         self.failed_at: OrderedDict[tuple[OffloadKey, int], float] = OrderedDict()
 
     def add(self, job: Job, blocks: Iterable[Block], now: float) -> None:
-        """The request of this job will not ask its tier for these blocks any more, nor will who has waited for them."""
+        """Exclude the job's tier for these blocks: for the job's request, and for every request that came before."""
         assert job.request is not None
         refused = job.request.refused
         failed_at = self.failed_at
@@ -148,8 +148,8 @@ class FailedLoads:
             failed_at[block.key, job.tier] = now
             failed_at.move_to_end((block.key, job.tier))
 
-    def refuse(self, request: Request, key: OffloadKey, tier: int) -> bool:
-        """Whether the request does not ask the tier for the key."""
+    def is_excluded(self, request: Request, key: OffloadKey, tier: int) -> bool:
+        """Whether the request must not ask the tier for the key."""
         refused = request.barred | request.refused.get(key, 0)
         return bool(refused >> tier & 1) or self.has_failed(request, key, tier)
 
@@ -161,15 +161,15 @@ class FailedLoads:
 class TierLoads:
     """The loads of one tier, in the order of their deadlines. Scheduler thread only.
 
-    What the tier has not reported counts, also where it was given up: its slots are out of use until the tier lets go.
+    A load that was given up still counts against the share: its slots are out of use until the tier reports the load.
 
     Args:
-        blocks_max: of the loads that the tier has not reported, 1 or more.
-        deadline_s: from a load's submission until it is given up.
+        blocks_max: limit of the blocks in unreported loads, 1 or more.
+        deadline_s: seconds from a load's submission until it is given up.
 
     Attributes:
-        job_blocks_max: blocks of one job. Of a larger load, what a tier has not begun by its deadline is reported then,
-            whatever became of the rest.
+        job_blocks_max: limit of the blocks in one job. A larger load is split into several jobs, so that the jobs that
+            the tier has not begun by their deadline are reported on time, whatever becomes of the other jobs.
     """
 
     def __init__(self, blocks_max: int, deadline_s: float) -> None:
@@ -181,16 +181,16 @@ class TierLoads:
 
     @property
     def room(self) -> int:
-        """Blocks that may be loaded now."""
+        """Number of blocks that may be loaded now."""
         return self._blocks_max - self._unreported
 
     @property
     def is_awaited(self) -> bool:
-        """There are loads that were not given up."""
+        """Whether there are loads that were not given up."""
         return bool(self._jobs)
 
     def begin(self, blocks: list[Block], tier: int, request: Request, now: float) -> list[Job]:
-        """Jobs for blocks there is room for."""
+        """Make jobs that load these blocks. The caller has checked ``room``."""
         for block in blocks:
             block.tier = tier
         size = self.job_blocks_max
@@ -203,11 +203,11 @@ class TierLoads:
         return jobs
 
     def end(self, job: Job) -> None:
-        """The tier reported it."""
+        """Note that the tier reported the job."""
         self._unreported -= len(job.blocks)
 
     def take_late(self, now: float) -> list[Job]:
-        """Loads to be given up now. Those that ended are forgotten."""
+        """Return the loads to give up now, and forget loads that ended."""
         late = []
         while self._jobs and (self._jobs[0].ended or now >= self._jobs[0].late_at):
             job = self._jobs.popleft()

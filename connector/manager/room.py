@@ -1,4 +1,4 @@
-"""Who gets room in the region: which hits of requests that wait are loaded now, and which are none any more."""
+"""PromotionRoom: decides which hits of waiting requests get slots in the region, and which count as misses."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from kvtiers.connector.manager.primary import Block, CPUPrimaryTier
 from kvtiers.connector.manager.promotion import EVERY_TIER, Job, Request, TierLoads
 from kvtiers.tiers.blocks.keys import OffloadKey
 
-_LET_GO_SHARE = 0.1  # part of promotion_wait_s for which the first that starves leaves the others what they hold
+_RELEASE_SHARE = 0.1  # part of promotion_wait_s that the first starving request waits before others lose their holds
 
 
 class PromotionRoom:
-    """Gives hits slots of the region, and ends the wait of those that get none. Scheduler thread only.
+    """Gives hits slots of the region, and ends the wait of hits that get none. Scheduler thread only.
 
-    There may be no room in the region, of which a request is said to starve, or in its tier's share of it. For the one
-    a hit waits ``promotion_wait_s``, for the other ``load_deadline_s``.
+    If the region has no room, the request "starves" and its hits wait up to ``promotion_wait_s``. If only the tier's
+    share of the region is used up, its hits wait up to ``load_deadline_s``.
 
     Args:
-        loads: of each of the tiers.
-        log_once: takes a subject, and what is to be said of it once.
+        loads: the TierLoads of each tier.
+        log_once: takes a subject and a message; logs the message once per subject.
     """
 
     def __init__(
@@ -41,10 +41,10 @@ class PromotionRoom:
         self._holds = holds
         self._options = options
         self._log_once = log_once
-        primary.metrics.inc("kvtiers_promotion_room_expired_total", by=0)  # rates see no increase in what begins at 1
+        primary.metrics.inc("kvtiers_promotion_room_expired_total", by=0)  # a rate misses the first 1 of a new series
 
     def begin_loads(self, request: Request, now: float) -> list[Job]:
-        """Jobs to be submitted, for those of the request's hits that there is room for. The others age."""
+        """Reserve slots for the request's hits. Return jobs to submit for hits that got a slot; other hits wait on."""
         if not request.hits:
             return []
         wanted = self._within_shares(request, now)
@@ -64,10 +64,10 @@ class PromotionRoom:
             for job in self._loads[index].begin(its_blocks, index, request, now)
         ]
 
-    def let_last_go(self, waiting: Iterable[Request], now: float) -> None:
-        """Of requests that starve, those that came last let go of what they hold: else all would wait for one another.
+    def release_latest_holds(self, waiting: Iterable[Request], now: float) -> None:
+        """Unpin the blocks held by the latest starving requests. Otherwise starving requests could block one another.
 
-        Not at once: there may be room soon, and of what no tier has the hit would be lost.
+        Not immediately: room may come soon, and an unpinned block that no tier has would be lost if evicted.
         """
         if any(loads.is_awaited for loads in self._loads):
             return
@@ -76,26 +76,26 @@ class PromotionRoom:
             return
         first = starving[0]
         assert first.starved_since is not None
-        if now - first.starved_since < _LET_GO_SHARE * self._options.promotion_wait_s:
+        if now - first.starved_since < _RELEASE_SHARE * self._options.promotion_wait_s:
             return
         wanted = min(len(first.hits), sum(loads.room for loads in self._loads))
         while len(starving) > 1 and self._primary.room < wanted:
             self._holds.let_go(starving.pop())
 
     def _within_shares(self, request: Request, now: float) -> list[OffloadKey]:
-        """The hits that their tiers' shares of the region have room for; others wait, but for no tier that is stuck.
+        """Select hits that fit in their tiers' shares of the region. Other hits wait, unless their tier is stuck.
 
-        One more than the region has room for says that the request starves: it is not looked through for others then.
+        Stops at one hit more than the region has room for, which tells the caller that the request starves.
         """
         room = [loads.room for loads in self._loads]
         for index, loads in enumerate(self._loads):
             waits = request.hit_tiers >> index & 1 and not room[index]
             if waits and (now >= request.capped_until or not loads.is_awaited):
-                self._bar(request, index)
+                self._drop_hits_of(request, index)
         wanted = []
-        # Hundreds of hits of each of hundreds of requests are too many to look through in each step to no purpose.
+        # Hundreds of hits in each of hundreds of requests are too many to scan in every step without a chance to load.
         if any(free and request.hit_tiers >> index & 1 for index, free in enumerate(room)):
-            missed = request.starved_for  # it may lie behind any number of those that wait for a share
+            missed = request.starved_for  # a scan might pass many hits that wait for a share before it reaches this one
             if (
                 not self._primary.room
                 and missed in request.hits
@@ -107,7 +107,7 @@ class PromotionRoom:
             are_coming = []
             for key, index in request.hits.items():
                 if self._primary.find(key) is not None:
-                    are_coming.append(key)  # another request has it loaded
+                    are_coming.append(key)  # another request has loaded it or is loading it
                     continue
                 hit_tiers |= 1 << index
                 if room[index]:
@@ -121,23 +121,24 @@ class PromotionRoom:
                 del request.hits[key]
                 request.has_news = True
             if len(wanted) > self._primary.room:
-                return wanted  # whether shares have room for the others will be seen when the region has
+                return wanted  # other hits are checked against the shares once the region has room
         if len(wanted) == len(request.hits):
             request.capped_until = math.inf
         elif request.capped_until == math.inf:
             request.capped_until = now + self._options.load_deadline_s
         return wanted
 
-    def _bar(self, request: Request, index: int) -> None:
-        """The request's hits in a tier whose share does not come free are none: another tier may have them."""
+    def _drop_hits_of(self, request: Request, index: int) -> None:
+        """Treat the request's hits in this tier as misses, because its share is stuck. Another tier may have them."""
         if self._expire(request, 1 << index):
             self._log_once(
                 f"loads {index}",
-                f"tier {self._tiers[index].name} has not reported loads of its whole share of the region: nothing more "
-                "is loaded from it until it has (see kvtiers_promotion_room_expired_total)",
+                f"tier {self._tiers[index].name}: loads that it has not reported fill its whole share of the region: "
+                "no more is loaded from it until it reports some (see kvtiers_promotion_room_expired_total)",
             )
 
     def _starve(self, request: Request, now: float) -> None:
+        """Note that the region has no room for the request. After ``promotion_wait_s``, treat its hits as misses."""
         if request.starved_since is None:
             request.starved_since = now
         if now - request.starved_since < self._options.promotion_wait_s:
@@ -153,13 +154,13 @@ class PromotionRoom:
         request.drop_hits()
 
     def _expire(self, request: Request, tiers: int) -> int:
-        """Its hits in the tiers of a bit mask are none any more. Returns how many it does without."""
+        """Treat the request's hits in the tiers of a bit mask as misses. Returns how many of them nobody else loads."""
         request.hit_tiers &= ~tiers
         request.has_news = True
         expired = 0
         for key in [key for key, tier in request.hits.items() if tiers >> tier & 1]:
             del request.hits[key]
-            if self._primary.find(key) is None:  # else another request has it loaded
+            if self._primary.find(key) is None:  # otherwise another request loads or has loaded it
                 request.refused[key] = request.refused.get(key, 0) | tiers
                 expired += 1
         self._primary.metrics.inc("kvtiers_promotion_room_expired_total", by=expired)

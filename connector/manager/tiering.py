@@ -1,18 +1,18 @@
 """TieringOffloadingManager: the CPU region in front, any number of tiers behind it.
 
-- Cascade (``cascade``): a block that the engine has stored in the region goes to every tier.
-- Promotion: a key that is not in the region is asked of the tiers, in order. A hit is loaded into a reserved slot, a
-  request's together, submitted when the step ends; until it is in, the answer is "ask again". What comes from a
-  later tier also goes to the tiers before it. What a tier has not reported is a bounded part of the region
-  (``load_share``): what is beyond waits for that, so that a tier that hangs leaves room for the others.
-- Waiting is bounded everywhere: for the tiers' answers (``lookup_total_s``, and ``lookup_deadline_s`` for a tier that
-  is silent), for room in the region (``promotion_wait_s``), for the tier's share of it (``load_deadline_s``), for a
-  load (the tier's deadline, and ``load_deadline_s``); then the key is absent.
-- A failed load makes that tier's copy absent for the request until it finishes, so no request runs in circles; and for
-  those that have waited for it as well, so that they do not try one after the other, nor wait for one who tries later.
-- Nothing a tier does reaches the engine: what it raises, reports twice or reports of no job is counted and contained.
+- Cascade (``cascade``): a block that the engine stores in the region is copied to every tier.
+- Promotion: a key that is not in the region is looked up in the tiers, in order. A hit is loaded into a reserved slot.
+  The loads of a request are submitted together at the end of the step; ``lookup`` says "ask again" until they end.
+  A block loaded from a later tier is also stored to the tiers before it. The unreported loads of a tier may hold only
+  a share of the region (``load_share``); further loads wait, so a tier that hangs leaves room for the other tiers.
+- Every wait is bounded. When a bound passes, the key counts as absent. For tiers' answers: ``lookup_total_s``, and
+  ``lookup_deadline_s`` for a tier that gives none. For room in the region: ``promotion_wait_s``. For room in the tier's
+  share of it: ``load_deadline_s``. For a load: the tier's own deadline or ``load_deadline_s``, whichever is sooner.
+- After a failed load, that tier's copy counts as absent for the request until it finishes, so no request retries
+  forever. The same holds for requests that came before the failure, or they would retry in turn and wait in turn.
+- A tier's faults never reach the engine: exceptions, duplicate results and results of unknown jobs are only counted.
 
-Scheduler thread only, save that shutdown calls the tiers' shutdown on threads of their own, to bound it.
+Scheduler thread only, except that ``shutdown`` calls each tier's shutdown on a thread of its own, to limit its time.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class TieringOffloadingManager(OffloadingManager):
 
     Args:
         primary: the region's slots.
-        tiers: asked in this order; each is stored to.
+        tiers: lookups ask them in this order; stores go to all of them.
         clock: seconds, monotonic.
 
     Attributes:
-        shutdown_s: bound of ``shutdown``; may be set to less.
-        barred: tells the bit mask of the tiers that a request may not load from; may be set. By default none.
+        shutdown_s: time limit of ``shutdown``; may be lowered.
+        barred: returns the bit mask of the tiers that a request must not load from; may be set. By default 0 (no tier).
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class TieringOffloadingManager(OffloadingManager):
     ) -> None:
         self.primary = primary
         self._tiers = tuple(GuardedTier(tier, primary.metrics) for tier in tiers)
-        self._questions = [(index, 1 << index, tier.lookup) for index, tier in enumerate(self._tiers)]
+        self._tier_lookups = [(index, 1 << index, tier.lookup) for index, tier in enumerate(self._tiers)]
         self.metrics = primary.metrics
         self._options = options or TieringOptions()
         self._clock = clock
@@ -75,7 +75,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._holds = Holds(primary, self._options.promotion_hold_s)
         self._requests = WaitingRequests(self._tiers, self._holds, self._options, self.metrics, clock, self._log_once)
         self._room = PromotionRoom(primary, self._tiers, self._loads, self._holds, self._options, self._log_once)
-        self._looked_up = False  # since what requests found was held last
+        self._looked_up = False  # since ``prepare_store`` last pinned the blocks that requests found
         self._cascade = Cascade(
             primary, self._tiers, self._options.store_backlog_share, self._submit_store, clock, self._log_once
         )
@@ -94,18 +94,18 @@ class TieringOffloadingManager(OffloadingManager):
             if self.primary.find(key) is None:
                 is_known = key in request.owed or key in request.hits
                 return None if is_known else self._lookup_tiers(key, request)
-        return self._look(key, req_context)
+        return self._lookup_region(key, req_context)
 
     def is_waiting(self, req_id: str) -> bool:
-        """Whether ``lookup`` would answer a request as it did last: no answer, load or deadline has changed that.
+        """Whether ``lookup`` would give the request the same answers as last time: no answer, load or deadline is new.
 
-        Ask before the step's first lookup of the request: answers that tiers give within a step count from the next.
-        In O(1); counts as asking. False of a request that waits for nothing, or is not known.
+        Call it before the step's first lookup of the request: answers that tiers give within a step count from the next
+        step on. O(1). Counts as a lookup of the request. False if the request waits for nothing or is unknown.
         """
         return self._requests.is_waiting(req_id)
 
     def is_coming(self, key: OffloadKey, req_context: ReqContext) -> bool:
-        """Whether a key of which ``lookup`` said None is on its way into the region, so that no answer is owed."""
+        """Whether a key whose ``lookup`` returned None is on its way into the region; False: a tier owes an answer."""
         block = self.primary.find(key)
         if block is not None:
             return block.state in (BlockState.STORING, BlockState.LOADING)
@@ -117,7 +117,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._holds.forget(req_context.req_id)
         request = self._requests.by_id.get(req_context.req_id)
         if request is not None:
-            self._requests.forget(request)  # it has come, for all it wants
+            self._requests.forget(request)  # its wait is over: it loads all the blocks that it wants
         return spec
 
     def touch(self, keys: Collection[OffloadKey]) -> None:
@@ -130,10 +130,10 @@ class TieringOffloadingManager(OffloadingManager):
         self.primary.complete_load(keys)
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        if self._looked_up:  # else a thousand stores of a step would look at a thousand requests each
+        if self._looked_up:  # without this check, each of a step's thousand stores would scan a thousand requests
             self._looked_up = False
             now = self._clock()
-            for req_id in self._holds.found():  # before room is made
+            for req_id in self._holds.found():  # pin found blocks before the store evicts any
                 request = self._requests.by_id.get(req_id)
                 if request in self._requests.waiting:
                     self._holds.hold_found(request, now)
@@ -155,16 +155,16 @@ class TieringOffloadingManager(OffloadingManager):
             tier.on_request_finished(req_context)
 
     def on_schedule_end(self) -> None:
-        """Take results, submit this step's promotions, let the tiers send this step's lookups."""
+        """Take the tiers' results, submit this step's promotions and let the tiers send this step's lookups."""
         began = self._clock()
         self._take_results()
         waiting = self._requests.waiting
         if waiting or any(loads.is_awaited for loads in self._loads):
             now = self._clock()
             self._give_up_late_loads(now)
-            for request in waiting:  # before room is made for any
+            for request in waiting:  # pin all found blocks before any request's load evicts blocks
                 self._holds.hold_found(request, now)
-            self._room.let_last_go(waiting, now)
+            self._room.release_latest_holds(waiting, now)
             for request in list(waiting):
                 self._serve(request, now)
         self._holds.end_step()
@@ -180,14 +180,14 @@ class TieringOffloadingManager(OffloadingManager):
         return self._jobs.are_awaited
 
     def drain(self) -> None:
-        """Wait until the tiers have done what they were given. Bounded by the tiers' own deadlines."""
+        """Wait until the tiers have finished their jobs. Bounded by the tiers' own deadlines."""
         self._jobs.drain(self._take_results)
 
     def reset_cache(self) -> None:
-        """Forget the region's blocks, save those that the engine is loading or storing. The tiers keep theirs.
+        """Forget the region's blocks, except those that the engine is loading or storing. The tiers keep their blocks.
 
-        Jobs of the tiers are not waited for, as storage may hang: they go on in slots that are quarantined until they
-        are reported. What they load is never ready, and what they store was computed before.
+        Does not wait for the tiers' jobs, because storage may hang. The jobs continue in quarantined slots until they
+        are reported. Blocks that they load never become ready; blocks that they store were computed before the reset.
         """
         self._requests.forget_all()
         self._holds.end_step()
@@ -195,7 +195,7 @@ class TieringOffloadingManager(OffloadingManager):
         self.primary.reset_cache()
 
     def shutdown(self) -> None:
-        """End everything, within ``shutdown_s``. Slots of jobs that no tier reported stay quarantined."""
+        """Shut everything down within ``shutdown_s``. Slots of unreported jobs stay quarantined."""
         if self._closed:
             return
         self._requests.forget_all()
@@ -206,12 +206,12 @@ class TieringOffloadingManager(OffloadingManager):
         if self._jobs:
             logger.error("shutdown: %d jobs were never reported; their slots stay quarantined", len(self._jobs))
         self.primary.shutdown()
-        self._tiers, self._loads, self._questions = (), [], []  # late calls of the engine end here
+        self._tiers, self._loads, self._tier_lookups = (), [], []  # later calls of the engine reach no tier
 
     # -- promotion ---------------------------------------------------------------------------------------------------
 
-    def _look(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        """``lookup``, where a request is asked of first in a step, or the region may have the block for it."""
+    def _lookup_region(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        """The part of ``lookup`` for the first key of a request in a step, and for keys that are in the region."""
         self._looked_up = True
         requests = self._requests
         request = requests.by_id.get(req_context.req_id)
@@ -225,19 +225,19 @@ class TieringOffloadingManager(OffloadingManager):
         if not self._tiers:
             return False if block is None else None
         if request is None:
-            if block is not None and requests.is_crowded:
+            if block is not None and requests.is_full:
                 return None
             request = requests.remember(req_context)
             if request is None:
                 return False
             request.barred = self.barred(req_context)
-        return self._lookup_tiers(key, request) if block is None else self._await(block, request)
+        return self._lookup_tiers(key, request) if block is None else self._wait_for_block(block, request)
 
-    def _await(self, block: Block, request: Request) -> bool | None:
-        """The answer for a block that is being filled: a request waits for no tier whose load has failed it."""
-        # It may have been refused for want of room as well, which a block that another request loads does not need.
+    def _wait_for_block(self, block: Block, request: Request) -> bool | None:
+        """Wait for a block that is being filled, unless a load of it from that tier failed since the request came."""
+        # Not ``request.refused``: a key may also be refused for lack of room, and this block already has a slot.
         if block.state is BlockState.LOADING and self._failed.has_failed(request, block.key, block.tier):
-            return self._lookup_tiers(block.key, request)  # the other tiers
+            return self._lookup_tiers(block.key, request)  # ask the other tiers
         if block.state is not BlockState.QUARANTINED:
             request.await_block(block)
         self._requests.wait(request, self._clock() + self._options.promotion_hold_s)
@@ -249,8 +249,8 @@ class TieringOffloadingManager(OffloadingManager):
         hit: int | None = None
         owing = 0
         may_be_refused = request.barred or request.refused or self._failed.failed_at
-        for index, bit, ask in self._questions:  # enumerate would take a sixth of the time of this call
-            if may_be_refused and self._failed.refuse(request, key, index):
+        for index, bit, ask in self._tier_lookups:  # enumerate would take a sixth of the time of this call
+            if may_be_refused and self._failed.is_excluded(request, key, index):
                 continue
             answer = ask(key, request.context)
             if answer is None:
@@ -261,7 +261,7 @@ class TieringOffloadingManager(OffloadingManager):
             if answer:
                 hit = index
                 break
-        # A tier that has not answered yet is before the hit, so it may be the faster one: worth a bounded wait.
+        # A tier that owes an answer comes before the tier with the hit and may be faster: worth a bounded wait.
         if owing & ~request.gave_up:
             if owing & ~request.owing:
                 self._requests.owe(request, owing)
@@ -271,7 +271,7 @@ class TieringOffloadingManager(OffloadingManager):
             self._count_expired(key, request, owing)
         if hit is None:
             return False
-        request.owed.discard(key)  # where it was asked about twice in a round, and the answer came in between
+        request.owed.discard(key)  # owed if the key was looked up twice in this round and the answer came in between
         request.hits[key] = hit
         request.hit_tiers |= 1 << hit
         if request not in self._requests.waiting:
@@ -279,7 +279,7 @@ class TieringOffloadingManager(OffloadingManager):
         return None
 
     def _count_expired(self, key: OffloadKey, request: Request, tiers: int) -> None:
-        """The request does not wait for these tiers' answers."""
+        """Count that the request has given up waiting for these tiers' answers."""
         if key in request.expired:
             return
         request.expired.add(key)
@@ -292,7 +292,7 @@ class TieringOffloadingManager(OffloadingManager):
         for job in self._room.begin_loads(request, now):
             for block in job.blocks:
                 if self._failed.failed_at and self._failed.has_failed(request, block.key, job.tier):
-                    request.has_news = True  # of another request meanwhile: it waits for this one as little
+                    request.has_news = True  # another request's load of it failed meanwhile: do not wait for this one
                 else:
                     request.await_block(block)
             self._submit("submit_load", job, request.context)
@@ -311,19 +311,19 @@ class TieringOffloadingManager(OffloadingManager):
         self._cascade.add(ready, job.tier)
 
     def _end_wait(self, job: Job, failed: Iterable[Block]) -> None:
-        """The request waits for this job no longer, and will not ask this tier for what failed."""
+        """Stop the request's wait for this job, and exclude this tier for the blocks that failed."""
         assert job.request is not None
         job.ended = True
         job.request.loading -= len(job.blocks)
         self._failed.add(job, failed, self._clock())
 
     def _give_up_late_loads(self, now: float) -> None:
-        """Their slots stay out of use until the tier reports them after all."""
+        """Give up loads that are past their deadline. Their slots stay out of use until the tier reports the job."""
         for index, loads in enumerate(self._loads):
             for job in loads.take_late(now):
                 name = self._tiers[index].name
                 self.metrics.inc("kvtiers_deadline_expired_total", name, "load")
-                # Storage that hangs: no fault of the tier's.
+                # Not counted as a contained error: the storage hangs, which is not the tier's fault.
                 self._log_once(f"late {index}", f"tier {name}: loads over {loads.deadline_s:g} s are given up")
                 self._end_wait(job, job.blocks)
                 self.primary.quarantine(job.blocks)

@@ -1,7 +1,7 @@
-"""WaitingRequests: the requests that missed the region, and what each is still waiting for.
+"""WaitingRequests: the requests that missed the region, and the answers and blocks that each still waits for.
 
-An engine asks about all its waiting requests in each step, and mostly nothing has changed since the last one. This
-module knows: a tier says which keys it has answered, and a block tells its waiters when it stops being filled.
+An engine looks up all its waiting requests in every step, and usually nothing has changed since the last step. This
+module knows: a tier reports which keys it has answered, and a block notifies its waiters when its filling ends.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from kvtiers.connector.manager.promotion import EVERY_TIER, Request
 from kvtiers.tiers.base import ReqContext
 from kvtiers.tiers.metrics import Metrics
 
-_ASKED_LATELY_S = 5.0  # a request that was not asked of for so long may be forgotten
-_STEP_S_MAX = 0.1  # of the time between two questions that counts as waited, at least
+_ASKED_LATELY_S = 5.0  # a request without lookups for this long may be forgotten
+_STEP_S_MAX = 0.1  # most of a gap between lookups that counts as waited; or half of lookup_deadline_s, if larger
 
 
 class WaitingRequests:
-    """Remembers requests and tells whether an answer to one of their keys may have changed. Scheduler thread only.
+    """Remembers requests and knows whether an answer to one of their keys may have changed. Scheduler thread only.
 
     Attributes:
-        by_id: the requests; the one asked of last is last.
-        waiting: those that may have hits, loads or held blocks; an ordered set.
-        asking: the one asked of last in this step.
+        by_id: the requests; the most recently looked up is last.
+        waiting: requests that may have hits, loads or held blocks; an ordered set.
+        asking: the request of the latest lookup in this step.
     """
 
     def __init__(
@@ -48,48 +48,48 @@ class WaitingRequests:
         self.waiting: dict[Request, None] = {}
         self.asking: Request | None = None
         self._step = 0
-        self._has_heard = False  # the tiers, in this step
-        self._polled = 0  # bit mask of the tiers that do not say whom they have answered
-        self._num_answers = [0] * len(tiers)  # of each tier, to questions that it had left open
-        metrics.inc("kvtiers_lookups_refused_total", by=0)  # rates see no increase in what begins at 1
+        self._took_answers = False  # whether the tiers' answers were taken in this step
+        self._polled = 0  # bit mask of the tiers that do not report which keys they have answered
+        self._num_answers = [0] * len(tiers)  # per tier, answers to lookups that it had left open before
+        metrics.inc("kvtiers_lookups_refused_total", by=0)  # a rate misses the first 1 of a new series
 
     @property
-    def is_crowded(self) -> bool:
-        """As many requests are remembered as there may be."""
+    def is_full(self) -> bool:
+        """Whether ``requests_max`` requests are remembered."""
         return len(self.by_id) >= self._options.requests_max
 
     def is_waiting(self, req_id: str) -> bool:
-        """Whether ``lookup`` would answer the request as it did before. Counts as a question; O(1)."""
+        """Whether ``lookup`` would answer the request as before. Counts as a lookup of the request; O(1)."""
         request = self.by_id.get(req_id)
         if request is None:
             return False
-        self._attend(request)
+        self._update(request)
         return bool(request.owed or request.coming or request.hits) and not request.has_news
 
     def begin_round(self, request: Request) -> None:
-        """The request is asked of. All that tiers owe it is asked anew where it may have been answered."""
-        self._attend(request)
+        """Begin a request's lookups in this step. Owed keys that tiers may have answered are looked up again."""
+        self._update(request)
         self.asking = request
         request.has_news = False
-        if request.is_answered:
-            request.is_answered = False
+        if request.must_ask_again:
+            request.must_ask_again = False
             request.was_owed, request.owed = request.owed, set()
             request.owing = 0
 
     def remember(self, context: ReqContext) -> Request | None:
-        """A new request; None where as many as there may be wait already.
+        """Add a new request. None: ``requests_max`` requests are remembered, and all had lookups recently.
 
-        If it took the place of one that waits, that one would be new when it is asked of next and take the next one's
-        place: nobody's wait would ever end.
+        A new request must not replace one that still waits. The replaced request would be new at its next lookup and
+        replace another one in turn, so no request's wait would ever end.
         """
         now = self._clock()
-        if self.is_crowded:
+        if self.is_full:
             oldest = next(iter(self.by_id.values()))
             if now - oldest.asked_at < _ASKED_LATELY_S:
                 self._metrics.inc("kvtiers_lookups_refused_total")
                 self._log_once(
                     "requests_max",
-                    f"{len(self.by_id)} requests wait for the tiers: those that come now are computed "
+                    f"{len(self.by_id)} requests wait for the tiers: new requests are computed, not loaded "
                     "(see kvtiers_lookups_refused_total)",
                 )
                 return None
@@ -99,13 +99,13 @@ class WaitingRequests:
         return request
 
     def finish(self, req_id: str) -> None:
-        """It will not ask again."""
+        """Forget a request that has finished."""
         request = self.by_id.pop(req_id, None)
         if request is not None:
             self.forget(request)
 
     def forget(self, request: Request) -> None:
-        """It waits for nothing any more. Its loads go on, for whoever asks next."""
+        """End all waits of a request. Its loads go on, and serve any request that looks up the blocks next."""
         request.stop_waiting()
         if self.asking is request:
             self.asking = None
@@ -117,50 +117,50 @@ class WaitingRequests:
             self.finish(req_id)
 
     def release(self, request: Request) -> None:
-        """Keep no blocks for it."""
+        """Keep no blocks for a request."""
         self.waiting.pop(request, None)
         self._holds.let_go(request)
 
     def wait(self, request: Request, held_until: float) -> None:
-        """What it finds is held until then, and for as long as it has hits or loads under way."""
+        """Hold blocks that the request finds until ``held_until``, and as long as it has hits or running loads."""
         request.held_until = max(request.held_until, held_until)
         self.waiting[request] = None
 
     def owe(self, request: Request, tiers: int) -> None:
-        """The tiers of a bit mask owe the request answers."""
+        """Note that the tiers of a bit mask owe the request answers."""
         request.owing |= tiers
         if request not in self.waiting:
             self.wait(request, self._clock() + self._options.lookup_deadline_s)
 
     def note_answer(self, tier: int) -> None:
-        """A tier has answered what it had left open."""
+        """Count an answer of a tier to a lookup that it had left open."""
         self._num_answers[tier] += 1
 
     def end_step(self) -> None:
-        """From now on tiers may have news."""
+        """End the step: the next lookup takes the tiers' new answers first."""
         self._step += 1
-        self._has_heard = False
+        self._took_answers = False
         self.asking = None
 
-    def _attend(self, request: Request) -> None:
-        """Once a step: hear the tiers' news, and let the request's time pass."""
-        if not self._has_heard:
-            self._hear()
+    def _update(self, request: Request) -> None:
+        """Once per step, take the tiers' new answers and add to the request's waiting time."""
+        if not self._took_answers:
+            self._take_answers()
         if request.step == self._step:
             return
         request.step = self._step
         self.by_id.move_to_end(request.req_id)
         now = self._clock()
-        self._pass_time(request, now)
+        self._add_waited_time(request, now)
         if request.owing & self._polled:
-            request.has_news = request.is_answered = True
+            request.has_news = request.must_ask_again = True
         if request.coming:
             self.wait(request, now + self._options.promotion_hold_s)
         elif request.owed:
             self.wait(request, now + self._options.lookup_deadline_s)
 
-    def _hear(self) -> None:
-        self._has_heard = True
+    def _take_answers(self) -> None:
+        self._took_answers = True
         self._polled = 0
         for index, tier in enumerate(self._tiers):
             answered = tier.take_answered()
@@ -173,11 +173,11 @@ class WaitingRequests:
                     request.owed -= keys
                     request.has_news = True
 
-    def _pass_time(self, request: Request, now: float) -> None:
-        """A long time between two questions counts in part.
+    def _add_waited_time(self, request: Request, now: float) -> None:
+        """Add the time since the request's latest lookup, and give up on tiers that took too long to answer.
 
-        Engines ask nothing of a request while their batch is full, and what tiers had answered may be too old to be
-        believed by then.
+        Only a part of a long time counts: an engine does not look up waiting requests while its batch is full, and the
+        answers that tiers gave before may be too old to use by then.
         """
         options = self._options
         seconds = min(now - request.asked_at, max(_STEP_S_MAX, options.lookup_deadline_s / 2))
@@ -198,4 +198,4 @@ class WaitingRequests:
                 gave_up |= 1 << index
         if gave_up & ~request.gave_up:
             request.gave_up |= gave_up
-            request.has_news = request.is_answered = True
+            request.has_news = request.must_ask_again = True

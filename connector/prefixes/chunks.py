@@ -1,9 +1,12 @@
-"""ChunkStore: the chunks below a PrefixStore's root as blobs of a Store, so that the collector can remove what is old.
+"""ChunkStore: presents the chunks of a PrefixStore's root as blobs of a Store, so that the collector can remove them.
 
-A chunk is one blob under its manifest's name: all of its bytes, and the time of its manifest, which is written last and
-touched last. Layers that no manifest names (their writer died, or their manifest was removed) are a blob under the name
-of their attempt's folder, and a manifest that its writer never gave its name is one by itself. Everything else is as
-the inner store has it: the records below ``_kvtiers/``, and other people's files, which are listed and never removed.
+- A chunk is one blob with its manifest's name. Its size covers all files of the chunk; its time is the manifest's,
+  because the manifest is written last and touched last.
+- Layers that no manifest names (their writer died, or the manifest was removed) are one blob with the name of their
+  attempt's folder.
+- A manifest that its writer never renamed to its final name is a blob of its own.
+- Other keys are passed through unchanged: the records below ``_kvtiers/``, and foreign files, which are listed and
+  never removed.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from kvtiers.tiers.store import KeyInfo, Store
 from kvtiers.tiers.tools.block_reader import read_small
 from kvtiers.tiers.tools.inventory import NAMESPACE
 
-READERS_S = 2.0  # who has read a manifest reads its layers now
+READERS_S = 2.0  # time for readers of a removed manifest to finish reading its layers
 
 _FOLDER = rf"{NAMESPACE}_r[0-9]+/[0-9a-f]{{8,128}}/"
 _CHUNK_FILE = re.compile(rf"({_FOLDER})(.+)")
@@ -34,11 +37,11 @@ _HALF_MANIFEST = re.compile(_MANIFEST.pattern + r"\.[0-9a-f]{32}\.part")
 
 
 class ChunkStore(Layer):
-    """For one thread: the collector's.
+    """The chunks of one root. Only the collector's thread may call it.
 
     Args:
-        inner: of the root: LocalStore, NfsStore, S3Store or FsspecStore, which list what is in one folder together.
-        sleep: waits so many seconds.
+        inner: store of the root: LocalStore, NfsStore, S3Store or FsspecStore. Each lists a folder's files together.
+        sleep: waits for a number of seconds.
     """
 
     def __init__(self, inner: Store, sleep: Callable[[float], None] = time.sleep) -> None:
@@ -63,7 +66,7 @@ class ChunkStore(Layer):
         return self._delete_many(items) if method == "delete_many" else super()._around_batch(method, items, size)
 
     def _chunks(self, infos: Iterable[KeyInfo]) -> Iterator[KeyInfo]:
-        """The blobs of one folder's files."""
+        """Yield the blobs that one folder's files form."""
         attempts: dict[str, list[KeyInfo]] = {}
         manifests = []
         for info in infos:
@@ -74,7 +77,7 @@ class ChunkStore(Layer):
                 manifests.append(info)
             else:
                 yield info
-        # The usual folder has one of each; only a removal must be sure that they belong together.
+        # A folder usually has one manifest and one attempt. Listing may assume that they match; only removal checks.
         read = (self._attempt_if_readable(info.key) for info in manifests) if len(attempts) > 1 else iter([*attempts])
         for manifest in manifests:
             layers = attempts.pop(next(read, None) or "", [])
@@ -83,7 +86,7 @@ class ChunkStore(Layer):
             yield KeyInfo(attempt, _bytes_of(layers), max(info.mtime for info in layers))
 
     def _delete_many(self, keys: Sequence[str]) -> list[Exception | None]:
-        """Manifests first, so that nobody goes by them any more; then, when readers are done, layers."""
+        """Delete manifests first, so that nobody uses them any more; then, after readers have finished, the layers."""
         outcomes: dict[str, Exception | None] = {}
         attempts: dict[str, str] = {}  # key -> folder of its layers
         for key in dict.fromkeys(keys):
@@ -95,7 +98,7 @@ class ChunkStore(Layer):
         return [outcomes[key] for key in keys]
 
     def _hide(self, key: str, attempts: dict[str, str]) -> None:
-        """Remove what is no folder of layers; note in ``attempts`` the one that is to go with it, or that it is."""
+        """Delete the key, unless it is a folder of layers. Note in ``attempts`` the folder to delete later, if any."""
         if _ATTEMPT.fullmatch(key):
             attempt = None if self._is_named(key) else key
         else:
@@ -112,20 +115,20 @@ class ChunkStore(Layer):
                 raise error
 
     def _is_named(self, attempt: str) -> bool:
-        """Whether a manifest names it: since it was listed, or because a listing came in pieces."""
+        """Whether a manifest names this attempt: one written after the listing, or missing from part of a listing."""
         folder = attempt.rpartition("/")[0]
         manifests = [info.key for info in self.inner.keys(f"{folder}/") if _MANIFEST.fullmatch(info.key)]
         return any(self._attempt_of(key) == attempt for key in manifests)
 
     def _attempt_if_readable(self, manifest: str) -> str | None:
-        """As ``_attempt_of``; None also where it cannot be read: one that is damaged must not keep all others."""
+        """As ``_attempt_of``; None also if the manifest cannot be read: it must not prevent the removal of others."""
         try:
             return self._attempt_of(manifest)
         except (StorePermissionError, StoreUnavailableError):
             return None
 
     def _attempt_of(self, manifest: str) -> str | None:
-        """Folder of the layers that it names; None: it is gone, or cannot be understood."""
+        """Return the folder of the layers that a manifest names; None: the manifest is gone or not valid."""
         data = read_small(self.inner, manifest, MANIFEST_BYTES_MAX)
         try:
             return None if data is None else f"{manifest.rpartition('/')[0]}/{unseal(data, manifest)['attempt']}"
@@ -134,10 +137,10 @@ class ChunkStore(Layer):
 
 
 def open_chunks(root: StoreRecipe) -> ChunkStore:
-    """Over the store of the root; for other processes, too.
+    """Open a ChunkStore over the store of a root. Its argument can be sent to other processes.
 
     Raises:
-        StoreError: it cannot be opened.
+        StoreError: the root's store cannot be opened.
     """
     return ChunkStore(find_object(root.module, root.name)(**root.options))
 
@@ -153,7 +156,7 @@ def _error_of(call: Callable[[], None]) -> StoreError | None:
 
 
 def _folder_of(key: str) -> str:
-    """The folder of the chunks that begin alike; "" for what is in none."""
+    """Return the folder of the chunks with the same first block; "" if the key is in no such folder."""
     found = _CHUNK_FILE.fullmatch(key)
     return found[1] if found else ""
 

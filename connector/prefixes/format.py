@@ -1,6 +1,6 @@
-"""What the files of a prefix chunk hold: the manifest, sealed, and one tensor for each layer.
+"""Formats of a prefix chunk's files: the sealed manifest, and one tensor file for each layer.
 
-Who writes, finds and removes them is ``store`` and ``chunks``.
+Modules ``store`` and ``chunks`` write, find and remove the files.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 FORMAT = "prefix-1"
 MANIFEST_BYTES_MAX = 4 << 20
-#: Pattern of a manifest's name: how many blocks, and the last one's hash.
+#: Pattern of a manifest's name: number of blocks, and hash of the last block.
 MANIFEST_NAME = r"([0-9]{1,6})-([0-9a-f]{8,128})\.json"
 _TENSOR = "kv"
-#: Of KV caches: safetensors' names -> torch's.
+#: Types of KV caches: safetensors' name -> torch's name.
 _DTYPES = {
     "BF16": "bfloat16",
     "F16": "float16",
@@ -38,16 +38,16 @@ _DTYPES = {
 
 
 def seal(body: Mapping[str, Any]) -> bytes:
-    """A manifest's bytes; ``unseal`` says what its content is."""
+    """Return a manifest's bytes. For its content see ``unseal``."""
     text = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
     return text + f"\n{xxhash.xxh3_128_hexdigest(text)}\n".encode()
 
 
 def unseal(data: bytes, path: str) -> dict[str, Any]:
-    """A manifest's content: ``hashes``, ``attempt``, ``layers`` and ``identity``, which is for the caller to compare.
+    """Return a manifest's content: ``hashes``, ``attempt``, ``layers`` and ``identity``. Callers compare ``identity``.
 
     Raises:
-        SealError: it is no sound manifest.
+        SealError: the bytes are not a valid manifest.
     """
     text, _, rest = data.partition(b"\n")
     if rest != f"{xxhash.xxh3_128_hexdigest(text)}\n".encode():
@@ -62,27 +62,27 @@ def unseal(data: bytes, path: str) -> dict[str, Any]:
             and all(isinstance(size, int) and isinstance(checksum, str) for size, checksum in layers.values())
         )
     except (ValueError, TypeError, KeyError, AttributeError) as e:
-        raise SealError(SealReason.MAGIC, f"{path} is no manifest") from e
+        raise SealError(SealReason.MAGIC, f"{path} is not a valid manifest") from e
     if its_format != FORMAT:
         raise SealError(SealReason.VERSION, f"{path} has format {its_format!r}", foreign=True)
     if not sound:
-        raise SealError(SealReason.MAGIC, f"{path} is no manifest")
+        raise SealError(SealReason.MAGIC, f"{path} is not a valid manifest")
     checked: dict[str, Any] = body
     return checked
 
 
 def tensor_bytes(tensor: torch.Tensor) -> bytes:
-    """A layer's file: safetensors. The tensor is contiguous and on the CPU."""
+    """Return the bytes of a layer's file (safetensors). The tensor must be contiguous and on the CPU."""
     import safetensors.torch
 
     return safetensors.torch.save({_TENSOR: tensor})
 
 
 def tensor_in(data: memoryview) -> torch.Tensor:
-    """The tensor of a file of ours, over the file's memory: safetensors itself can only copy what is in memory.
+    """Return the tensor of a layer's file. It shares ``data``'s memory; safetensors itself can only copy from memory.
 
     Raises:
-        SealError: it is no such file.
+        SealError: the bytes are not a layer's file.
     """
     import safetensors.torch
     import torch
@@ -96,16 +96,16 @@ def tensor_in(data: memoryview) -> torch.Tensor:
         dtype = getattr(torch, _DTYPES[entry["dtype"]])
         return torch.frombuffer(data[begin + first : begin + last], dtype=dtype).reshape(entry["shape"])
     except (ValueError, KeyError, TypeError, RuntimeError) as e:
-        raise SealError(SealReason.MAGIC, f"no tensor: {e}") from e
+        raise SealError(SealReason.MAGIC, f"a layer's file is not valid safetensors: {e}") from e
 
 
 def file_name(layer: str) -> str:
-    """Of a layer's file, in its attempt's folder."""
-    # A layer's name comes from the model; quoted, it cannot leave its folder.
+    """Return the name of a layer's file in its attempt's folder."""
+    # A layer's name comes from the model. Quoted, the name cannot lead out of the folder.
     return urllib.parse.quote(layer, safe="").replace("..", "%2E%2E") + ".safetensors"
 
 
 def chunk_bytes_max(hashes: Sequence[bytes], layers: Mapping[str, torch.Tensor]) -> int:
-    """More than the files of a chunk will have."""
+    """Return an upper bound of the bytes in a chunk's files."""
     manifest = 512 + sum(2 * len(block) + 8 for block in hashes) + sum(6 * len(layer) + 128 for layer in layers)
     return manifest + sum(tensor.nbytes + 512 for tensor in layers.values())

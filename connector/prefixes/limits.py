@@ -1,7 +1,7 @@
-"""What SharedStorageConnector's storage may hold, and for how long: as a tier's, for a PrefixStore's place.
+"""Limits on size and age of the prefixes in SharedStorageConnector's storage.
 
-The limits are those of ``tiers.config.tier_options.BoundedTierConfig``, and so are the means: writers take their room
-from one account (``tiers.capacity.account``), and a collector in a process of its own removes chunks (``chunks``).
+The limits are the options of ``tiers.config.tier_options.BoundedTierConfig``, and are enforced as for a tier: writers
+reserve room from one account (``tiers.capacity.account``), and a collector in its own process removes ``chunks``.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from kvtiers.tiers.config.tier_options import BoundedTierConfig, NfsTierConfig
 from kvtiers.tiers.isolation.process import StoreRecipe
 
 USE_NOTED_S = 3600.0
-GRACE_S = 60.0  # younger chunks stay: of some the layers are under way, and others are about to be loaded
+GRACE_S = 60.0  # younger chunks are not removed: their layers may still be in transfer, or a load may be about to begin
 
 
 class PrefixLimits:
-    """Limits of a place, and the account of its writers. Any thread; ``_lock`` owns ``_account``.
+    """Limits of a place, and the account of its writers. Any thread; ``_lock`` guards ``_account``.
 
     Args:
         policy: the limits.
-        place: see ``place``.
+        place: storage of the prefixes; see module ``place``.
 
     Attributes:
         policy: as given.
@@ -41,12 +41,12 @@ class PrefixLimits:
 
     @classmethod
     def of(cls, place: BoundedTierConfig) -> PrefixLimits | None:
-        """Those of a place; None: it has none, or is only read. Asks no storage."""
+        """Return the limits of a place; None: it has no limits, or is read-only. Asks no storage."""
         policy = place.capacity_policy()
         return None if policy is None else cls(replace(policy, grace_s=GRACE_S), place)
 
     def account(self) -> Account | None:
-        """Where chunks take their room; None: there is no ``max_bytes``.
+        """Return the account from which chunks reserve their room; None: there is no ``max_bytes``.
 
         Raises:
             StoreError: the storage cannot be opened.
@@ -62,10 +62,10 @@ class PrefixLimits:
             return self._account
 
     def start_collector(self, mapper: FileMapper) -> CollectorLink:
-        """Start the process that removes what is too old or too much; whoever starts it closes it.
+        """Start the process that removes chunks that exceed the limits. The caller must close the returned link.
 
         Args:
-            mapper: of the namespace.
+            mapper: file mapper of the namespace.
         """
         make_store, options = tool_recipe(self._place)
         recipe = StoreRecipe(
@@ -75,7 +75,7 @@ class PrefixLimits:
 
 
 def use_noted_s(policy: CapacityPolicy | None) -> float:
-    """For so long a use need not be noted again, whoever uses it: before it counts for what is to go."""
+    """Return for how many seconds a use need not be noted again: shorter than the age at which chunks are removed."""
     if policy is None:
         return USE_NOTED_S
     return min(USE_NOTED_S, TOUCH_EVERY_S, (policy.ttl_s or 4 * TOUCH_EVERY_S) / 4)

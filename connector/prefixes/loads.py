@@ -1,7 +1,7 @@
-"""Loads that can be given up.
+"""Load: a load that can be given up.
 
-Storage that hangs keeps a thread for good, and no request waits for one; so what such a thread reads in the end must
-not get into blocks that belong to another request by then.
+Hung storage may block a thread forever, but a request must not wait for the thread. When the thread finally reads its
+bytes, their target blocks may belong to another request, so they must not be written.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from kvtiers.tiers.errors import KVTiersError
 
 
 class Load:
-    """A load under way. Its thread writes into the paged buffers, but never after it was given up.
+    """A load under way. Its thread writes into the paged buffers, but never after the load was given up.
 
     Attributes:
-        blocks: ids of the blocks that it fills.
-        late_at: when it is given up, on ``time.monotonic``.
-        future: of the call that does it; set by who submits it.
+        blocks: ids of the blocks that the load fills.
+        late_at: when to give up the load, on ``time.monotonic``.
+        future: future of the loading call; set by the code that submits the call.
     """
 
     future: Future[None]
@@ -31,18 +31,18 @@ class Load:
         self._writing = threading.Lock()
 
     def write(self, call: Callable[[], None]) -> None:
-        """Let the thread write. Only memory is touched in ``call``: ``give_up`` waits for its end.
+        """Run ``call``, which writes the blocks. It must only touch memory: ``give_up`` waits until it has ended.
 
         Raises:
-            KVTiersError: it was given up.
+            KVTiersError: the load was given up.
         """
         with self._writing:
             if self._given_up:
-                raise KVTiersError("it was given up")
+                raise KVTiersError("the load was given up")
             call()
 
     def give_up(self) -> bool:
-        """From here on its thread writes nothing. Returns whether it had begun."""
+        """Give up the load: its thread writes nothing after this call. Returns whether the load had begun."""
         had_begun = not self.future.cancel()
         with self._writing:
             self._given_up = True

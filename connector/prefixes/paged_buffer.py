@@ -1,4 +1,4 @@
-"""Tokens' KV in and out of vLLM's paged buffers, whatever order a backend has them in."""
+"""Copies tokens' KV in and out of vLLM's paged buffers, for each known order of their dimensions."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from kvtiers.tiers.errors import ConfigError, KVTiersError
 
 
 class ShapeError(KVTiersError):
-    """KV that is whole and has another form than this engine's."""
+    """KV that is intact, but has another shape or dtype than this engine's."""
 
 
-#: By the number of a buffer's dimensions.
+#: Candidate (page dimension, token dimension) pairs, by the buffer's number of dimensions.
 _PAGE_AND_TOKEN_DIMS = {3: ((0, 1),), 4: ((0, 2), (0, 1), (1, 2)), 5: ((0, 2), (0, 1), (1, 2))}
 
 
 def token_pages(layer: torch.Tensor, num_blocks: int, block_size: int) -> torch.Tensor:
-    """A view of a layer's paged buffer as (pages, tokens of a page, …), whatever order vLLM has it in.
+    """View a layer's paged buffer as (pages, tokens of a page, …), in whichever order vLLM keeps it.
 
     Known layouts: (pages, tokens, c) for MLA; (2, pages, tokens, heads, d) and (pages, 2, tokens, heads, d); and, since
-    0.31, (pages, heads, tokens, c), with one head for MLA. A page of a kernel may hold a part of a block.
+    0.31, (pages, heads, tokens, c), with one head for MLA. A kernel's page may be smaller than a block.
 
     Raises:
-        ConfigError: none of them.
+        ConfigError: the buffer has none of these layouts.
     """
     for page_dim, token_dim in _PAGE_AND_TOKEN_DIMS.get(layer.ndim, ()):
         pages, tokens = layer.shape[page_dim], layer.shape[token_dim]
         if pages * tokens == num_blocks * block_size and block_size % tokens == 0:
             return layer.movedim((page_dim, token_dim), (0, 1))
     raise ConfigError(
-        f"{tuple(layer.shape)} for {num_blocks} blocks of {block_size} tokens is the shape of no known layout",
+        f"{tuple(layer.shape)} for {num_blocks} blocks of {block_size} tokens is not the shape of a known layout",
         field="kv_cache",
     )
 
 
 def extract_slots(pages: torch.Tensor, slot_mapping: torch.Tensor) -> torch.Tensor:
-    """The tokens' KV, (tokens, …), contiguous, on the CPU.
+    """Copy the KV of tokens out of their slots. Returns (tokens, …), contiguous, on the CPU.
 
     Args:
         pages: (pages, tokens of a page, …).
@@ -46,10 +46,10 @@ def extract_slots(pages: torch.Tensor, slot_mapping: torch.Tensor) -> torch.Tens
 
 
 def inject_slots(pages: torch.Tensor, slot_mapping: torch.Tensor, values: torch.Tensor) -> None:
-    """Write the tokens' KV into their slots; the inverse of ``extract_slots``.
+    """Write the KV of tokens into their slots; the inverse of ``extract_slots``.
 
     Raises:
-        ShapeError: they are none of such a buffer's.
+        ShapeError: the values do not fit the buffer.
     """
     slots = slot_mapping.to(pages.device)
     if values.dtype != pages.dtype or values.shape[1:] != pages.shape[2:] or len(values) != len(slots):

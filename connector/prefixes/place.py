@@ -1,4 +1,4 @@
-"""Where SharedStorageConnector keeps its prefixes: beside a tier's blocks, or at a URL, as the options of a tier."""
+"""The storage of SharedStorageConnector's prefixes, beside a tier's blocks or at a URL, as the options of a tier."""
 
 from __future__ import annotations
 
@@ -23,34 +23,36 @@ from kvtiers.tiers.registry import SecondaryTierFactory
 from kvtiers.tiers.stores.files.mounts import file_system_type
 from kvtiers.tiers.stores.fsspec_driver import LOCAL
 
-#: Of a tier's options those that may be given beside ``shared_storage_path``.
+#: Options of a tier that may be given beside ``shared_storage_path``.
 SETTINGS = ("read_only", "max_bytes", "ttl", "gc_high", "gc_low", "gc_every_s", "min_free")
 _WAYS = ("shared_storage_path", "tier", "config_file")
-#: What else ``kv_connector_extra_config`` may have.
+#: Other options in ``kv_connector_extra_config``.
 _OPTIONS = ("index", "storage_options", "lookup_deadline_s", "load_deadline_s", "storage_after_reset", "identity")
-#: What vLLM reads in the ``kv_transfer_params`` of a request, and never in the connector's options.
+#: Parameters that vLLM reads from a request's ``kv_transfer_params``, and never from the connector's options.
 REQUEST_PARAMETERS = ("kv_load_tiers", "max_load_tokens", "max_offload_tokens")
 OF_A_REQUEST = "it is a parameter of a request; write it into the request's kv_transfer_params"
 
-_PLACES = ("bucket", "prefix", "root_dir", "url")  # options that ``shared_storage_path`` became
+_PLACES = ("bucket", "prefix", "root_dir", "url")  # options that ``shared_storage_path`` is translated to
 
 
 def shared_place(extra_config: Mapping[str, Any]) -> BoundedTierConfig:
-    """What a SharedStorageConnector is told of its storage.
+    """Return the storage that a SharedStorageConnector's options name.
 
     Args:
-        extra_config: has ``shared_storage_path`` (see ``place_at``), with it ``storage_options`` and ``SETTINGS``;
-            ``tier``, a tier's options; or ``config_file``, and ``index`` for a file with several tiers. The connector's
-            own options are passed over.
+        extra_config: exactly one of these; the connector's own options are ignored:
+
+            - ``shared_storage_path`` (see ``place_at``), optionally with ``storage_options`` and ``SETTINGS``
+            - ``tier``: a tier's options
+            - ``config_file``: a deployment's YAML, with ``index`` if the file has several tiers
 
     Raises:
-        ConfigError: not just one of the three is given, an option is unknown, or the tier has no such place.
+        ConfigError: not exactly one of the three is given, an option is unknown, or the tier cannot store prefixes.
     """
     for name in sorted(extra_config.keys() - {*_WAYS, *_OPTIONS, *SETTINGS}):
         if name in REQUEST_PARAMETERS:
             raise ConfigError(f"is not accepted by SharedStorageConnector: {OF_A_REQUEST}", field=name)
         accepted = ", ".join((*_WAYS, *_OPTIONS, *SETTINGS))
-        raise ConfigError(f"is no option of SharedStorageConnector; accepted are {accepted}", field=name)
+        raise ConfigError(f"is not an option of SharedStorageConnector; accepted are {accepted}", field=name)
     ways = [name for name in _WAYS if extra_config.get(name)]
     if len(ways) != 1:
         raise ConfigError(
@@ -77,14 +79,14 @@ def shared_place(extra_config: Mapping[str, Any]) -> BoundedTierConfig:
     try:
         return place_of_prefixes(tiers[index])
     except ConfigError as e:
-        raise ConfigError(f"tiers[{index}] is no storage for plain prefixes: {e}", field="config_file") from e
+        raise ConfigError(f"tiers[{index}] cannot store plain prefixes: {e}", field="config_file") from e
 
 
 def seconds_of(extra_config: Mapping[str, Any], name: str, default: float) -> float:
-    """One of the connector's own options that are seconds.
+    """Return one of the connector's own options, in seconds.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the value is not a positive number of seconds.
     """
     value = extra_config.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
@@ -93,16 +95,16 @@ def seconds_of(extra_config: Mapping[str, Any], name: str, default: float) -> fl
 
 
 def place_of_prefixes(tier: TierConfig | ExternalTierConfig) -> BoundedTierConfig:
-    """The place beside a tier's blocks, with its limits; in a bucket or at a URL it is reached as the tier's is.
+    """Return the place beside a tier's blocks, with the tier's limits. A bucket or URL is accessed as the tier does.
 
     Raises:
-        ConfigError: names the key that would not hold for prefix files.
+        ConfigError: names the tier's option that cannot be honored for prefix files.
     """
     if not isinstance(tier, FsTierConfig | NfsTierConfig | FsspecTierConfig | S3TierConfig):
         raise ConfigError(f"{tier.type} has no place for prefix files; fs, nfs, s3 and fsspec have", field="type")
     for name in ("auth", "encrypt"):
         if getattr(tier, name) != "none":
-            raise ConfigError("prefix files are plain safetensors, which no key protects", field=name)
+            raise ConfigError("prefix files are plain safetensors, which a key cannot protect", field=name)
     if isinstance(tier, S3TierConfig):
         if tier.embedded:
             raise ConfigError("only kvtiers demo has such a server; give an endpoint_url", field="embedded")
@@ -114,16 +116,16 @@ def place_of_prefixes(tier: TierConfig | ExternalTierConfig) -> BoundedTierConfi
 
 
 def place_at(url: str, storage_options: Mapping[str, Any] | None = None, **settings: Any) -> BoundedTierConfig:
-    """A place of its own.
+    """Return a place that belongs to no tier.
 
     Args:
-        url: a folder, or any fsspec URL. A bucket, ``s3://bucket/folder``, is reached as by an ``s3`` tier, but with
-            ``storage_options`` by s3fs.
+        url: a folder, or any fsspec URL. A bucket, ``s3://bucket/folder``, is accessed as by an ``s3`` tier; with
+            ``storage_options``, through s3fs.
         storage_options: passed to the fsspec file system; not for a folder.
-        settings: of ``SETTINGS``.
+        settings: options named in ``SETTINGS``.
 
     Raises:
-        ConfigError: names what is not accepted.
+        ConfigError: names the option that is not accepted.
     """
     folder = local_folder(url)
     scheme, _, rest = url.partition("://")
@@ -146,10 +148,10 @@ def place_at(url: str, storage_options: Mapping[str, Any] | None = None, **setti
 
 
 def local_folder(url: str) -> str | None:
-    """The folder, absolute, that a path or a URL names; None for another URL.
+    """Return the absolute path of a local folder, given as a path or a URL; None for a remote URL.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: the value is not a non-empty string.
     """
     if not isinstance(url, str) or not url:
         raise ConfigError(

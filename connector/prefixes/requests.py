@@ -1,4 +1,4 @@
-"""What an engine that keeps prefixes on storage knows of its requests and of storage, and what its workers move."""
+"""State of requests in an engine that keeps prefixes on storage: requests, transfers, and the blocks on storage."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ STORED_MAX = 131_072  # blocks; some 20 MB
 
 @dataclass(slots=True)
 class Transfer:
-    """What one request loads or stores in a step.
+    """The load or store of one request in one step.
 
     Attributes:
-        hashes: of the blocks meant; of a load, whose chunks may begin before them, of all the prompt's blocks up to the
-            last one meant.
-        first_block: index in the prompt of the first block meant.
+        hashes: for a store, hashes of the blocks to store. For a load, hashes of all the prompt's blocks up to the last
+            one to load, because a chunk may begin before the first block to load.
+        first_block: index in the prompt of the first block to move.
         slot_mapping: (tokens,) slots in the paged buffer, block id * block size + offset.
-        is_store: or a load.
+        is_store: True: a store. False: a load.
     """
 
     req_id: str
@@ -37,11 +37,11 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a request asks for in its ``kv_transfer_params``, as vLLM's OffloadingConnector reads them.
+    """Limits from a request's ``kv_transfer_params``, with the meaning that vLLM's OffloadingConnector gives them.
 
     Attributes:
-        load_tokens_max: tokens that may be loaded beyond those that the GPU has.
-        store_tokens_max: tokens, from the prompt's beginning, that may be stored.
+        load_tokens_max: how many tokens may be loaded, not counting those already on the GPU.
+        store_tokens_max: how many tokens may be stored, from the prompt's beginning.
     """
 
     load_tokens_max: int = sys.maxsize
@@ -50,22 +50,22 @@ class Limits:
 
 @dataclass(slots=True)
 class Request:
-    """What the scheduler knows of a request.
+    """The scheduler's state of a request.
 
     Attributes:
-        hashes: of the prompt's blocks; with an adapter empty until a lookup has read its files, and for good where they
-            do not say which it is: such a prompt is neither loaded nor stored.
-        salts: (first block, salt) for each run of blocks with one salt, from block 0 on; what else their KV depends on.
-        limits: how much of it may be loaded and stored.
+        hashes: hashes of the prompt's blocks. With an adapter, empty until a lookup has read the adapter's files; if
+            the files do not identify the adapter, the list stays empty, and the prompt is neither loaded nor stored.
+        salts: (first block, salt) for each run of blocks with one salt, from block 0: inputs of the KV besides tokens.
+        limits: how many tokens may be loaded and stored.
         matched: the lookup.
-        asked_at: when it was asked.
-        is_given_up: it was not waited for to its end.
-        found: its answer, leading blocks; None before there is one.
+        asked_at: when the lookup began.
+        is_given_up: whether the lookup was given up before its end.
+        found: the lookup's result in leading blocks; None before it ends.
         stored_blocks: leading blocks that are on storage, or on their way.
-        load_first: index in the prompt of the first block that was loaded last.
-        load_began_at: when that load was asked for.
-        has_failed: of some rank, that load.
-        failed_loads: that have ended.
+        load_first: index in the prompt of the first block of the last load.
+        load_began_at: when the last load was requested.
+        has_failed: whether the last load failed on any rank.
+        failed_loads: number of failed loads that have ended.
     """
 
     hashes: list[bytes]
@@ -86,7 +86,7 @@ class Request:
     failed_loads: int = 0
 
     def hash_blocks(self, block_size: int, adapter: str = "") -> None:
-        """Name the prompt's blocks. ``adapter``: what its weights are known by."""
+        """Compute the hashes of the prompt's blocks. ``adapter``: identity of the adapter's weights."""
         ends = [first for first, _ in self.salts[1:]] + [len(self.token_ids)]
         hashes: list[bytes] = []
         for (first, salt), end in zip(self.salts, ends, strict=True):
@@ -100,37 +100,37 @@ class Request:
 def transfer_of(
     req_id: str, state: Request, block_ids: Sequence[int], first: int, last: int, block_size: int, *, is_store: bool
 ) -> Transfer:
-    """Of the prompt's blocks from ``first`` to ``last``, exclusive."""
+    """Create the transfer of the prompt's blocks from ``first`` to ``last``, exclusive."""
     ids = torch.tensor(block_ids[first:last], dtype=torch.int64)
     slots = (ids[:, None] * block_size + torch.arange(block_size)).flatten()
     return Transfer(req_id, state.hashes[first if is_store else 0 : last], first, slots, is_store)
 
 
 class Stored:
-    """Hashes of blocks that are on storage or on their way, those used last.
+    """Hashes of the most recently used blocks that are on storage or on their way there.
 
-    Nobody asks storage about a prompt that is on the GPU still, and it need not be copied again. What is believed here
-    and is not true, because a store failed or files were removed, is found out by the next lookup or load.
+    A prompt that is still on the GPU causes no lookup; these hashes show that it need not be stored again. An entry can
+    be wrong, because a store failed or files were removed. The next lookup or load corrects it.
     """
 
     def __init__(self) -> None:
         self._hashes: OrderedDict[bytes, None] = OrderedDict()
 
     def add(self, hashes: Sequence[bytes]) -> None:
-        """These are."""
-        for block in reversed(hashes):  # a prefix is of no use without its beginning, so that is forgotten last
+        """Note that these blocks are on storage or on their way."""
+        for block in reversed(hashes):  # a prefix is useless without its beginning, so the beginning is forgotten last
             self._hashes[block] = None
             self._hashes.move_to_end(block)
         while len(self._hashes) > STORED_MAX:
             self._hashes.popitem(last=False)
 
     def discard(self, hashes: Sequence[bytes]) -> None:
-        """These may not be."""
+        """Note that these blocks may not be on storage."""
         for block in hashes:
             self._hashes.pop(block, None)
 
     def end_of(self, hashes: Sequence[bytes], first: int, last: int) -> int:
-        """Index behind the blocks from ``first`` to ``last`` that are there without a gap."""
+        """Return the index after the last block that is known, counting from ``first`` up to ``last`` without a gap."""
         end = first
         while end < last and hashes[end] in self._hashes:
             end += 1

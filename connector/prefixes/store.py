@@ -1,19 +1,20 @@
-"""PrefixStore: KV of prompt prefixes as per-layer safetensors, in a folder, a bucket or at an fsspec URL.
+"""PrefixStore: KV of prompt prefixes as one safetensors file per layer, in a folder, a bucket or at an fsspec URL.
 
-It knows no engine.
+PrefixStore does not depend on any engine.
 
-A prefix is a chain of chunks, a chunk a run of engine blocks. Blocks are named by chained hashes, each covering its
-parent's, so the hash of a chunk's first block says all that comes before it::
+A prefix is a chain of chunks; a chunk is a run of engine blocks. Block hashes are chained: each covers the hash of the
+block before it. So the hash of a chunk's first block identifies everything before the chunk, too::
 
     <model>_<digest12>_r<rank>/<first block's hash>/<blocks>-<last block's hash>.json     the manifest
     <model>_<digest12>_r<rank>/<first block's hash>/<attempt>/<layer>.safetensors         its layers
 
-Publish: the layers are written under the name of an attempt of their own, then the manifest, in one piece. Who reads
-goes by the manifest, so a chunk is visible when all its layers are, and two writers of one chunk never mix.
+A writer publishes a chunk's layers first, in a folder with a unique name (the attempt), then the manifest, in one
+piece. Readers start from the manifest. So a chunk is visible only when all its layers are, and two writers of one chunk
+never mix their files.
 
-The manifest seals the chunk: identity of the namespace, every block's hash, size and checksum of every layer's file,
-and a checksum of itself. What does not fit is a miss and is removed, manifest and layers, so that
-the next store heals it.
+The manifest seals the chunk. It holds the namespace's identity, every block's hash, size and checksum of every layer's
+file, and a checksum of itself. If a check fails, the chunk counts as a miss and is removed, manifest and layers, so
+that the next store replaces it.
 """
 
 from __future__ import annotations
@@ -57,19 +58,19 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 STUCK_MAX = 4096
-CANDIDATES_MAX = 16  # chunks that begin alike and are read to find where they part from a prompt
-AHEAD_FIRST, AHEAD_MAX = 4, 32  # chunks of one size that are asked for at once, where one of that size came before
+CANDIDATES_MAX = 16  # chunks with the same first block that are read to find where they diverge from a prompt
+AHEAD_FIRST, AHEAD_MAX = 4, 32  # after a chunk: how many next chunks of the same size are asked for at once
 CHUNK_BLOCKS_MAX = 128
 _MANIFEST = re.compile(MANIFEST_NAME)
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A stored run of blocks, or its first ones.
+    """A stored run of blocks, or the first blocks of a run.
 
     Attributes:
-        path: of the manifest.
-        blocks: how many of its blocks are meant, from its first.
+        path: path of the manifest.
+        blocks: number of blocks to use, from the first one.
     """
 
     path: str
@@ -78,7 +79,7 @@ class Chunk:
 
 @dataclass(slots=True)
 class PrefixCounts:
-    """What a PrefixStore did since it was made."""
+    """Counters of a PrefixStore since its creation."""
 
     chunks_stored: int = 0
     chunks_refused: int = 0
@@ -93,14 +94,14 @@ class PrefixStore:
     """Prefixes of one namespace and rank. Any thread; concurrent calls are fine.
 
     Args:
-        place: see ``place``; with ``read_only`` bad chunks stay.
+        place: storage of the files; see module ``place``. With ``read_only``, bad chunks are not removed.
         namespace: folder of the namespace, without the rank (``FileMapper.base_path`` with an empty root).
         fingerprint: SHA-256 of the namespace's identity.
-        rank: the worker whose KV it is.
-        limits: of the place: chunks take their room from its account. None: there are none.
+        rank: rank of the worker whose KV is stored.
+        limits: the place's limits; chunks reserve their room from its account. None: no limits.
 
     Attributes:
-        use_noted_s: for so long a use need not be noted again.
+        use_noted_s: seconds for which a use need not be noted again.
 
     Raises:
         ConfigError: the URL's scheme is unknown or its package is missing.
@@ -125,11 +126,11 @@ class PrefixStore:
         self.counts = PrefixCounts()
 
     def prepare(self) -> None:
-        """Make what the first load would make, so that no request waits for it. Asks no storage, raises nothing."""
+        """Create the clients of the first load, so that no request waits for them. Asks no storage, raises nothing."""
         self._files.prepare()
 
     def check(self) -> None:
-        """Ask the storage whether it can be used, where it can say.
+        """Check that the storage can be used, if it supports such a check.
 
         Raises:
             StoreError: one line that says what is wrong and what to do about it.
@@ -137,11 +138,11 @@ class PrefixStore:
         self._files.check()
 
     def close(self) -> None:
-        """Release connections; what is under way may fail."""
+        """Release connections. Calls under way may fail."""
         self._files.close()
 
     def match(self, hashes: Sequence[bytes]) -> list[Chunk]:
-        """The chunks of the longest stored prefix of these blocks. An error of the storage ends the prefix there."""
+        """Return the chunks of the longest stored prefix of these blocks. A storage error ends the prefix there."""
         chunks: list[Chunk] = []
         position = 0
         while position < len(hashes):
@@ -153,17 +154,17 @@ class PrefixStore:
         return chunks
 
     def publish(self, hashes: Sequence[bytes], layers: Mapping[str, torch.Tensor]) -> bool:
-        """Store a chunk, if it is not there.
+        """Store a chunk, unless it is already stored.
 
         Args:
-            hashes: of its blocks, 1 to ``CHUNK_BLOCKS_MAX``.
-            layers: layer name -> (tokens, …), contiguous, CPU; tokens are those of all blocks.
+            hashes: hashes of its blocks, 1 to ``CHUNK_BLOCKS_MAX``.
+            layers: layer name -> (tokens, …), contiguous, on the CPU, with the tokens of all blocks.
 
         Returns:
-            Whether it was stored now.
+            Whether this call stored the chunk.
 
         Raises:
-            StoreFullError: there is no room for it.
+            StoreFullError: there is no room for the chunk.
             StoreError: the storage refused.
         """
         if not 1 <= len(hashes) <= CHUNK_BLOCKS_MAX:
@@ -187,11 +188,11 @@ class PrefixStore:
             else:
                 self.counts.errors += 1
             raise
-        end = account.settle  # whatever it came to: that shows when storage is measured next
+        end = account.settle  # by default, all of size counts as stored; the next measurement corrects it
         try:
             return self._write(path, hashes, layers)
         except StoreError as e:
-            if not e.retryable:  # else its acknowledgement may be lost
+            if not e.retryable:  # after a retryable error the chunk may be stored, with its acknowledgement lost
                 end = account.give_back
             raise
         finally:
@@ -212,7 +213,7 @@ class PrefixStore:
                     self._files.write_all(files)
                     files = {}
             self._files.write_all(files)
-            # Another one was faster; only its layers would be named by no manifest.
+            # Another writer was faster. Replacing its manifest would leave its layers without a manifest.
             if path not in self._stuck and self._files.exists(path):
                 self._files.delete_folder(f"{folder}/{attempt}")
                 return False
@@ -235,22 +236,22 @@ class PrefixStore:
         return True
 
     def manifests(self, chunks: Sequence[Chunk]) -> list[Callable[[], bytes]]:
-        """For ``load``: begin to read the manifests of several chunks, side by side where the storage is far."""
+        """Begin to read the manifests of several chunks, for ``load``. Remote storage reads them in parallel."""
         return self._files.reading([chunk.path for chunk in chunks], MANIFEST_BYTES_MAX)
 
     def load(
         self, chunk: Chunk, hashes: Sequence[bytes], manifest: Callable[[], bytes] | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (layer name, tensor (tokens of the whole chunk, …)) for every layer, each verified before it is seen.
+        """Yield (layer name, tensor (tokens of the whole chunk, …)) for every layer. Each is verified before its yield.
 
-        A tensor's memory is lent until the next one is asked for.
+        A tensor's memory is valid only until the caller asks for the next tensor.
 
         Args:
-            hashes: of the blocks that the caller expects, ``chunk.blocks`` of them.
-            manifest: of ``manifests``; by default it is read now.
+            hashes: hashes of the blocks that the caller expects, ``chunk.blocks`` of them.
+            manifest: from ``manifests``; by default the manifest is read now.
 
         Raises:
-            SealError: it is not what it should be; it was removed.
+            SealError: a check failed; the chunk was removed.
             StoreError: the storage failed, or the chunk is gone (BlobNotFoundError).
         """
         body = None
@@ -273,9 +274,9 @@ class PrefixStore:
                 yield layer, tensor_in(data)
         except (SealError, BlobNotFoundError, BlobCorruptError) as e:
             if isinstance(e, BlobNotFoundError) and (body is None or self._is_gone(chunk.path)):
-                raise  # it was removed since it was matched: a collector takes the manifest first
+                raise  # the chunk was removed since ``match``: a collector removes the manifest first
             self.counts.verify_failures += 1
-            logger.warning("prefix chunk is not what it should be and counts as absent: %s", e)
+            logger.warning("prefix chunk failed verification and counts as absent: %s", e)
             self._discard(chunk.path, body)
             if isinstance(e, SealError):
                 raise
@@ -287,10 +288,10 @@ class PrefixStore:
         self.counts.chunks_loaded += 1
 
     def discard(self, chunk: Chunk, manifest: Callable[[], bytes]) -> None:
-        """Remove a chunk that is sound, and of no use to who loaded it: as long as it is there none replaces it.
+        """Remove an intact chunk that its reader cannot use. Until it is removed, no other chunk can replace it.
 
         Args:
-            manifest: what it was loaded by. One that has replaced it stays.
+            manifest: the manifest that was used to load it. If another chunk has replaced it since, that chunk stays.
         """
         self._discard(chunk.path, self._manifest(chunk.path, manifest))
 
@@ -300,13 +301,14 @@ class PrefixStore:
         return self._files.has_uses and not self._read_only
 
     def note_uses(self, chunks: Sequence[Chunk]) -> bool:
-        """Make the files of chunks new, where they have not been for ``use_noted_s``: what is old then is not used.
+        """Touch the files of chunks that were not touched for ``use_noted_s``, so that only unused chunks look old.
 
         Returns:
-            Whether all are noted.
+            Whether all uses are noted.
         """
         all_noted = True
-        for chunk in reversed(chunks) if self.notes_uses else ():  # without its beginning the rest is of no use
+        # The first chunk is touched last, so that it is removed last: without it the others are useless.
+        for chunk in reversed(chunks) if self.notes_uses else ():
             try:
                 if self._files.unused_s(chunk.path) < self.use_noted_s:
                     continue
@@ -314,7 +316,7 @@ class PrefixStore:
                 folder = f"{chunk.path.rsplit('/', 1)[0]}/{body['attempt']}"
                 for path in (*(f"{folder}/{file_name(layer)}" for layer in body["layers"]), chunk.path):
                     self._files.touch(path)
-            except (SealError, StoreError) as e:  # whoever loads it will see
+            except (SealError, StoreError) as e:  # the next load of this chunk will report it
                 logger.debug("a use of %s is not noted: %s", chunk.path, e)
                 all_noted = False
         return all_noted
@@ -338,18 +340,18 @@ class PrefixStore:
                 others.append(name)
         if best is not None and best.blocks == len(wanted):
             return best
-        # Chunks that part from the prompt somewhere inside may still share more of it than the best whole one.
+        # Chunks that diverge from the prompt partway may still share more of it than the best whole chunk does.
         candidates = [f"{folder}/{name}" for name in others[:CANDIDATES_MAX]]
         for path, read in zip(candidates, self._files.reading(candidates, MANIFEST_BYTES_MAX), strict=True):
             try:
                 stored = self._manifest(path, read)["hashes"]
-            except SealError as e:  # it may be the prompt's own, of which all but the last block is asked for
+            except SealError as e:  # may be the chunk of this very prompt, of which a caller may omit the last block
                 self.counts.verify_failures += 1
-                logger.warning("prefix chunk is not what it should be and counts as absent: %s", e)
+                logger.warning("prefix chunk failed verification and counts as absent: %s", e)
                 self._discard(path, None)
                 continue
             except StoreError as e:
-                self.counts.errors += not isinstance(e, BlobNotFoundError)  # it was removed meanwhile
+                self.counts.errors += not isinstance(e, BlobNotFoundError)  # not found: removed since the listing
                 logger.debug("manifest %s: %s", path, e)
                 continue
             alike = 0
@@ -362,9 +364,9 @@ class PrefixStore:
         return best
 
     def _like(self, chunk: Chunk, hashes: Sequence[bytes]) -> list[Chunk]:
-        """The chunks behind one, the first of these blocks, as far as they have its size: an engine's steps often do.
+        """Return the chunks after ``chunk`` as long as they have its size, as an engine's steps often do.
 
-        Each that is missed here costs a listing, and those cannot be asked for side by side.
+        ``hashes`` begin with the chunk's blocks. A chunk missed here costs a listing; listings cannot run in parallel.
         """
         size = chunk.blocks
         found: list[Chunk] = []
@@ -387,18 +389,18 @@ class PrefixStore:
             return [0] * len(runs)
 
     def _path(self, hashes: Sequence[bytes]) -> str:
-        """Of the manifest of a chunk of these blocks."""
+        """Return the path of the manifest of a chunk of these blocks."""
         return f"{self._base}/{hashes[0].hex()}/{len(hashes)}-{hashes[-1].hex()}.json"
 
     def _discard(self, path: str, body: Mapping[str, Any] | None) -> None:
-        """Remove a bad chunk: its manifest first, so that nobody goes by it any more, then its layers' files."""
+        """Remove a bad chunk: first its manifest, so that nobody uses it any more, then its layers' files."""
         if self._read_only:
             return
         try:
             if self._is_bad(path, body):
                 self._files.delete(path)
         except StoreError as e:
-            logger.warning("prefix chunk %s could not be removed, and is overwritten by the next one: %s", path, str(e))
+            logger.warning("prefix chunk %s could not be removed; the next store overwrites it: %s", path, str(e))
             if len(self._stuck) < STUCK_MAX:
                 self._stuck[path] = None
         if body is not None:
@@ -412,7 +414,7 @@ class PrefixStore:
             return False
 
     def _is_bad(self, path: str, body: Mapping[str, Any] | None) -> bool:
-        """Read again: False where another one has healed it meanwhile."""
+        """Read the manifest again. False: another writer has replaced the chunk meanwhile."""
         try:
             manifest = self._manifest(path)
         except SealError:
@@ -430,15 +432,15 @@ class PrefixStore:
     def _manifest(self, path: str, read: Callable[[], bytes] | None = None) -> dict[str, Any]:
         body = unseal(self._files.read(path, MANIFEST_BYTES_MAX) if read is None else read(), path)
         if body["identity"] != self._identity:
-            raise SealError(SealReason.FINGERPRINT, f"{path} is of another namespace or rank")
+            raise SealError(SealReason.FINGERPRINT, f"{path} belongs to another namespace or rank")
         return body
 
 
 def blocks_in_all(stores: Sequence[PrefixStore], hashes: Sequence[bytes]) -> int:
-    """Leading blocks that all of these have: one for each rank, in the same place.
+    """Return how many leading blocks all stores have. There is one store for each rank, all in the same place.
 
-    Ranks store the same chunks, in the same steps. So the others are asked for those of the first, all at once, and
-    only one that lacks some is searched by itself.
+    Ranks store the same chunks, in the same steps. So the other ranks are asked for the first rank's chunks, all at
+    once. Only a rank that lacks some of these chunks is searched by itself.
     """
     first, *others = stores
     chunks = first.match(hashes)

@@ -1,6 +1,6 @@
-"""PrefixWorker: from a store of prefixes into an engine's paged buffers, and from them into it.
+"""PrefixWorker: loads prefixes from PrefixStores into an engine's paged buffers, and saves prefixes to PrefixStores.
 
-Loads and publications run on threads; the engine's thread begins them, asks for their ends, and copies what is saved.
+Loads and publications run on threads. The engine's thread starts them, polls their ends, and copies the KV to save.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ SAY_EVERY_S = 60.0
 
 
 class PrefixWorker:
-    """Loads and saves of one worker. All methods are for the engine's one thread.
+    """Loads and saves of one worker. Only the engine's thread may call it.
 
     Args:
-        pool: threads for loads; whoever made it ends it.
-        num_blocks: of each paged buffer.
+        pool: threads for loads; the caller shuts it down.
+        num_blocks: blocks in each paged buffer.
         block_size: tokens of one block.
-        load_deadline_s: after which a load is given up.
+        load_deadline_s: seconds after which a load is given up.
 
     Attributes:
-        dropped_blocks: not saved because ``SAVE_BYTES_MAX`` waited to be published.
-        loads_failed: given up and dropped ones among them.
+        dropped_blocks: blocks not saved because ``SAVE_BYTES_MAX`` were already waiting to be published.
+        loads_failed: failed loads, with those that were given up or dropped.
     """
 
     def __init__(self, pool: DaemonPool, num_blocks: int, block_size: int, load_deadline_s: float) -> None:
@@ -52,20 +52,20 @@ class PrefixWorker:
         self._block_size = block_size
         self._load_deadline_s = load_deadline_s
         self._kv_caches: dict[str, torch.Tensor] = {}
-        self._token_bytes = 0  # of one token in all of them
+        self._token_bytes = 0  # of one token, in all layers
         self._cuda: torch.device | None = None
         self._loading: dict[str, Load] = {}
         self._failed_blocks: set[int] = set()
-        self._save_pool = DaemonPool(1, "kvtiers-prefix-save")  # what waits to be stored is in no load's way
+        self._save_pool = DaemonPool(1, "kvtiers-prefix-save")  # a pool of its own, so that saves never delay loads
         self._saving: dict[Future[Any], int] = {}
-        self._not_stored = 0  # since this was said
-        self._say_at = float("-inf")
+        self._not_stored = 0  # since the last warning about it
+        self._warn_at = float("-inf")
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """The paged buffers, by layer.
+        """Set the paged buffers: layer name -> buffer.
 
         Raises:
-            ConfigError: the order of one is not known.
+            ConfigError: a buffer has an unknown layout.
         """
         for tensor in kv_caches.values():
             self._pages(tensor)
@@ -77,18 +77,18 @@ class PrefixWorker:
         """Begin a load."""
         blocks = (transfer.slot_mapping[:: self._block_size] // self._block_size).tolist()
         load = Load(blocks, time.monotonic() + self._load_deadline_s)
-        # The model may still read these blocks, or fill them with zeros.
+        # The load must come after work already submitted: the model may still read these blocks, or zero them.
         submitted = None if self._cuda is None else submitted_so_far(self._cuda)
-        if self._pool.hangs(self._load_deadline_s):  # it would only be waited for in vain
+        if self._pool.hangs(self._load_deadline_s):  # the load would only wait until its deadline
             load.future = _failed(StoreTimeoutError("all threads hang in loads that were given up"))
         else:
             load.future = self._pool.submit(self._load_on_device, store, transfer, load, submitted)
         self._loading[transfer.req_id] = load
 
     def ended(self, *, idle: bool) -> set[str]:
-        """Requests whose loads ended since the last call, well or not; ``idle``: the engine has nothing else to do."""
+        """Return requests whose loads ended or failed since the last call. ``idle``: the engine has no other work."""
         if self._loading and idle:
-            # vLLM steps on and on while requests wait; without a pause it would keep the GIL from those that load.
+            # vLLM keeps stepping while requests wait. Without a pause it would keep the GIL from the loading threads.
             wait([load.future for load in self._loading.values()], IDLE_WAIT_S, FIRST_COMPLETED)
         done = {req_id for req_id, load in self._loading.items() if load.future.done()}
         late = {req_id for req_id, load in self._loading.items() if time.monotonic() >= load.late_at} - done
@@ -102,22 +102,22 @@ class PrefixWorker:
         for saved in [future for future in self._saving if future.done()]:
             del self._saving[saved]
             if saved.exception() is not None:
-                self._say_not_stored(saved.exception())
+                self._warn_not_stored(saved.exception())
         return done | late
 
     def drop_loads(self) -> None:
-        """What was loaded and is not reported yet, or is under way, failed: a reset has made it another model's."""
+        """Fail all loads that are under way or not reported yet: after a reset, their KV belongs to another model."""
         for load in self._loading.values():
             self._stop(load)
             load.future = _failed(KVTiersError("the engine's caches were reset"))
 
     def failed_blocks(self) -> set[int]:
-        """Ids of the blocks whose loads failed since the last call: they hold nothing of use."""
+        """Return the ids of blocks whose loads failed since the last call. Their content is not usable."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
     def publish(self, store: PrefixStore, stores: Sequence[Transfer]) -> None:
-        """Copy what a step's ``stores`` take, now that it is computed, and hand it to the publishing thread."""
+        """Copy the KV of a step's ``stores``, now that it is computed, and hand it to the publishing thread."""
         for transfer in stores:
             size_bytes = len(transfer.slot_mapping) * self._token_bytes
             if sum(self._saving.values()) + size_bytes > SAVE_BYTES_MAX:
@@ -131,7 +131,7 @@ class PrefixWorker:
             self._saving[job] = size_bytes
 
     def shutdown(self, publish_s: float, threads_end_s: float) -> None:
-        """Wait so long for what is under way, and so long for the publishing thread; give up and count what is left."""
+        """Wait ``publish_s`` for loads and saves, then ``threads_end_s`` for the saving thread. Give up the rest."""
         loads = [load.future for load in self._loading.values()]
         _, late = wait([*self._saving, *loads], timeout=publish_s)
         for load in self._loading.values():
@@ -143,13 +143,13 @@ class PrefixWorker:
                 "%d prefixes were not stored when the engine ended, %d blocks before", lost, self.dropped_blocks
             )
 
-    def _say_not_stored(self, error: object) -> None:
-        """Once a minute at most: where there is no room, it is so with each."""
+    def _warn_not_stored(self, error: object) -> None:
+        """Warn at most once a minute: when there is no room, every save fails."""
         self._not_stored += 1
-        if time.monotonic() >= self._say_at:
+        if time.monotonic() >= self._warn_at:
             logger.warning("%d prefixes were not stored; the last one: %s", self._not_stored, error)
             self._not_stored = 0
-            self._say_at = time.monotonic() + SAY_EVERY_S
+            self._warn_at = time.monotonic() + SAY_EVERY_S
 
     def _give_up(self, load: Load) -> str:
         had_begun = self._stop(load)
@@ -157,22 +157,22 @@ class PrefixWorker:
         return f"{what} load_deadline_s, {self._load_deadline_s:g} s"
 
     def _stop(self, load: Load) -> bool:
-        """Returns whether it had begun."""
+        """Give up a load. Returns whether it had begun."""
         had_begun = load.give_up()
         if self._cuda is not None:
-            torch.cuda.synchronize(self._cuda)  # what was written before may still be on its way
+            torch.cuda.synchronize(self._cuda)  # earlier writes of the load may still be on their way
         return had_begun
 
     def _load_on_device(
         self, store: PrefixStore, transfer: Transfer, load: Load, submitted: torch.cuda.Event | None
     ) -> None:
-        # Each thread begins on device 0, where a worker of another device has neither its buffers nor memory to spare.
+        # A new thread starts on device 0. A worker of another device has no buffers there, and no memory to spare.
         with nullcontext() if self._cuda is None else torch.cuda.device(self._cuda):
             try:
-                if submitted is not None:  # the model's stream need not be this thread's
+                if submitted is not None:  # the model may run on another stream than this thread
                     torch.cuda.current_stream(self._cuda).wait_event(submitted)
                 self._load(store, transfer, load)
-            finally:  # of a load that failed, too: nothing may land in blocks that are computed again
+            finally:  # after a failed load, too: no write may land in blocks that are computed again
                 if self._cuda is not None:
                     torch.cuda.current_stream(self._cuda).synchronize()
 
@@ -201,11 +201,11 @@ class PrefixWorker:
                 if missing:
                     raise ShapeError(f"{chunk.path} lacks the layers {sorted(missing)}")
             except ShapeError as e:
-                logger.warning("a prefix chunk of another engine's is of no use here, and is removed: %s", e)
+                logger.warning("a prefix chunk of another engine does not fit this engine, and is removed: %s", e)
                 store.discard(chunk, manifest)
                 raise
         if position < last:
-            raise KVTiersError(f"{last - position} blocks that were there are gone")
+            raise KVTiersError(f"{last - position} blocks that the lookup found are gone")
 
     def _pages(self, layer: torch.Tensor) -> torch.Tensor:
         return token_pages(layer, self._num_blocks, self._block_size)

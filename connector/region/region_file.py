@@ -1,25 +1,25 @@
-"""The file behind a SharedOffloadRegion, and how the processes of one engine come to it.
+"""The file behind a SharedOffloadRegion, and the protocol by which an engine's processes create and join it.
 
-The bytes: ``num_blocks`` rows of ``row_stride`` bytes from offset 0, then one header page. The header comes last so
+File layout: ``num_blocks`` rows of ``row_stride`` bytes from offset 0, then one header page. The header comes last so
 that rows are page-aligned at ``block * row_stride``, in the file as in memory.
 
-Step by step. Every step happens under an exclusive flock on the file, which dies with its holder:
+Every step happens under an exclusive flock on the file, which the kernel releases when its holder dies:
 
-1. The first process makes a file without a name (O_TMPFILE, 0600), writes the header (geometry, its pid), locks it and
-   links it to its name. linkat fails where the name exists, as O_EXCL does, and follows no symlink; and no region ever
-   has a name before it has a header.
-2. It allocates every page with fallocate, so that too little memory is an error here and not a SIGBUS later, and
-   marks the header as sized.
-3. Each process, the first included, maps the file, locks its seat for as long as it has the file open and writes its
-   pid there: one seat a worker, one for the scheduler. Who takes the last seat removes the name: from then on nothing
-   stays in /dev/shm whoever dies.
-4. A region that still has its name belongs to an engine that is starting. If any process in it is dead (its seat is
-   taken and not locked), that start has failed: the next one removes the file and begins anew. This holds across
-   containers that share /dev/shm.
+1. The first process creates a file without a name (O_TMPFILE, 0600), writes the header (geometry, its pid), locks the
+   file and links it to its name. Like O_EXCL, linkat fails if the name exists, even as a symlink. So a region never has
+   a name before it has a header.
+2. It allocates every page with fallocate and marks the header as sized. So too little memory is an error here and not
+   a SIGBUS later.
+3. Each process, including the first, maps the file, locks its seat for as long as it has the file open, and writes its
+   pid there. There is one seat per worker and one for the scheduler. The process that takes the last seat removes the
+   name. From then on nothing stays in /dev/shm, whichever process dies.
+4. A region that still has its name belongs to an engine that is starting. If one of its processes is dead (its seat is
+   taken but not locked), that start has failed. The next start removes the file and begins again. This also works
+   across containers that share /dev/shm.
 
-So ``instance_id`` has to be the engine's own. Of two engines that start with the same one at the same time, one gets a
-RegionError if a seat is taken already; where their processes come in turns, each engine's scheduler may end up with the
-other one's worker, and nobody can tell.
+So every engine needs an ``instance_id`` of its own. If two engines start with the same id at the same time, an engine
+that finds a seat taken gets a RegionError. But if their processes alternate and take different seats, each engine's
+scheduler may end up with the other engine's worker, and neither engine can detect this.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ FILE_SUFFIX = ".mmap"
 _INSTANCE_ID = re.compile(r"[^\x00-\x1f\x7f/]+")
 _INSTANCE_ID_BYTES_MAX = 255 - len(FILE_PREFIX) - len(FILE_SUFFIX)
 
-# Long calls go by pieces: a signal makes fallocate undo the piece at hand, and madvise holds the GIL for its piece.
+# Long calls work in pieces: a signal makes fallocate undo the current piece, and madvise holds the GIL for one piece.
 _PIECE_BYTES = 256 << 20
 _POLL_S = 0.005
 _REMOVE_TRIES = 10
 
 
 def region_path(directory: str, instance_id: str) -> str:
-    """Name of an engine's region.
+    """Path of an engine's region file.
 
     Raises:
-        ConfigError: ``instance_id`` cannot be part of a file's name.
+        ConfigError: ``instance_id`` cannot be part of a file name.
     """
     name = f"{FILE_PREFIX}{instance_id}{FILE_SUFFIX}"
     if _INSTANCE_ID.fullmatch(instance_id) is None or len(name.encode(errors="surrogatepass")) > 255:
@@ -67,9 +67,9 @@ def region_path(directory: str, instance_id: str) -> str:
 
 
 def reap_stale_regions(directory: str = "/dev/shm") -> list[str]:
-    """Remove region files of engines that died while they were starting; returns their paths.
+    """Remove region files of engines that died while starting. Returns their paths.
 
-    Files of other users, of living processes and of other programs stay.
+    Files of other users, of running processes and of other programs stay.
     """
     reaped = []
     for name in sorted(os.listdir(directory)):
@@ -84,7 +84,7 @@ def reap_stale_regions(directory: str = "/dev/shm") -> list[str]:
             header = RegionHeader.read(fd, path) if _try_lock(fd) else None
             if header is not None and header.is_stale(fd) and _unlink_if_same(path, fd):
                 reaped.append(path)
-        except (OSError, RegionError):  # nothing is known of it, or it is another program version's: its business
+        except (OSError, RegionError):  # unreadable, or of another kvtiers version, which has to remove it itself
             continue
         finally:
             os.close(fd)
@@ -92,7 +92,7 @@ def reap_stale_regions(directory: str = "/dev/shm") -> list[str]:
 
 
 def allocate_anonymous(geometry: RegionGeometry) -> int:
-    """A memfd of this geometry that nobody can resize.
+    """Create a memfd of this geometry, sealed against resizing.
 
     Raises:
         RegionError: too little memory.
@@ -117,13 +117,13 @@ def join_named(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
-    """Make the file or join it (steps 1 and 2).
+    """Create the file, or join it (steps 1 and 2).
 
     Returns:
-        A descriptor of the sized file, locked: map it, then ``take_seat`` or ``remove_name``.
+        A descriptor of the sized, locked file. Map it, then call ``take_seat`` or ``remove_name``.
 
     Raises:
-        RegionError: too little memory, another geometry, a taken seat, a timeout, a foreign file.
+        RegionError: too little memory, a different geometry, a taken seat, a timeout, or a foreign file.
     """
     deadline = clock() + timeout_s
     while True:
@@ -136,7 +136,7 @@ def join_named(
             continue
         try:
             while not _try_lock(fd):
-                # Somebody allocates or joins. A mismatch need not wait for that.
+                # Another process allocates or joins. A geometry mismatch is reported without waiting for it.
                 header = RegionHeader.read(fd, path)
                 if header is not None and header.is_creator_alive(fd):
                     header.check_geometry(geometry, path)
@@ -152,7 +152,7 @@ def join_named(
 
 
 def take_seat(fd: int, path: str, seat: int) -> None:
-    """Say that this process has mapped the file, remove the name if it was the last to, and unlock (step 3)."""
+    """Record that this process has mapped the file, remove the name if all seats are taken, and unlock (step 3)."""
     header = RegionHeader.read(fd, path)
     assert header is not None
     write_seat(fd, header.geometry, seat)
@@ -162,9 +162,9 @@ def take_seat(fd: int, path: str, seat: int) -> None:
 
 
 def remove_name(fd: int, path: str, *, sleep: Callable[[float], None] = time.sleep) -> None:
-    """Remove the name, if it is still there and this file's, and unlock."""
-    # Who looks for stale regions holds the lock for a moment. Who holds it for longer is joining an engine that is
-    # about to lose this process, and is not waited for.
+    """Remove the name if it still exists and names this file, then unlock."""
+    # A search for stale regions holds the lock only for a moment. A process that holds it for longer is joining an
+    # engine that is about to lose this process, so do not wait for that one.
     for _ in range(_REMOVE_TRIES):
         if _try_lock(fd):
             _unlink_if_same(path, fd)
@@ -174,17 +174,17 @@ def remove_name(fd: int, path: str, *, sleep: Callable[[float], None] = time.sle
 
 
 def free_bytes(directory: str) -> int | None:
-    """Bytes free in a file system; None: it has no limit of its own, as a tmpfs mounted with size=0.
+    """Free bytes in a file system. None: it has no limit of its own, like a tmpfs mounted with size=0.
 
     Raises:
-        OSError: it cannot be asked.
+        OSError: statvfs failed.
     """
     status = os.statvfs(directory)
     return status.f_bavail * status.f_frsize if status.f_blocks else None
 
 
 def show_size(size_bytes: int) -> str:
-    """Bytes for people."""
+    """Format a size in bytes for people."""
     for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if size_bytes >= 1 << power:
             return f"{size_bytes / (1 << power):.2f} {unit}"
@@ -192,13 +192,13 @@ def show_size(size_bytes: int) -> str:
 
 
 def pieces(size_bytes: int) -> Iterator[tuple[int, int]]:
-    """(start, length) of the pieces in which memory is allocated and mapped."""
+    """Yield (start, length) of the pieces in which memory is allocated and mapped."""
     for start in range(0, size_bytes, _PIECE_BYTES):
         yield start, min(_PIECE_BYTES, size_bytes - start)
 
 
 def _create(path: str, geometry: RegionGeometry) -> int | None:
-    """None: the name exists."""
+    """Create, lock and size the file (steps 1 and 2). None: the name exists."""
     if os.path.lexists(path):
         return None
     directory = os.path.dirname(path)
@@ -210,7 +210,7 @@ def _create(path: str, geometry: RegionGeometry) -> int | None:
         os.fchmod(fd, 0o600)
         write_header(fd, geometry)
         fcntl.flock(fd, fcntl.LOCK_EX)
-        # Given a directory descriptor, CPython calls linkat with AT_SYMLINK_FOLLOW; without one it does not.
+        # CPython calls linkat with AT_SYMLINK_FOLLOW only if a directory descriptor is given.
         os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)
         linked = True
         _allocate(fd, geometry, directory)
@@ -226,12 +226,12 @@ def _create(path: str, geometry: RegionGeometry) -> int | None:
 
 
 def _is_joinable(path: str, fd: int, geometry: RegionGeometry, seat: int) -> bool:
-    """Whether the locked file is the one to join; False: begin anew."""
-    if not _is_same(path, fd):  # every seat was taken, or the file was reaped, while this process waited for the lock
+    """Whether the locked file is the one to join. False: start again."""
+    if not _is_same(path, fd):  # while this process waited for the lock, all seats were taken or the file was reaped
         return False
     header = RegionHeader.read(fd, path)
     if header is None and os.fstat(fd).st_size:
-        raise RegionError(f"{path} exists and is no region of ours; remove it or choose another instance_id")
+        raise RegionError(f"{path} exists and is not a kvtiers region; remove it or choose another instance_id")
     if header is None or header.is_stale(fd):
         os.unlink(path)
         logger.warning("region: removed %s, left by an engine that died while it was starting", path)
@@ -248,13 +248,13 @@ def _is_joinable(path: str, fd: int, geometry: RegionGeometry, seat: int) -> boo
 
 
 def _allocate(fd: int, geometry: RegionGeometry, directory: str) -> None:
-    """Allocate every page and say so in the header.
+    """Allocate every page and record that in the header.
 
     Args:
-        directory: the file's; "" for a memfd, which no file system limits.
+        directory: the file's directory; "" for a memfd, which no file system limits.
     """
     size = geometry.size_bytes
-    # Asked first: filling memory takes a second per GB, and where the machine is the limit it ends in an OOM kill.
+    # Check the limits first: filling memory takes a second per GB, and if the machine runs out, the OOM killer acts.
     for place, free in _limits(directory):
         if size > free:
             raise RegionError(_too_large(size, place, free))
@@ -277,7 +277,7 @@ def _too_large(size: int, place: str, free: int) -> str:
 
 
 def _limits(directory: str) -> Iterator[tuple[str, int]]:
-    """What bounds a region: (place, bytes free)."""
+    """Yield the limits of a region's size: (place, free bytes)."""
     free = free_bytes(directory) if directory else None
     if free is not None:
         yield directory, free
@@ -286,7 +286,7 @@ def _limits(directory: str) -> Iterator[tuple[str, int]]:
     yield "this machine", (kib[b"MemAvailable"] + kib[b"SwapFree"]) << 10
     try:
         with open("/sys/fs/cgroup/memory.max", "rb") as f:
-            # The limit, not what is left of it: page cache counts as used there although it would make room.
+            # The whole limit, not its free part: the kernel counts page cache as used, although it would be evicted.
             yield "the container's memory limit", int(f.read())
     except (OSError, ValueError):  # no cgroup v2, or "max"
         pass
@@ -302,7 +302,7 @@ def _open_existing(path: str) -> int:
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         os.close(fd)
-        raise RegionError(f"{path} is no private file of this user (regular, mode 0600); remove it")
+        raise RegionError(f"{path} is not a private file of this user (regular, mode 0600); remove it")
     return fd
 
 
@@ -322,7 +322,7 @@ def _is_same(path: str, fd: int) -> bool:
 
 
 def _unlink_if_same(path: str, fd: int) -> bool:
-    """Remove the name if it is this file's. Under its lock only, so that nobody else removes it in between."""
+    """Remove the name if it names this file. Call only under the file's lock, so that no other process removes it."""
     same = _is_same(path, fd)
     if same:
         os.unlink(path)

@@ -1,10 +1,10 @@
-"""The last page of a region's file: what the region is, who made it, and who has mapped it.
+"""The header, in the last page of a region's file: the region's geometry, its creator and the processes that mapped it.
 
-Behind the rows, so that they are page-aligned in the file as in memory. A seat is one a worker, and one for the
-scheduler. Who sits there is a pid, for messages, and whether it lives is a lock on the seat's first byte (fcntl(2),
-open file description locks): the kernel takes it back when the last descriptor of that process' opening is closed,
-those that its tiers' worker processes were given, or that a child of a fork inherited, included. A pid would say
-nothing to containers that share /dev/shm and not their PID namespace: there it is nobody, or somebody else.
+The header comes after the rows, so that the rows are page-aligned in the file as in memory. It has one seat per worker
+and one for the scheduler. A seat holds its process's pid, for messages. A lock on the seat's first byte (fcntl(2), open
+file description lock) shows that the process lives. The kernel releases the lock when the last descriptor of that open
+file is closed, including descriptors passed to the tiers' worker processes or inherited by a forked child. A pid cannot
+show this: in containers that share /dev/shm but not a PID namespace, it belongs to no process or to another process.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Self
 
 from kvtiers.tiers.errors import ConfigError, RegionError
 
-NUM_WORKERS_MAX = 495  # seats (workers and scheduler) that fit in a header page of 4 KiB
+NUM_WORKERS_MAX = 495  # a header page of 4 KiB has 496 seats: one per worker and one for the scheduler
 
 _MAGIC = b"KVTREGN\0"
-_VERSION = 2  # 1 told living processes from dead ones by their pids
+_VERSION = 2  # version 1 used pids to detect dead processes
 _BEGIN = struct.Struct("<8sI")  # magic, version: the same in every version
 _FIXED = struct.Struct("<8sIIQQQQ")  # magic, version, num_workers, num_blocks, cpu_page_size, row_stride, creator's pid
-_CHECKSUM = struct.Struct("<I")  # crc32 of the fixed part, right after it: a torn or foreign header is none
+_CHECKSUM = struct.Struct("<I")  # crc32 of the fixed part, right after it: detects a torn or foreign header
 _SIZED = struct.Struct("<Q")
 _SIZED_OFFSET = 120
 _SEAT = struct.Struct("<Q")  # pid; 0 is free
@@ -44,7 +44,7 @@ class RegionGeometry:
         num_workers: cells in a row.
 
     Raises:
-        ConfigError: names the field and what is accepted.
+        ConfigError: a value is out of range; the message names the field and the accepted range.
     """
 
     num_blocks: int
@@ -77,13 +77,13 @@ def row_stride(cpu_page_size: int, num_workers: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RegionHeader:
-    """What a region's file says of itself.
+    """Header of a region's file.
 
     Attributes:
-        row_stride: as its maker counted it.
-        creator: pid of the process that made it, in its own PID namespace.
-        sized: all its memory is allocated.
-        seats: pids of each worker, then of the scheduler; 0 is free.
+        row_stride: bytes of a row, as computed by the creator.
+        creator: pid of the process that created the file, in that process's PID namespace.
+        sized: whether all of the region's memory is allocated.
+        seats: pids of the workers by rank, then of the scheduler; 0: the seat is free.
     """
 
     geometry: RegionGeometry
@@ -94,13 +94,13 @@ class RegionHeader:
 
     @classmethod
     def read(cls, fd: int, what: str) -> Self | None:
-        """None: no header of ours.
+        """Read a file's header. None: the file has no valid kvtiers header.
 
         Args:
             what: the file's path, for messages.
 
         Raises:
-            RegionError: another version's header.
+            RegionError: the header has another version.
         """
         offset = os.fstat(fd).st_size - mmap.PAGESIZE
         page = os.pread(fd, mmap.PAGESIZE, offset) if offset >= 0 else b""
@@ -128,24 +128,25 @@ class RegionHeader:
         )
 
     def is_stale(self, fd: int) -> bool:
-        """Whether the start of this engine has failed. Under the file's lock only, where "not sized" says so too.
+        """Whether the start of this region's engine has failed: a process died, or its creator ended before sizing it.
 
         Args:
-            fd: an opening of the file in which nothing was locked: one's own locks are not seen.
+            fd: locked with flock, which the creator holds until the file is sized. An opening of the file that holds no
+                byte locks, because an opening does not see its own locks.
         """
         end = self.geometry.size_bytes
         taken = [end + _seat_offset(seat) for seat, pid in enumerate(self.seats) if pid]
         return not self.sized or not all(_is_held(fd, offset) for offset in (end + _CREATOR_OFFSET, *taken))
 
     def is_creator_alive(self, fd: int) -> bool:
-        """Whether the process that made the region runs. ``fd`` as in ``is_stale``."""
+        """Whether the process that created the region is alive. ``fd`` as in ``is_stale``."""
         return _is_held(fd, self.geometry.size_bytes + _CREATOR_OFFSET)
 
     def check_geometry(self, wanted: RegionGeometry, what: str) -> None:
-        """Check that it is the region we want.
+        """Check that the region has the wanted geometry.
 
         Raises:
-            RegionError: it is not; names the first field that differs.
+            RegionError: it differs; the message names the first field that differs.
         """
         theirs = {
             "num_workers": self.geometry.num_workers,
@@ -162,7 +163,7 @@ class RegionHeader:
 
 
 def write_header(fd: int, geometry: RegionGeometry) -> None:
-    """Give the file its size, all holes, and its header, and say for as long as ``fd`` is open that its maker lives."""
+    """Set the file's size (all holes), write the header, and mark the creator alive while ``fd`` is open."""
     fixed = _FIXED.pack(
         _MAGIC,
         _VERSION,
@@ -178,14 +179,14 @@ def write_header(fd: int, geometry: RegionGeometry) -> None:
 
 
 def mark_sized(fd: int, geometry: RegionGeometry) -> None:
-    """Say that every page is allocated."""
+    """Record that every page is allocated."""
     os.pwrite(fd, _SIZED.pack(1), geometry.size_bytes + _SIZED_OFFSET)
 
 
 def write_seat(fd: int, geometry: RegionGeometry, seat: int) -> None:
-    """Say that this process has mapped the file, and for as long as ``fd`` is open that it lives."""
+    """Record that this process has mapped the file, and mark it alive while ``fd`` is open."""
     offset = geometry.size_bytes + _seat_offset(seat)
-    _hold(fd, offset)  # first: a seat that is taken and not held is a dead process'
+    _hold(fd, offset)  # lock before writing the pid: a taken seat without a lock means a dead process
     os.pwrite(fd, _SEAT.pack(os.getpid()), offset)
 
 

@@ -1,6 +1,6 @@
 """SharedOffloadRegion: the CPU memory that every worker and the scheduler of one engine map.
 
-How the processes of an engine come to one file is in ``region_file``.
+``region_file`` describes how the processes of an engine create and join one file.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14; not in the mmap module
 class SharedOffloadRegion:
     """One mapping of (num_blocks, row_stride) bytes.
 
-    Row of block b: worker 0's cell, worker 1's cell, …, each ``cpu_page_size`` bytes that hold the worker's canonical
-    tensors one after another. One thread at a time calls the methods; the views may be used by any thread.
+    The row of a block has one cell per worker, in rank order. Each cell has ``cpu_page_size`` bytes and holds the
+    worker's canonical tensors one after another. One thread at a time may call the methods; any thread may use views.
 
     Args:
-        instance_id: the engine's own id: the same in all its processes, and no other engine's. None: see ``anonymous``.
+        instance_id: id shared by all processes of the engine and by no other engine. None: see ``anonymous``.
         num_blocks: rows, 1 or more.
         cpu_page_size: bytes of one worker's cell, 1 or more.
         num_workers: 1..495.
-        rank: of the worker, or None for the scheduler.
+        rank: rank of the worker, or None for the scheduler.
         directory: a tmpfs.
         join_timeout_s: how long to wait for the first process, which allocates all of the memory (0.2 to 1 GB/s).
-        clock, sleep: monotonic seconds, and how to wait.
+        clock, sleep: monotonic time in seconds, and a function that sleeps.
 
     Attributes:
         geometry: the region's shape.
         setup_s: seconds that allocating and mapping took.
 
     Raises:
-        ConfigError: a bad argument; names it.
-        RegionError: too little memory, another geometry under this id, a taken rank, a timeout, a foreign file.
+        ConfigError: an argument is not accepted; the message names it.
+        RegionError: too little memory, a different geometry under this id, a taken rank, a timeout, or a foreign file.
     """
 
     def __init__(
@@ -115,10 +115,10 @@ class SharedOffloadRegion:
     def anonymous(
         cls, num_blocks: int, cpu_page_size: int, num_workers: int = 1, rank: int | None = 0
     ) -> SharedOffloadRegion:
-        """A region without a name: a memfd sealed against resizing.
+        """Create a region without a name: a memfd sealed against resizing.
 
         Raises:
-            ConfigError: a bad argument; names it.
+            ConfigError: an argument is not accepted; the message names it.
             RegionError: too little memory.
         """
         return cls(None, num_blocks, cpu_page_size, num_workers, rank)
@@ -130,7 +130,7 @@ class SharedOffloadRegion:
         return self._fd
 
     def absent_workers(self) -> list[int]:
-        """Ranks that have not mapped this region, which has a name, so far. On another host they map one of their own.
+        """Ranks that have not mapped this named region yet. A worker on another host maps that host's region instead.
 
         Raises:
             RegionError: the region was cleaned up.
@@ -142,22 +142,22 @@ class SharedOffloadRegion:
         return [rank for rank, pid in enumerate(header.seats[: header.geometry.num_workers]) if not pid]
 
     def create_kv_memoryview(self) -> memoryview:
-        """The whole region without a copy: shape (num_blocks, row_stride), format "b", C-contiguous, writable.
+        """View of the whole region: shape (num_blocks, row_stride), format "b", C-contiguous, writable. Not a copy.
 
-        Python cannot take ``view[b]`` of a 2-D view: cast it to 1-D and slice at ``b * row_stride``.
+        Python does not support ``view[b]`` on a 2-D view: cast it to 1-D and slice at ``b * row_stride``.
         """
         return memoryview(self._mapping()).cast("b", (self.geometry.num_blocks, self.geometry.row_stride))
 
     def create_next_view(self, tensor_page_size: int) -> torch.Tensor:
-        """This worker's cells for its next canonical tensor; called once per tensor, in order.
+        """View of this worker's cells for its next canonical tensor. Call it once per tensor, in order.
 
         Returns:
             int8 (num_blocks, tensor_page_size), stride (row_stride, 1), on the region's memory.
 
         Raises:
-            RegionError: the tensors run past the cell, or this is the scheduler.
+            RegionError: the tensors exceed the cell, or this is the scheduler.
         """
-        import torch  # the scheduler and the tiers never need it
+        import torch  # imported here because the scheduler and the tiers never need it
 
         geometry = self.geometry
         if self._rank is None:
@@ -167,7 +167,7 @@ class SharedOffloadRegion:
                 f"tensor_page_size {tensor_page_size} does not fit: {self._cell_used} of the cell's "
                 f"{geometry.cpu_page_size} bytes are used"
             )
-        # torch keeps what it was given alive, but not exported: only a memoryview keeps a mapping from being unmapped.
+        # torch keeps its buffer object alive but does not keep it exported. Only a memoryview prevents the unmapping.
         flat = torch.frombuffer(memoryview(self._mapping()), dtype=torch.int8)
         offset = self._rank * geometry.cpu_page_size + self._cell_used
         self._cell_used += tensor_page_size
@@ -176,7 +176,7 @@ class SharedOffloadRegion:
     def cleanup(self) -> None:
         """Remove the name if it is still there, unmap and close. Idempotent.
 
-        Where views are still alive, the memory goes with the last of them.
+        While views are alive, their memory stays mapped; it is freed with the last view.
         """
         if self._mmap is None:
             return
@@ -184,7 +184,7 @@ class SharedOffloadRegion:
         try:
             mapping.close()
         except BufferError:
-            logger.debug("region: views are still alive; its memory goes with the last of them")
+            logger.debug("region: views are still alive; its memory is freed with the last of them")
         self._close()
 
     def _close(self) -> None:
@@ -199,7 +199,7 @@ class SharedOffloadRegion:
 
 
 def _populate(mapping: mmap.mmap, size_bytes: int) -> None:
-    """Map every page now: a fault on first touch would be paid inside a transfer."""
+    """Map every page now, so that page faults do not slow down the first transfers."""
     for start, length in pieces(size_bytes):
         try:
             mapping.madvise(_MADV_POPULATE_WRITE, start, length)

@@ -1,7 +1,7 @@
-"""KV tensors of any layout as (num_blocks, page_bytes) int8 views.
+"""Views KV tensors of any layout as (num_blocks, page_bytes) int8 tensors.
 
-An engine's KV tensor is logically (2, num_blocks, …), (num_blocks, 2, …) or (num_blocks, …), and lies in memory in
-whatever order its attention kernel likes. What a copy needs is, per block, one dense run of bytes.
+An engine's KV tensor is logically (2, num_blocks, …), (num_blocks, 2, …) or (num_blocks, …). Its order in memory is
+the one that its attention kernel prefers. A copy needs one dense run of bytes for each block.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ def canonicalize_kv_caches(
 ) -> CanonicalKVCaches:
     """View every layer's KV tensor as blocks of bytes; nothing is copied.
 
-    - Dimensions that are dense inside the block, in whatever order, are its page. Any other, such as the 2 of
-      (2, num_blocks, …), splits the tensor: one view for each of its values, in memory order.
+    - Dimensions that are dense inside the block, in any order, form its page. Any other dimension, such as the 2 of
+      (2, num_blocks, …), splits the tensor: there is one view for each index of that dimension, in memory order.
     - Space between blocks (padding, or another layer's page) is not part of the page: the view's rows are strided.
-    - Layers that share memory share one view; its page is as large as the largest of theirs.
+    - Layers that share memory share one view; its page is as large as the largest page of these layers.
 
     Args:
-        kv_caches: layer name -> its tensor, or its tensors where it keeps several. One dimension of each is the block.
-        groups: per KV cache group, the names of its layers. Every layer is in one.
+        kv_caches: layer name -> its tensor, or its tensors if it has several. Each has one block dimension.
+        groups: for each KV cache group, the names of its layers. Every layer is in a group.
         num_blocks: size of the block dimension.
         block_dims: layer name -> its block dimension, for tensors with several dimensions of that size.
 
@@ -63,7 +63,7 @@ def canonicalize_kv_caches(
 
 
 def _split(name: str, tensor: torch.Tensor, num_blocks: int, block_dim: int | None) -> list[torch.Tensor]:
-    """The tensor's (num_blocks, page_bytes) int8 views, in memory order."""
+    """Return the tensor's (num_blocks, page_bytes) int8 views, in memory order."""
     if block_dim is None:
         fitting = [dim for dim, size in enumerate(tensor.shape) if size == num_blocks]
         if len(fitting) != 1:
@@ -74,10 +74,10 @@ def _split(name: str, tensor: torch.Tensor, num_blocks: int, block_dim: int | No
         block_dim = fitting[0]
     elif not (0 <= block_dim < tensor.ndim and tensor.shape[block_dim] == num_blocks):
         raise ValueError(
-            f"layer {name}: dimension {block_dim} of shape {tuple(tensor.shape)} has not {num_blocks} blocks"
+            f"layer {name}: dimension {block_dim} of shape {tuple(tensor.shape)} does not have {num_blocks} blocks"
         )
     size_of = tensor.element_size()
-    # The stride of a dimension of size 1 says nothing; one block reaches to the end.
+    # The stride of a dimension of size 1 has no meaning; a single block reaches to the tensor's end.
     block_stride = tensor.stride(block_dim) if num_blocks > 1 else tensor.numel()
     others = sorted(
         (tensor.stride(dim), size) for dim, size in enumerate(tensor.shape) if dim != block_dim and size != 1

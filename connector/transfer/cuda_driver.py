@@ -1,8 +1,8 @@
-"""The few entry points of the CUDA driver the handler needs, called straight on libcuda.
+"""The few CUDA driver functions that the handler needs, called directly in libcuda through ctypes.
 
-Not through cuda-bindings: its ``cuMemcpyBatchAsync`` takes Python lists, an object per copy made with the GIL. Here the
-arrays go down as they are, and ctypes drops the GIL for the call, which is not short: about 0.5 µs a copy (vllm#48434,
-measured there on an H100).
+cuda-bindings is not used: its ``cuMemcpyBatchAsync`` takes Python lists, and creates an object per copy under the GIL.
+Here the arrays are passed as they are, and ctypes releases the GIL during the call, which takes long: about 0.5 µs a
+copy (vllm#48434, measured there on an H100).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from kvtiers.connector.transfer.transfer_plan import Int64s
 ACCESS_ORDER_STREAM = 1
 ACCESS_ORDER_ANY = 3
 
-# cuMemcpyBatchAsync as CUDA 12.8 had it. 13.0 gave the name another signature (without failIdx), but a driver serves
-# every ABI it ever had to whoever asks for it by version: asking for this one gives one signature on all of them.
+# cuMemcpyBatchAsync as of CUDA 12.8. CUDA 13.0 changed its signature (no failIdx). A driver still provides each of its
+# earlier ABIs on request by version, so asking for 12.8 gives the same signature on every driver.
 _BATCH_ABI_VERSION = 12080
-# Far below the 51,828 copies of one call that failed inside a driver (vllm#49276: RTX PRO 6000, driver 580.159.04), and
-# at 0.5 µs a copy (vllm#48434, H100) so many that a call itself costs nothing.
+# Far below the 51,828 copies of one call that failed inside a driver (vllm#49276: RTX PRO 6000, driver 580.159.04).
+# Still enough to make the cost of the call itself negligible, at 0.5 µs a copy (vllm#48434, H100).
 _BATCH_COPIES_MAX = 4096
 _SIZE_MAX = ctypes.c_size_t(-1).value
 _HOST_REGISTER_FLAGS = 1 | 2  # PORTABLE | DEVICEMAP
@@ -58,13 +58,13 @@ _MEMCPY_BATCH = ctypes.CFUNCTYPE(
 
 
 class CudaDriver:
-    """libcuda. Every call needs the device's context on the calling thread; any thread may call.
+    """libcuda. Any thread may call; every call needs the device's context on the calling thread.
 
     Args:
         library: the loaded libcuda.so.1, or an object with its functions.
 
     Attributes:
-        has_batch: whether ``memcpy_batch`` is there (CUDA >= 12.8).
+        has_batch: whether ``memcpy_batch`` is available (CUDA >= 12.8).
     """
 
     def __init__(self, library: Any) -> None:
@@ -85,24 +85,24 @@ class CudaDriver:
 
     @classmethod
     def load(cls) -> CudaDriver | None:
-        """The machine's driver, or None where there is none (also on ROCm)."""
+        """Load the machine's driver. None: there is no CUDA driver (also on ROCm)."""
         try:
             return cls(ctypes.CDLL("libcuda.so.1"))
         except OSError:
             return None
 
     def memcpy_batch(self, dst: Int64s, src: Int64s, nbytes: Int64s, *, access_order: int, stream: int) -> None:
-        """Start all copies on the stream, thousands in one call. Their order among themselves is not defined.
+        """Start all copies on the stream, thousands in one call. The copies run in no defined order.
 
         Args:
             dst, src, nbytes: (n,) addresses and lengths, contiguous, n >= 1.
-            access_order: ``ACCESS_ORDER_STREAM`` where work before it on the stream writes the source;
-                ``ACCESS_ORDER_ANY`` where the source is already final.
-            stream: handle; not the legacy default stream.
+            access_order: ``ACCESS_ORDER_STREAM`` if earlier work on the stream writes the source;
+                ``ACCESS_ORDER_ANY`` if the source is already final.
+            stream: handle of the stream; not the legacy default stream.
 
         Raises:
-            CudaDriverError: with the number of the copy that failed, where the driver names one. Copies before it may
-                be under way.
+            CudaDriverError: the driver rejected a copy; the message has its number, if the driver reports the number.
+                Earlier copies may be under way.
         """
         assert self._memcpy_batch is not None
         assert all(column.flags.c_contiguous for column in (dst, src, nbytes))
@@ -128,10 +128,10 @@ class CudaDriver:
         """Page-lock host memory and map it for every device.
 
         Raises:
-            CudaDriverError: refused: the locked-memory limit, memory already registered, …
+            CudaDriverError: the driver refused: the locked-memory limit, memory already registered, …
         """
-        # The driver's call and not the runtime's: a failed runtime call leaves an error behind that the next
-        # kernel launch anywhere in the process would report as its own.
+        # This is the driver's call, not the runtime's: a failed runtime call leaves an error behind, and the next
+        # kernel launch anywhere in the process would report that error as its own.
         code = self._library.cuMemHostRegister_v2(
             ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_uint(_HOST_REGISTER_FLAGS)
         )
@@ -146,10 +146,10 @@ class CudaDriver:
         self._check(self._library.cuMemHostUnregister(ctypes.c_void_p(address)), "cuMemHostUnregister")
 
     def device_address(self, address: int) -> int:
-        """The address under which a kernel sees registered host memory.
+        """Return the address at which a kernel sees registered host memory.
 
         Raises:
-            CudaDriverError: it is not mapped.
+            CudaDriverError: the memory is not mapped.
         """
         pointer = ctypes.c_uint64()
         code = self._library.cuMemHostGetDevicePointer_v2(

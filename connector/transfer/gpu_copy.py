@@ -1,12 +1,12 @@
-"""The copies of a plan between a GPU and host memory, in stream order.
+"""Makes the copies of a plan between a GPU and host memory, in stream order.
 
-Three ways, chosen per job by direction, number and mean length of its merged copies:
+There are three methods. Each job uses one, chosen by direction, number and mean length of its merged copies:
 
-- ``batch``: one ``cuMemcpyBatchAsync`` for thousands of copies. Copy engines; the multiprocessors stay with the model.
+- ``batch``: one ``cuMemcpyBatchAsync`` for thousands of copies. Uses copy engines; the model keeps the multiprocessors.
 - ``kernel``: one Triton kernel over mapped host memory, for small pages, where a copy engine's cost per copy dominates.
-- ``copy``: ``Tensor.copy_`` in a loop; needs nothing but torch.
+- ``copy``: ``Tensor.copy_`` in a loop; needs only torch.
 
-A way that is refused is not tried again: that job and those after it go by the next one: kernel, batch, copy.
+A method that fails is not tried again: that job and all later ones use the next method, in order kernel, batch, copy.
 """
 
 from __future__ import annotations
@@ -25,25 +25,26 @@ from kvtiers.tiers.plain_logs import get_logger
 logger = get_logger(__name__)
 
 Method = Literal["batch", "kernel", "copy"]
-# vLLM's figures, tuned on an H100 with PCIe 5 (its swap_blocks_triton.py, vllm#42212); none is ours. To submit a copy
-# takes the driver 0.5-0.6 µs of CPU, below 32 KiB more than to make it (vllm#48434, H100). On another H100 and an A30
-# the kernel was ahead from 16-64 copies on at 8 KiB, from 64-256 on at 28 KiB (vllm#57343, vllm#57555).
+# vLLM's figures, tuned on an H100 with PCIe 5 (its swap_blocks_triton.py, vllm#42212); we measured none of them.
+# Submitting a copy costs 0.5-0.6 µs of CPU in the driver; below 32 KiB, the copy itself is shorter (vllm#48434, H100).
+# On another H100 and an A30, the kernel was faster with at least 16-64 copies of 8 KiB, or 64-256 copies of 28 KiB
+# (vllm#57343, vllm#57555).
 LOAD_KERNEL_BYTES_MAX = (28 << 10) - 1
 STORE_KERNEL_BYTES_MAX = 0
-"""Never: from the GPU the copy engine wins, and nothing waits for a store."""
+"""Never use the kernel: from the GPU the copy engine is faster, and nothing waits for a store."""
 KERNEL_COPIES_MIN = 16
-"""Fewer are not worth a launch."""
+"""Fewer copies are not worth a kernel launch."""
 
 _NEEDS = {
-    "kernel": "triton and pinned memory that the device has at the host's addresses",
-    "batch": "a driver of CUDA 12.8 or newer, and pinned memory, if any, that the device has at the host's addresses",
+    "kernel": "triton and pinned memory that the device maps at the host's addresses",
+    "batch": "a driver of CUDA 12.8 or newer, and pinned memory, if any, that the device maps at the host's addresses",
 }
 KernelCopy = Callable[[Int64s, Int64s, Int64s, torch.device], object]
-"""(dst, src, nbytes, device) -> what must live until the copies have run."""
+"""(dst, src, nbytes, device) -> object to keep alive until the copies have run."""
 
 
 def submitted_so_far(device: torch.device) -> torch.cuda.Event:
-    """What has been submitted on the calling thread's current stream: for work of another stream to wait for."""
+    """Return an event after all work submitted so far to the calling thread's current stream, to wait for elsewhere."""
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event
@@ -51,7 +52,7 @@ def submitted_so_far(device: torch.device) -> torch.cuda.Event:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """One pair of allocations that copies run between, each as all its bytes: (n,) int8."""
+    """A pair of allocations that copies run between. Each tensor covers its whole allocation: (n,) int8."""
 
     gpu: torch.Tensor
     cpu: torch.Tensor
@@ -59,12 +60,12 @@ class Allocation:
 
 @dataclass(slots=True)
 class GpuCompletion:
-    """A job on its stream.
+    """A job that was submitted to its stream.
 
     Attributes:
-        keep: what must live until ``end``.
-        error: what went wrong while it was submitted; part of its copies may be under way all the same, so it too
-            is over only after ``end``.
+        start, end: events before and after its copies.
+        keep: object to keep alive until ``end``.
+        error: error while submitting. Some copies may still be under way, so a failed job also ends only at ``end``.
     """
 
     start: torch.cuda.Event
@@ -79,7 +80,7 @@ class GpuCompletion:
         self.end.synchronize()
 
     def seconds(self) -> float:
-        """GPU time between the job's events.
+        """Return the GPU time between ``start`` and ``end``.
 
         Raises:
             Exception: the job failed.
@@ -90,28 +91,29 @@ class GpuCompletion:
 
 
 class GpuCopier:
-    """Copies plans in one direction on a stream of torch's.
+    """Copies plans in one direction, on one torch stream.
 
-    torch has 32 of a priority and gives them out in turn: whoever gets the same one waits for these copies as they wait
-    for its work. Nothing but speed depends on having it alone.
+    torch has 32 streams per priority and hands them out in turn. If other code gets the same stream, its work and these
+    copies wait for each other. This costs only speed.
 
-    ``mark`` is called on the engine's thread, ``copy`` and ``close`` on the handler's worker: a driver call for
-    thousands of copies, or an unpinned copy that blocks, is never the engine's time.
+    ``mark`` and ``close`` are called on the engine's thread. ``copy`` is called on the handler's worker thread, so that
+    a driver call for thousands of copies, or an unpinned copy that blocks, never takes the engine's time.
 
     Args:
-        allocations: as ``CopyPlan.allocation`` counts them.
-        driver: None where there is no libcuda.
-        memory: the region's registration; None where it was not asked for.
-        kernel_bytes_max, kernel_copies_min: mean copy length up to which and number of copies from which on the kernel
-            is used, where it can be.
-        method: use this one for every job that it can take; for the others what comes after it: kernel, batch, copy.
-        kernel: the copy kernel, and the bytes its addresses must be multiples of; None where triton is not there.
+        allocations: the pairs that ``CopyPlan.allocation`` refers to by index.
+        driver: None if there is no libcuda.
+        memory: the region's registration; None if pinning was not requested, or there is no libcuda.
+        kernel_bytes_max, kernel_copies_min: largest mean copy length and smallest number of copies for which the kernel
+            is used, if it is available.
+        method: use this method for every job that it can copy, and the methods after it for the other jobs.
+        kernel: the copy kernel, and the number of bytes that addresses and lengths must be multiples of; None if the
+            kernel cannot be compiled here.
 
     Attributes:
-        methods_used: those that took jobs so far; what one refuses counts for the next.
+        methods_used: methods that have copied jobs so far. A job that one method refused counts for the next.
 
     Raises:
-        ValueError: the method asked for cannot work here.
+        ValueError: the requested method cannot work here.
     """
 
     def __init__(
@@ -135,28 +137,27 @@ class GpuCopier:
         self._kernel_bytes_max = kernel_bytes_max
         self._kernel_copies_min = kernel_copies_min
         self._kernel = kernel if memory is not None and memory.mapped else None
-        # Pinned memory that the device has at another address (WSL2) is not known to the driver by the host's.
+        # If the device maps pinned memory at another address (WSL2), the driver does not know it by the host's address.
         by_host_address = memory is None or memory.mapped or not memory.pinned
         can_batch = driver is not None and driver.has_batch and by_host_address
-        here: dict[Method, bool] = {"kernel": self._kernel is not None, "batch": can_batch, "copy": True}
-        if method is not None and not here[method]:
-            raise ValueError(f"method {method!r} needs {_NEEDS[method]}; it is not here")
-        ways = list(here)
-        self._ways = [way for way in ways[ways.index(method or "kernel") :] if here[way]]
+        available: dict[Method, bool] = {"kernel": self._kernel is not None, "batch": can_batch, "copy": True}
+        if method is not None and not available[method]:
+            raise ValueError(f"method {method!r} needs {_NEEDS[method]}; it is not available here")
+        methods = list(available)
+        self._methods = [each for each in methods[methods.index(method or "kernel") :] if available[each]]
         self._always_kernel = method == "kernel"
         self.methods_used: set[Method] = set()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def mark(self) -> torch.cuda.Event:
-        """What the engine has submitted so far on its current stream, and a job must come after.
+        """Return an event after the engine's work so far on its current stream. The job must come after this event.
 
-        Stores, so that they read what the model has written; loads, so that they do not overwrite blocks that a step
-        still in flight reads.
+        Stores must read what the model has written. Loads must not overwrite blocks that a step in flight still reads.
         """
         return submitted_so_far(self._device)
 
     def copy(self, plan: CopyPlan, mark: torch.cuda.Event) -> GpuCompletion:
-        """Submit everything. What no way takes fails the job, after the copies submitted before it have ended."""
+        """Submit all copies. If no method accepts them, the job fails, once the copies submitted before have ended."""
         merged = merge_neighbours(plan, None if self._memory is None else self._memory.cuts)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         keep: object = None
@@ -167,18 +168,18 @@ class GpuCopier:
             try:
                 if len(merged):
                     keep = self._submit(merged)
-            except Exception as failure:  # noqa: BLE001 - any refusal must wait for what was already submitted
+            except Exception as failure:  # noqa: BLE001 - after any error, copies already submitted must end first
                 error = failure
             try:
                 end.record(self._stream)
             except Exception:
-                # Nothing else tells when the copies end, and whoever hears of a failure gives their blocks away.
+                # Without ``end`` nothing tells when the copies end, and the blocks of a failed job are reused.
                 self._stream.synchronize()
                 raise
         return GpuCompletion(start, end, keep, error)
 
     def close(self) -> None:
-        """Wait for the stream, then give the pinned memory back and let go of the tensors."""
+        """Wait for the stream, then release the pinned memory and the tensors."""
         try:
             self._stream.synchronize()
         finally:
@@ -188,15 +189,15 @@ class GpuCopier:
             self._allocations = ()
 
     def choose(self, plan: CopyPlan) -> Method:
-        """How a merged plan is copied."""
-        return next(way for way in self._ways if way != "kernel" or self._is_for_kernel(plan))
+        """Return the method that copies this merged plan."""
+        return next(method for method in self._methods if method != "kernel" or self._is_for_kernel(plan))
 
     def _is_for_kernel(self, plan: CopyPlan) -> bool:
         assert self._kernel is not None
         small = plan.total_bytes <= self._kernel_bytes_max * len(plan) and len(plan) >= self._kernel_copies_min
         if not (small or self._always_kernel):
             return False
-        # It moves whole words: what is no multiple would arrive cut off, whoever asked for the kernel.
+        # The kernel moves whole words: another length would arrive cut off, even if the kernel was requested.
         return not ((plan.gpu | plan.cpu | plan.nbytes) % self._kernel[1]).any()
 
     def _submit(self, plan: CopyPlan) -> object:
@@ -204,11 +205,11 @@ class GpuCopier:
             method = self.choose(plan)
             try:
                 keep = self._submit_by(method, plan)
-            except Exception as error:  # the driver's, torch's, or Triton's, which are no RuntimeErrors
+            except Exception as error:  # from the driver, torch or Triton; Triton's are not RuntimeErrors
                 if method == "copy":
                     raise
-                # The next way copies the whole job: the same bytes, and on this stream after what was begun.
-                self._ways.remove(method)
+                # The next method copies the whole job: the same bytes, on this stream, after the copies already begun.
+                self._methods.remove(method)
                 logger.warning("%s by %s on %s is not tried again: %r", self._direction, method, self._device, error)
                 continue
             if method not in self.methods_used:
@@ -229,8 +230,8 @@ class GpuCopier:
         if method == "kernel" and self._kernel is not None:
             return self._kernel[0](dst, src, plan.nbytes, self._device)
         if method == "batch" and self._driver is not None:
-            # ANY lets the engine read ahead, out of stream order: a slot is final when it is loaded. KV that is
-            # stored is not: it may still be being written, so its reads keep to the stream and its wait for `mark`.
+            # ANY lets the copy engine read ahead, out of stream order. That is safe for loads: their slots are final.
+            # A store's KV may not be written yet, so its reads must stay in stream order, after the wait for `mark`.
             order = ACCESS_ORDER_STREAM if storing else ACCESS_ORDER_ANY
             stream = self._stream.cuda_stream
             self._driver.memcpy_batch(dst, src, plan.nbytes, access_order=order, stream=stream)

@@ -1,11 +1,11 @@
 """Copies between a worker's KV tensors and its part of the CPU region: GPU -> CPU (store) and CPU -> GPU (load).
 
-One class for both directions and for CUDA and CPU tensors; what differs is the copier below it. A transfer is checked
-on the engine's thread; a worker thread, one per direction, turns it into copies and submits them (CUDA) or makes them
-(CPU). A job is reported when nothing can touch its blocks and slots any more.
+``CopyHandler`` serves both directions, for CUDA and for CPU tensors; only its copier differs. A transfer is checked on
+the engine's thread. A worker thread, one per direction, turns it into copies and submits them (CUDA) or makes them
+(CPU). A job is reported only when nothing can touch its blocks and slots any more.
 
-The engine may use loaded blocks after the job came out of ``get_finished`` or ``wait`` returned, and not before: loads
-run on another stream, which the engine's does not wait for.
+The engine may use loaded blocks only after ``get_finished`` has returned the job, or ``wait`` for the job has returned:
+loads run on their own stream, and the engine's stream does not wait for it.
 """
 
 from __future__ import annotations
@@ -48,40 +48,40 @@ class Completion(Protocol):
     """A job that was handed to a copier."""
 
     def done(self) -> bool:
-        """Whether nothing touches its memory any more."""
+        """Return whether the job has ended: nothing touches its memory any more."""
 
     def wait(self) -> None:
-        """Until it is done."""
+        """Wait until the job has ended."""
 
     def seconds(self) -> float:
-        """What the copy took. Raises what made it fail."""
+        """Return the duration of the copy. Raises the error that made the job fail."""
 
 
 class Copier(Protocol):
     """Makes the copies of a plan in one direction."""
 
     def mark(self) -> Any:
-        """On the engine's thread: the point in its work that the copy must come after."""
+        """Return the point in the engine's work that the copy must come after. Called on the engine's thread."""
 
     def copy(self, plan: CopyPlan, mark: Any, /) -> Completion:
-        """On the worker thread: make or submit the copies."""
+        """Make or submit the copies. Called on the worker thread."""
 
     def close(self) -> None:
-        """After the last job is done: release everything."""
+        """Release everything. Called after the last job has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandlerOptions:
-    """What may be tuned; the thresholds in bytes are of one copy, after neighbours were merged.
+    """Tuning options. Copy lengths and numbers are those after adjacent copies were merged.
 
     Attributes:
         jobs_max: transfers in flight per direction; more are not accepted.
         pin: page-lock the region (CUDA).
-        pin_piece_bytes_max: of one registration.
-        method: copy by "batch", "kernel" or "copy" always, where that can be; None: by the thresholds (CUDA). See
-            ``GpuCopier``.
-        store_kernel_bytes_max, load_kernel_bytes_max: mean copy length up to which the kernel is used.
-        kernel_copies_min: number of copies from which on it is.
+        pin_piece_bytes_max: largest piece of the region that is registered in one call.
+        method: use "batch", "kernel" or "copy" for every job, if possible. None: choose by the thresholds below. CUDA
+            only; see ``GpuCopier``.
+        store_kernel_bytes_max, load_kernel_bytes_max: largest mean copy length for which the kernel is used.
+        kernel_copies_min: smallest number of copies for which the kernel is used.
     """
 
     jobs_max: int = 1024
@@ -94,7 +94,7 @@ class HandlerOptions:
 
     def __post_init__(self) -> None:
         if self.method not in (None, "batch", "kernel", "copy"):
-            raise ValueError(f"method {self.method!r} is none of 'batch', 'kernel', 'copy' and None")
+            raise ValueError(f"method {self.method!r} is not accepted; write 'batch', 'kernel', 'copy' or None")
         if self.jobs_max < 1 or self.pin_piece_bytes_max < 1:
             raise ValueError(f"jobs_max and pin_piece_bytes_max must be 1 or more in {self}")
 
@@ -105,19 +105,19 @@ class _Job:
     submitted: Future[Completion]
 
     def completion(self) -> Completion:
-        """What the copier made of it, once it was submitted. Raises what kept it from being submitted."""
+        """Return the copier's handle, once the copy was submitted. Raises if the copy could not be submitted."""
         if (error := self.submitted.exception()) is not None:
             raise RuntimeError(f"the copy was not submitted: {error!r}") from error
         return self.submitted.result()
 
 
 class CopyHandler(OffloadingHandler):
-    """Transfers in one direction, in the order they were given.
+    """Makes transfers in one direction, in the order they were given.
 
-    One thread at a time calls it and owns ``_jobs``; the worker thread only sees the plan and the copier.
+    Only one thread at a time may call it; that thread owns ``_jobs``. The worker thread uses the plan and the copier.
 
     Attributes:
-        copier: what makes its copies.
+        copier: makes or submits the copies.
     """
 
     def __init__(self, direction: Direction, layout: TransferLayout, copier: Copier, *, jobs_max: int) -> None:
@@ -128,16 +128,16 @@ class CopyHandler(OffloadingHandler):
         self._jobs: dict[int, _Job] = {}
         self._closed = False
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"kvtiers-{direction}")
-        # Where there is no thread to be had, submit raises and keeps the job for a later one: nobody would know of it.
+        # Start the thread now. If it cannot start, submit raises but keeps the job: a later thread would run it unseen.
         self._worker.submit(lambda: None)
 
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
-        """Start a copy; False when ``jobs_max`` are in flight or after shutdown.
+        """Start a copy. False: ``jobs_max`` transfers are in flight, or the handler was shut down.
 
-        The tensors' work submitted so far on the current stream comes before it.
+        The copy comes after all work submitted to the current stream before this call.
 
         Raises:
-            ValueError: the transfer is impossible: nothing was copied and nothing will be reported.
+            ValueError: the transfer is impossible. Nothing was copied and no result will be reported.
         """
         transfer = self._check(spec)
         if job_id in self._jobs:
@@ -149,17 +149,17 @@ class CopyHandler(OffloadingHandler):
         return True
 
     def get_finished(self) -> list[TransferResult]:
-        """Transfers that ended since the last call. Failed ones were logged with their cause."""
+        """Return the transfers that ended since the last call. Failures are logged with their cause."""
         results = []
         for job_id, job in list(self._jobs.items()):
             if not job.submitted.done():
-                break  # one worker and one stream: they end in order
+                break  # jobs end in order: there is one worker and one stream
             try:
                 completion = job.completion()
                 if not completion.done():
                     break
                 result = TransferResult(job_id, True, job.nbytes, completion.seconds())
-            except Exception as error:  # noqa: BLE001 - whatever it was, the engine gets a result and no exception
+            except Exception as error:  # noqa: BLE001 - the engine must get a result, never an exception
                 logger.error("%s job %d failed: %r", self._direction, job_id, error)
                 result = TransferResult(job_id, False, 0, 0.0)
             del self._jobs[job_id]
@@ -167,19 +167,19 @@ class CopyHandler(OffloadingHandler):
         return results
 
     def wait(self, job_ids: Collection[int]) -> None:
-        """Wait until these transfers ended, well or not; ``get_finished`` reports them still."""
+        """Wait until these transfers have ended, successfully or not. ``get_finished`` still reports them."""
         asked = set(job_ids)
-        # The last one first, as they end in order: to wake after each would take the GIL from the worker each time.
+        # Jobs end in order, so wait for the last one only: waking after each would take the GIL from the worker.
         for job in reversed([job for job_id, job in self._jobs.items() if job_id in asked]):
             try:
                 job.completion().wait()
-            except Exception as error:  # noqa: BLE001 - get_finished reports it
+            except Exception as error:  # noqa: BLE001 - get_finished reports the error
                 logger.debug("a %s failed: %r", self._direction, error)
             else:
                 return
 
     def shutdown(self) -> None:
-        """Cancel what has not begun, wait for what has, release everything. ``get_finished`` reports all of them."""
+        """Cancel jobs that have not begun, wait for the others, release everything. ``get_finished`` reports them."""
         if self._closed:
             return
         self._closed = True
@@ -187,7 +187,7 @@ class CopyHandler(OffloadingHandler):
         self.wait(list(self._jobs))
         try:
             self.copier.close()
-        except Exception as error:  # noqa: BLE001 - a dead device must not keep the engine from ending
+        except Exception as error:  # noqa: BLE001 - a dead device must not prevent the engine's shutdown
             logger.error("%s handler did not close cleanly: %r", self._direction, error)
 
     def _check(self, spec: TransferSpec) -> Transfer:
@@ -204,18 +204,18 @@ class CopyHandler(OffloadingHandler):
 def create_handlers(
     kv_caches: CanonicalKVCaches, region_views: Sequence[torch.Tensor], blocks_per_chunk: int, **options: Any
 ) -> tuple[CopyHandler, CopyHandler]:
-    """The worker's store (GPU -> CPU) and load (CPU -> GPU) handlers.
+    """Create the worker's store (GPU -> CPU) and load (CPU -> GPU) handlers.
 
     Args:
-        kv_caches: tensors of one device, CUDA or CPU.
-        region_views: parallel to ``kv_caches.tensors``: int8 (num_slots, page_size_bytes * blocks_per_chunk), stride
-            (row_stride, 1). GPU-block position j of a chunk is at ``j * page_size_bytes`` of its row.
+        kv_caches: tensors on one device, CUDA or CPU.
+        region_views: one view per tensor of ``kv_caches``: int8 (num_slots, page_size_bytes * blocks_per_chunk), stride
+            (row_stride, 1). GPU block j of a chunk starts at byte ``j * page_size_bytes`` of its row.
         blocks_per_chunk: GPU blocks in one slot.
         options: fields of ``HandlerOptions``.
 
     Raises:
-        ValueError: tensors and views do not fit each other.
-        TypeError: an option that is not there.
+        ValueError: tensors and views do not match, or an option's value is not accepted.
+        TypeError: an unknown option.
         RuntimeError: a thread cannot be started.
     """
     chosen = HandlerOptions(**options)
@@ -233,7 +233,7 @@ def create_handlers(
     try:
         for way, copier in zip(Direction, copiers, strict=True):
             handlers.append(CopyHandler(way, layout, copier, jobs_max=chosen.jobs_max))
-    except RuntimeError:  # no thread to be had: the region would stay pinned
+    except RuntimeError:  # a thread cannot be started; without this cleanup the region would stay pinned
         for handler in handlers:
             handler.shutdown()
         for copier in copiers[len(handlers) :]:
@@ -275,7 +275,7 @@ def _check_rows(what: str, tensor: torch.Tensor, row_bytes: int, device: torch.d
 def lay_out(
     kv_caches: CanonicalKVCaches, region_views: Sequence[torch.Tensor], blocks_per_chunk: int
 ) -> tuple[TransferLayout, list[Allocation]]:
-    """The layout of tensors and views that fit each other, and the allocations its plans count."""
+    """Return the layout of matching tensors and views, and the allocations that its plans refer to by index."""
     pairs: dict[tuple[int, int], tuple[int, Allocation]] = {}
     tensors = []
     for entry, view in zip(kv_caches.tensors, region_views, strict=True):
@@ -307,12 +307,12 @@ def _gpu_copiers(
     memory = None
     with torch.cuda.device(device):
         if options.pin and driver is not None:
-            torch.cuda.current_stream(device).synchronize()  # the driver's calls need the context, torch makes it late
+            torch.cuda.current_stream(device).synchronize()  # torch creates the context late; the driver calls need it
             pieces = _region_pieces(region_views, options.pin_piece_bytes_max)
             memory = PinnedMemory(driver, pieces, users=len(Direction))
         elif options.pin:
             logger.warning("cannot pin the region: there is no libcuda.so.1. Copies go on unpinned, which is slower.")
-        kernel, no_kernel = _load_kernel(device) if memory is not None and memory.mapped else (None, None)
+        kernel, kernel_error = _load_kernel(device) if memory is not None and memory.mapped else (None, None)
     limits = {Direction.STORE: options.store_kernel_bytes_max, Direction.LOAD: options.load_kernel_bytes_max}
     try:
         store, load = (
@@ -329,13 +329,13 @@ def _gpu_copiers(
             )
             for way in Direction
         )
-    except ValueError as error:  # a method that is not here
+    except ValueError as error:  # the requested method is not available here
         with torch.cuda.device(device):
             for _ in Direction:
                 if memory is not None:
                     memory.release()
-        if options.method == "kernel" and no_kernel is not None:
-            raise ValueError(f"{error}: {no_kernel!r}") from no_kernel
+        if options.method == "kernel" and kernel_error is not None:
+            raise ValueError(f"{error}: {kernel_error!r}") from kernel_error
         raise
     return store, load
 
@@ -363,12 +363,12 @@ def _all_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _load_kernel(device: torch.device) -> tuple[tuple[KernelCopy, int] | None, Exception | None]:
-    """The kernel and its word's bytes, or why there is none."""
+    """Compile the copy kernel. Returns ((kernel, bytes of its word), None), or (None, the error)."""
     try:
         from kvtiers.connector.transfer import triton_copy
 
         triton_copy.compile_for(device)
-    except Exception as error:  # noqa: BLE001 - no triton, no compiler, a device it does not know: all mean no kernel
+    except Exception as error:  # noqa: BLE001 - triton or its compiler is missing, or the device is unsupported
         is_missing = isinstance(error, ModuleNotFoundError) and error.name == "triton"
         logger.log(logging.INFO if is_missing else logging.WARNING, "no copy kernel on %s: %r", device, error)
         return None, error

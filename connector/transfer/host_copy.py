@@ -1,19 +1,19 @@
-"""The copies of a plan between two places in host memory, near the speed of one thread's memcpy.
+"""Makes the copies of a plan between two places in host memory, near the speed of one thread's memcpy.
 
-numpy moves items of any fixed size, but indexes only one side in one pass, and a copy indexes both. What saves the
-second pass: a slot's bytes lie one after another in the region, so one side is a plain slice per slot.
+numpy moves items of any fixed size, but it indexes only one side per pass, and a copy has ids on both sides. One pass
+is still enough: a slot's bytes are contiguous in the region, so the region's side is a plain slice per slot.
 
-- Loads scatter the slice: ``gpu[ids] = slice``. numpy lets go of the GIL for it from 500 items on; a slice of fewer
-  has the GIL as long as its bytes take.
-- Stores gather into it: ``np.take(gpu, ids, out=slice)``, always without the GIL. That wants its source contiguous, so
-  its items are as long as the tensors' addresses have a divisor in common: 4,096 bytes where they come from mmap.
-  Shorter ones are too slow.
-- Where a slice is small, a call for each costs more than it moves, and where items are short there is no gain: then
-  both sides are indexed, by way of a buffer that stays in the cache: ``destination[ids] = source[ids]``.
-- A job of a few short copies is over before numpy has begun: it is a memmove each.
+- Loads scatter the slice: ``gpu[ids] = slice``. numpy releases the GIL from 500 items upward; a scatter of fewer items
+  holds the GIL during the copy.
+- Stores gather into the slice: ``np.take(gpu, ids, out=slice)``, always without the GIL. ``np.take`` needs a contiguous
+  source, so an item is as long as the common divisor of the tensors' addresses: 4,096 bytes if they come from mmap.
+  Shorter items are too slow.
+- If slices are small, a call per slice costs more than the copy; if items are short, one pass is not faster. Then both
+  sides are indexed, in two passes through a buffer that stays in the cache: ``destination[ids] = source[ids]``.
+- A job of a few short copies uses one memmove per copy, which ends before numpy would have begun.
 
-Measured against one memcpy of the same bytes (thread CPU time, random ids, pages from 64 KiB): in one pass loads
-0.9-1.2, stores 0.8-1.1, and 0.7 where a slice is a single page of 64 KiB; in two passes 0.4-0.7.
+Speed relative to one memcpy of the same bytes (measured: thread CPU time, random ids, pages of 64 KiB and more): one
+pass: loads 0.9-1.2, stores 0.8-1.1, and 0.7 if a slice is a single page of 64 KiB; two passes: 0.4-0.7.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from numpy.typing import NDArray
 from kvtiers.connector.transfer.transfer_plan import CopyPlan, Direction, Int64s, TransferLayout
 
 RUN_BYTES_MIN = 64 << 10
-"""Mean bytes of a slice from which on a call for each is worth it (measured: 57 KiB)."""
+"""Smallest mean bytes of a slice for which a call per slice pays off (measured: 57 KiB)."""
 
 ITEM_BYTES_MIN = 2048
-"""Shorter items in one pass lose to whole pages in two (measured)."""
+"""With shorter items, one pass is slower than two passes over whole pages (measured)."""
 
 LOOP_BYTES_MAX = 1 << 20
-"""Jobs of at most so many bytes and 32 copies are faster in a loop (measured: 6 times for one copy, 1.2 for 32)."""
+"""Jobs of at most this many bytes and 32 copies are faster in a loop (measured: 6 times for one copy, 1.2 for 32)."""
 
 _LOOP_COPIES_MAX = 32
-_BUFFER_BYTES = 512 << 10  # half of a usual L2
+_BUFFER_BYTES = 512 << 10  # half of a typical L2 cache
 
-# With the GIL: 1 MiB takes some 100 µs, which numpy's calls would hold it for as well, and to get it back from a thread
-# that computes costs up to 5 ms, after each copy (measured: 20 ms a job).
+# PyDLL keeps the GIL. 1 MiB takes about 100 µs, for which numpy's calls would hold the GIL as well. Getting the GIL
+# back from a computing thread takes up to 5 ms, after each copy (measured: 20 ms a job).
 _memmove = ctypes.PyDLL(None).memmove
 _memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _memmove.restype = None
@@ -64,10 +64,10 @@ class HostCompletion:
 
 
 class HostCopier:
-    """Copies plans of one layout in one direction. Any one thread at a time.
+    """Copies plans of one layout in one direction. Any thread, but one at a time.
 
     Args:
-        owner: kept as long as the copier: whatever owns the memory of the layout.
+        owner: owns the memory of the layout; kept alive as long as the copier.
     """
 
     def __init__(
@@ -82,21 +82,21 @@ class HostCopier:
         self._loading = direction is Direction.LOAD
         self._clock = clock
         self._unit = layout.unit_bytes
-        # Views of address space. What lies between the tensors is never touched: a plan holds checked addresses only.
+        # Views of address ranges. Memory between the tensors is never touched: a plan holds only checked addresses.
         self._gpu = _AddressSpace(layout.gpu_span)
         self._cpu = _AddressSpace(layout.cpu_span)
-        # numpy refuses an array whose items add up to more than 2^63 bytes, overlapping or not.
+        # numpy rejects an array whose items add up to more than 2^63 bytes, even if they overlap.
         span_bytes = max(end - start for start, end in (layout.gpu_span, layout.cpu_span))
         self._item_bytes_max = (1 << 62) * self._unit // span_bytes
 
     def mark(self) -> None:
-        """Host memory needs no ordering: what was written before the call is there."""
+        """Do nothing: host memory needs no ordering. Bytes written before the call are visible."""
 
     def copy(self, plan: CopyPlan, _mark: None, /) -> HostCompletion:
-        """Copy everything now.
+        """Copy everything before returning.
 
         Raises:
-            MemoryError: no room for the indices.
+            MemoryError: there is not enough memory for the indices.
         """
         started = self._clock()
         if len(plan) <= _LOOP_COPIES_MAX and plan.total_bytes <= LOOP_BYTES_MAX:
@@ -104,13 +104,13 @@ class HostCopier:
         elif self._unit >= ITEM_BYTES_MIN:
             self._copy_many(plan)
         else:
-            # Items that divide all lengths are too short: those of one length are whole pages.
+            # Items that divide all lengths are too short. Among copies of one length, an item is a whole page.
             for page in np.unique(plan.nbytes).tolist():
                 self._copy_many(plan.of_length(page))
         return HostCompletion(self._clock() - started)
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         self._owner = None
 
     def _copy_each(self, plan: CopyPlan) -> None:
@@ -131,12 +131,12 @@ class HostCopier:
             self._copy_twice(plan, whole)
 
     def _copy_slices(self, plan: CopyPlan, item: int, cuts: NDArray[np.intp]) -> None:
-        """In one pass; a slice of the region ends before each copy of ``cuts``."""
+        """Copy in one pass. A new slice of the region begins at each copy in ``cuts``."""
         ids = self._indices(plan.gpu - self._gpu.start, plan.nbytes, item)
         ends = np.cumsum(plan.nbytes // item)[np.append(cuts, len(plan)) - 1].tolist()
         starts = ((plan.cpu[np.append(0, cuts)] - self._cpu.start) // self._unit).tolist()
         gpu, cpu, step = self._gpu.items(item, self._unit), self._cpu.items(item, self._unit), item // self._unit
-        assert self._loading or gpu.flags.c_contiguous  # else np.take would copy the address space first
+        assert self._loading or gpu.flags.c_contiguous  # otherwise np.take would copy the whole address range first
         at = 0
         for start, end in zip(starts, ends, strict=True):
             row = cpu[start : start + (end - at) * step : step]
@@ -147,7 +147,7 @@ class HostCopier:
             at = end
 
     def _copy_twice(self, plan: CopyPlan, item: int) -> None:
-        """In two passes, a bufferful at a time."""
+        """Copy in two passes, one bufferful at a time."""
         gpu, cpu = self._gpu.items(item, self._unit), self._cpu.items(item, self._unit)
         chunk = (np.cumsum(plan.nbytes) - plan.nbytes) // _BUFFER_BYTES
         cuts = (np.flatnonzero(chunk[1:] != chunk[:-1]) + 1).tolist()
@@ -161,7 +161,7 @@ class HostCopier:
                 cpu[cpu_ids] = gpu[gpu_ids]
 
     def _indices(self, offsets: Int64s, nbytes: Int64s, item: int) -> Int64s:
-        """Index, in units, of each item of the copies that begin at ``offsets``."""
+        """Return the index, in units, of each item of the copies that begin at ``offsets``."""
         starts, counts, step = offsets // self._unit, nbytes // item, item // self._unit
         most = int(counts.max())
         if most == 1:
@@ -173,7 +173,7 @@ class HostCopier:
 
 
 class _AddressSpace:
-    """Memory from ``span[0]`` to ``span[1]`` as arrays of items, which may overlap each other."""
+    """Memory from ``span[0]`` to ``span[1]`` as arrays of items. Items may overlap each other."""
 
     def __init__(self, span: tuple[int, int]) -> None:
         self.start = span[0]
@@ -181,6 +181,6 @@ class _AddressSpace:
         self._memory = np.frombuffer(memoryview(memory), np.uint8)
 
     def items(self, item: int, stride: int) -> NDArray[np.void]:
-        """All items of that size that begin ``stride`` bytes after one another."""
+        """Return all items of this size; each begins ``stride`` bytes after the item before it."""
         count = (len(self._memory) - item) // stride + 1
         return np.ndarray((count,), f"V{item}", self._memory, strides=(stride,))

@@ -21,7 +21,7 @@ _OUT_OF_MEMORY_ADVICE = (
 
 
 class HostRegistry(Protocol):
-    """What pinning asks of the driver; see ``CudaDriver``."""
+    """The driver calls that pinning needs; see ``CudaDriver``."""
 
     def host_register(self, address: int, nbytes: int) -> None: ...
 
@@ -31,13 +31,13 @@ class HostRegistry(Protocol):
 
 
 def pieces_of(address: int, nbytes: int, row_bytes: int, piece_bytes_max: int) -> list[tuple[int, int]]:
-    """(address, bytes) of pieces that cover whole pages and that no row runs across.
+    """Split memory into pieces (address, bytes) that cover whole pages. Every row is inside one piece.
 
     Args:
-        address, nbytes: the memory, from the first row's first byte to the last row's last; rows are ``row_bytes``
-            apart.
-        piece_bytes_max: at most this much each, or one row where a row is larger. Rows that no page boundary
-            separates are one piece.
+        address, nbytes: the memory, from the first byte of the first row to the last byte of the last row; rows are
+            ``row_bytes`` apart.
+        piece_bytes_max: largest size of a piece; a larger row is a piece of its own. If rows are not separated by page
+            boundaries, all rows are one piece.
     """
     page = mmap.PAGESIZE
     start, end = address // page * page, -(-(address + nbytes) // page) * page
@@ -48,14 +48,14 @@ def pieces_of(address: int, nbytes: int, row_bytes: int, piece_bytes_max: int) -
 
 
 class PinnedMemory:
-    """Registered pieces of host memory, held until the last of its users releases it.
+    """Registered pieces of host memory, held until the last user releases them.
 
-    Built and released with the device's context on the calling thread.
+    The calling thread must have the device's context, both here and in ``release``.
 
     Attributes:
-        pinned: whether all of it is registered. False: nothing is, and the reason was logged.
-        mapped: whether a kernel may use host addresses as they are.
-        cuts: ascending addresses that no single copy may run across.
+        pinned: whether all pieces are registered. False: none is, and the reason was logged.
+        mapped: whether a kernel may use host addresses unchanged.
+        cuts: ascending addresses that no single copy may cross.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class PinnedMemory:
         self.cuts: Int64s = np.array(self._registered, np.int64)
 
     def release(self) -> None:
-        """One user less; the last one unregisters."""
+        """Release the memory for one user. The last call unregisters it."""
         self._users -= 1
         if self._users == 0:
             self._unregister()

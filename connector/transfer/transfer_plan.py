@@ -1,7 +1,7 @@
-"""From block ids to the list of byte copies a transfer is made of. Pure numpy: no tensor, no device, no thread.
+"""Turns the block ids of a transfer into a list of byte copies. Pure numpy: no tensor, no device, no thread.
 
-Everything that can be wrong with a transfer is found by ``TransferLayout.check``, before any byte moves: the plan of a
-checked transfer only holds addresses inside the tensors and the region of its layout.
+``TransferLayout.check`` finds every error in a transfer before any byte moves: the plan of a checked transfer holds
+only addresses inside the tensors and the region of its layout.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Int64s = NDArray[np.int64]
 Ids = NDArray[np.int32]
 
 _FEW_IDS = 256
-"""Up to so many, plain Python checks ids in half of numpy's time: an engine's step leaves the caches cold, and every
-numpy function called is more code to fetch (measured)."""
+"""Up to this many ids, plain Python checks take half of numpy's time (measured): an engine's step leaves the CPU's
+caches cold, and every numpy function called is more code to fetch."""
 
 
 class Direction(StrEnum):
-    """Which way the bytes go."""
+    """Direction of a transfer."""
 
     STORE = "store"  # GPU -> CPU
     LOAD = "load"  # CPU -> GPU
@@ -33,15 +33,15 @@ class Direction(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorGeometry:
-    """Where one canonical tensor and its part of the region lie.
+    """Addresses of one canonical tensor and of its part of the region.
 
     Attributes:
-        gpu_address, gpu_stride_bytes: of block 0, and from one block to the next.
+        gpu_address, gpu_stride_bytes: address of block 0, and distance from one block to the next.
         num_blocks: GPU blocks in the tensor.
-        page_size_bytes: of one block; GPU-block position j of a chunk is at ``j * page_size_bytes`` of its slot's part.
-        cpu_address, cpu_stride_bytes: of slot 0's part, and from one slot to the next.
-        allocation: number of the pair (GPU allocation, CPU allocation). Copies merge only inside one pair: a driver
-            refuses a copy that runs from one allocation into the next, even where they touch.
+        page_size_bytes: bytes of one block. GPU block j of a chunk is at ``j * page_size_bytes`` of its slot's part.
+        cpu_address, cpu_stride_bytes: address of slot 0's part, and distance from one slot to the next.
+        allocation: index of the pair (GPU allocation, CPU allocation). Copies merge only inside one pair: a driver
+            rejects a copy that runs from one allocation into the next, even if the two are adjacent.
     """
 
     gpu_address: int
@@ -55,12 +55,12 @@ class TensorGeometry:
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """Byte copies, none of which overlaps another's destination.
+    """Byte copies whose destinations do not overlap.
 
     Attributes:
         gpu, cpu: (n,) addresses.
-        nbytes: (n,) length of each.
-        allocation: (n,) ``TensorGeometry.allocation`` of each.
+        nbytes: (n,) lengths.
+        allocation: (n,) ``TensorGeometry.allocation`` of each copy.
     """
 
     gpu: Int64s
@@ -76,16 +76,16 @@ class CopyPlan:
         return int(self.nbytes.sum())
 
     def of_length(self, nbytes: int) -> CopyPlan:
-        """The copies of that length, in their order."""
+        """Return the copies of this length, in the same order."""
         chosen = self.nbytes == nbytes
         return CopyPlan(self.gpu[chosen], self.cpu[chosen], self.nbytes[chosen], self.allocation[chosen])
 
 
 def merge_neighbours(plan: CopyPlan, cpu_cuts: Int64s | None = None) -> CopyPlan:
-    """Join copies that follow each other on both sides.
+    """Join copies that are adjacent on both sides.
 
     Args:
-        cpu_cuts: ascending addresses that no joined copy may run across.
+        cpu_cuts: ascending addresses that no joined copy may cross.
     """
     if len(plan) < 2:
         return plan
@@ -101,22 +101,22 @@ def merge_neighbours(plan: CopyPlan, cpu_cuts: Int64s | None = None) -> CopyPlan
 
 
 class TransferLayout:
-    """What stays the same between transfers: the tensors, their parts of the region and the groups' layers.
+    """Data that all transfers share: the tensors, their parts of the region and the groups' layers.
 
-    One thread at a time plans stores and one plans loads; each direction has its own scratch.
+    One thread at a time may check stores, and another may check loads: each direction has its own scratch memory.
 
     Args:
-        tensors: in the order the groups' refs count them.
-        groups: per KV cache group, the refs of its layers.
+        tensors: in the order of the refs' ``tensor_idx``.
+        groups: for each KV cache group, the refs of its layers.
         num_slots: slots of the region.
         blocks_per_chunk: GPU blocks in one slot.
 
     Attributes:
-        gpu_span, cpu_span: (lowest address, end) of everything a plan may touch.
+        gpu_span, cpu_span: (lowest address, end) of all memory that a plan may touch.
         unit_bytes: divides every offset from the spans' starts and every length of every plan.
 
     Raises:
-        ValueError: a ref names a tensor that is not there, or more bytes than its page.
+        ValueError: a ref names a tensor that does not exist, or more bytes than the tensor's page has.
     """
 
     def __init__(
@@ -150,14 +150,14 @@ class TransferLayout:
         )
 
     def check(self, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec, direction: Direction) -> Transfer:
-        """The transfer between these GPU blocks and these slots; later changes of the specs do not touch it.
+        """Check a transfer between these GPU blocks and these slots. Later changes of the specs do not affect it.
 
-        Slots are ordered by group too. Group i, of n > 0 blocks, uses ``ceil((skip + n) / blocks_per_chunk)`` of
-        them, where ``skip = block_indices[i] % blocks_per_chunk``; an empty group uses none. Of a group without layers
-        here (they are on other pipeline stages) nothing is copied, but its ids and slots take their places.
+        Slots are ordered by group, too. Group i with n > 0 blocks uses ``ceil((skip + n) / blocks_per_chunk)`` slots,
+        where ``skip = block_indices[i] % blocks_per_chunk``; an empty group uses none. A group whose layers are all on
+        other pipeline stages copies nothing here, but its ids and slots still take their places in the lists.
 
         Raises:
-            ValueError: counts that do not fit, an id out of range, or a destination that is written twice.
+            ValueError: counts that do not match, an id out of range, or a destination that is written twice.
         """
         if len(gpu.group_sizes) != len(self._groups):
             raise ValueError(f"{len(gpu.group_sizes)} group_sizes for {len(self._groups)} KV cache groups")
@@ -193,7 +193,7 @@ class TransferLayout:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A transfer that was checked. Whatever grows with its pages is left to ``plan``, for another thread to do."""
+    """A checked transfer. Work that grows with the number of pages is left to ``plan``, for another thread."""
 
     _parts: tuple[tuple[_Group, Ids, Ids, int], ...]
     _factor: int
@@ -203,7 +203,7 @@ class Transfer:
         return sum(len(blocks) * group.block_bytes for group, blocks, _, _ in self._parts)
 
     def plan(self) -> CopyPlan:
-        """The copies, in the slots' order."""
+        """Return the copies, in the order of the slots."""
         columns = [group.expand(blocks, slots, skip, self._factor) for group, blocks, slots, skip in self._parts]
         if len(columns) == 1:
             return CopyPlan(*columns[0])
@@ -212,7 +212,7 @@ class Transfer:
 
 
 class _Group:
-    """One KV cache group's layers as columns, ordered as they lie in a slot."""
+    """The layers of one KV cache group as columns, in the order in which they lie in a slot."""
 
     def __init__(self, tensors: Sequence[TensorGeometry], refs: Sequence[CanonicalKVCacheRef], index: int) -> None:
         for ref in refs:
@@ -223,8 +223,8 @@ class _Group:
                     f"group {index} copies {ref.page_size_bytes} bytes a page of tensor {ref.tensor_idx}, "
                     f"whose pages have {tensors[ref.tensor_idx].page_size_bytes}"
                 )
-        # Layers may share a tensor. A slot's bytes in ascending order are what lets neighbours merge, and one call
-        # write a whole row.
+        # Layers may share a tensor. Rows are in ascending order in the slot, so that adjacent copies can merge and one
+        # call can write a whole slot.
         nbytes: dict[int, int] = {}
         for ref in refs:
             nbytes[ref.tensor_idx] = max(ref.page_size_bytes, nbytes.get(ref.tensor_idx, 0))
@@ -245,7 +245,7 @@ class _Group:
         self._allocation = column([tensor.allocation for tensor, _ in rows])
 
     def expand(self, blocks: Ids, slots: Ids, skip: int, factor: int) -> tuple[Int64s, Int64s, Int64s, Int64s]:
-        """(gpu, cpu, nbytes, allocation) of every page: slot after slot, layer after layer, position after position."""
+        """Return (gpu, cpu, nbytes, allocation) of every page, ordered by slot, then layer, then position."""
         positions = len(slots) * factor
         held: NDArray[np.bool_] | None = None
         if len(blocks) != positions:
@@ -265,7 +265,7 @@ class _Group:
 
 
 def _span(areas: list[tuple[int, int, int, int]]) -> tuple[int, int]:
-    """(lowest address, end) of areas of (address, stride, rows, row bytes)."""
+    """Return (lowest address, end) of areas given as (address, stride, rows, row bytes)."""
     return (
         min((address for address, *_ in areas), default=0),
         max((address + stride * max(rows - 1, 0) + row for address, stride, rows, row in areas), default=0),
@@ -277,13 +277,13 @@ def _check_range(ids: Ids, limit: int, what: str) -> None:
         few = ids.tolist()
         inside = not few or (min(few) >= 0 and max(few) < limit)
     else:
-        inside = bool(ids.view(np.uint32).max() < limit)  # a negative one is a large unsigned one
+        inside = bool(ids.view(np.uint32).max() < limit)  # a negative id is a large unsigned id
     if not inside:
         raise ValueError(f"{what} {ids[(ids < 0) | (ids >= limit)][0]} is outside 0..{limit - 1}")
 
 
 def _check_distinct(ids: Ids, order: Int64s, what: str) -> None:
-    """Raises where an id comes twice. ``order`` is scratch with room for every id: one pass, no sort, no clearing."""
+    """Raise if an id occurs twice. ``order`` is scratch with room for every id: one pass, no sort, no clearing."""
     if len(ids) <= _FEW_IDS and len(set(ids.tolist())) == len(ids):
         return
     positions = np.arange(len(ids))

@@ -1,9 +1,11 @@
-"""The ways into vLLM. Besides ``kvtiers.vllm``, which names them for vLLM, the only place that imports vllm.
+"""The vLLM integrations. Only this package and ``kvtiers.vllm``, which names the classes for vLLM, import vllm.
 
-``connector`` is the door for two of them: ``spec`` is a spec of kvtiers' own, and ``tier`` puts tiers behind vLLM's own
-TieringOffloadingSpec. ``prefixes.connector`` is a connector of its own.
+- ``connector``: KVTiersConnector. It uses ``spec`` (kvtiers' own offloading spec) or ``tier`` (kvtiers' tiers behind
+  vLLM's own TieringOffloadingSpec).
+- ``prefixes.connector``: SharedStorageConnector, which needs neither.
 
-Importing any of them checks first that vLLM has what they use: another release may lack the very names they import.
+Importing any of these modules first checks that the installed vLLM has everything that kvtiers uses: another release
+may lack the very names that these modules import.
 """
 
 from kvtiers.connector.vllm.contract import check_contract

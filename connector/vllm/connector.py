@@ -1,13 +1,17 @@
-"""KVTiersConnector: kvtiers' door into vLLM's offloading.
+"""KVTiersConnector: plugs kvtiers into vLLM's KV offloading.
 
 ::
 
     {"kv_connector": "KVTiersConnector", "kv_role": "kv_both",
      "kv_connector_extra_config": {"config_file": "/etc/kvtiers.yaml"}}
 
-or inline, ``"cpu_bytes_to_use": "4GiB", "tiers": [{"type": "fs", …}]``. ``"way": "tier"`` puts the tiers behind vLLM's
-own TieringOffloadingSpec; the default, ``spec``, brings region and tiering too. Where kvtiers is installed, vLLM knows
-the name from its plug-in entry points; elsewhere add ``"kv_connector_module_path": "kvtiers.vllm"``.
+or inline, ``"cpu_bytes_to_use": "4GiB", "tiers": [{"type": "fs", …}]``.
+
+- ``"way": "spec"`` (default): kvtiers provides the CPU region and the tiering, too.
+- ``"way": "tier"``: kvtiers' tiers run behind vLLM's own TieringOffloadingSpec.
+
+If kvtiers is installed, vLLM finds the connector by its plug-in entry point. If kvtiers is only on the path, add
+``"kv_connector_module_path": "kvtiers.vllm"``.
 """
 
 from __future__ import annotations
@@ -28,15 +32,15 @@ from kvtiers.vllm import register
 
 @implements
 class KVTiersConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is not installed where mypy runs
-    """vLLM's OffloadingConnector over KVTiersSpec or KVTiersTier, which it tells of vLLM's whole config.
+    """vLLM's OffloadingConnector with KVTiersSpec or KVTiersTier. It hands them vLLM's whole config.
 
-    One object in the scheduler's process, one in each worker's; vLLM calls each from one thread.
+    There is one object in the scheduler's process and one in each worker's. vLLM calls each from one thread.
 
     Args:
         vllm_config, role, kv_cache_config: from vLLM.
 
     Raises:
-        ConfigError: names what is wrong in ``kv_connector_extra_config`` or does not fit the engine.
+        ConfigError: names the option in ``kv_connector_extra_config`` that is wrong or does not fit the engine.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -48,7 +52,7 @@ class KVTiersConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is no
         self._manager = manager if isinstance(manager, KVTiersManager) else None
 
     def register_kv_caches(self, kv_caches: Any) -> None:
-        """Take a worker's KV tensors. By now vLLM has made all connectors of the process."""
+        """Take a worker's KV tensors. vLLM calls this after it has created all connectors of the process."""
         refusals.check_siblings()
         super().register_kv_caches(kv_caches)
 
@@ -56,21 +60,22 @@ class KVTiersConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is no
     def build_prom_metrics(
         cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
     ) -> Any:
-        """Make the metrics of the spec that the options choose, in the process that exports them."""
+        """Create the metrics of the configured spec, in the process that exports them."""
         return super().build_prom_metrics(_with_spec(vllm_config), metric_types, labelnames, per_engine_labelvalues)
 
     def on_new_request(self, request: Any) -> None:
-        """Begin a request, before anything of it is looked up."""
+        """Start a request, before vLLM looks up any of its blocks."""
         translate.hold_back_stream(request)
         super().on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
-        """Say how many tokens of a request can be loaded; None: ask again.
+        """Return how many tokens of a request can be loaded. None: not known yet, ask again.
 
-        vLLM asks in every step. While nothing has changed for a waiting request, its keys are not looked up again.
+        vLLM calls this in every step. While nothing has changed for a waiting request, its keys are not looked up
+        again.
         """
         translate.warn_of_unread(request)
-        translate.hold_back_stream(request)  # releases that do not announce requests begin them here
+        translate.hold_back_stream(request)  # releases without on_new_request start requests here
         if self._manager is None:
             return super().get_num_new_matched_tokens(request, num_computed_tokens)
         if self._manager.is_waiting(request.request_id, num_computed_tokens):
@@ -80,7 +85,7 @@ class KVTiersConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is no
         return answer
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        """Decide a step's loads and stores.
+        """Choose a step's loads and stores.
 
         Raises:
             ConfigError: another connector loads within this step.
@@ -90,7 +95,7 @@ class KVTiersConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is no
 
 
 def _with_spec(vllm_config: Any) -> Any:
-    """A VllmConfig whose connector options name the spec; ``vllm_config`` itself is left as it is."""
+    """Return a copy of ``vllm_config`` whose connector options name the spec."""
     transfer = copy.copy(vllm_config.kv_transfer_config)
     transfer.kv_connector_extra_config = connector_options(transfer.kv_connector_extra_config)
     changed = copy.copy(vllm_config)
@@ -98,4 +103,4 @@ def _with_spec(vllm_config: Any) -> Any:
     return changed
 
 
-register()  # MultiConnector looks classes up by name only when it reads stats, also where a module path was given
+register()  # when it reads stats, MultiConnector looks classes up by name only, even if a module path was given

@@ -1,4 +1,4 @@
-"""Everything that kvtiers uses of vLLM, and the check that the installed vLLM has all of it.
+"""Lists everything that kvtiers uses of vLLM, and checks that the installed vLLM has it.
 
 The check runs before any other module of ``connector.vllm`` is imported. If vLLM renamed or removed something, or
 changed a signature, the engine refuses to start, and the error names the change. A release that kvtiers was not tested
@@ -157,17 +157,17 @@ READ: Mapping[str, str] = {
 }
 
 
-#: Methods that vLLM calls from a release on.
+#: Method -> first release of vLLM that calls it.
 SINCE: Mapping[str, tuple[int, int]] = {"get_load_source": (0, 32), "on_reset_flushed": (0, 33)}
 
-#: Public methods of kvtiers' own in classes that inherit from vLLM's.
+#: Public methods that only kvtiers calls, in classes that inherit from vLLM's.
 OWN = frozenset({"is_waiting", "note_asked"})
 
 _C = TypeVar("_C", bound=type)
 
 
 def check_contract(version: str = VERSION) -> None:
-    """Refuse a vLLM that lacks something kvtiers uses. Say so where the release was not tested with kvtiers.
+    """Refuse a vLLM that lacks something kvtiers uses. Log a warning for a release not tested with kvtiers.
 
     Raises:
         ConfigError: lists what is missing or changed.
@@ -176,7 +176,7 @@ def check_contract(version: str = VERSION) -> None:
     if _tested(version) is None:
         logger.warning(
             "vLLM %s was not tested with kvtiers (%s to %s were). It has everything that kvtiers uses, so the engine "
-            "starts. Blocks that other releases stored are not read",
+            "starts. It does not read blocks that other releases stored",
             version,
             TESTED[0],
             TESTED[-1],
@@ -184,10 +184,10 @@ def check_contract(version: str = VERSION) -> None:
 
 
 def implements(cls: _C) -> _C:
-    """Compare a class with those of vLLM's that it inherits from, as a decorator.
+    """Decorator: compare a class with the vLLM classes that it inherits from.
 
-    vLLM calls each public method but ``OWN``. So vLLM's class must have the method, with the same parameters, with the
-    same names, in the same order. Only parameters that have a default here may be missing there.
+    vLLM calls every public method except ``OWN``. So vLLM's class must have the method, with the same parameter names
+    in the same order. Only parameters that have a default in kvtiers may be missing in vLLM.
 
     Raises:
         ConfigError: lists what changed.
@@ -197,7 +197,7 @@ def implements(cls: _C) -> _C:
 
 
 def _tested(version: str) -> tuple[int, int] | None:
-    """The release; None for one that was not tested, which must have everything."""
+    """The release; None for an untested release, which must have everything."""
     installed = release(version)
     return installed if installed is not None and "{}.{}".format(*installed) in TESTED else None
 
@@ -213,7 +213,7 @@ def _refuse(changed: Iterator[str], version: str) -> None:
 
 
 def changed_methods(cls: type, installed: tuple[int, int] | None) -> Iterator[str]:
-    """Each difference between a class' methods and what vLLM's base classes have, as one sentence."""
+    """Each difference between a class' methods and those of its vLLM base classes, as one sentence."""
     bases = [base for base in cls.__mro__ if base.__module__.startswith("vllm.")]
     for name in sorted(getattr(cls, "__abstractmethods__", ())):
         yield f"{bases[0].__name__}.{name} is new and abstract"
@@ -237,7 +237,7 @@ def changes(installed: tuple[int, int] | None) -> Iterator[str]:
     """Each difference between the installed vLLM and the tables, as one sentence.
 
     Args:
-        installed: the release. None: not a tested one, so it must have every entry.
+        installed: the release. None: an untested release, which must have every entry.
     """
     tables = ((CALLED, _changed_function), (READ, _gone_attribute))
     for table, changes_of in tables:
@@ -281,7 +281,7 @@ def _gone_attribute(owner: Any, name: str) -> Iterator[str]:
 
 
 def _changed_function(owner: Any, text: str) -> Iterator[str]:
-    """Whether a function accepts the arguments that kvtiers passes, and requires no others."""
+    """Report a function that rejects the arguments that kvtiers passes, or requires others."""
     name, _, arguments = text.strip().removesuffix(")").partition("(")
     parameters = _parameters(owner, name)
     if parameters is None:
@@ -300,7 +300,7 @@ def _changed_function(owner: Any, text: str) -> Iterator[str]:
 
 
 def _parameters(owner: Any, name: str) -> list[inspect.Parameter] | None:
-    """Without ``self``; None: there is no such function."""
+    """A function's parameters without ``self``; None if the function does not exist."""
     function = owner if name == "__init__" else getattr(owner, name, None)
     if not callable(function):
         return None

@@ -1,7 +1,7 @@
-"""What vLLM hands to KVTiersConnector, for the spec and the tiers that are made inside it.
+"""Passes vLLM's whole config from KVTiersConnector to the spec and the tiers that vLLM creates inside it.
 
-vLLM makes specs and tiers itself and gives them an OffloadingConfig, which has neither the weights' revision nor the
-hash algorithm nor the kinds of KV cache groups. The connector has all of it and hands it on here.
+vLLM creates specs and tiers itself and gives them only an OffloadingConfig. That lacks the weights' revision, the hash
+algorithm and the kinds of KV cache groups. The connector has all of these and passes them on through this module.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvtiers.tiers.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class HandedOver:
-    """The arguments of a connector.
+    """The constructor arguments of a connector.
 
     Attributes:
         vllm_config: vLLM's VllmConfig, with this connector's own ``kv_transfer_config``.
@@ -30,7 +30,7 @@ class HandedOver:
 
 _CURRENT: ContextVar[HandedOver | None] = ContextVar("kvtiers_handed_over", default=None)
 
-#: What to write, for errors.
+#: The accepted ``--kv-transfer-config``, for error messages.
 NEW_FORM = (
     '{"kv_connector": "KVTiersConnector", "kv_role": "kv_both", "kv_connector_extra_config": '
     '{"config_file": "/path/to/kvtiers.yaml"}} (with "way": "tier" beside config_file for tiers behind vLLM\'s own '
@@ -40,7 +40,7 @@ NEW_FORM = (
 
 @contextmanager
 def handing_over(vllm_config: Any, kv_cache_config: Any) -> Iterator[None]:
-    """Hand these to what is made in this context."""
+    """Make these configs available to ``handed_over`` within this context."""
     token = _CURRENT.set(HandedOver(vllm_config, kv_cache_config))
     try:
         yield
@@ -49,10 +49,11 @@ def handing_over(vllm_config: Any, kv_cache_config: Any) -> Iterator[None]:
 
 
 def handed_over() -> HandedOver:
-    """What the connector around this call has handed over.
+    """Return the configs from the connector that is being constructed.
 
     Raises:
-        ConfigError: there is none. Without the whole config KV of different models could be mixed up.
+        ConfigError: no connector is being constructed. Without the whole config, KV of different models could be mixed
+            up.
     """
     found = _CURRENT.get()
     if found is None or found.vllm_config is None or found.kv_cache_config is None:

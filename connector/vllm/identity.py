@@ -1,11 +1,11 @@
-"""What of an engine's configuration is part of its namespace: everything but what ``uncounted`` lists.
+"""The part of an engine's configuration that belongs to its namespace: everything except the fields in ``uncounted``.
 
-Every field of every config object that vLLM hands over counts, and every ``VLLM_*`` variable that is set. So an option
-that kvtiers has never heard of begins a namespace of its own: the price is a cold cache, never a wrong token. A field
-at its default counts for nothing, so that releases with more or fewer fields agree.
+Every field of every config object that vLLM hands over counts, and so does every ``VLLM_*`` variable that is set. An
+option that kvtiers does not know therefore starts a new namespace. The price is a cold cache, never a wrong token. A
+field at its default does not count, so that releases with more or fewer fields agree.
 
-The scheduler's process takes the identity, when vLLM makes its connector. (Workers of SharedStorageConnector, whose
-configs have ranks and what a model's loading changed, take the scheduler's.)
+The scheduler's process computes the identity when vLLM creates its connector. The workers of SharedStorageConnector
+use the scheduler's identity, because their configs differ: they have ranks, and loading the model changes them.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from kvtiers.tiers.plain_logs import get_logger
 
 logger = get_logger(__name__)
 
-#: Releases whose blocks are known to be alike where nothing else differs (``make e2e``), and whose options have the
-#: same defaults where they have the same names. Any other one is on its own.
+#: Releases that share blocks if nothing else differs (tested by ``make e2e``). Options with the same name have the same
+#: default in all of them. Every other release has namespaces of its own.
 ERA = frozenset((0, minor) for minor in range(28, 34))
 
-SHOWN_CHARS_MAX = 20  # of a choice's name; what is longer may be a secret
+SHOWN_CHARS_MAX = 20  # a longer text may be a secret rather than the name of a choice
 
 
 def identity(
     vllm_config: Any, environ: Mapping[str, str] = os.environ, *, ignore: Collection[str] = ()
 ) -> dict[str, Any]:
-    """What counts of an engine's configuration beyond its defaults: name -> value, as JSON has it.
+    """Return the options of an engine that count and are not at their defaults: name -> JSON value.
 
     Args:
         vllm_config: vLLM's VllmConfig.
-        ignore: names of options that do not count, because the operator says that they leave KV as it is.
+        ignore: names of options that do not count, because the operator says that they do not change the KV.
 
     Raises:
-        ConfigError: the config is not a dataclass, so its fields are not known; or a name to ignore is not an option.
+        ConfigError: the config is not a dataclass, so its fields are unknown; or a name in ``ignore`` is not an option.
     """
     if not dataclasses.is_dataclass(vllm_config):
         raise ConfigError(
-            f"is {type(vllm_config).__name__}, which is not a dataclass, so what counts of it is not known",
+            f"is {type(vllm_config).__name__}, which is not a dataclass, so its fields are unknown",
             field="vllm_config",
         )
     found = dict(_counted(vllm_config, ""))
@@ -64,17 +64,17 @@ def identity(
 
 
 def identity_digest(found: Mapping[str, Any]) -> str | None:
-    """Digest of an ``identity``; None where all is at its default."""
+    """Digest of an ``identity``; None if it is empty, so all options are at their defaults."""
     return f"engine:{value_digest(found)}" if found else None
 
 
 def readable(found: Mapping[str, Any]) -> dict[str, str]:
-    """An ``identity`` that can be shown: values that may be secrets are replaced by digests."""
+    """An ``identity`` that is safe to show: digests replace values that may be secrets."""
     return {name: _shown(value) for name, value in found.items()}
 
 
 def log_identity(found: Mapping[str, Any]) -> None:
-    """Say, once in a process, what counts."""
+    """Log the options that count, once per process."""
     if found:
         _log_identity(", ".join(f"{name}={value}" for name, value in readable(found).items()))
 
@@ -85,7 +85,7 @@ def _log_identity(shown: str) -> None:
 
 
 def is_ignored(owner: type, name: str) -> bool:
-    """Whether a field of a config class stands in the table."""
+    """Whether ``uncounted.IGNORED`` lists a field of a config class."""
     return any(not {name, "*"}.isdisjoint(_ignored_fields(cls.__name__)) for cls in owner.__mro__)
 
 
@@ -97,7 +97,7 @@ def _check_option(vllm_config: Any, name: str) -> None:
     for part in name.split("."):
         names = [field.name for field in dataclasses.fields(at)] if dataclasses.is_dataclass(at) else []
         if part not in names:
-            if at is None:  # an object that this engine does not have
+            if at is None:  # this engine does not have the object
                 return
             accepted = difflib.get_close_matches(part, names, n=3) or names
             raise ConfigError(
@@ -131,7 +131,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def _plain(value: Any, place: str) -> Any:
-    """A value as JSON has it, the same in every process and in whatever order it was written."""
+    """Convert a value to JSON types. The result is the same in every process and for every order of keys."""
     if value is None or isinstance(value, bool | int | float | str):
         return value.value if isinstance(value, enum.Enum) else value
     if isinstance(value, enum.Enum):
@@ -157,13 +157,13 @@ def _plain(value: Any, place: str) -> Any:
 @cache
 def _say_that_the_type_counts(place: str, kind: str) -> None:
     if "PydanticUndefined" not in kind:
-        logger.warning("%s is a %s, of which the namespace has the type alone", place, kind)
+        logger.warning("%s is a %s: only its type is part of the namespace, not its value", place, kind)
 
 
 def _shown(value: Any) -> str:
     is_plain = value is None or isinstance(value, bool | int | float)
     is_name = isinstance(value, str) and len(value) <= SHOWN_CHARS_MAX and value.replace(".", "_").isidentifier()
-    is_number = isinstance(value, str) and re.fullmatch(r"[0-9.]{1,6}", value)  # as variables have them
+    is_number = isinstance(value, str) and re.fullmatch(r"[0-9.]{1,6}", value)  # environment variables are strings
     return str(value) if is_plain or is_name or is_number else f"({value_digest(value)[:8]})"
 
 

@@ -1,7 +1,7 @@
-"""kvtiers' log lines inside vLLM: on vLLM's handlers, at vLLM's level.
+"""Sends kvtiers' log lines to vLLM's handlers, at vLLM's level.
 
-vLLM configures the logger ``vllm`` and no other. Without this, INFO lines of kvtiers would be lost, and its warnings
-would have no time, level or process.
+vLLM configures only the logger ``vllm``. Without this module, kvtiers' INFO lines would be lost, and its warnings would
+have no time, level or process.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import logging
 
 
 def log_as_vllm() -> None:
-    """Configure kvtiers' logger as vLLM's logger is configured in this process. May be called again.
+    """Configure kvtiers' logger like vLLM's logger in this process. May be called repeatedly.
 
-    If kvtiers' logger has handlers, or ``propagate`` off, it is left as it is: whoever runs the engine configured it,
-    for instance with ``VLLM_LOGGING_CONFIG_PATH``. Its own level counts more than vLLM's. Where vLLM's logger has no
-    handlers (``VLLM_CONFIGURE_LOGGING=0``), kvtiers' lines go to the root logger, as vLLM's do.
+    - If kvtiers' logger has handlers or does not propagate, it stays unchanged: the operator configured it, for
+      instance with ``VLLM_LOGGING_CONFIG_PATH``.
+    - If kvtiers' logger has a level, it keeps it.
+    - If vLLM's logger has no handlers (``VLLM_CONFIGURE_LOGGING=0``), kvtiers logs to the root logger, as vLLM does.
     """
     theirs = logging.getLogger("vllm")
     ours = logging.getLogger("kvtiers")

@@ -1,7 +1,8 @@
-"""Our metrics in vLLM's Prometheus endpoint.
+"""Exports kvtiers' metrics in vLLM's Prometheus endpoint.
 
-vLLM takes definitions by name once, in the API process too, and then increments from the scheduler's process. Ours
-are called ``vllm:kvtiers_…``: vLLM unregisters and re-registers only what has its name in it.
+vLLM takes metric definitions once, in the API process too. The scheduler's process then sends increments by metric
+name. kvtiers' metrics are named ``vllm:kvtiers_…``, because vLLM unregisters and re-registers only metrics with
+"vllm" in their name.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _PREFIX = "vllm:"
 
 
 def definitions() -> dict[str, OffloadingMetricMetadata]:
-    """All our metrics. A histogram becomes the sum of its observations: how many there were is in ``…_jobs``."""
+    """Definitions of all kvtiers metrics. A histogram becomes a counter of its sum; ``…_jobs`` has its count."""
     return {
         _vllm_name(name): (
             OffloadingGaugeMetadata(metric.help, metric.labels)
@@ -37,15 +38,15 @@ def definitions() -> dict[str, OffloadingMetricMetadata]:
 
 
 def tiering_definitions() -> dict[str, OffloadingMetricMetadata]:
-    """The metrics that vLLM's own tiering manager has and ours feeds too, under vLLM's names."""
+    """Definitions of the metrics of vLLM's own tiering manager, which kvtiers also feeds under vLLM's names."""
     names = TieringOffloadingMetrics
     texts = {
         names.READ_BYTES: "Total bytes read from secondary tiers into the primary tier, labeled by tier.",
         names.READ_TIME: "Total time of jobs that read from secondary tiers, in seconds, labeled by tier.",
         names.WRITE_BYTES: "Total bytes written from the primary tier to secondary tiers, labeled by tier.",
         names.WRITE_TIME: "Total time of jobs that wrote to secondary tiers, in seconds, labeled by tier.",
-        translate.CHUNK_QUERIES: "Chunks that requests asked a tier for, each once, labeled by tier.",
-        translate.CHUNK_HITS: "Those of them that the tier has, labeled by tier.",
+        translate.CHUNK_QUERIES: "Chunks that requests looked up in a tier, each counted once, labeled by tier.",
+        translate.CHUNK_HITS: "Looked-up chunks that the tier has, labeled by tier.",
         names.PROMOTION_JOB_FAILURES: "Failed secondary-tier promotion jobs, labeled by tier.",
         names.CASCADE_JOB_FAILURES: "Failed secondary-tier cascade jobs, labeled by tier.",
     }
@@ -53,10 +54,10 @@ def tiering_definitions() -> dict[str, OffloadingMetricMetadata]:
 
 
 class StatsExporter:
-    """What changed in a Metrics since the last ``take``, and each new series. Scheduler thread only.
+    """Reports the series of a Metrics that changed since the last ``take`` or are new. Scheduler thread only.
 
-    vLLM's endpoint shows a series from when it is told of it, so one that has counted nothing yet is told as well:
-    Prometheus sees no increase in a series that begins at 500.
+    vLLM's endpoint shows a series only after the first report. So a new series is reported even at 0: Prometheus sees
+    no increase in a series that starts at 500.
 
     Args:
         tiering_names: also feed vLLM's own ``kv_offload_tiering`` metrics.
@@ -68,12 +69,12 @@ class StatsExporter:
         self._seen: dict[tuple[str, tuple[str, ...]], float] = {}
 
     def take(self) -> OffloadingConnectorStats | None:
-        """The changes, or None where there are none."""
+        """Return the changes since the last call, or None if nothing changed."""
         stats = OffloadingConnectorStats()
         gone = set(self._seen)
         for sample in self._metrics.snapshot():
             metric = METRICS[sample.name]
-            # Plain texts, which any message between vLLM's processes takes: a reason is a StrEnum.
+            # Plain str: a reason is a StrEnum, which vLLM's messages between processes may not accept.
             labels = tuple(str(sample.labels[name]) for name in metric.labels)
             value = sample.total if metric.kind is MetricKind.HISTOGRAM else sample.value
             gone.discard((sample.name, labels))
@@ -89,7 +90,7 @@ class StatsExporter:
             if self._tiering_names:
                 for name in _tiering_metrics(sample):
                     stats.increase_counter(name, change, (sample.labels["tier"],))
-        for name, labels in gone:  # gauges only; vLLM's endpoint drops none, and would show the last value for ever
+        for name, labels in gone:  # only gauges; vLLM's endpoint never drops a series and would keep the last value
             del self._seen[name, labels]
             stats.set_gauge(_vllm_name(name), math.nan, labels)
         return None if stats.is_empty() else stats

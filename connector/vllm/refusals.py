@@ -1,4 +1,4 @@
-"""Engines that kvtiers refuses because of the hosts of their workers, or of the connectors beside ours."""
+"""Refuses engines whose workers are on several hosts, or that use an incompatible connector beside kvtiers'."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vllm.platforms import current_platform
 
 from kvtiers.tiers.errors import ConfigError
 
-#: vLLM's connectors that load between steps, or load nothing (read in 0.28 to 0.33), and kvtiers' own.
+#: kvtiers' connectors, and vLLM's connectors that load between steps or not at all (source: vLLM 0.28 to 0.33).
 _LOAD_BETWEEN_STEPS = (
     "ExampleHiddenStatesConnector",
     "HF3FSKVConnector",
@@ -27,14 +27,14 @@ _LOAD_BETWEEN_STEPS = (
 
 
 def check_siblings() -> None:
-    """Refuse connectors beside ours (``MultiConnector``) that may load within a step.
+    """Refuse connectors beside kvtiers' (``MultiConnector``) that may load within a step.
 
-    Such a connector says only after a step which blocks it could not fill. vLLM computes those blocks again, but what
-    the step computed from them would be stored as good. A connector that kvtiers does not know is refused as
-    well. Call this in a worker, after vLLM has made all connectors of the process.
+    Such a connector reports only after a step which blocks it could not fill. vLLM recomputes these blocks, but KV that
+    the step computed from them would be stored as good. Connectors that kvtiers does not know are refused, too. Call
+    this in a worker, after vLLM has created all connectors of the process.
 
     Raises:
-        ConfigError: names these connectors.
+        ConfigError: names the refused connectors.
     """
     left = [get_kv_transfer_group()] if has_kv_transfer_group() else []
     refused = []
@@ -52,7 +52,7 @@ def check_step(scheduler_output: Any) -> None:
     """Refuse a step in which another connector loads. kvtiers' own connectors never load within a step.
 
     Raises:
-        ConfigError: there is such a load. vLLM says so from 0.29 on.
+        ConfigError: another connector loads in this step. vLLM reports this from 0.29 on.
     """
     if getattr(scheduler_output, "has_sync_kv_loads", False):
         raise _no_sibling("a connector of this engine")
@@ -76,20 +76,20 @@ def _no_sibling(who: str) -> ConfigError:
 
 
 def check_one_host(vllm_config: Any) -> None:
-    """Refuse an engine with workers on several hosts, by how vLLM was told to start them.
+    """Refuse an engine whose options place workers on several hosts.
 
-    Each host has a region of its own, and the tiers see the scheduler's. There the KV of workers on other hosts is
-    zeros, which would be sealed as good. Call this where the scheduler is, once the workers run.
+    Each host has its own region, and the tiers see only the scheduler's. In that region the KV of workers on other
+    hosts is zeros, which would be sealed as good. Call this in the scheduler's process, once the workers run.
 
     Raises:
         ConfigError: the workers are on several hosts, or not where the scheduler is.
     """
     parallel = vllm_config.parallel_config
-    count = getattr(parallel, "nnodes_within_dp", 1)  # read in 0.32 and 0.33; older ones may lack it
+    count = getattr(parallel, "nnodes_within_dp", 1)  # exists in 0.32 and 0.33; older releases may lack it
     if count > 1:
         raise several_hosts(f"--nnodes puts the workers on {count} hosts")
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
-        raise several_hosts("external_launcher gives each worker a scheduler, and so a region, of its own")
+        raise several_hosts("external_launcher gives each worker its own scheduler, and so its own region")
     if parallel.distributed_executor_backend == "ray" and parallel.placement_group is not None:
         nodes = _ray_nodes(parallel.placement_group)
         if len(nodes) > 1:
@@ -97,16 +97,16 @@ def check_one_host(vllm_config: Any) -> None:
 
 
 def several_hosts(why: str) -> ConfigError:
-    """The refusal of an engine with workers on several hosts."""
+    """The error for an engine with workers on several hosts."""
     return ConfigError(
-        f"{why}: KV of workers that are not on the scheduler's host cannot be stored this way. Accepted are engines on "
-        "one host each (such as data parallel ones), or SharedStorageConnector on storage that all hosts share",
+        f"{why}: KV of workers that are not on the scheduler's host cannot be stored this way. Run each engine on one "
+        "host (for example with data parallelism), or use SharedStorageConnector on storage that all hosts share",
         field="tiers",
     )
 
 
 def _ray_nodes(placement_group: Any) -> set[str]:
-    """Ray's ids of the nodes that have this process and its workers."""
+    """Ray's ids of the nodes that run this process and its workers."""
     import ray
     from ray.util import placement_group_table
 

@@ -1,7 +1,7 @@
-"""KVTiersSpec: region, primary tier, tiering and handlers of ours inside vLLM's OffloadingConnector.
+"""KVTiersSpec: runs kvtiers' region, primary tier, tiering and copy handlers inside vLLM's OffloadingConnector.
 
-KVTiersConnector makes it where its options do not ask for another way. ``deployment_from`` says what is accepted. Works
-on CUDA and on vLLM's CPU platform.
+KVTiersConnector uses this spec by default. ``deployment_from`` lists the accepted options. Works on CUDA and on vLLM's
+CPU platform.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ from kvtiers.tiers.plain_logs import get_logger
 
 logger = get_logger(__name__)
 
-#: vLLM asserts that a transfer is accepted, so the handlers' own limit must not be met; vLLM's blocks bound the jobs.
+#: vLLM asserts that a transfer is accepted, so the handlers must never reach their limit. vLLM's blocks bound the jobs.
 _JOBS_MAX = 1 << 20
 
-#: Engine steps that may be on their way at once, beyond one a pipeline stage.
+#: Engine steps that may be in flight at once, in addition to one per pipeline stage.
 _STEPS_IN_FLIGHT = 3
 
 
 @implements
 class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed where mypy runs
-    """Wires our region, tiering and handlers for vLLM. Made once in the scheduler's process and once in each worker's.
+    """Wires kvtiers' region, tiering and handlers for vLLM. One object in the scheduler's and in each worker's process.
 
     Args:
         config: vLLM's OffloadingConfig.
 
     Raises:
-        ConfigError: names what is wrong in the deployment or does not fit the engine.
+        ConfigError: names the option of the deployment that is wrong or does not fit the engine.
     """
 
     def __init__(self, config: Any) -> None:
@@ -67,7 +67,7 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
         translate.warn_of_adapters(self._handed.vllm_config)
         self.deployment = deployment_from(config.extra_config)
         self._keeps_storage = keeps_storage(config.extra_config)
-        # vLLM's single-copy region for MLA is not ours: here every worker has a cell.
+        # vLLM's region keeps a single copy for MLA. In kvtiers' region every worker has a cell.
         config = dataclasses.replace(config, replicated_layout=False)
         kv_groups.check_layout(config, self._handed.kv_cache_config)
         kv_groups.check_attention(config, self._handed.kv_cache_config)
@@ -111,26 +111,24 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
         return self._worker
 
     def _chunk_of(self, config: Any) -> int:
-        """Blocks of a chunk: what vLLM was told, else what the deployment says; one for windows and states."""
+        """Blocks per chunk: vLLM's option if set, else the deployment's; 1 for models with windows or states."""
         is_told = bool({"blocks_per_chunk", "block_size"} & set(config.extra_config))
         wanted: int = config.cache.blocks_per_chunk if is_told else self.deployment.blocks_per_chunk
         if wanted == 1:
             return 1
         if kv_groups.has_window(config, self._handed.kv_cache_config):
             if is_told and any(hasattr(group, "sliding_window_size_in_chunks") for group in config.groups):
-                raise kv_groups.no_chunks_of_windows(wanted)  # 0.33 has counted the window in such chunks
-            why = (
-                "layers with a sliding window or chunked attention, of which vLLM stores chunks that are not all there"
-            )
+                raise kv_groups.no_chunks_of_windows(wanted)  # 0.33 has already counted the window in such chunks
+            why = "layers with a sliding window or chunked attention, for which vLLM stores incomplete chunks"
         elif kv_groups.has_states(config, self._handed.kv_cache_config):
-            why = "layers with recurrent states, of which vLLM stores those at the end of a chunk only"
+            why = "layers with recurrent states, for which vLLM stores only the state at the end of a chunk"
         else:
             return wanted
-        logger.warning("blocks_per_chunk is %d and 1 is taken: this model has %s", wanted, why)
+        logger.warning("blocks_per_chunk is %d and 1 is used instead: this model has %s", wanted, why)
         return 1
 
     def _check_workers(self, spec: TieringOffloadingSpec) -> None:
-        """Refuse workers that have not mapped the scheduler's region. vLLM makes the scheduler when all could have."""
+        """Refuse workers that have not mapped the scheduler's region. vLLM creates the scheduler after the workers."""
         absent = spec.region.absent_workers()
         if absent and self.deployment.tiers:
             spec.shutdown()
@@ -138,7 +136,7 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
 
     def _join(self, rank: int | None) -> TieringOffloadingSpec:
         for path in reap_stale_regions():
-            logger.warning("removed %s: its engine died while it was starting", path)
+            logger.warning("removed the stale region %s: its engine died while starting", path)
         try:
             by_token = kv_groups.is_in_token_order(self.config, self._handed)
             return TieringOffloadingSpec(
@@ -151,29 +149,30 @@ class KVTiersSpec(VllmSpec):  # type: ignore[misc]  # vLLM is not installed wher
         except RegionError as e:
             if self.config.parallel.pp_size > 1:
                 e.add_note(
-                    "With pipeline parallelism all ranks need the same KV bytes a block: KVTiersSpec takes no split "
-                    "that gives one stage more layers than another (VLLM_PP_LAYER_PARTITION)."
+                    "With pipeline parallelism all ranks need the same KV bytes per block: every stage must have the "
+                    "same number of layers (VLLM_PP_LAYER_PARTITION)."
                 )
             raise
 
 
 @implements
 class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installed where mypy runs
-    """TieringOffloadingManager of ours, spoken to in vLLM's words. Scheduler thread only.
+    """Adapts kvtiers' TieringOffloadingManager to vLLM's OffloadingManager. Scheduler thread only.
 
-    When vLLM resets its cache it forgets its transfers, and never tells how those under way ended. So they are
-    remembered here, and ended as failed once no worker can be at them any more: when vLLM says so
-    (``on_reset_flushed``, 0.33), or when every step that was on its way has been followed by another.
+    When vLLM resets its cache, it forgets its transfers and never reports how the running ones ended. This class
+    remembers them. It ends them as failed once no worker can still be copying: when vLLM says so
+    (``on_reset_flushed``, from 0.33 on), or after ``steps_in_flight`` more steps.
 
-    From 0.32 on vLLM tells no manager which blocks are used. Used is what a request loads, and what it offers to be
-    stored though it is there: as each request does with what the GPU's own cache has.
+    From 0.32 on vLLM does not tell managers which blocks are used. This class counts a block as used if a request
+    loads it, or offers it to be stored although the region has it. Each request offers the blocks that it found in the
+    GPU's own cache.
 
     Args:
-        spec: makes the manager; shut down with this one.
-        steps_in_flight: engine steps after which a worker has seen a reset.
-        tier_types: of its tiers.
+        spec: creates kvtiers' manager; shut down together with this object.
+        steps_in_flight: engine steps after which every worker has seen a reset.
+        tier_types: types of the tiers, in order.
         keeps_storage: whether the tiers stay in use after a reset.
-        role: what the tiers are used for; the region is used for all.
+        role: whether the tiers are used for loads, stores or both. The region is always used for both.
     """
 
     def __init__(
@@ -196,12 +195,12 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
             spec.shutdown()
             raise
         self.tiering.barred = partial(translate.barred, places)
-        self._blocks: OffloadingManager = self.tiering  # the region alone once storage is off
+        self._blocks: OffloadingManager = self.tiering  # only the primary tier after storage was turned off
         self._steps_in_flight = steps_in_flight
         self._pacer = Pacer()
-        self._left_open = False  # a lookup had no answer yet since ``is_waiting`` last returned False
+        self._left_open = False  # a lookup has returned None since ``is_waiting`` last returned False
         self._open: dict[str, int] = {}  # waiting request -> tokens that the GPU had when it was looked up
-        self._from_tiers: dict[OffloadKey, int] = {}  # key -> tier that it was read from, in the latest prepare_load
+        self._from_tiers: dict[OffloadKey, int] = {}  # keys of the latest prepare_load -> tier they were read from
         self._stats = StatsExporter(self.tiering.metrics, tiering_names=True)
         self._stores: set[OffloadKey] = set()
         self._loads: Counter[OffloadKey] = Counter()
@@ -228,7 +227,7 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
             self._open.pop(req_id, None)
 
     def is_waiting(self, req_id: str, num_computed_tokens: int) -> bool:
-        """Whether nothing has changed since vLLM's last lookups for a request, so that they would be left open again.
+        """Whether nothing has changed since vLLM's last lookups for a request, so they would have no answer again.
 
         O(1). If it returns False, let vLLM look the keys up and then call ``note_asked``.
         """
@@ -239,7 +238,7 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
         return True
 
     def get_load_source(self, key: OffloadKey, req_context: Any) -> Any:  # noqa: ARG002
-        """Where a block of the latest ``prepare_load`` came from. vLLM asks from 0.32 on."""
+        """Return where a block of the latest ``prepare_load`` came from. vLLM calls this from 0.32 on."""
         tier = self._from_tiers.get(key)
         return translate.hit_source("CPU" if tier is None else self._tier_types[tier])
 
@@ -258,7 +257,7 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: Any) -> VllmPrepareStoreOutput | None:
         if self._stale_steps and any(key in self._stale_stores or key in self._stale_loads for key in keys):
-            return None  # vLLM offers them again in its next step; what it is told is there it takes for stored
+            return None  # vLLM offers them again in its next step; a key reported as present would count as stored
         found = [key for key in keys if self.tiering.primary.find(key) is not None]
         output = self._blocks.prepare_store(keys, req_context)
         self._blocks.touch(found)
@@ -292,11 +291,11 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
             if not self._stale_steps:
                 self._end_stale()
         self.tiering.on_schedule_end()
-        # Slots that a tier fills are pending; so are those of stores, and then a pause does no harm either.
+        # A slot is pending while a tier fills it. Slots of running stores are pending, too; a pause is harmless then.
         self._pacer.step_ended(loading=self.tiering.primary.slot_counts().pending > 0)
 
     def has_pending_work(self) -> bool:
-        # Not whatever is pinned: a store that hangs would keep an idle engine stepping for as long.
+        # Pinned slots do not count: a hanging store would keep an idle engine stepping.
         is_filling = self.tiering.primary.slot_counts().pending > 0
         return bool(is_filling or self._loads or self._stale_steps or self.tiering.has_jobs_to_await())
 
@@ -316,14 +315,14 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
             self._stale_steps = self._steps_in_flight
 
     def on_reset_flushed(self) -> None:
-        """From vLLM 0.33: no worker is at a forgotten transfer any more."""
+        """End the forgotten transfers: no worker is still copying. vLLM calls this from 0.33 on."""
         self._end_stale()
 
     def get_stats(self) -> Any:
         return self._stats.take()
 
     def shutdown(self) -> None:
-        """End in time. Stores under way get most of it; the rest is counted."""
+        """Shut down within ``SHUTDOWN_S``. Running stores get most of that time; unfinished blocks are logged."""
 
         def is_idle() -> bool:
             self.tiering.on_schedule_end()
@@ -331,7 +330,7 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
 
         if not drain(is_idle, SHUTDOWN_S * DRAIN_SHARE):
             counts = self.tiering.primary.slot_counts()
-            logger.warning("%d blocks were on their way when the engine ended", counts.pinned + counts.pending)
+            logger.warning("%d blocks were still being copied when the engine ended", counts.pinned + counts.pending)
         self.tiering.shutdown_s = SHUTDOWN_S * (1 - DRAIN_SHARE)
         self._spec.shutdown()
 
@@ -346,7 +345,7 @@ class KVTiersManager(VllmManager):  # type: ignore[misc]  # vLLM is not installe
 
 
 def canonical_kv_caches(kv_caches: Any) -> CanonicalKVCaches:
-    """vLLM's canonical KV caches, as ours."""
+    """Convert vLLM's canonical KV caches to kvtiers' type."""
     return CanonicalKVCaches(
         tensors=[CanonicalKVCacheTensor(entry.tensor, entry.page_size_bytes) for entry in kv_caches.tensors],
         group_data_refs=[
@@ -360,13 +359,13 @@ def canonical_kv_caches(kv_caches: Any) -> CanonicalKVCaches:
 class KVTiersWorker(VllmWorker):  # type: ignore[misc]  # vLLM is not installed where mypy runs
     """Copies between a worker's KV tensors and its cells of a region. The worker's thread only.
 
-    A copy that failed is reported as failed, on which vLLM ends the worker: it has no way to take the blocks back, and
-    going on would serve bytes that were never copied.
+    A failed copy is reported as failed, and vLLM then ends the worker. vLLM cannot take the blocks back, and continuing
+    would serve bytes that were never copied.
 
     Args:
         kv_caches: vLLM's canonical KV caches.
-        region: has ``create_next_view(page_bytes)`` or, vLLM's own, ``create_next_worker_view(page_bytes)``, and
-            ``cleanup()``; belongs to the worker from now on.
+        region: has ``cleanup()`` and ``create_next_view(page_bytes)`` (vLLM's own region:
+            ``create_next_worker_view(page_bytes)``). The worker owns it from now on.
         blocks_per_chunk: engine blocks in one slot.
         options: fields of ``connector.transfer.gpu_handler.HandlerOptions``.
     """
@@ -402,11 +401,11 @@ class KVTiersWorker(VllmWorker):  # type: ignore[misc]  # vLLM is not installed 
                 handler.wait(job_ids)
 
     def shutdown(self) -> None:
-        """End the copies, then the region. What is not reported by then is not reported any more."""
+        """Stop the copies, then release the region. Copies not reported before this call are never reported."""
         if self._store is not None and self._load is not None:
             self._store.shutdown()
             self._load.shutdown()
-        self._store = self._load = None  # a failed copy's traceback holds views of the region
+        self._store = self._load = None  # the traceback of a failed copy holds views of the region
         self._region.cleanup()
 
 

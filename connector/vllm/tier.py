@@ -1,6 +1,6 @@
-"""KVTiersTier: any tier of ours behind vLLM's own TieringOffloadingSpec, without a patch.
+"""KVTiersTier: runs a kvtiers tier behind vLLM's own, unpatched TieringOffloadingSpec.
 
-KVTiersConnector writes an entry of vLLM's ``secondary_tiers`` for each tier: vLLM asks and fills its tiers one by one.
+KVTiersConnector adds one entry to vLLM's ``secondary_tiers`` for each tier. vLLM asks and fills the tiers separately.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ _DRAIN_POLL_S = 0.01
 
 @implements
 class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed where mypy runs
-    """One tier of ours, spoken to in vLLM's words. Scheduler thread only.
+    """Adapts one kvtiers tier to vLLM's SecondaryTierManager. Scheduler thread only.
 
-    Nothing the tier raises reaches the engine after the start: a lookup that raises is a miss. A job at which the tier
-    raised may have begun, and vLLM gives the slots of what is reported to others: it is reported as failed when the
-    tier's own deadline has passed, unless the tier reports it before.
+    After the start no exception of the tier reaches the engine. A lookup that raises is a miss. A job may already be
+    running when its submission raises, and vLLM reuses the slots of a job once it is reported. So kvtiers reports such
+    a job as failed only after the tier's own deadline, unless the tier reports the job earlier.
 
     Args:
         offloading_spec, primary_kv_view, tier_type, backpressure_detector: from vLLM.
-        tier: the tier's options, ``type`` included.
+        tier: the tier's options, including ``type``.
         config_file: a deployment's YAML, instead of ``tier``.
-        index: which tier of ``config_file``.
+        index: position of the tier in ``config_file``.
 
     Raises:
         ConfigError: names the option that is wrong.
-        StoreError: the storage refused for good.
+        StoreError: the storage failed with an error that a retry cannot fix.
     """
 
     medium = Medium.STORAGE
@@ -59,7 +59,7 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
         self,
         offloading_spec: Any,
         primary_kv_view: memoryview,
-        tier_type: str,  # noqa: ARG002 - vLLM passes it; the tier of ours has a better one
+        tier_type: str,  # noqa: ARG002 - vLLM passes it; the options have a better one
         backpressure_detector: Any = None,
         *,
         tier: dict[str, Any] | None = None,
@@ -76,8 +76,8 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
                 raise kv_groups.no_chunks_of_windows(offloading_spec.blocks_per_chunk)
             if kv_groups.has_states(offloading_spec.config, kv_cache_config):
                 logger.warning(
-                    "blocks_per_chunk is %d, and this model has layers with recurrent states, of which vLLM stores "
-                    "those at the end of a chunk only: most prompts will find nothing; set blocks_per_chunk: 1",
+                    "blocks_per_chunk is %d, and this model has layers with recurrent states, for which vLLM stores "
+                    "only the state at the end of a chunk: most prompts will have no hits; set blocks_per_chunk: 1",
                     offloading_spec.blocks_per_chunk,
                 )
         self._role = translate.role_of(vllm_config)
@@ -86,13 +86,13 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
             tier = dict(load_config(config_file, SecondaryTierFactory.tier_types()).tiers[index])
         options = tier
         own_type = str(options.get("name") or options["type"])
-        # vLLM labels its metrics with the type: the tier's own says more than the adapter's.
-        detector = () if backpressure_detector is None else (backpressure_detector,)  # before 0.31 there is none
+        # vLLM labels its metrics with the type. The tier's own name or type says more than KVTiersTier.
+        detector = () if backpressure_detector is None else (backpressure_detector,)  # vLLM passes it from 0.31 on
         if not detector and getattr(offloading_spec, "extra_config", {}).get("backpressure"):
             raise ConfigError("is not read by vLLM before 0.31; leave it out", field="backpressure")
         super().__init__(offloading_spec, primary_kv_view, own_type, *detector)
         self.locality = translate.locality(str(options["type"]))
-        if hasattr(self, "cache_hit_source"):  # from 0.32 on; by default vLLM calls every storage a disk
+        if hasattr(self, "cache_hit_source"):  # from 0.32 on; vLLM's default calls every storage a disk
             self.cache_hit_source = translate.hit_source(str(options["type"]))
         translate.warn_of_adapters(vllm_config)
         by_token = kv_groups.is_in_token_order(offloading_spec.config, handed)
@@ -100,13 +100,13 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
         if options.get("format") == FORMAT_VLLM_RAW:
             spec = replace(spec, vllm_layout=translate.vllm_layout(offloading_spec))
         self.tier: SecondaryTierManager = SecondaryTierFactory.create_secondary_tier(options, primary_kv_view, spec)
-        # vLLM ends its tiers one after the other.
+        # vLLM shuts its tiers down one after the other, so each gets a share of the time.
         self._ending_s = SHUTDOWN_S / max(1, len(getattr(offloading_spec, "secondary_tier_configs", ())))
         self._guard = GuardedTier(self.tier, spec.metrics)
         try:
             self._deadline_s = load_deadline_s(self.tier)
         except BaseException:
-            shut_down_tiers([self._guard], self._ending_s)  # vLLM never hears of it, so nobody else would
+            shut_down_tiers([self._guard], self._ending_s)  # vLLM never gets this tier, so nobody else shuts it down
             raise
         self._metrics = spec.metrics
         self._stats = StatsExporter(spec.metrics)
@@ -114,7 +114,7 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
         self._pacer = Pacer()
         self._loads: dict[int, Collection[OffloadKey]] = {}
         self._stores: dict[int, Collection[OffloadKey]] = {}
-        self._raised: dict[int, float] = {}  # those of them at which the tier raised, and until when they are awaited
+        self._raised: dict[int, float] = {}  # jobs whose submission raised -> time at which they are reported as failed
         self._clock = time.monotonic
         self._ended: list[VllmJobResult] = []
         self._not_stored = 0  # blocks of stores that ended while the tier was shut down
@@ -133,12 +133,12 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
     def submit_store(self, job_metadata: Any) -> None:
         job = translate.job_metadata(job_metadata)
         if not (self._role.stores and getattr(self.tier, "takes_stores", True)):
-            self._ended.append(translate.job_result(JobResult(job.job_id, success=True)))  # as meant: nothing to do
+            self._ended.append(translate.job_result(JobResult(job.job_id, success=True)))  # configured to store nothing
             return
         keys = list(job.keys)
         places = translate.prompt_order(keys, job.req_context)
         job = replace(job, keys=[keys[i] for i in places], block_ids=np.asarray(job.block_ids)[places])
-        self._stores[job.job_id] = keys  # in vLLM's order, in which the result names them
+        self._stores[job.job_id] = keys  # in vLLM's order, which the result must follow
         self._hand_over("submit_store", job)
 
     def submit_load(self, job_metadata: Any) -> None:
@@ -157,7 +157,7 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
 
     def _hear_tier(self) -> None:
         for result in self._guard.collect("get_finished", JobResult):
-            # vLLM ends on a job it does not know, so an unknown or repeated one must not get there.
+            # vLLM crashes on the result of an unknown job, so unknown and repeated results must not reach it.
             if self._guard.job_of(result, self._loads) is None and self._guard.job_of(result, self._stores) is None:
                 self._guard.contain_unknown(result)
             else:
@@ -194,7 +194,7 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
     def drain_jobs(self) -> None:
         self._guard.call("drain_jobs")
         self._hear_tier()
-        while self._raised:  # vLLM is about to reuse all slots, and takes no job for unreported
+        while self._raised:  # vLLM is about to reuse all slots, and assumes that every job was reported
             time.sleep(_DRAIN_POLL_S)
             self._hear_tier()
 
@@ -202,7 +202,10 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
         return self._stats.take()
 
     def shutdown(self) -> None:
-        """End in time. Stores under way get most of it; what was acknowledged is on storage, the rest is counted."""
+        """Shut down within this tier's share of ``SHUTDOWN_S``. Running stores get most of that time.
+
+        Blocks reported as stored are on storage. The others are logged and counted.
+        """
         rest_s = self._ending_s
         if not self._guard.limit_shutdown(rest_s):
             drain(self._is_idle, rest_s * DRAIN_SHARE)
@@ -210,7 +213,7 @@ class KVTiersTier(VllmTier):  # type: ignore[misc]  # vLLM is not installed wher
         if not shut_down_tiers([self._guard], rest_s):
             self._is_idle()
         unreported = sum(map(len, self._stores.values()))
-        lost = unreported + self._not_stored  # those the tier counts itself
+        lost = unreported + self._not_stored  # the tier itself has counted the blocks in _not_stored
         self._stores.clear()
         if lost:
             self._metrics.inc("kvtiers_stores_dropped_total", self.tier_type, "shutdown", by=unreported)

@@ -1,15 +1,15 @@
-"""vLLM's names and values in ours, and back. The one module that knows what changed between vLLM's versions.
+"""Translates between vLLM's types and kvtiers' types. This module knows the differences between vLLM's releases.
 
-What changed (source: ``vllm/v1/kv_offload`` of each release):
+Changes by release (source: ``vllm/v1/kv_offload`` of each release):
 
-- 0.28: TransferJob, LookupResult, ``get_worker`` and OffloadingConfig came.
-- 0.29: sha256 block hashes are the same in every process without PYTHONHASHSEED, too.
-- 0.30: ``BLOCK_QUERIES`` and ``BLOCK_HITS`` of its metrics' names became ``CHUNK_…``.
-- 0.31: ``block_ids`` of a job became ``chunk_ids``; ``transfer_bytes`` of a result, ``backpressure_detector`` and
-  ``max_load_tokens`` of a request came.
-- 0.32: ``cache_hit_source`` came.
-- 0.33: ``expedited`` loads, ``on_reset_flushed``, ``config_info`` and the manager's ``lock`` came. Blocks of a prompt
-  that comes in parts are not mistaken any more (see ``hold_back_stream``).
+- 0.28: adds TransferJob, LookupResult, ``get_worker`` and OffloadingConfig.
+- 0.29: sha256 block hashes are the same in every process even without PYTHONHASHSEED.
+- 0.30: renames the metric names ``BLOCK_QUERIES`` and ``BLOCK_HITS`` to ``CHUNK_…``.
+- 0.31: renames ``block_ids`` of a job to ``chunk_ids``; adds ``transfer_bytes`` of a result, ``backpressure_detector``,
+  and ``max_load_tokens`` of a request.
+- 0.32: adds ``cache_hit_source``.
+- 0.33: adds ``expedited`` loads, ``on_reset_flushed``, ``config_info`` and the manager's ``lock``; no longer mixes up
+  the blocks of a prompt that arrives in parts (see ``hold_back_stream``).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from kvtiers.tiers.plain_logs import get_logger
 
 logger = get_logger(__name__)
 
-#: Names of vLLM's metrics. 0.28 and 0.29 keep the same ones as BLOCK_…
+#: Names of vLLM's metrics. In 0.28 and 0.29 these constants are called BLOCK_…
 if hasattr(TieringOffloadingMetrics, "CHUNK_QUERIES"):
     CHUNK_QUERIES, CHUNK_HITS = TieringOffloadingMetrics.CHUNK_QUERIES, TieringOffloadingMetrics.CHUNK_HITS
 else:
@@ -60,9 +60,9 @@ _READS_MAX_LOAD_TOKENS = (versions.release() or (0, 31)) >= (0, 31)
 _LEAKS_ADAPTERS_ON_CPU = (versions.release() or (0, 0)) < (0, 33)
 _JOB_RESULT_FIELDS = frozenset(field.name for field in dataclasses.fields(VllmJobResult))
 _URL_END = 150
-KERNEL_BLOCK_TOKENS = 16  # all of CUDA's attention kernels take such a block whole
+KERNEL_BLOCK_TOKENS = 16  # no CUDA attention kernel splits a block of up to 16 tokens
 
-#: Where our tiers keep their blocks, as vLLM's events and hit sources call it.
+#: Tier type -> vLLM's name for where the tier keeps its blocks, for events and hit sources.
 _LOCALITIES = {
     **dict.fromkeys(("fs", "memory"), Locality.LOCAL),
     **dict.fromkeys(("fsspec", "nfs", "s3"), Locality.REMOTE),
@@ -71,11 +71,11 @@ _LOCALITIES = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VllmOffloadingConfig(OffloadingConfig):
-    """The identity of an engine whose kernels choose how KV is packed.
+    """The identity of an engine, including how its kernels pack KV.
 
     Attributes:
         platform: see ``kv_platform``.
-        engine: the options in the engine's ``identity``, in a form that can be shown; written to ``config.json``.
+        engine: the engine's ``identity`` in a form that is safe to show; written to ``config.json``.
     """
 
     platform: str | None = None
@@ -84,11 +84,11 @@ class VllmOffloadingConfig(OffloadingConfig):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """What a tier of ours takes as its ``offloading_spec``."""
+    """The ``offloading_spec`` that kvtiers' tiers take."""
 
     config: VllmOffloadingConfig
     metrics: Metrics
-    vllm_layout: VllmLayout | None = None  # where a region's rows are the bytes that vLLM's own fs tier would write
+    vllm_layout: VllmLayout | None = None  # set if a region's rows are the bytes that vLLM's own fs tier would write
 
     @property
     def blocks_per_chunk(self) -> int:
@@ -97,16 +97,16 @@ class EngineSpec:
 
 
 def warn_of_seeded_hashes(version: str = versions.VERSION, environ: Mapping[str, str] = os.environ) -> None:
-    """Say where no other process will find what this one stores."""
+    """Warn if other processes cannot find the blocks that this process stores."""
     if version.startswith("0.28.") and environ.get("PYTHONHASHSEED", "random") == "random":
         logger.warning(
             "vLLM 0.28 seeds its block hashes at random in each process: set the same PYTHONHASHSEED for all of them, "
-            "or none finds what another stored"
+            "or no process finds the blocks of another"
         )
 
 
 def warn_of_adapters(vllm_config: Any) -> None:
-    """Say, once in a process, that vLLM's block hashes know adapters by name and path."""
+    """Warn, once per process, that vLLM's block hashes identify adapters only by name and path."""
     if getattr(vllm_config, "lora_config", None) is not None:
         _warn_of_adapters()
 
@@ -114,49 +114,49 @@ def warn_of_adapters(vllm_config: Any) -> None:
 @cache
 def _warn_of_adapters() -> None:
     logger.warning(
-        "LoRA adapters are known by name and path, as in vLLM's own prefix cache: give an adapter that was trained "
-        "again another name or path, or KV of the one before is loaded for it"
+        "LoRA adapters are known by name and path, as in vLLM's own prefix cache: give a retrained adapter a new name "
+        "or path, or KV of the old adapter is loaded for it"
     )
 
 
 def warn_of_reset() -> None:
-    """Say that storage is not used any more.
+    """Warn that the engine stops using its storage.
 
-    vLLM resets its connector when weights may have been changed in place, and tells neither whether they were nor what
-    they are now. Blocks are stored under the weights that the engine was started with. So from a reset on, what storage
-    holds may be another model's KV, and what is computed may not be stored under this name.
+    vLLM resets its connector when weights may have been changed in place. It tells neither whether they changed nor
+    what they are now. Blocks are stored under the weights at the engine's start. So after a reset the stored KV may
+    belong to other weights, and newly computed KV must not be stored under the old name.
     """
     logger.warning(
-        "vLLM has reset its connector, as it does when weights are changed in place, and to sleep or pause: what "
-        "storage holds is KV of the weights before, so from here on nothing is loaded from there or stored; an "
-        "engine that is started again uses it again. Where weights stay the same, write 'storage_after_reset': 'keep'"
+        "vLLM has reset its connector, as it does when weights are changed in place, and to sleep or pause. Storage "
+        "may hold KV of the old weights, so this engine no longer loads from storage or stores to it until it is "
+        "restarted. If the weights never change, write 'storage_after_reset': 'keep'"
     )
 
 
 def check_adapters(vllm_config: Any) -> None:
-    """Refuse LoRA where vLLM applies adapters to requests that name none.
+    """Refuse LoRA if vLLM applies adapters to requests without an adapter.
 
-    In a batch with a LoRA request, vLLM's CPU kernels before 0.33 take -1, their mark for "no adapter", as an index:
-    it selects the last of the ``max_loras`` slots. Such KV, once stored, would be loaded after a restart as the base
-    model's, also by a release without the fault.
+    In a batch with a LoRA request, vLLM's CPU kernels before 0.33 use -1, their mark for "no adapter", as an index,
+    which selects the last of the ``max_loras`` slots. If the resulting KV were stored, it would be loaded after a
+    restart as the base model's KV, even by a release without this bug.
 
     Raises:
-        ConfigError: says what may be done.
+        ConfigError: says what to change.
     """
     if _LEAKS_ADAPTERS_ON_CPU and getattr(vllm_config, "lora_config", None) is not None and current_platform.is_cpu():
         raise ConfigError(
-            f"vLLM {versions.VERSION} on CPUs applies an adapter to requests that name none when both are in one "
-            "batch, and the wrong KV would be stored as the base model's: take vLLM 0.33 or later, leave "
+            f"on CPUs vLLM {versions.VERSION} applies an adapter to requests without one if they share a batch with "
+            "LoRA requests, and the wrong KV would be stored as the base model's: use vLLM 0.33 or later, leave "
             "out --enable-lora, or run without a KV connector",
             field="enable_lora",
         )
 
 
 def engine_spec(spec: Any, vllm_config: Any, *, by_token: bool = False) -> EngineSpec:
-    """The engine's identity out of a spec of vLLM's (or the OffloadingConfig in it) and its VllmConfig.
+    """Build the engine's identity from vLLM's spec (or its OffloadingConfig) and VllmConfig.
 
     Args:
-        by_token: what is stored is in the order of tokens, however kernels cut pages.
+        by_token: stored bytes are in token order, whatever block size kernels use.
 
     Raises:
         ConfigError: see ``check_adapters``.
@@ -186,8 +186,8 @@ def engine_spec(spec: Any, vllm_config: Any, *, by_token: bool = False) -> Engin
                 dcp_size=parallel.dcp_size,
                 rank=parallel.rank,
                 world_size=parallel.world_size,
-                # vLLM also says so of its direct layout, where a page of TP=1 is not the two pages of TP=2 one after
-                # the other: shared, they give full hits and wrong tokens. Only canonical pages are alike.
+                # vLLM sets this flag for its direct layout, too. There a page of TP=1 is not the concatenation of the
+                # two pages of TP=2, so sharing would give full hits and wrong tokens. Only canonical pages are equal.
                 is_parallelism_agnostic=canonical and bool(parallel.is_parallelism_agnostic),
             ),
             groups=tuple(KVCacheGroup(group.tokens_per_block, tuple(group.layer_names)) for group in config.groups),
@@ -204,23 +204,23 @@ def engine_spec(spec: Any, vllm_config: Any, *, by_token: bool = False) -> Engin
 
 
 def vllm_layout(spec: Any) -> VllmLayout:
-    """Where vLLM's own ``fs`` tier would keep a spec's blocks: as the installed version says."""
+    """Return where vLLM's own ``fs`` tier would keep a spec's blocks, according to the installed version."""
     from vllm.v1.kv_offload.file_mapper import FileMapper as VllmsFileMapper
 
-    # As that tier calls it. By position: the third parameter had other names.
+    # The same call as in vLLM's tier. Positional, because the third parameter's name differs between releases.
     mapper = VllmsFileMapper.from_offloading_spec("", spec, spec.blocks_per_chunk, True)
     return VllmLayout(mapper.base_path.lstrip("/"), mapper.rank, mapper.get_run_config())
 
 
 class Role(NamedTuple):
-    """What ``kv_role`` lets an engine do with storage. (vLLM's OffloadingConnector does not look at it.)"""
+    """What ``kv_role`` allows an engine to do with storage. (vLLM's OffloadingConnector ignores ``kv_role``.)"""
 
     loads: bool = True
     stores: bool = True
 
 
 def role_of(vllm_config: Any | None) -> Role:
-    """kv_producer: only stores; kv_consumer: only loads; else both. Says so where it is not both."""
+    """Convert ``kv_role``: kv_producer only stores, kv_consumer only loads, others do both. Warns if it is not both."""
     kv_role = getattr(getattr(vllm_config, "kv_transfer_config", None), "kv_role", None)
     role = Role(loads=kv_role != "kv_producer", stores=kv_role != "kv_consumer")
     if role != Role():
@@ -230,13 +230,14 @@ def role_of(vllm_config: Any | None) -> Role:
 
 
 def _model_name(vllm_config: Any | None, name: str) -> str:
-    """A model's name; of one in a bucket its URL, as vLLM's name of it is a folder in one host's cache.
+    """The model's name for namespaces.
 
-    A path as it is given, but where it is no name of a folder of ours.
+    - A model in a bucket: the end of its URL, because vLLM's name for it is a folder in one host's cache.
+    - Another name or path: unchanged, unless it starts with a dot or is too long for a folder name.
     """
     url = str(getattr(getattr(vllm_config, "model_config", None), "model_weights", None) or "")
     scheme, separator, place = url.partition("://")
-    # The end will do, and folders' names are bounded: the revision has a digest of the whole URL.
+    # The end is enough, since the revision has a digest of the whole URL. Folder names have a maximum length.
     if separator:
         return f"{scheme}/{place.strip('/')[-_URL_END:]}"
     if name.startswith("."):
@@ -249,7 +250,9 @@ def _model_name(vllm_config: Any | None, name: str) -> str:
 
 def _identity_of(vllm_config: Any) -> dict[str, Any]:
     if getattr(vllm_config, "model_config", None) is None:
-        raise ConfigError("vLLM's config has none, so KV of different models could be mixed up", field="model_config")
+        raise ConfigError(
+            "is missing in vLLM's config; without it KV of different models could be mixed up", field="model_config"
+        )
     transfer = getattr(vllm_config, "kv_transfer_config", None)
     ignore = ignored_options(getattr(transfer, "kv_connector_extra_config", None) or {})
     found = identity(vllm_config, ignore=ignore)
@@ -258,16 +261,20 @@ def _identity_of(vllm_config: Any) -> dict[str, Any]:
 
 
 def kv_platform(vllm_config: Any, block_sizes: Iterable[int], *, by_token: bool = False) -> str:
-    """Whose kernels lay out the KV: "cuda", "cuda:" and a digest, or "cpu:amx".
+    """Return the kernels that lay out the KV: "cuda", "cuda:" and a digest, or "cpu:amx".
 
-    vLLM's CPU backend packs the same KV in another order where the machine has AMX: with the same sizes, and wrong
-    tokens for who takes one for the other. So do ROCm's attention backends with keys, under one name of layout, and
-    CUDA's where their kernels' blocks are smaller than vLLM's: of 64 tokens, say, so that a block of 128 has its heads
-    twice. How small they are no config tells, only that all take 16. (``kv_groups.is_in_token_order`` knows others that
-    all lay out alike.) The digest has what vLLM chooses a backend by, beyond the options in ``identity``.
+    The same KV can have the same size but another byte order, and loading it with the other order gives wrong tokens:
+
+    - CPU: vLLM packs KV in another order if the machine has AMX.
+    - ROCm: attention backends order the K tensor differently under the same layout name.
+    - CUDA: kernels may use smaller blocks than vLLM. With kernel blocks of 64 tokens, a block of 128 has its heads
+      twice. No config tells the kernels' block size; it is only known that no kernel splits blocks of 16 tokens.
+      (``kv_groups.is_in_token_order`` finds other blocks that all kernels lay out alike.)
+
+    The digest covers everything that vLLM chooses a backend by, besides the options in ``identity``.
 
     Args:
-        block_sizes: tokens of a block, of each group.
+        block_sizes: tokens per block of each group.
         by_token: see ``engine_spec``.
     """
     if current_platform.is_cpu():
@@ -277,7 +284,7 @@ def kv_platform(vllm_config: Any, block_sizes: Iterable[int], *, by_token: bool 
     if not is_rocm and (by_token or max(block_sizes, default=0) <= KERNEL_BLOCK_TOKENS):
         return name
     gpu = None
-    with suppress(Exception):  # the driver's; no reason not to start
+    with suppress(Exception):  # a driver error must not keep the engine from starting
         gpu = current_platform.get_device_name() if is_rocm else [*current_platform.get_device_capability()]
     return f"{name}:{value_digest([gpu, vllm.__version__.split('.')[:2]])}"
 
@@ -288,9 +295,9 @@ def _cpu_kernels(model: Any, block_sizes: Iterable[int]) -> str:
 
         head_size = model.get_head_size()
         return "+".join(sorted({_get_attn_isa(model.dtype, size, head_size) for size in block_sizes}))
-    except Exception as e:  # noqa: BLE001 - a private function of vLLM's, which may go or change with any release
-        logger.debug("how this CPU's kernels pack KV is not known: %r", e)
-    # Machines that differ in what vLLM's kernels look at share nothing.
+    except Exception as e:  # noqa: BLE001 - a private vLLM function, which any release may change or remove
+        logger.debug("the KV layout of this CPU's kernels is not known: %r", e)
+    # Fallback: machines with another architecture or AMX support do not share blocks.
     supports_amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
     return f"{platform.machine()}{'+amx' if supports_amx else ''}"
 
@@ -304,11 +311,11 @@ def _hash_algorithm(vllm_config: Any | None) -> str:
 
 
 def lookup_result(answer: bool | None, *, is_coming: bool = False) -> LookupResult:
-    """A tier's answer to ``lookup``, as vLLM's.
+    """Convert a tier's answer to ``lookup`` into vLLM's type.
 
     Args:
-        is_coming: the key was found, though it is not readable yet. In a group with a sliding window vLLM goes on to
-            earlier blocks where it hears RETRY, until it has asked for all there are.
+        is_coming: the key was found, but is not readable yet. (On RETRY, vLLM goes on to earlier blocks in a group with
+            a sliding window, until it has looked up all of them.)
     """
     if answer is None:
         return LookupResult.HIT_PENDING if is_coming else LookupResult.RETRY
@@ -316,21 +323,21 @@ def lookup_result(answer: bool | None, *, is_coming: bool = False) -> LookupResu
 
 
 def barred(places: Iterable[tuple[Medium, Locality | None]], req_context: Any) -> int:
-    """Bit mask of the places that a request may not load from, by ``kv_load_tiers`` in its parameters."""
+    """Bit mask of the places that ``kv_load_tiers`` in a request's parameters excludes from loading."""
     allows = req_context.load_tier_filter.allows
     return sum(1 << index for index, place in enumerate(places) if not allows(*place))
 
 
 def job_metadata(job: Any) -> JobMetadata:
-    """A job of vLLM's. ``job.keys`` may be a set: its order of iteration is that of the ids."""
+    """Convert a vLLM job. ``job.keys`` may be a set; iterating it gives the keys in the order of the ids."""
     ids = job.chunk_ids if hasattr(job, "chunk_ids") else job.block_ids
     return JobMetadata(job.job_id, tuple(job.keys), ids, job.req_context)
 
 
 def prompt_order(keys: Sequence[bytes], req_context: Any) -> list[int]:
-    """Where the keys of a store are in ``keys``, in the order of their prompt: a prefix is of use up to its first gap.
+    """Return the indexes of ``keys`` in prompt order. Order matters: a prefix is usable only up to its first gap.
 
-    vLLM names them in a set, and from 0.31 on says at which token of its request each ends.
+    vLLM passes the keys of a store as a set. From 0.31 on it tells at which token of the request each key ends.
     """
     position_of: Any = getattr(req_context, "get_offload_key_position", {}.get)
     positions = [math.inf if (end := position_of(key)) is None else end for key in keys]
@@ -338,7 +345,7 @@ def prompt_order(keys: Sequence[bytes], req_context: Any) -> list[int]:
 
 
 def job_result(result: JobResult) -> VllmJobResult:
-    """A result of ours. vLLM takes ``successful_keys`` of None for "all share the fate of the job"."""
+    """Convert a kvtiers result. For vLLM, ``successful_keys`` of None means that ``success`` holds for all keys."""
     fields = {
         "job_id": result.job_id,
         "success": result.success,
@@ -350,17 +357,17 @@ def job_result(result: JobResult) -> VllmJobResult:
 
 
 def hold_back_stream(request: Any) -> None:
-    """Offload nothing of a request whose prompt comes in parts while it runs, where vLLM mistakes its blocks.
+    """Turn off offloading for a request whose prompt arrives in parts, with releases that mix up its blocks.
 
-    With each part vLLM tells its connector all blocks of the request. Before 0.33 it takes them for more of them, and
-    so stores blocks under the names of later ones.
+    With each part, vLLM tells its connector all blocks of the request. Before 0.33 the connector treats them as
+    additional blocks, and so stores blocks under the names of later blocks.
     """
     if _MISTAKES_BLOCKS_OF_STREAMS and getattr(request, "resumable", False):
         request.kv_transfer_params = {**(request.kv_transfer_params or {}), "max_offload_tokens": 0}
 
 
 def warn_of_unread(request: Any) -> None:
-    """Say, once in a process, that a request asks for a limit that this release of vLLM does not know."""
+    """Warn, once per process, that this release of vLLM ignores a limit that a request asks for."""
     if not _READS_MAX_LOAD_TOKENS and (request.kv_transfer_params or {}).get("max_load_tokens") is not None:
         _warn_of_unread("max_load_tokens")
 
@@ -371,13 +378,13 @@ def _warn_of_unread(name: str) -> None:
 
 
 def medium(name: str) -> Medium:
-    """vLLM's name for a medium of ours."""
+    """Convert kvtiers' name of a medium to vLLM's."""
     return Medium.CPU if name in ("CPU", "memory") else Medium.STORAGE
 
 
 @cache
 def hit_source(name: str) -> Any:
-    """vLLM's ``CacheHitSource`` for "CPU" or a tier's type. vLLM has none for remote storage. From vLLM 0.32 on."""
+    """vLLM's ``CacheHitSource`` (0.32 and later) for "CPU" or a tier's type. It has no value for remote storage."""
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     if name in ("CPU", "memory"):
@@ -386,11 +393,11 @@ def hit_source(name: str) -> Any:
 
 
 def locality(tier_type: str) -> Locality | None:
-    """Whether a tier's storage is this machine's, by the tier's type; None: not known."""
+    """Whether storage of a tier's type is local to this machine or remote; None: not known."""
     return _LOCALITIES.get(tier_type)
 
 
 def events(ours: Iterable[OffloadingEvent], where: Locality | None = None) -> Iterator[VllmEvent]:
-    """Our events, as vLLM's."""
+    """Convert kvtiers' events to vLLM's."""
     for event in ours:
         yield VllmEvent(keys=list(event.keys), medium=medium(event.medium), removed=event.removed, locality=where)

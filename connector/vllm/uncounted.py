@@ -1,6 +1,7 @@
-"""What of vLLM's configuration is no part of a namespace, each with the reason.
+"""Fields of vLLM's configuration that are not part of a namespace, each with the reason.
 
-``docs/vllm.md`` shows these tables (``make docs``). Imports nothing, so that they can be read without vLLM.
+``docs/vllm.md`` shows these tables (``make docs``). This module does not import vLLM, so the tables can be read without
+it.
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ from collections.abc import Mapping
 
 _ELSEWHERE = "is in the namespace in another field"
 _WEIGHTS = "is in the namespace as part of the weights' revision"
-_MEMORY = "how much memory and how many requests at once"
-_PLACE = "where processes run and how they talk"
-_OUTPUT = "what becomes of computed tokens, or text before and after them"
-_OBSERVED = "what is observed, logged or profiled"
-_RUNTIME = "changed while the engine starts or runs"
-_COMPILED = "which graphs are captured and where compiled code is kept"
+_MEMORY = "sets memory use or the number of concurrent requests"
+_PLACE = "sets where processes run and how they communicate"
+_OUTPUT = "affects only sampling, output, or text processing before and after the model"
+_OBSERVED = "sets logging, monitoring or profiling"
+_RUNTIME = "changes while the engine starts or runs"
+_COMPILED = "sets which graphs are captured and where compiled code is kept"
 
 #: Class of vLLM's config objects -> why -> its fields ("*": all) that cannot change the meaning of stored KV.
 IGNORED: Mapping[str, Mapping[str, str]] = {
@@ -102,8 +103,8 @@ IGNORED: Mapping[str, Mapping[str, str]] = {
     **{name: {_OUTPUT: "*"} for name in ("StructuredOutputsConfig", "AuxOutputConfig")},
 }
 
-#: Why -> ``VLLM_*`` variables that cannot change the meaning of stored KV. (vLLM's own list of those that leave
-#: compiled graphs alone also has some that choose weights or how pictures are read; those count here.)
+#: Why -> ``VLLM_*`` variables that cannot change the meaning of stored KV. (vLLM has its own list of variables that do
+#: not affect compiled graphs. Some of them choose weights or how images are decoded; kvtiers counts these.)
 IGNORED_VARIABLES: Mapping[str, str] = {
     _PLACE: "API_KEY CACHE_ROOT CONFIG_ROOT ASSETS_CACHE ASSETS_CACHE_MODEL_CLEAN CUDA_COMPATIBILITY_PATH "
     "ENABLE_CUDA_COMPATIBILITY DIST_IDENT DP_MASTER_IP DP_MASTER_PORT DP_RANK DP_RANK_LOCAL DP_SIZE "

@@ -1,8 +1,9 @@
-"""The weights of an engine: what decides the KV of given tokens beyond a model's name and the options in ``identity``.
+"""Identifies an engine's weights: with the model's name and the options in ``identity``, they decide a token's KV.
 
-Weights are known by their commit, else by what is in their folder. The answer must be the same in the scheduler, in
-every worker and on every host with the same files. So it does not come from vLLM's ``hf_config`` where there are files:
-models change that while they are loaded, which only workers do. Without files the scheduler's counts.
+Weights are identified by their commit, or else by the content of their folder. The result must be the same in the
+scheduler, in every worker and on every host with the same files. So if there are files, vLLM's ``hf_config`` is not
+used: only workers load the model, and loading changes ``hf_config``. Without files, the scheduler's ``hf_config`` is
+used.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ logger = get_logger(__name__)
 
 _OF_SCHEDULER = re.compile(rf"(config|engine):[0-9a-f]{{{DIGEST_HEX_DIGITS}}}(?=\+|$)")  # a commit has 40
 
-#: Formats of ``--load-format`` that read the model's own files, which are known by commit or digest.
+#: Values of ``--load-format`` that read the model's own files, which a commit or digest identifies.
 _OWN_FILES = frozenset(
     {"auto", "bitsandbytes", "fastsafetensors", "gguf", "hf", "instanttensor", "ipc_cache", "mistral", "modelexpress"}
     | {"npcache", "pt", "runai_streamer", "runai_streamer_sharded", "safetensors", "sharded_state"}
 )
-#: Fields of ``--model-loader-extra-config`` that say where weights are. The others are speeds and secrets.
+#: Fields of ``--model-loader-extra-config`` that say where weights are. The other fields tune speed or hold secrets.
 _LOCATION = re.compile(r"(.*_)?(uri|url|dir|path|pattern|endpoint)")
 
-#: Variables that change what is computed. ``identity`` has the scheduler's; a worker on another host may have others.
+#: Environment variables that change the KV. ``identity`` has the scheduler's; a worker on another host may differ.
 _COMPUTING_VARIABLES = (
     "VLLM_HUMMING_INPUT_QUANT_CONFIG",
     "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
@@ -42,14 +43,19 @@ _LLAMA4_TUNED_ABOVE_TOKENS = 32_768
 
 
 def kv_revision(vllm_config: Any) -> str | None:
-    """The weights, and what no option says and with which the same weights give other KV; None: nothing is known.
+    """Return a text that identifies the weights, and everything besides options that changes their KV.
+
+    None: nothing is known about the weights.
 
     Args:
-        vllm_config: vLLM's VllmConfig, or what has some of its fields.
+        vllm_config: vLLM's VllmConfig, or an object with some of its fields.
 
     Raises:
-        ConfigError: ``weight_transfer_config``: the weights will be others; ``pooler_config``: KV of a prompt's
-            beginning is of no use; or pictures have names that mean others in the next process.
+        ConfigError: names the field that makes KV unusable:
+
+            - ``weight_transfer_config``: the weights will change while the engine runs.
+            - ``pooler_config``: the pooler needs all tokens to be computed.
+            - ``mm_processor_cache_gb``: vLLM names images by a counter that starts anew in each process.
     """
     model = vllm_config.model_config
     cache = getattr(vllm_config, "cache_config", None)
@@ -57,8 +63,8 @@ def kv_revision(vllm_config: Any) -> str | None:
     _refuse_pooling_of_whole_prompts(model)
     if getattr(vllm_config, "weight_transfer_config", None) is not None:
         raise ConfigError(
-            "weights that are sent to an engine while it runs are not those that it was started with, and KV is stored "
-            "under the name of those; leave it out, or run such engines without a KV connector",
+            "replaces the weights of a running engine, but KV is stored under the name of the weights at the start; "
+            "leave it out, or run such engines without a KV connector",
             field="weight_transfer_config",
         )
     load = getattr(vllm_config, "load_config", None)
@@ -71,28 +77,29 @@ def kv_revision(vllm_config: Any) -> str | None:
         parts.append(f"variables:{value_digest(variables)}")
     speculative = getattr(vllm_config, "speculative_config", None)
     draft = getattr(speculative, "draft_model_config", None)
-    if draft is not None and draft.model != model.model:  # its layers' KV is in the blocks, too
+    if draft is not None and draft.model != model.model:  # the blocks also hold the KV of the draft model's layers
         revision = weights_revision(draft, getattr(speculative, "draft_load_config", None) or load)
         parts.append(f"draft:{value_digest([draft.model, revision])}")
     return "+".join(part for part in parts if part) or None
 
 
 def _refuse_pooling_of_whole_prompts(model: Any) -> None:
-    """Of a prompt whose beginning was loaded, a pooler sees the end; vLLM's ends the engine then."""
+    """Refuse poolers of whole prompts: after a load they see only the end of a prompt, which ends vLLM's engine."""
     pooler: Any = getattr(model, "pooler_config", None)
     if pooler is not None and not getattr(model, "is_prefix_caching_supported", True):
         kinds = [str(getattr(pooler, name, None)) for name in ("seq_pooling_type", "tok_pooling_type")]
         raise ConfigError(
-            f"this model's pooling ({' and '.join(kinds)}) takes all tokens of a prompt to be computed, so no KV of it "
-            "can be reused: run it without a KV connector, or pool by LAST",
+            f"this model's pooling ({' and '.join(kinds)}) needs all tokens of a prompt to be computed, so KV cannot "
+            "be reused: run it without a KV connector, or pool by LAST",
             field="pooler_config",
         )
 
 
 def _refuse_counted_pictures(model: Any, cache: Any) -> None:
-    """vLLM names pictures by their content only where a cache of its own needs that.
+    """Refuse an engine in which vLLM names images by a counter.
 
-    Otherwise by a counter, which begins anew in each process, and block hashes have those names.
+    vLLM names images by their content only if one of its own caches needs these names. Otherwise it uses a counter,
+    which starts anew in each process, and block hashes include the counter.
     """
     multimodal: Any = getattr(model, "multimodal_config", None)
     if (
@@ -101,18 +108,22 @@ def _refuse_counted_pictures(model: Any, cache: Any) -> None:
         and not (multimodal.language_model_only and not multimodal.enable_mm_embeds)
     ):
         raise ConfigError(
-            "is 0 and prefix caching is off: vLLM then names pictures (audio, videos) by a counter, and KV of another "
-            "one would be loaded; turn on one of the two, or give --language-model-only",
+            "is 0 and prefix caching is off: vLLM then names images, audio and videos by a counter, and KV of another "
+            "image would be loaded; turn on one of the two, or give --language-model-only",
             field="mm_processor_cache_gb",
         )
 
 
 def weights_revision(model: Any, load: Any = None) -> str | None:
-    """What the weights are beyond the model's name; None where nothing is known.
+    """Return a text that identifies the weights besides the model's name; None if nothing is known.
 
-    Commit or revision, quantization, and digests of: a local folder's weights and configs, ``hf_overrides``, where
-    weights come from that are not the model's files, and of the final config where neither a commit nor files are
-    known, weights are in a bucket, or a function overrides it.
+    It consists of:
+
+    - the commit or revision, and the quantization;
+    - digests of a local folder's weights and configs;
+    - digests of ``hf_overrides``, and of the source of weights that are not in the model's files;
+    - a digest of the final config, if neither a commit nor files are known, if the weights are in a bucket, or if a
+      function overrides the config.
 
     Args:
         model: vLLM's ModelConfig.
@@ -121,17 +132,17 @@ def weights_revision(model: Any, load: Any = None) -> str | None:
     hf_config = getattr(model, "hf_config", None)
     name, revision = str(getattr(model, "model", None) or ""), getattr(model, "revision", None)
     url = str(getattr(model, "model_weights", None) or "")
-    # Weights in a bucket: beside them is a folder with the configs only, on the host that pulled them and no other.
+    # Weights in a bucket: the local folder has only the configs, and only on the host that pulled them.
     in_bucket = "://" in url
     config_path = getattr(model, "hf_config_path", None)
     commit = config_commit = getattr(hf_config, "_commit_hash", None)
     is_local = in_bucket or not name or os.path.exists(name)
     if not is_local and (config_path or not commit):
-        # The config's commit is that of another repository, or there is none: that of the weights is looked up.
+        # The config's commit is missing or belongs to another repository, so look up the weights' commit.
         commit = hub_commit(name, revision, getattr(load, "download_dir", None))
         if not (commit or revision):
             logger.warning(
-                "which commit of %s is loaded is not known: weights that follow are taken for the same", name
+                "which commit of %s is loaded is not known: KV of an older commit may be loaded after an update", name
             )
     places = (config_path,) if in_bucket else (name, url, config_path)
     files = [found for path in places if path and (found := files_digest(path))]
@@ -150,19 +161,19 @@ def weights_revision(model: Any, load: Any = None) -> str | None:
 
 
 def _by_length(model: Any) -> list[str]:
-    """What vLLM's models decide by ``max_model_len``, and with it the KV of every prompt, short ones too."""
+    """Model settings that vLLM derives from ``max_model_len``. They change the KV of every prompt, even a short one."""
     config = getattr(model, "hf_text_config", None) or getattr(model, "hf_config", None)
     length = getattr(model, "max_model_len", None)
 
     def exceeds(limit: int | None) -> str:
-        # With -1 vLLM decides by one length, and then fits another one to the memory.
+        # With -1 vLLM decides by one length, and later chooses another length that fits the memory.
         if getattr(model, "original_max_model_len", None) == -1:
             return "auto"
         return str(length if limit is None or length is None else length > limit)
 
     parts = set()
     for ropes in (getattr(config, "rope_parameters", None), getattr(config, "rope_scaling", None)):
-        for rope in (ropes, *ropes.values()) if isinstance(ropes, Mapping) else ():  # or one for each type of layers
+        for rope in (ropes, *ropes.values()) if isinstance(ropes, Mapping) else ():  # some have one per layer type
             if isinstance(rope, Mapping) and "longrope" in (rope.get("rope_type"), rope.get("type")):
                 name = "original_max_position_embeddings"
                 parts.add(f"long:{exceeds(rope.get(name) or getattr(config, name, None))}")
@@ -173,7 +184,7 @@ def _by_length(model: Any) -> list[str]:
 
 
 def _loaded_from(load: Any) -> list[str]:
-    """Where the weights are if not in the model's files: random ones, tensorizer's, a plugin's."""
+    """The source of weights that are not in the model's files: random weights, tensorizer, or a plugin."""
     load_format = str(getattr(load, "load_format", "auto")).lower()
     parts = [] if load_format in _OWN_FILES else [f"load:{load_format}"]
     found = dict(_locations(getattr(load, "model_loader_extra_config", None)))
@@ -189,13 +200,13 @@ def _locations(extra: Any, within: str = "") -> Iterator[tuple[str, str]]:
 
 
 class Adapters:
-    """LoRA adapters by what is in their files; requests name them by name and path only. Any thread.
+    """Identifies LoRA adapters by the content of their files; requests give only a name and a path. Any thread.
 
-    An engine loads an adapter at any time before its first request. So of files that changed after the engine's start
-    nobody knows whether it computes with those before or after.
+    An engine loads an adapter at any time before the adapter's first request. If the files changed after the engine's
+    start, it is unknown whether the engine uses the old or the new files.
 
     Attributes:
-        started_ns: when the engine had loaded no adapter yet.
+        started_ns: a time before the engine loaded its first adapter.
     """
 
     def __init__(self) -> None:
@@ -203,10 +214,10 @@ class Adapters:
         self._seen: dict[tuple[int, str], str] = {}
 
     def revision(self, lora: Any) -> str | None:
-        """Digest of an adapter's files, or its commit where it is a hub's.
+        """Return the digest of an adapter's files, or the commit of an adapter from the hub. None: unknown.
 
-        None where neither is known, and for good where the files changed under a running engine: between its start
-        and the adapter's first request, or later.
+        If the files change while the engine runs (between its start and the adapter's first request, or later), the
+        result is None until the engine is restarted.
 
         Args:
             lora: vLLM's LoRARequest.
@@ -220,7 +231,7 @@ class Adapters:
         if is_known and self._seen.setdefault(adapter, found) == found:
             return found
         if self._seen.get(adapter) != "":
-            self._seen[adapter] = ""  # for good, whatever is there from now on
+            self._seen[adapter] = ""  # permanent, even if the old files come back
             logger.warning(
                 "the files of the adapter in %s were changed after the engine's start: its KV is neither stored nor "
                 "loaded until the engine is started again",
@@ -230,14 +241,14 @@ class Adapters:
 
 
 def _changed_ns(path: str) -> int:
-    """When an adapter that is there changed last; 0 for a hub's of which the cache has no second commit."""
+    """When an adapter's files last changed; 0 for a hub adapter with only one commit in the local cache."""
     place = Path(path)
     if not place.exists():
         folder = hub_folder(path)
         ref, snapshots = folder / "refs" / "main", folder / "snapshots"
         places = [ref] if snapshots.exists() and len(list(snapshots.iterdir())) > 1 else []
     else:
-        # A folder that was moved here has old files in it, and a link may show another one.
+        # A folder that was moved here contains old files, and a link may now point to another folder.
         places = [place, *place.iterdir()] if place.is_dir() else [place]
     times = [each.lstat().st_ctime_ns for each in places] + [
         each.stat().st_ctime_ns for each in places if each.exists()
@@ -246,7 +257,7 @@ def _changed_ns(path: str) -> int:
 
 
 def config_digest(hf_config: Any) -> str | None:
-    """Digest of a config; None for what has no ``to_dict``."""
+    """Digest of a config; None if it has no ``to_dict``."""
     if not hasattr(hf_config, "to_dict"):
         return None
     fields = {name: value for name, value in hf_config.to_dict().items() if name != "transformers_version"}
@@ -254,5 +265,5 @@ def config_digest(hf_config: Any) -> str | None:
 
 
 def without_config(revision: str | None) -> str:
-    """A revision without what may differ in workers: a ``config_digest``, and an ``identity_digest``."""
+    """Remove the parts of a revision that may differ in workers: ``config_digest`` and ``identity_digest``."""
     return _OF_SCHEDULER.sub("", revision or "").strip("+")

@@ -80,7 +80,7 @@ def test_vllms_own_format_goes_behind_vllms_own_spec_only(tmp_path: Path) -> Non
     assert set(vllm_config(path)) == {"tier", "shared_storage"}
     told = CliRunner().invoke(app, ["vllm-config", str(path), "--way", "spec"], env={"COLUMNS": "300"})
     assert told.exit_code == EXIT_BAD_INPUT
-    assert "this file offers no spec: tiers[1].format: vllm-raw goes with the way tier only" in told.output
+    assert "this file does not support spec: tiers[1].format: vllm-raw works only with the way tier" in told.output
 
 
 def test_memory_alone_has_no_place_to_share(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_what_would_not_hold_for_prefix_files_leaves_the_way_out(tmp_path: Path,
         shared_place({"config_file": str(path)})
     told = CliRunner().invoke(app, ["vllm-config", str(path), "--way", "shared_storage"], env={"COLUMNS": "300"})
     assert told.exit_code == EXIT_BAD_INPUT
-    assert f"this file offers no shared_storage: tiers[0].{key}: " in told.output
+    assert f"this file does not support shared_storage: tiers[0].{key}: " in told.output
 
 
 @pytest.mark.parametrize(
@@ -162,14 +162,14 @@ def test_a_path_is_a_folder_a_mount_a_bucket_or_another_url(monkeypatch: pytest.
     ("extra", "said"),
     [
         ({"shared_storage_path": "/a", "read_only": "yes, please"}, "^read_only: 'yes, please' "),
-        ({"shared_storage_path": "s3://UP..PER/a"}, "^shared_storage_path: 'UP..PER' is no bucket name"),
-        ({"shared_storage_path": "s3://"}, "^shared_storage_path: '' is no bucket name"),
+        ({"shared_storage_path": "s3://UP..PER/a"}, "^shared_storage_path: 'UP..PER' is not a valid bucket name"),
+        ({"shared_storage_path": "s3://"}, "^shared_storage_path: '' is not a valid bucket name"),
         ({"shared_storage_path": "gs://b/a", "storage_options": "anon"}, "^storage_options: "),
         ({"tier": {"type": "fs", "root_dir": "/a"}, "ttl": "7d"}, "^ttl: is an option of the tier; write it there"),
         ({"config_file": "/a.yaml", "read_only": True}, "^read_only: is an option .*, not beside config_file"),
         (
             {"shared_storage_path": "/a", "max_byte": "1GiB"},
-            "^max_byte: is no option of Shared.*accepted are .*max_bytes",
+            "^max_byte: is not an option of Shared.*accepted are .*max_bytes",
         ),
         ({"shared_storage_path": "s3://bucket/a", "min_free": "1GiB"}, "^min_free: "),
         ({"tier": "fs"}, "^tier: 'fs' is not a mapping; a tier has a type"),
@@ -269,7 +269,7 @@ def test_mistakes_in_the_way_spec_name_their_field(extra: dict[str, Any], field:
 @pytest.mark.parametrize("name", ["Tiers", "teirs", "metrics", "handler", "region", "promotion_wait_s"])
 @pytest.mark.parametrize("beside", [{"config_file": "/x.yaml"}, {"cpu_bytes_to_use": "1GiB", "tiers": []}])
 def test_an_option_that_nobody_reads_is_refused(name: str, beside: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=rf"^{name}: is no option of KVTiersSpec; accepted are config_file, "):
+    with pytest.raises(ConfigError, match=rf"^{name}: is not an option of KVTiersSpec; accepted are config_file, "):
         deployment_from(SPEC | beside | {name: {}})
 
 
@@ -293,11 +293,11 @@ def test_what_a_request_asks_for_is_no_option_of_an_engine(name: str) -> None:
 
 
 def test_an_engine_without_tiers_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(ConfigError, match=r"^teirs: is no option of KVTiersSpec \(tiers is absent\); "):
+    with pytest.raises(ConfigError, match=r"^teirs: is not an option of KVTiersSpec \(tiers is absent\); "):
         deployment_from(SPEC | {"cpu_bytes_to_use": "1GiB", "teirs": [{"type": "memory"}]})
     with caplog.at_level(logging.WARNING):
         assert not deployment_from(SPEC | {"cpu_bytes_to_use": "1GiB"}).tiers
-    assert "blocks live in the region only" in caplog.text
+    assert "blocks are kept only in the region" in caplog.text
 
 
 @pytest.mark.parametrize(("extra", "keeps"), [({}, False), ("off", False), (False, False), ("keep", True)])

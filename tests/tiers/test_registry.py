@@ -115,9 +115,9 @@ def test_by_entry_point(view: memoryview, plugin: str, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("config", "text"),
     [
-        ({}, "None is no tier type; accepted: fs"),
-        ({"type": 3}, "3 is no tier type"),
-        ({"type": "nope"}, "'nope' is no tier type; accepted: fs"),
+        ({}, "None is not a tier type; accepted: fs"),
+        ({"type": 3}, "3 is not a tier type"),
+        ({"type": "nope"}, "'nope' is not a tier type; accepted: fs"),
         ({"type": "X", "module_path": "no.such.module"}, "cannot be imported"),
         ({"type": "Missing", "module_path": "my_tiers"}, "has no class 'Missing'"),
         ({"type": "not_a_class", "module_path": "my_tiers"}, "not a class"),
@@ -128,7 +128,7 @@ def test_by_entry_point(view: memoryview, plugin: str, monkeypatch: pytest.Monke
             r"tier 'Careless': cannot be made: TypeError: can only concat",
         ),
         ({"type": "fs"}, "root_dir"),
-        ({"type": "fs", "root_dir": "/x", "bogus": 1}, "bogus: is no key"),
+        ({"type": "fs", "root_dir": "/x", "bogus": 1}, "bogus: is not a known key"),
         ({"type": "ModuleType", "module_path": "types"}, "is no SecondaryTierManager"),
         ({"type": "X", "module_path": ".x"}, "module_path: tier 'X' cannot be imported: TypeError"),
         ({"type": "X", "module_path": "broken_tiers"}, "cannot be imported: ZeroDivisionError: division by zero"),

@@ -193,7 +193,7 @@ def test_an_object_that_cannot_be_told_from_others_counts_by_its_type_and_is_sai
     module._say_that_the_type_counts.cache_clear()
     first, second = (identity(Holder({"plugin": object()}), {}) for _ in range(2))
     assert first == second
-    assert "held is a builtins.object, of which the namespace has the type alone" in caplog.text
+    assert "held is a builtins.object: only its type is part of the namespace, not its value" in caplog.text
 
 
 def test_two_processes_agree() -> None:

@@ -80,7 +80,7 @@ def test_a_window_is_stored_block_by_block(
     has_state = MAMBA in kinds  # a prompt's last one would not be at the end of a larger chunk
     assert spec.blocks_per_chunk == spec.config.cache.blocks_per_chunk == (1 if has_window or has_state else CHUNK)
     assert spec.config.groups == config.groups  # 0.33 has counted their windows in chunks of one block
-    assert ("blocks_per_chunk is 4 and 1 is taken" in caplog.text) == (has_window or has_state)
+    assert ("blocks_per_chunk is 4 and 1 is used" in caplog.text) == (has_window or has_state)
 
 
 @pytest.mark.parametrize("blocks_per_chunk", [1, CHUNK])
@@ -96,7 +96,7 @@ def test_vllms_own_spec_is_told_to_store_a_window_block_by_block(
             made_by(engines.kv_cache_config(*kinds), spec.get_manager)
     else:
         made_by(engines.kv_cache_config(*kinds), spec.get_manager).shutdown()
-        assert ("most prompts will find nothing" in caplog.text) == (MAMBA in kinds and blocks_per_chunk > 1)
+        assert ("most prompts will have no hits" in caplog.text) == (MAMBA in kinds and blocks_per_chunk > 1)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_pages_that_are_less_than_a_block_are_refused() -> None:
         made_by(engines.kv_cache_config(*kinds), lambda: KVTiersSpec(offloading_config({"cpu_bytes_to_use": "1MiB"})))
         for kinds in ([FULL], [FULL, MAMBA])
     )
-    with pytest.raises(ConfigError, match=f"{BLOCK_BYTES // 2} bytes of a block that has {BLOCK_BYTES}"):
+    with pytest.raises(ConfigError, match=f"only {BLOCK_BYTES // 2} of the {BLOCK_BYTES} bytes of a block"):
         one.get_worker(part)
     two.get_worker(part).shutdown()  # a second group, which vLLM does not offload, may have the rest
 

@@ -757,7 +757,7 @@ def test_chunks_of_another_form_make_room_for_those_that_fit(rigs: Any, caplog: 
     other.scheduler.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: ([0, 2, 4, 6, 8],)), 16)
     other.work(other.scheduler.build_connector_meta(step()))
     assert other.loaded() == ({"a"}, {0, 2, 4, 6})
-    assert "is of no use here, and is removed" in caplog.text
+    assert "does not fit this engine, and is removed" in caplog.text
     third = rigs()
     assert third.matched(prompt(TOKENS, "b")) == (0, False)
 
@@ -1301,7 +1301,7 @@ def test_options_that_would_do_nothing_are_refused(rigs: Any, extra: dict[str, A
 
 
 def test_a_buffer_of_an_unknown_order_ends_the_engine_at_its_start(rigs: Any) -> None:
-    with pytest.raises(ConfigError, match="is the shape of no known layout"):
+    with pytest.raises(ConfigError, match="is not the shape of a known layout"):
         rigs().worker.register_kv_caches({"layer": torch.rand(BLOCKS + 1, 3, SIZE, 10)})
 
 

@@ -98,7 +98,7 @@ def test_adapters_are_refused_where_vllm_applies_them_to_requests_without_one(
     monkeypatch.setattr(translate, "current_platform", platform)
     config = VllmConfig(lora_config=SimpleNamespace(max_loras=1) if has_adapters else None)
     if has_adapters and is_cpu and leaks:
-        with pytest.raises(ConfigError, match="enable_lora: .*take vLLM 0.33 or later"):
+        with pytest.raises(ConfigError, match="enable_lora: .*use vLLM 0.33 or later"):
             translate.engine_spec(offloading_config(), config)
     else:
         translate.engine_spec(offloading_config(), config)

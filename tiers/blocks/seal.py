@@ -342,7 +342,7 @@ class Seal:
             and _CHECK.unpack_from(trailer, CHECK_AT)[0] == xxhash.xxh3_64_intdigest(trailer[:CHECK_AT])
         )
 
-    def is_another_engines(self, trailer: bytes | bytearray | memoryview) -> bool:
+    def is_foreign(self, trailer: bytes | bytearray | memoryview) -> bool:
         """Whether a block, of whatever size, is that of an engine which only shares the folder, and none of ours."""
         trailer = bytes(trailer)
         if not self._shares_folder or len(trailer) != TRAILER_BYTES or trailer[: len(MAGIC)] != MAGIC:

@@ -1,4 +1,4 @@
-"""Account: one writer's part in keeping what a root holds within ``max_bytes``. ``usage`` says how."""
+"""Account: one writer's share of a root's ``max_bytes``. ``usage`` documents the protocol between writers."""
 
 from __future__ import annotations
 
@@ -17,32 +17,34 @@ logger = get_logger(__name__)
 
 GRANT_SHARE = 256
 GRANT_BYTES_MAX = 256 << 20
-DENIED_S = 0.02  # after a refusal, so that a full root is not asked for every block; times 100 on a network
+DENIED_S = 0.02  # pause after a refusal, so that a full root is not asked for every block; times 100 on a network
 
 
 def _since_boot() -> float:
-    """Monotonic seconds, the machine's sleep among them: nobody else waits for that."""
+    """Monotonic seconds, including the machine's sleep, because the other writers' time goes on meanwhile."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class Account:
-    """One writer's part. Any thread may call.
+    """Reserves space for one writer's puts. Any thread may call.
 
-    ``_lock`` owns the fields, but for those named below, and is never held while the storage is asked. ``_records`` is
-    held while this writer's records are read or written, and is taken first where both are; it owns ``_named_at``,
-    ``_wanted``, ``_denied_until`` and ``_refusal``. What is published as ``reserved`` is never less than ``_reserved``.
+    Locks:
 
-    A put waits for ``_records`` only when the grant is used up, or the record is old. Before that, the thread whose
-    put ended asks for more while the others go on.
+    - ``_lock`` owns all fields except those of ``_records``. It is never held during a storage call.
+    - ``_records`` is held while this writer's records are read or written, and owns ``_named_at``, ``_wanted``,
+      ``_denied_until`` and ``_refusal``. If both locks are needed, ``_records`` is taken first.
+
+    The published ``reserved`` is never less than ``_reserved``. A put waits for ``_records`` only if the grant is used
+    up or the record is old. To avoid that, a thread whose put ended asks for more early, while other threads go on.
 
     Args:
-        store: the shared one.
-        max_bytes: what the root may hold.
+        store: the shared store.
+        max_bytes: limit of the root.
         writer_s: see ``CapacityPolicy``.
-        newcomer_s: how long other writers may not see that this one exists: names are cached on NFS. Nothing is
-            granted before.
-        clock: monotonic seconds, the machine's sleep among them.
-        keys: what records are authenticated with.
+        newcomer_s: how long other hosts may not see a new writer, because NFS caches names. A new writer gets no grant
+            before this time has passed.
+        clock: monotonic seconds, including the machine's sleep.
+        keys: keys to authenticate records with.
     """
 
     def __init__(
@@ -69,17 +71,18 @@ class Account:
         self._denied_until = float("-inf")
         self._refusal = ""
         self._wanted = 0
-        self._failures = 0  # whoever waited for ``_records`` during one fails with it
+        self._failures = 0  # count; callers that waited for ``_records`` during a failure fail with the same error
         self._failure = ""
-        self._asks_ahead = True  # until that is refused
+        self._asks_ahead = True  # False after such a request was refused
         self._begin()
 
     def take(self, size: int, key: str) -> str:
-        """Reserve room for a blob. What it returns goes to ``settle`` or ``give_back``.
+        """Reserve space for a blob. Pass the result to ``settle`` or ``give_back``.
 
         Raises:
-            StoreFullError: there is none, or nobody knows yet.
-            StoreError: the records cannot be read or written. Who has waited for that gets the same error.
+            StoreFullError: there is not enough space, or the root has not been measured yet.
+            StoreError: the records cannot be read or written. Callers queued on the lock when the storage call fails
+                get the same error.
         """
         failures = self._failures
         with self._lock:
@@ -94,7 +97,7 @@ class Account:
                 if not is_late and self._available >= size:
                     self._available -= size
                     return self._writer
-            if failures != self._failures:  # or those who wait for a hung storage would time out one after another
+            if failures != self._failures:  # else callers waiting for a hung storage would time out one by one
                 raise StoreUnavailableError(f"the account cannot be asked: {self._failure}", key=key)
             try:
                 if is_late:
@@ -105,15 +108,15 @@ class Account:
                 raise
 
     def settle(self, taken: str, size: int) -> None:
-        """The put has ended, and may have stored the blob."""
+        """Report that a put ended and stored, or may have stored, the blob."""
         self._end(taken, settled=size)
 
     def give_back(self, taken: str, size: int) -> None:
-        """The put has stored nothing."""
+        """Report that a put ended and stored nothing."""
         self._end(taken, returned=size)
 
     def _end(self, taken: str, *, settled: int = 0, returned: int = 0) -> None:
-        """A put has ended. Its thread then publishes, or asks for more, if the grant needs that."""
+        """Book an ended put. Then publish the record or ask for a larger grant, if needed."""
         with self._lock:
             if taken != self._writer:
                 return
@@ -122,21 +125,21 @@ class Account:
             age_s = self._clock() - self._renewed_at
             if age_s > self._name_s:
                 return
-            # An engine that stores nothing more would keep for long what is beyond a grant. Not while others are under
-            # way: one that is busy would reserve it again.
+            # Release more than one grant of unused space: an engine that stores nothing more would hold it for long.
+            # Not while other puts are running, because a busy engine would reserve the space again.
             spare = self._available - self._grant_bytes
             is_spare = spare > 0 and self._reserved == self._settled + self._available
             if is_spare:
                 self._reserved -= spare
                 self._available -= spare
-            # Not where a grant holds few blobs: it would be used up before more is there.
+            # Do not ask ahead if a grant holds only a few blobs: it would be used up before the answer arrives.
             is_low = self._asks_ahead and 0 < 4 * settled <= self._grant_bytes > 2 * self._available
             is_old = age_s > self._renew_s / 2
         try:
             if is_spare:
                 with self._records:
                     self._publish()
-            elif (is_low or is_old) and self._records.acquire(blocking=False):  # else it is being asked already
+            elif (is_low or is_old) and self._records.acquire(blocking=False):  # else another thread is asking
                 try:
                     if is_low:
                         self._reserve_ahead()
@@ -146,29 +149,30 @@ class Account:
                     self._records.release()
         except StoreError as e:
             self._note_failure(e)
-            logger.debug("what others may read is more than is reserved: %s", e)  # it errs to the safe side
+            # Others may read a larger value than is reserved, which is safe.
+            logger.debug("the published reservation may be too high: %s", e)
 
     def _note_failure(self, error: StoreError) -> None:
         if error.retryable:
-            self._failure = str(error)  # the error itself would keep its frames
+            self._failure = str(error)  # not the error itself, which would keep its frames alive
             self._failures += 1
 
     def _begin(self) -> None:
-        """As a new writer: others may have taken the old one for dead. What is under way was counted as its."""
+        """Start under a new writer's name, because others may consider the old one dead. Running puts count as its."""
         self._writer = secrets.token_hex(8)
         self._named_at: float | None = None
         self._reserved = self._settled = self._available = 0
         self._renewed_at = self._clock()
 
     def _reserve(self, size: int, key: str) -> str:
-        """Under ``_records``: take what is there, and what is missing out of a new grant."""
+        """Under ``_records``: take the available bytes, and the rest out of a new grant."""
         if self._available < size:
             if self._clock() < self._denied_until:
                 raise StoreFullError(f"{size} bytes are refused: {self._refusal}", key=key)
             self._renew_name()
         with self._lock:
             writer, own = self._writer, min(self._available, size)
-            self._available -= own  # or others would take it while more is asked for
+            self._available -= own  # now, so that other threads do not take it while more is requested
         if own < size:
             try:
                 self._grant(size, own, key)
@@ -179,7 +183,7 @@ class Account:
         return writer
 
     def _grant(self, size: int, own: int, key: str) -> None:
-        """Under ``_records``: reserve what is missing of ``size``, and the rest of a grant if there is room."""
+        """Under ``_records``: reserve ``size`` less ``own``, and a whole grant if there is space."""
         for target in sorted({max(size, self._grant_bytes), size}, reverse=True):
             is_granted, used = self._ask(target - own, taken=size - own)
             if is_granted:
@@ -190,39 +194,39 @@ class Account:
             self._wanted = size
         self._publish()
         if used is None:
-            self._refusal = f"what is stored is not measured yet, and max_bytes = {self._max_bytes} binds it"
+            self._refusal = f"max_bytes = {self._max_bytes} is set, and the storage is not measured yet"
         elif used <= self._max_bytes:
             self._refusal = f"for {self._newcomer_s:g} s the other hosts may not see this new writer yet"
         else:
-            self._refusal = f"together it would be more than max_bytes = {self._max_bytes}"
+            self._refusal = f"all writers together would store more than max_bytes = {self._max_bytes}"
         raise StoreFullError(f"{size} bytes are refused: {self._refusal}", key=key)
 
     def _reserve_ahead(self) -> None:
-        """Under ``_records``: fill the grant up, if there is room for that."""
+        """Under ``_records``: fill the grant up, if there is space."""
         self._renew_name()
         more = self._grant_bytes - self._available
-        if more <= 0:  # given back meanwhile
+        if more <= 0:  # space was given back meanwhile
             return
         self._asks_ahead, _ = self._ask(more)
         if not self._asks_ahead:
             self._publish()
 
     def _renew_name(self) -> None:
-        """Under ``_records``: begin as a new writer where others took this one for dead."""
+        """Under ``_records``: start as a new writer if a collector removed this one's name as dead."""
         if self._named_at is not None and self._store.size(WRITERS_PREFIX + self._writer) is None:
-            self._store.delete(USAGE_PREFIX + self._writer)  # if renewed since, nobody else would
+            self._store.delete(USAGE_PREFIX + self._writer)  # if it was renewed since, nobody else deletes it
             with self._lock:
                 self._begin()
 
     def _ask(self, more: int, *, taken: int = 0) -> tuple[bool, int | None]:
-        """Under ``_records``: publish that so much more is reserved, and look whether there is room for it.
+        """Under ``_records``: publish a reservation of ``more`` bytes, then check whether there is space for it.
 
         Args:
-            taken: by whoever asks, out of ``more``.
+            taken: bytes out of ``more`` that the caller uses at once.
 
         Returns:
-            Whether it is granted, and the most that can be stored then (None: nobody knows). If it is not granted, or
-            if this raises, what others may read is too much, which errs to the safe side.
+            Whether it is granted, and an upper bound of the bytes stored then (None: not measured). If it is not
+            granted, or if this raises, the published reservation is too high, which is safe.
         """
         self._wanted = 0
         named_at, reserved = self._publish(more)
@@ -236,7 +240,7 @@ class Account:
         return True, used
 
     def _publish(self, more: int = 0) -> tuple[float, int]:
-        """Under ``_records``. Returns since when the writer has a name, and what it says that it reserved."""
+        """Under ``_records``: write the record. Returns the time of its name and the published ``reserved``."""
         renewed_at = self._clock()
         named_at = self._named_at
         if named_at is None:

@@ -1,4 +1,4 @@
-"""BoundedStore: refuses puts that would take a root, together with all its other writers, beyond a number of bytes."""
+"""BoundedStore: refuses a put if all writers of the root together would then exceed the root's limit in bytes."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ T = TypeVar("T")
 
 
 class BoundedStore(Layer):
-    """Takes room from an account before each put. Any thread may call; nothing changes after the constructor.
+    """Reserves space in an account before each put. Any thread may call; nothing changes after the constructor.
 
-    A put that replaces a blob counts as new bytes until the next measurement, which errs to the safe side. What the
-    inner store's workers do (``tiers.isolation.mover``) takes its room at once, and gives back what it did not need.
+    A put that replaces a blob counts as new bytes until the next measurement, so the account overestimates and never
+    underestimates. A batch of the inner store's workers (``tiers.isolation.mover``) reserves space for all its blobs
+    at once, and gives back what it did not need.
 
     Args:
-        inner: closed with the layer.
-        account: of the same root, over the same store.
+        inner: the store; closed with the layer.
+        account: the account of the same root, over the same store.
     """
 
     def __init__(self, inner: Store, account: Account) -> None:
         super().__init__(inner)
         self._account = account
         if isinstance(inner, RunsInWorkers):
-            # On the instance: whether a store has an extra is asked with isinstance, which looks for the attribute.
+            # Set on the instance, because isinstance on the RunsInWorkers protocol looks for the attributes.
             self.maps_region, self.deadline_s, self.run = inner.maps_region, inner.deadline_s, self._run
             self.abandon = inner.abandon
 
@@ -44,7 +45,7 @@ class BoundedStore(Layer):
         size = parts_size(parts)
 
         def put_bytes(published: bool) -> int:
-            return 0 if published is False else size  # only a clear no: a store may not say
+            return 0 if published is False else size  # only an explicit False: a store may return None
 
         return self._within(size, key, put, put_bytes)
 
@@ -61,7 +62,7 @@ class BoundedStore(Layer):
         try:
             result = put()
         except BaseException as e:
-            # A retryable error may be a lost acknowledgement: the blob may be there.
+            # After a retryable error the blob may be stored: perhaps only the acknowledgement was lost.
             if isinstance(e, StoreError) and not e.retryable:
                 self._account.give_back(taken, size)
             else:

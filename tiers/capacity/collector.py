@@ -1,19 +1,25 @@
-"""Collector: measures a root and removes what is too old or too much, in memory that does not grow with it.
+"""Collector: measures a root and removes blocks that are too old or too many, in constant memory.
 
-A run lists everything twice at most, and once more while there are blocks that cannot be removed:
+A run lists everything twice at most, and a third time if blocks could not be removed:
 
-1. Measure: sum the sizes, remove what is past its ``ttl``, count the bytes of each age in a histogram. Publish the sum
-   for the writers' accounts.
-2. Only if that, and what writers hold of the bound without having stored it, is more than ``high`` x ``max_bytes`` or
-   leaves too little for what one was refused, or if the file system is nearly full, or if the storage refuses a block
-   (inodes, a quota): find the age beyond which there is as much as is to go, list again and remove what is older. What
-   was used, stored or removed between the two listings does no harm: a block that was just used is too young by then
-   (if ``on_progress`` notes uses), one that is gone is gone.
+1. Measure: sum the sizes, remove blocks past their ``ttl``, count bytes by age in a histogram. Publish the sum for the
+   writers' accounts.
+2. Shrink, only if needed: find the age beyond which blocks have the excess bytes in total, list again and remove the
+   older ones. This is needed if one of these holds:
 
-Only names that FileMapper makes are removed, or those that the store calls blocks (``NamesBlocks``): ``config.json``,
-records and other people's files are counted and left. Prefixes beside a tier's blocks are not even counted: they have a
-bound and a collector of their own.
-A reader that meets a removed block has a miss. Two collectors at once would remove the same blocks.
+   - stored bytes plus what writers reserved and have not stored exceed ``high`` x ``max_bytes``;
+   - they leave less than a writer was refused;
+   - the file system is nearly full;
+   - the storage refuses a block (inodes, a quota).
+
+   Uses, stores and removals between the two listings do no harm: a block that was just used is too young by then (if
+   ``on_progress`` records uses), and a block that is gone is gone.
+
+Only blocks are removed: names made by FileMapper, or names that the store calls blocks (``NamesBlocks``).
+``config.json``, records and foreign files are counted and kept. Prefixes next to a tier's blocks are not even counted,
+because they have their own limit and collector.
+
+A reader that asks for a removed block has a miss. Two collectors at once would remove the same blocks.
 """
 
 from __future__ import annotations
@@ -50,22 +56,22 @@ logger = get_logger(__name__)
 
 RENEW_EVERY_KEYS = 1024
 _UNCOUNTED = f"{PREFIXES_FOLDER}/"
-STAMP_S = 1.0  # S3 and some file systems cut times to seconds, the run's own begin too
-HELD_SHARE_MAX = 0.5  # of max_bytes: whatever writers' records say, a root is not emptied for what they hold or want
+STAMP_S = 1.0  # S3 and some file systems truncate times to seconds, also the time at which the run began
+HELD_SHARE_MAX = 0.5  # of max_bytes: what writers' records say they hold, or want, counts only up to this much
 NO_TIMES = (
     "this storage (or its fsspec driver) does not say when a blob was written: ttl and max_bytes cannot work here"
 )
 
 
 class Collector:
-    """For one thread, of any process.
+    """Measures a root and removes blocks. For one thread, in any process.
 
     Args:
-        store: the root, without a bound on its puts: a full root must take the collector's records.
+        store: the root, without a limit on puts, because a full root must accept the collector's records.
         policy: the limits.
-        on_removed: told the names of removed blocks, batch by batch.
-        on_progress: told how many blobs were listed so far; before each listing, 0.
-        keys: what records are authenticated with.
+        on_removed: called with the names of removed blocks, batch by batch.
+        on_progress: called with the number of blobs listed so far, and with 0 before each listing.
+        keys: keys to authenticate records with.
         clock: Unix seconds.
         monotonic: seconds.
     """
@@ -91,40 +97,40 @@ class Collector:
         self._monotonic = monotonic
         self._began_at = float("-inf")
         self._ran_at = float("-inf")
-        self._ttl_s = policy.ttl_s  # None also while nobody knows what is old
+        self._ttl_s = policy.ttl_s  # None also while the storage's time is unknown
         self._rest_s = 0.0  # after a run that removed nothing
         self._room = Room(store, policy, monotonic)
-        self._seen: tuple[str, float] | None = None  # id of the last measurement, and since when it is that
-        self._measured_id = ""  # of the last measurement that it published
-        self._is_crammed = False  # the last run found no room for its measurement
-        self._others_bytes = 0  # listed and no blocks
+        self._seen: tuple[str, float] | None = None  # ID of the last measurement, and since when it is the last
+        self._measured_id = ""  # ID of the last measurement that this collector published
+        self._is_crammed = False  # the last run had no space to publish its measurement
+        self._others_bytes = 0  # listed blobs that are not blocks
         self._told_others = False
-        self._offset_s: float | None = None  # of the storage's clock and the monotonic one, when it ran last
+        self._offset_s: float | None = None  # storage's clock minus monotonic clock, at the last run
         self._stepped_at = float("-inf")
-        # The measurement and the writers' records at which there was room enough.
+        # The measurement and the writers' records that last showed enough space.
         self._enough_for: tuple[str, int, set[tuple[str, int, float]]] | None = None
-        self._stuck_bytes = 0  # what the last run was to remove and could not
+        self._stuck_bytes = 0  # bytes that the last run should have removed and could not
         self.lease = Lease(store, secrets.token_hex(8), lease_s=policy.lease_s, clock=monotonic, keys=keys)
 
     def is_due(self) -> bool:
-        """Whether a run would find something to do, by the records; cheap beside a run.
+        """Whether, by the records, a run would find something to do. Much cheaper than a run.
 
-        Where room is wanted and a run removed nothing (it is all young, or other people's), the next one waits: twice
+        If space is needed but the last run removed nothing (all blobs are young or foreign), the next run waits: twice
         as long each time, up to ``every_s``.
 
         Raises:
-            StoreError: they cannot be read.
+            StoreError: the records cannot be read.
         """
         try:
             measured = read_measured(self._store, keys=self._keys)
-        except UNREADABLE:  # a run replaces it; it lists everything, so not whenever the storage is not there
+        except UNREADABLE:  # a run replaces the record; runs are expensive, so not each time the storage is down
             if self._monotonic() - self._began_at < self._policy.every_s:
                 raise
             return True
         if self._seen_s(measured) >= self._policy.every_s or measured is None:
-            # Where the storage is too full for a measurement it would be so again and again.
+            # If the storage was too full to publish the measurement, do not run again at once.
             return not self._is_crammed or self._monotonic() - self._ran_at >= min(self._rest_s, TRIAL_EVERY_S)
-        # One collector of a root tries for all of them.
+        # Only the collector that measured last tries a put, on behalf of all collectors of the root.
         is_full = measured.id == self._measured_id and self._room.is_full()
         if not is_full and not self._wants_room(measured):
             self._rest_s = 0.0
@@ -134,8 +140,8 @@ class Collector:
     def _seen_s(self, measured: Measured | None) -> float:
         """For how many seconds a measurement has been the last one.
 
-        Its time is another host's and is believed once only: of two clocks that differ by more than ``every_s`` one
-        would call each measurement of the other's old, and the other those.
+        Its timestamp is another host's and is used only for the first measurement seen. If two hosts' clocks differ by
+        more than ``every_s``, each host would otherwise consider all measurements of the other one old.
         """
         now = self._monotonic()
         if self._seen is None and measured is not None:
@@ -145,13 +151,13 @@ class Collector:
         return now - self._seen[1]
 
     def run(self, *, dry_run: bool = False) -> CollectReport | None:
-        """Measure and remove. None: another collector is at work, or was and has died not long ago.
+        """Measure and remove. None: another collector is working, or died not long ago.
 
-        A dry run writes nothing, so it judges ages by this host's clock. Where there is no room for a lease and no
-        other way to ask for the storage's time, nothing is too old and no writer is dead: only what is too much goes.
+        A dry run writes nothing, so it judges ages by this host's clock. If there is no space for a lease and no other
+        way to learn the storage's time, no block is too old and no writer is dead: blocks are removed only for space.
 
         Raises:
-            StoreError: the storage could not be listed, or tells no times.
+            StoreError: the storage could not be listed, or does not tell when blobs were written.
         """
         if dry_run:
             return self._run(CollectReport(dry_run=True), self._clock())
@@ -163,7 +169,7 @@ class Collector:
             now = None
         knows_time = True
         try:
-            if now is None:  # no room for a lease: all the more reason to go on
+            if now is None:  # no space for a lease: all the more reason to run
                 now, knows_time = self._time_without_lease()
             if now == 0.0:
                 raise StoreConfigError(NO_TIMES)
@@ -175,13 +181,13 @@ class Collector:
                 logger.warning("the collector's lease stays until it expires: %s", e)
 
     def _time_without_lease(self) -> tuple[float, bool]:
-        """Unix seconds, and whether it is now by the storage's clock; if not, it tells only which of two is older.
+        """Unix seconds, and whether they are the storage's current time. If not, ages are good for comparisons only.
 
         Raises:
             StoreError: the storage could not be listed.
         """
         if self._measured_at() is None:
-            return self._clock(), True  # nobody has measured: there is nothing that could be asked
+            return self._clock(), True  # never measured: there is no record whose time could be read
         knows_time = isinstance(self._store, SupportsTouch)
         if isinstance(self._store, SupportsTouch):
             try:
@@ -199,10 +205,10 @@ class Collector:
         self._ttl_s, writer_s = (self._policy.ttl_s, self._policy.writer_s) if knows_time else (None, float("inf"))
         self._began_at = self._monotonic()
         if self._was_stepped(now):
-            writer_s = float("inf")  # the living have renewed their records by the clock of before
+            writer_s = float("inf")  # living writers renewed their records by the clock before the step
         self._room.begin()
         if isinstance(self._store, SupportsSweep):
-            # A dry run leaves what is in quarantine, and what dead writers left in a store that is only read.
+            # A dry run keeps what is in quarantine; a read-only store also keeps what dead writers left.
             report.own_bytes = self._store.sweep(float("inf") if report.dry_run else self._policy.quarantine_s)
         baseline = read_baseline(self._store, now=now, writer_s=writer_s, keys=self._keys)
         histogram = self._measure(report, now)
@@ -217,7 +223,7 @@ class Collector:
             return report
         excess = self._excess(measured, baseline, freed_bytes=report.removed_bytes["ttl"] if report.dry_run else 0)
         if excess <= 0 and not report.dry_run and self._room.is_full(after_s=0.0):
-            # It is full with what there is now, so that is its bound.
+            # The storage is full with what is stored now, so use that as its limit.
             excess = measured.bytes - self._low_bytes(measured.bytes, measured.bytes)
         if excess > 0 and report.own_bytes and isinstance(self._store, SupportsSweep):
             left = 0 if report.dry_run else self._store.sweep(0.0)  # bad blocks go before good ones
@@ -228,10 +234,11 @@ class Collector:
             stuck_bytes = self._stuck_bytes
             self._shrink(report, now, histogram.cut(excess), excess, measured, baseline)
             if stuck_bytes and self._stuck_bytes and not report.gave_up and report.removed_bytes["capacity"] < excess:
-                # What cannot be removed is beyond the cut again, and would be all of it if it is the oldest. Not before
-                # it is seen to be so still: after a time without deletions younger blocks would go in its place.
+                # Blocks that cannot be removed are beyond the cut again; if they are the oldest, they fill all of it.
+                # Cut deeper, but only after this run met them again: if deletions just failed for a while, a deeper cut
+                # would remove younger blocks in their place.
                 if report.removed_bytes["capacity"]:
-                    stuck_bytes = self._stuck_bytes  # so much of it, where others are among them: no guess
+                    stuck_bytes = self._stuck_bytes  # other blocks were removed as well, so this is exact, not a guess
                 kept, report.kept_by_error = report.kept_by_error, 0
                 self._shrink(report, now, histogram.cut(excess + stuck_bytes), excess, measured, baseline)
                 report.kept_by_error = max(kept, report.kept_by_error)
@@ -242,16 +249,16 @@ class Collector:
         return report
 
     def _was_stepped(self, now: float) -> bool:
-        """Whether the storage's clock was within the last ``writer_s``, as far as one that has run before can know."""
+        """Whether the storage's clock was stepped within the last ``writer_s``. Only a previous run can show a step."""
         offset_s = now - self._began_at
-        # A living writer's record is of two thirds of ``writer_s`` at most, so a smaller step does no harm.
+        # A living writer's record is at most two thirds of ``writer_s`` old, so a smaller step does no harm.
         if self._offset_s is not None and abs(offset_s - self._offset_s) > self._policy.writer_s / 6:
             self._stepped_at = self._began_at
         self._offset_s = offset_s
         return self._began_at - self._stepped_at <= self._policy.writer_s
 
     def _measure(self, report: CollectReport, now: float) -> AgeHistogram:
-        """List everything; remove what is past its ttl."""
+        """List everything; remove blocks past their ttl."""
         histogram = AgeHistogram()
         tells_times = False
         self._others_bytes = 0
@@ -269,7 +276,7 @@ class Collector:
                 continue
             if info.size > largest_bytes:
                 largest_bytes = self._room.largest_bytes = info.size
-            # A clock that was ahead has left times to come: they are as far from the truth as they are away.
+            # Timestamps in the future (clock skew) are treated as equally far in the past.
             if abs(age_s) < grace_s:
                 continue
             if ttl_s is not None and abs(age_s) >= ttl_s:
@@ -278,7 +285,7 @@ class Collector:
                 histogram.add(age_s, info.size)
         removal.flush()
         if report.dry_run and report.blobs and not tells_times:
-            raise StoreConfigError(NO_TIMES)  # a run sees it by its lease
+            raise StoreConfigError(NO_TIMES)  # a real run notices this from its lease
         return histogram
 
     def _shrink(
@@ -290,16 +297,16 @@ class Collector:
         measured: Measured,
         baseline: Baseline,
     ) -> None:
-        """List again; remove what is beyond the cut, until ``excess`` is gone."""
+        """List again; remove blocks beyond the cut, until ``excess`` bytes are gone."""
         bucket, bytes_left = cut
         grace_s = self._policy.grace_s
-        # What is past its ttl was counted, and where it is still there it could not be removed, or it is a dry run.
+        # Blocks past their ttl are counted already. If they still exist, they could not be removed, or it is a dry run.
         counted_s = self._ttl_s if self._ttl_s is not None else float("inf")
 
         def publish(removed_bytes: int) -> None:
-            # What was stored after it was measured may be among what is removed.
+            # max(): removed blocks may include some that were stored after the measurement.
             left = replace(measured, bytes=max(0, measured.bytes - removed_bytes))
-            # The storage may have been too full for the measurement so far.
+            # The measurement may not be published yet, because the storage was too full.
             is_published = self._measured_id == measured.id
             report.gave_up = not self._publish(left, Baseline(measured_id=measured.id) if is_published else baseline)
 
@@ -318,7 +325,7 @@ class Collector:
             if report.gave_up or report.removed_bytes["capacity"] >= excess:
                 break
         removal.flush()
-        # Where all were stuck there may be many more: twice as many are tried each time, until others are among them.
+        # If no block could be removed, there may be many more such blocks: double the cut each time until others go.
         self._stuck_bytes = removal.kept_bytes if report.removed_bytes["capacity"] else 2 * removal.kept_bytes
 
     def _wants_room(self, measured: Measured) -> bool:
@@ -327,7 +334,7 @@ class Collector:
         limit = self._policy.max_bytes
         if limit is None:
             return False
-        # Reading every writer's record takes a request each, so that is done only where one was replaced since.
+        # Reading the writers' records takes a request each, so they are read only if one was replaced since.
         records = {(info.key, info.size, info.mtime) for info in self._store.keys(USAGE_PREFIX)}
         seen = measured.id, measured.bytes, records
         if seen == self._enough_for:
@@ -344,7 +351,7 @@ class Collector:
         return used > self._policy.high * limit or used + min(wanted, int(HELD_SHARE_MAX * limit)) > limit
 
     def _age_s(self, info: KeyInfo, now: float) -> float:
-        """A blob's age when the run began, negative where a clock was ahead; 0 of what was stored or used since."""
+        """A blob's age when the run began: negative if a clock was ahead, 0 if it was stored or used since."""
         age_s = now - info.mtime
         if age_s >= 0.0:
             return age_s
@@ -352,11 +359,15 @@ class Collector:
         return 0.0 if age_s >= -passed_s else age_s
 
     def _excess(self, measured: Measured, baseline: Baseline, *, freed_bytes: int) -> int:
-        """How many bytes are to go, where so many are not gone yet that count as gone."""
+        """How many bytes to remove.
+
+        Args:
+            freed_bytes: bytes that count as removed but still take space, because it is a dry run.
+        """
         excess = 0
         limit = self._policy.max_bytes
         if limit is not None and not self._others_exceed(limit):
-            # Not used_bytes(): what was stored since the listing began may be listed as well, and would go twice.
+            # Not used_bytes(): it counts blobs stored since the listing began twice if they were listed as well.
             held, wanted = held_and_wanted(self._store, dead=baseline.dead, keys=self._keys)
             most = int(HELD_SHARE_MAX * limit)
             used = measured.bytes + min(held, most)
@@ -369,26 +380,26 @@ class Collector:
         return excess
 
     def _low_bytes(self, limit: int, high: float) -> int:
-        """What a run leaves of what can be stored, where it begins above ``high``.
+        """Down to how many bytes a run removes if it starts above ``high``.
 
-        Where others have nearly all, to go down to ``low`` would take every block each time.
+        If foreign files take nearly all of the limit, going down to ``low`` would remove every block each time.
         """
         others = self._others_bytes
         return int(max(self._policy.low * limit, (others + (high if others < high else limit)) / 2))
 
     def _others_exceed(self, limit: int) -> bool:
-        """Whether nothing could be stored if all blocks were gone: they are kept then, as they can still be loaded."""
+        """Whether foreign files alone exceed the limit. Blocks are kept then: removing them would not allow stores."""
         exceeds = self._others_bytes > limit
         if exceeds and not self._told_others:
             logger.warning(
-                "files that are no blocks have %d bytes, more than max_bytes = %d: nothing is stored, and no block is "
-                "removed for it, until they are gone", self._others_bytes, limit,
+                "files that are not blocks have %d bytes, more than max_bytes = %d: nothing is stored, and no block is "
+                "removed to make room, until they are removed", self._others_bytes, limit,
             )  # fmt: skip
         self._told_others = exceeds
         return exceeds
 
     def _publish(self, measured: Measured, baseline: Baseline) -> bool:
-        """False: another collector's measurement counts now."""
+        """Publish a measurement. False: another collector has published one meanwhile, which is the valid one now."""
         try:
             if not publish_measured(self._store, measured, baseline.measured_id, self._keys):
                 return False
@@ -396,7 +407,7 @@ class Collector:
             forget_writers(self._store, baseline, keys=self._keys)
         except StoreFullError as e:
             self._is_crammed = True
-            logger.debug("no room for the measurement: %s", e)  # the writers' accounts stay too high meanwhile
+            logger.debug("no room for the measurement: %s", e)  # until then the writers' accounts are too high
         return True
 
     def _listing(self) -> Iterator[KeyInfo]:
@@ -410,7 +421,7 @@ class Collector:
                 self._on_progress(count)
 
     def remove(self, infos: list[KeyInfo]) -> list[KeyInfo]:
-        """Delete blobs; returns those that are gone."""
+        """Delete blobs; returns the blobs that no longer exist."""
         self._room.note_removing()
         outcomes = delete_all(self._store, [info.key for info in infos])
         gone = [info for info, error in zip(infos, outcomes, strict=True) if error is None]
@@ -425,14 +436,14 @@ class Collector:
 
 
 def is_block(key: str) -> bool:
-    """Whether a name is one that FileMapper gives to blocks."""
+    """Whether a name has the form that FileMapper gives to blocks."""
     return parse_block_name(key) is not None
 
 
 def listed_bytes(store: Store) -> int:
-    """Bytes in a root as a collector counts them, but for the store's own folders.
+    """Bytes in a root as a collector counts them, without the store's own folders.
 
     Raises:
-        StoreError: it cannot be listed.
+        StoreError: the root cannot be listed.
     """
     return sum(info.size for info in store.keys() if not info.key.startswith(_UNCOUNTED))  # noqa: SIM118 - not a dict

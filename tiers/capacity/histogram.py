@@ -1,16 +1,16 @@
-"""AgeHistogram: how many bytes there are of each age, in memory that does not grow with their number."""
+"""AgeHistogram: bytes by age, in constant memory."""
 
 from __future__ import annotations
 
 from math import log2
 
 AGE_S_MIN = 1e-3
-BUCKETS_PER_OCTAVE = 64  # a bucket's ages differ by 1.1 %
-BUCKETS = 40 * BUCKETS_PER_OCTAVE + 1  # from 1 ms to 34 years
+BUCKETS_PER_OCTAVE = 64  # ages in one bucket differ by at most 1.1 %
+BUCKETS = 40 * BUCKETS_PER_OCTAVE + 1  # 1 ms to 34 years
 
 
 class AgeHistogram:
-    """Bytes by age, in buckets that grow with the age."""
+    """Bytes by age, in buckets whose width grows with the age."""
 
     def __init__(self) -> None:
         self._bytes = [0] * BUCKETS
@@ -22,10 +22,10 @@ class AgeHistogram:
         self.total_bytes += size
 
     def cut(self, bytes_wanted: int) -> tuple[int, int]:
-        """Where to cut so that what is older has the wanted bytes.
+        """Find the age beyond which blobs have the wanted bytes in total.
 
         Returns:
-            A bucket: all of those beyond it are to go; and how many bytes of its own must go as well.
+            (bucket, bytes): remove all blobs in older buckets, and this many bytes of the bucket itself.
         """
         left = bytes_wanted
         for bucket in range(BUCKETS - 1, -1, -1):
@@ -36,7 +36,7 @@ class AgeHistogram:
 
 
 def bucket_of(age_s: float) -> int:
-    """The bucket of an age; the future and the present share the first one."""
+    """The bucket of an age. Negative ages (timestamps in the future) fall into the first bucket."""
     if age_s <= AGE_S_MIN:
         return 0
     bucket = 1 + int(log2(age_s / AGE_S_MIN) * BUCKETS_PER_OCTAVE)

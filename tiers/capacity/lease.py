@@ -1,11 +1,12 @@
-"""Lease: one collector at a time for a root, whoever dies.
+"""Lease: lets one collector at a time work on a root, and expires if that collector dies.
 
-``_kvtiers/lease/<generation>`` is created only if absent, so each generation has one holder (where the store has
-``exclusive_create``). The holder renews it by replacing it, and removes it when it is done. Another process that has
-seen it unchanged for ``lease_s`` by its own clock takes its holder for dead and creates the next generation: no clocks
-are compared, and of many takers one wins.
+``_kvtiers/lease/<generation>`` is created only if absent, so each generation has one holder (if the store has
+``exclusive_create``). The holder renews the lease by replacing it, and removes it when it is done. A process that has
+seen the lease unchanged for ``lease_s``, by its own clock, considers the holder dead and creates the next generation.
+So no clocks are compared, and only one of several candidates wins.
 
-It keeps collectors from doing the same work twice; nothing depends on it. Two at once would remove the same blocks.
+The lease saves collectors from doing the same work twice. Correctness does not depend on it: two collectors at once
+would remove the same blocks.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ logger = get_logger(__name__)
 
 LEASE_PREFIX = f"{OWN_PREFIX}lease/"
 _DIGITS = 12
-_NAME = re.compile(rf"{LEASE_PREFIX}0[0-9]{{{_DIGITS - 1}}}")  # with a 0: the next one has as many digits
+_NAME = re.compile(rf"{LEASE_PREFIX}0[0-9]{{{_DIGITS - 1}}}")  # leading 0: the next one has as many digits
 
 
 class Lease:
     """One process's view of the lease. For one thread.
 
     Args:
-        store: the shared one.
-        owner: what tells this process from all others.
+        store: the shared store.
+        owner: unique ID of this process.
         lease_s: see ``CapacityPolicy``.
         clock: monotonic seconds.
-        keys: what records are authenticated with.
+        keys: keys to authenticate records with.
     """
 
     def __init__(
@@ -54,13 +55,13 @@ class Lease:
         self._held: str | None = None
         self._renewals = 0
         self._renewed_at = 0.0
-        self._seen: tuple[str, float] | None = None  # another's lease as it was, and since when
+        self._seen: tuple[str, float] | None = None  # last seen state of another's lease, and since when
 
     def try_acquire(self) -> bool:
-        """Become the holder, if nobody else is.
+        """Become the holder, unless another process holds the lease. Returns whether it succeeded.
 
         Raises:
-            StoreError: the store cannot be asked.
+            StoreError: a storage call failed.
         """
         found = self._newest()
         if found is not None and self._may_be_held(found):
@@ -69,7 +70,7 @@ class Lease:
         key = f"{LEASE_PREFIX}{generation:0{_DIGITS}}"
         put_record(self._store, key, self._content(), overwrite=False, keys=self._keys)
         if get_record(self._store, key, keys=self._keys) != self._content():
-            return False  # another one was faster
+            return False  # another process was faster
         self._seen = None
         self._held = key
         self._renewed_at = self._clock()
@@ -79,32 +80,32 @@ class Lease:
 
     @property
     def seconds_to_wait(self) -> float:
-        """How long until a lease that is not renewed any more is taken over; 0 where none was seen."""
+        """Time until another's lease expires if it is not renewed; 0 if none was seen."""
         return 0.0 if self._seen is None else max(0.0, self._lease_s - (self._clock() - self._seen[1]))
 
     def renew(self) -> None:
-        """To be called often; writes when a third of the lease has passed."""
+        """Renew the lease if a third of its time has passed. Call this often."""
         if self._held is not None and self._clock() - self._renewed_at > self._lease_s / 3:
             self._renewals += 1
             self._renewed_at = self._clock()
             try:
                 put_record(self._store, self._held, self._content(), keys=self._keys)
             except StoreError as e:
-                logger.debug("the lease is not renewed: %s", e)  # another collector may begin, which does no harm
+                logger.debug("the lease is not renewed: %s", e)  # another collector may start, which is harmless
 
     def release(self) -> None:
-        """Let the next one begin at once."""
+        """Remove the lease, so that the next collector can start at once."""
         held, self._held = self._held, None
         if held is not None:
             self._store.delete(held)
 
     def storage_time(self) -> float | None:
-        """Unix seconds by the clock that stamps blobs, as of ``try_acquire``; None where the lease is not held."""
+        """Unix seconds of the storage's clock when the lease was last written; None if the lease is not held."""
         held = next((info for info in self._store.keys(LEASE_PREFIX) if info.key == self._held), None)
         return None if held is None else held.mtime
 
     def _may_be_held(self, found: KeyInfo) -> bool:
-        """Whether another's lease has not been unchanged for long enough. One that cannot be believed is no lease."""
+        """Whether another's lease is still valid: it changed within ``lease_s``. An invalid record is not a lease."""
         try:
             content = get_record(self._store, found.key, keys=self._keys)
         except UNREADABLE:

@@ -1,4 +1,4 @@
-"""CollectorLink: the engine's end of the collector's process. The scheduler's thread never waits here."""
+"""CollectorLink: the engine's end of the collector's process. The scheduler's thread never waits in it."""
 
 from __future__ import annotations
 
@@ -25,33 +25,33 @@ from kvtiers.tiers.plain_logs import get_logger
 logger = get_logger(__name__)
 
 TOUCH_EVERY_S = 600.0
-TOUCHED_KEYS_MAX = 262_144  # remembered, so that they are not noted again too soon
-UNNOTED_KEYS_MAX = 262_144  # handed over and not noted yet; a use beyond them is noted when the block is used again
+TOUCHED_KEYS_MAX = 262_144  # remembered, so that their uses are not recorded again too soon
+UNNOTED_KEYS_MAX = 262_144  # sent and not recorded yet; further uses are dropped, to be recorded at the next use
 NAMES_A_LINE = 4096
-TOUCH_BATCHES_MAX = 64  # that wait to be handed over; more are dropped
-REMOVED_KEYS_MAX = 65_536  # removals that wait to be told; older ones are dropped
-RESTART_S = (1.0, 60.0)  # first and longest pause before a collector that died is started again
+TOUCH_BATCHES_MAX = 64  # waiting to be sent; more are dropped
+REMOVED_KEYS_MAX = 65_536  # removals waiting for ``take_removed``; older ones are dropped
+RESTART_S = (1.0, 60.0)  # first and longest pause before a dead collector is restarted
 CLOSE_S = 0.5
 
 
 class CollectorLink:
-    """Starts the process, starts it again when it dies, hands uses to it and removals to the tier.
+    """Starts the process, restarts it when it dies, sends uses to it and passes removals to the tier.
 
-    ``touch``, ``take_removed``, ``note_stored``, ``take_reports`` and ``close`` are the scheduler's. ``_feeder`` owns
-    the table of keys touched lately, ``_reader`` the process and its output. Whichever holds ``_input`` writes to the
-    process. Between the threads are queues, and containers of which each operation is one step.
+    Threads: the scheduler's thread calls ``touch``, ``take_removed``, ``note_stored``, ``take_reports`` and ``close``.
+    ``_feeder`` owns the table of recently touched keys, ``_reader`` the process and its output. The thread that holds
+    ``_input`` writes to the process. Threads share only queues, and containers whose operations are atomic.
 
-    A use is in ``_unnoted`` until the process says that it is noted. A process that follows one that died is told all
-    of them again.
+    A use stays in ``_unnoted`` until the process says that it is recorded. After a restart, the new process gets all
+    these uses again.
 
     Args:
-        name: the tier's, for logs and threads' names.
-        recipe: of the store; one that takes puts also where the reserve of free space is reached.
+        name: the tier's name, for logs and thread names.
+        recipe: makes the store, which must accept puts even if the reserve of free space is reached.
         policy: the limits.
-        mapper: names the tier's own blocks, the only ones whose removal is told.
+        mapper: names the tier's own blocks; only their removals are reported.
         notes_uses: whether the store can record uses.
-        hidden_variables: of the environment, that the process is not to have.
-        keys: what records are authenticated with; handed to the process by its standard input.
+        hidden_variables: environment variables to hide from the process.
+        keys: keys to authenticate records with; passed to the process through its standard input.
         clock: monotonic seconds.
     """
 
@@ -72,14 +72,14 @@ class CollectorLink:
         config["record_keys"] = None if keys is None else keys.to_json()
         self._config = json.dumps(recipe.encode() | config)
         self._mapper = mapper
-        # A use must be noted well before the block would be taken for unused.
+        # A use must be recorded well before the block's ttl ends.
         self._touch_every_s = min(TOUCH_EVERY_S, policy.ttl_s / 4) if policy.ttl_s else TOUCH_EVERY_S
         self._notes_uses = notes_uses
         self._hidden_variables = hidden_variables
         self._clock = clock
         self._touched: OrderedDict[OffloadKey, float] = OrderedDict()
         self._uses: Queue[tuple[OffloadKey, ...] | None] = Queue(TOUCH_BATCHES_MAX)
-        self._unnoted: deque[OffloadKey] = deque()  # in the order in which the process has them
+        self._unnoted: deque[OffloadKey] = deque()  # in the order in which the process got them
         self._input = threading.Lock()
         self._removed: OrderedDict[OffloadKey, None] = OrderedDict()  # an ordered set
         self._reports: deque[dict[str, Any]] = deque()  # one of each kind at most: the reader merges them
@@ -91,7 +91,7 @@ class CollectorLink:
         self._feeder.start()
 
     def touch(self, keys: Iterable[OffloadKey]) -> None:
-        """The blocks were used."""
+        """Record that the blocks were used."""
         if self._notes_uses:
             try:
                 self._uses.put_nowait(tuple(keys))
@@ -99,22 +99,22 @@ class CollectorLink:
                 pass
 
     def take_removed(self, count_max: int) -> list[OffloadKey]:
-        """Blocks that this process's collector removed, the oldest removals first."""
+        """Take the blocks that this engine's collector removed, the oldest removals first."""
         removed: list[OffloadKey] = []
         while self._removed and len(removed) < count_max:
             removed.append(self._removed.popitem(last=False)[0])
         return removed
 
     def note_stored(self, keys: Iterable[OffloadKey]) -> None:
-        """The blocks are there: what was told of their removal, and not taken yet, came before that."""
+        """Forget untaken removals of blocks that were just stored: the removals happened before."""
         if self._removed:
             for key in keys:
                 self._removed.pop(key, None)
 
     def take_reports(self) -> list[dict[str, Any]]:
-        """What the process told of its runs since: ``report`` and ``used``, or ``error``; and of how many ``runs``.
+        """Take the process's reports since the last call: ``report`` and ``used``, or ``error``; each with ``runs``.
 
-        That it ended by itself is an ``error``, too.
+        ``runs`` is the number of runs merged into it. If the process ended by itself, that is an ``error``, too.
         """
         reports: list[dict[str, Any]] = []
         while True:
@@ -124,7 +124,7 @@ class CollectorLink:
                 return reports
 
     def close(self) -> None:
-        """End the process. Takes about ``CLOSE_S`` at most."""
+        """End the process. Takes at most about ``CLOSE_S``."""
         self._closed.set()
         try:
             self._uses.put_nowait(None)
@@ -150,7 +150,7 @@ class CollectorLink:
                 return
             pause_s = RESTART_S[0] if self._clock() - started_at > RESTART_S[1] else min(RESTART_S[1], 2 * pause_s)
             logger.warning("tier %s: its collector ended; another is started in %.0f s", self._name, pause_s)
-            self._report({"error": "it ended"})  # one that is killed at each run would be seen by nobody
+            self._report({"error": "it ended"})  # else nobody would notice a process that is killed in each run
             self._closed.wait(pause_s)
 
     def _serve(self) -> None:
@@ -175,10 +175,10 @@ class CollectorLink:
                 process.kill()
             for line in process.stdout:
                 if not line.endswith("\n"):
-                    break  # it died while it wrote
+                    break  # the process died while it wrote
                 self._hear(json.loads(line))
         except BrokenPipeError:
-            pass  # it died before it read
+            pass  # the process died before it read
         finally:
             self._process = None
             if not self._closed.is_set():
@@ -188,7 +188,7 @@ class CollectorLink:
             try:
                 process.stdin.close()
             except OSError:
-                pass  # what was not written goes nowhere
+                pass  # unwritten input is lost with the process
 
     def _hear(self, message: dict[str, Any]) -> None:
         for _ in range(min(message.pop("noted", 0), len(self._unnoted))):
@@ -221,7 +221,7 @@ class CollectorLink:
                     self._tell_uses(self._process, due)
 
     def _tell_uses(self, process: subprocess.Popen[str], keys: list[OffloadKey]) -> None:
-        """Under ``_input``. If the process has died, the next one is told."""
+        """Under ``_input``: send uses to the process. If it has died, the next process gets them."""
         assert process.stdin is not None
         try:
             for start in range(0, len(keys), NAMES_A_LINE):
@@ -245,7 +245,7 @@ class CollectorLink:
 
 
 def _merged(before: dict[str, Any], message: dict[str, Any]) -> dict[str, Any]:
-    """The later of two messages of one kind, with the counts of both: an idle engine does not ask for a week."""
+    """The later of two messages of one kind, with the counts of both, because an idle engine takes none for a week."""
     if "report" in message:
         for name in ("removed_blobs", "removed_bytes"):
             sums, earlier = message["report"][name], before["report"][name]

@@ -1,4 +1,4 @@
-"""CapacityPolicy: how much may be stored, and for how long."""
+"""CapacityPolicy: how much a root may store, and for how long."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityPolicy:
-    """Limits of one root. All of its writers should be told the same.
+    """Limits of one root. All of its writers should have the same policy.
 
     Attributes:
-        max_bytes: joined size of everything stored; None: no limit.
-        ttl_s: blocks not used for so long are removed; None: never. Where a store cannot record uses
-            (``SupportsTouch``), since they were written.
-        high, low: fractions of ``max_bytes``: the collector begins above ``high`` and removes down to ``low``.
-        min_free_bytes: free space on the file system; the collector begins when it is nearly reached.
-        block_bytes: of one block, so far as is known before any is stored: ``min_free_bytes`` and one are kept free.
-        every_s: how often the collector looks at everything, whatever the account says.
-        poll_s: how often it looks at the account.
-        grace_s: younger blocks are never removed: their writer may be about to read them.
-        quarantine_s: how long bad blobs are kept for somebody to look at.
-        lease_s: a collector that has not renewed its lease for so long is taken to be dead.
-        writer_s: a writer that has not renewed its record for so long is taken to be dead.
+        max_bytes: total size of everything stored; None: no limit.
+        ttl_s: blocks not used for this long are removed; None: never. If a store cannot record uses
+            (``SupportsTouch``), the time since the block was written counts.
+        high, low: fractions of ``max_bytes``: the collector starts above ``high`` and removes down to ``low``.
+        min_free_bytes: free space to keep on the file system; the collector starts when it is nearly reached.
+        block_bytes: size of one block, if known before any is stored: space for one more block is also kept free.
+        every_s: how often the collector lists everything, whatever the account says.
+        poll_s: how often the collector checks the account.
+        grace_s: younger blocks are never removed, because their writer may be about to read them.
+        quarantine_s: how long bad blobs are kept for inspection.
+        lease_s: a collector that has not renewed its lease for this long is considered dead.
+        writer_s: a writer that has not renewed its record for this long is considered dead.
     """
 
     max_bytes: int | None = None

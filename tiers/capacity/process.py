@@ -1,9 +1,15 @@
-"""The collector's process: a fresh interpreter at the lowest priority, so that a listing costs the engine no GIL.
+"""The collector's process: a separate interpreter at lowest priority, so that a listing never holds the engine's GIL.
 
-It reads JSON lines from its standard input: first its configuration, then lists of names of blocks that were used. It
-writes JSON lines: ``{"removed": [names]}``, ``{"noted": count}`` of uses, in the order in which they came,
-``{"report": {…}, "used": bytes}`` after a run, ``{"error": "…"}``. At SIGTERM, at the end of its input, and when its
-parent is gone, it ends whatever it is doing: a run that is cut short leaves nothing to repair.
+It reads JSON lines from standard input: first its configuration, then lists of names of used blocks. It writes JSON
+lines:
+
+- ``{"removed": [names]}``
+- ``{"noted": count}``: so many uses are recorded, in the order in which they came
+- ``{"report": {…}, "used": bytes}``: after a run
+- ``{"error": "…"}``
+
+It exits on SIGTERM, at the end of its input, and when its parent dies, in the middle of a run if need be: an
+interrupted run leaves nothing to repair.
 """
 
 from __future__ import annotations
@@ -32,21 +38,21 @@ from kvtiers.tiers.store import Store, SupportsTouch
 logger = get_logger(__name__)
 
 NICENESS = 19
-FAILED_USES_MAX = 8  # in a row, before it is the storage that does not answer and not some blocks
-RUN_SHARE = 1 / 3  # of the time that runs may take, whatever there is to do
-NOTE_S_MAX = 2.0  # at a time; the lease is renewed in between
+FAILED_USES_MAX = 8  # failures in a row that mean that the storage is down, rather than single blocks
+RUN_SHARE = 1 / 3  # largest share of the time that runs may take
+NOTE_S_MAX = 2.0  # time limit to record uses in one go; the lease is renewed in between
 ERROR_PAUSE_S_MAX = 60.0
 EXIT_S = 0.3
-MEMORY_BYTES_MAX = 2 << 30  # of this process, whatever a server answers; uses that wait take a tenth of it
+MEMORY_BYTES_MAX = 2 << 30  # of this process, whatever a server answers; queued uses take a tenth of it
 
 
 def main() -> None:
-    """Serve standard input and output until the input ends. The argument is the parent's pid."""
+    """Serve standard input and output until the input ends. The command-line argument is the parent's PID."""
     die_with_parent(int(sys.argv[1]))
     os.nice(NICENESS)
     limit_memory(MEMORY_BYTES_MAX)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to handle
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # by an exception, so that the lease is released
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # raises SystemExit, so that the lease is released
     tell = partial(_tell, own_output())
     config = json.loads(sys.stdin.readline())
     log_to_stderr("kvtiers-collector", config["log_level"])
@@ -99,13 +105,13 @@ def make_collector(
     keys: RecordKeys | None = None,
     on_noted: Callable[[int], None] = lambda _: None,
 ) -> Collector:
-    """One that notes uses while it lists: a run takes long, and what is used meanwhile must not look old by its end."""
+    """A collector that also records uses while it lists, so that blocks used during a long run do not look old."""
 
     noted_at = 0.0
 
     def note_uses(listed: int) -> None:
         nonlocal noted_at
-        # While it lists no more than half of the time goes to uses, or they would make a long listing endless.
+        # During a listing, at most half of the time goes to recording uses: more could make a long listing endless.
         on_noted(_note_uses(store, touches, min(NOTE_S_MAX, time.monotonic() - noted_at) if listed else NOTE_S_MAX))
         noted_at = time.monotonic()
 
@@ -113,12 +119,12 @@ def make_collector(
 
 
 def _note_uses(store: Store, touches: deque[str], limit_s: float) -> int:
-    """Note what waits, for so long at most: uses may come faster than a network takes them.
+    """Record queued uses for at most ``limit_s``, because uses may come faster than a network takes them.
 
-    Where the storage does not answer, what waits goes on waiting. Where single blocks fail, they are given up.
+    If the storage does not answer, the uses stay in the queue. If single blocks fail, their uses are dropped.
 
     Returns:
-        How many of those that waited longest are done with.
+        How many uses were taken from the front of the queue for good.
     """
     if not isinstance(store, SupportsTouch):
         done = len(touches)
@@ -153,10 +159,10 @@ def _read_touches(touches: deque[str]) -> None:
         for line in sys.stdin:
             touches.extend(json.loads(line))
     except ValueError:
-        pass  # a part of a line: its parent died while it wrote
+        pass  # an incomplete line: the parent died while it wrote
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(EXIT_S)
-    os._exit(0)  # the main thread is inside a call that hangs
+    os._exit(0)  # the main thread hangs in a call
 
 
 def _tell(output: TextIO, message: dict[str, Any]) -> None:

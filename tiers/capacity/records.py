@@ -1,19 +1,19 @@
-"""The small JSON blobs by which the processes that share a root know of each other.
+"""Records: small JSON blobs through which the processes that share a root know of each other.
 
-They are ordinary blobs below ``_kvtiers/``, so that every store can keep them; no block's name begins like that, as a
-namespace's folder ends in a digest. A record is replaced as a whole (``put(overwrite=True)``), so a reader sees the old
-one or the new one.
+They are ordinary blobs below ``_kvtiers/``, so every store can keep them. No block's name starts like that, because a
+namespace's folder name ends in a digest. A record is replaced as a whole (``put(overwrite=True)``), so a reader sees
+either the old record or the new one.
 
 A record is a header line and a JSON object, padded with spaces::
 
     kvtiers-record 1 <checksum> <key id> <tag>\n{...}
 
-- The checksum (xxh3_128) covers the record's name and everything behind the checksum. A rotten record, and a record
-  under another record's name, are as good as none.
-- The tag (HMAC-SHA256) covers the record's name and everything behind the tag. It is there where the tier has keys
-  (``auth`` or ``encrypt``); a reader with keys takes no record without a good tag. Without keys both fields are ``-``.
+- The checksum (xxh3_128) covers the record's name and everything after the checksum. A corrupt record, and a record
+  stored under another record's name, count as missing.
+- The tag (HMAC-SHA256) covers the record's name and everything after the tag. It is present if the tier has keys
+  (``auth`` or ``encrypt``). A reader with keys rejects records without a valid tag. Without keys both fields are ``-``.
 
-An attacker who kept an older record can put it back: a tag says who wrote a record, not when.
+An attacker who kept an older record can put it back: a tag proves who wrote a record, not when.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from kvtiers.tiers.errors import BlobCorruptError, BlobNotFoundError, StorePermi
 from kvtiers.tiers.store import Store
 
 OWN_PREFIX = "_kvtiers/"
-#: Where SharedStorageConnector keeps its prefixes beside a tier's blocks, with a bound and a collector of their own.
+#: Folder of SharedStorageConnector's prefixes next to a tier's blocks; they have their own limit and collector.
 PREFIXES_FOLDER = "prefixes"
-RECORD_BYTES = 512  # records are padded to a multiple, so that most readers guess the size right and ask once
+RECORD_BYTES = 512  # records are padded to a multiple of this, so that most readers guess the size and read once
 RECORD_BYTES_MAX = 1 << 20
-#: A bad sector, or an object that another account has put: nothing that all others must wait for.
+#: Errors of a single record (a bad sector, another account's object) that must not block all other writers.
 UNREADABLE = (StorePermissionError, StoreUnavailableError)
-READ_ATTEMPTS_MAX = 8  # a record may be replaced by one of another size between the question and the read
+READ_ATTEMPTS_MAX = 8  # a record's size may change between the size query and the read
 MAGIC = b"kvtiers-record 1 "
 HEADER_BYTES = len(MAGIC) + 32 + len(b" - -\n")
 KEYED_HEADER_BYTES = len(MAGIC) + 32 + len(b" %08x " % 0) + 64 + len(b"\n")
 
 
 class RecordKeys:
-    """What records are authenticated with. Immutable. Shows its keys nowhere but to ``to_json``.
+    """Keys to authenticate records with. Immutable. Only ``to_json`` reveals the keys.
 
     Args:
-        keys: id -> 32 bytes; the first is for new records, all are good for reading.
+        keys: ID -> 32 bytes; the first key is used for new records, all keys for reading.
     """
 
     __slots__ = ("_keys", "current_id")
@@ -58,20 +58,20 @@ class RecordKeys:
 
     @classmethod
     def of(cls, ring: KeyRing) -> RecordKeys:
-        """The keys that a ring gives for records: those of all roots, as a root has no name of its own."""
+        """Derive the keys for records from a ring. They are the same for all roots, because roots have no names."""
         return cls(ring.derive(b"records", b""))
 
     def to_json(self) -> list[tuple[int, str]]:
-        """The keys, for a process of this one."""
+        """The keys, to hand them to a child process."""
         return [(number, key.hex()) for number, key in self._keys.items()]
 
     @classmethod
     def from_json(cls, keys: Sequence[tuple[int, str]]) -> RecordKeys:
-        """The other end of ``to_json``."""
+        """Parse the output of ``to_json``."""
         return cls({number: bytes.fromhex(key) for number, key in keys})
 
     def header(self, name: str, text: bytes) -> bytes:
-        """Id and tag for a new record."""
+        """Key ID and tag for a new record."""
         return self._header(name, text, self.current_id)
 
     def accepts(self, name: str, text: bytes, header: bytes) -> bool:
@@ -79,7 +79,7 @@ class RecordKeys:
         try:
             return hmac.compare_digest(self._header(name, text, int(header.partition(b" ")[0], 16)), header)
         except (KeyError, ValueError):
-            return False  # of a key that is not known, or of none
+            return False  # an unknown key, or no key ID
 
     def _header(self, name: str, text: bytes, key_id: int) -> bytes:
         tag = hmac.digest(self._keys[key_id], name.encode() + b"\0" + text, "sha256")
@@ -92,7 +92,7 @@ def put_record(
     """Publish a record.
 
     Args:
-        keys: what it is authenticated with.
+        keys: keys to authenticate it with.
 
     Raises:
         StoreError: as ``Store.put``.
@@ -104,10 +104,10 @@ def put_record(
 
 
 def get_record(store: Store, key: str, *, keys: RecordKeys | None = None) -> dict[str, Any] | None:
-    """A record's content; None where there is none, {} where what is there cannot be believed.
+    """Read a record's content; None if there is no record, {} if it is invalid.
 
     Args:
-        keys: what it must be authenticated with; None: only its checksum is compared.
+        keys: keys that it must be authenticated with; None: only the checksum is verified.
 
     Raises:
         StoreError: as ``Store.get_into``.

@@ -1,4 +1,4 @@
-"""Removal: what a collector has chosen, on its way out; and the report of what became of it."""
+"""Removal: deletes the blobs that a collector chose, in batches; and CollectReport, the result of a run."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass, field
 from kvtiers.tiers.store import KeyInfo
 
 DELETE_BATCH_KEYS = 512
-DELETE_WAIT_S_MAX = 1.0  # who uses a block after it was listed finds it gone; below grace_s, so that few are met
+DELETE_WAIT_S_MAX = 1.0  # a block used after it was listed is removed all the same; below grace_s, so that this is rare
 
 
 @dataclass(slots=True)
 class CollectReport:
-    """What a run saw and did; with ``dry_run``, what it would have done.
+    """Result of a run; with ``dry_run``, what a run would have done.
 
     Attributes:
-        blobs, bytes: of everything listed but prefixes.
-        removed_blobs, removed_bytes: by reason: "ttl" or "capacity".
-        kept_by_error: blobs that could not be removed.
-        own_bytes: in the store's own folders, quarantine included.
-        gave_up: another collector has measured meanwhile, so nothing more was removed for capacity.
+        blobs, bytes: totals of everything listed, except prefixes.
+        removed_blobs, removed_bytes: totals by reason, "ttl" or "capacity".
+        kept_by_error: number of blobs that could not be removed.
+        own_bytes: bytes in the store's own folders, quarantine included.
+        gave_up: another collector measured meanwhile, so nothing more was removed for capacity.
     """
 
     dry_run: bool = False
@@ -35,20 +35,18 @@ class CollectReport:
 
 
 class Removal:
-    """Blobs on their way out, in batches of ``DELETE_BATCH_KEYS`` that wait no longer than ``DELETE_WAIT_S_MAX``.
-
-    No batch goes on once there is enough.
+    """Removes blobs in batches of at most ``DELETE_BATCH_KEYS``; none waits longer than ``DELETE_WAIT_S_MAX``.
 
     Args:
-        remove: removes blobs, and returns those that are gone.
-        report: counts them.
+        remove: removes blobs, and returns the blobs that are gone.
+        report: counts the removed blobs.
         reason: "ttl" or "capacity".
-        publish: told the bytes that were removed so far, after each batch.
-        enough_bytes: when so many are removed, or hoped to be, a batch waits no longer.
-        clock: seconds, monotonic.
+        publish: called after each batch with the bytes removed so far.
+        enough_bytes: a batch is removed at once when this many bytes are reached, if all of it can be removed.
+        clock: monotonic seconds.
 
     Attributes:
-        kept_bytes: of those that could not be removed.
+        kept_bytes: bytes of blobs that could not be removed.
     """
 
     def __init__(
@@ -69,11 +67,11 @@ class Removal:
         self._batch: list[KeyInfo] = []
         self._batch_bytes = 0
         self._clock = clock
-        self._begun_at = 0.0  # when the batch's first was added
+        self._begun_at = 0.0  # when the batch's first blob was added
         self.kept_bytes = 0
 
     def add(self, info: KeyInfo) -> None:
-        """It is to go."""
+        """Add a blob to the batch; remove the batch if it is full or has enough bytes."""
         if not self._batch:
             self._begun_at = self._clock()
         self._batch.append(info)
@@ -83,12 +81,12 @@ class Removal:
             self.flush()
 
     def flush_late(self) -> None:
-        """Remove a batch that has waited long enough; to be called for each blob that is listed."""
+        """Remove the batch if it has waited long enough. Call this for each listed blob."""
         if self._batch and self._clock() - self._begun_at >= DELETE_WAIT_S_MAX:
             self.flush()
 
     def flush(self) -> None:
-        """Remove what waits."""
+        """Remove the batch."""
         batch, self._batch, self._batch_bytes = self._batch, [], 0
         if not batch:
             return

@@ -1,45 +1,45 @@
-"""What a root can hold at this moment, by the records of its writers and of its collector.
+"""How much a root holds at most at this moment, from the records of its writers and of its collector.
 
-All writers together keep a bound (``account``) without a lock, on any store.
+With these records all writers together stay within a limit (``account``), without a lock, on any store.
 
 Records (``records``), each written by one process at a time::
 
-    measured          {id, bytes, base}     by the collector: the sizes it listed, less what it removed since
+    measured          {id, bytes, base}     by the collector: sizes listed, less what it removed since
     grants/<writer>   {reserved, settled,   by that writer: bytes it may have put so far, bytes whose put has ended,
-                       wanted}              and the size it was refused last, or 0
-    members/<writer>  {}                    by that writer, once: that there is such a record
+                       wanted}              and the size of its last refused put, or 0
+    members/<writer>  {}                    by that writer, once: announces its record
 
-    what is stored  <=  measured.bytes + sum over the writers of (reserved - base[writer])
+    bytes stored  <=  measured.bytes + sum over the writers of (reserved - base[writer])
 
-``base[writer]`` is ``settled`` as it stood when the listing began: what was settled by then was listed, everything
-else may have come after the listing had passed. It is counted twice if it was listed as well, until the next
-measurement: the sum errs to the safe side.
+``base[writer]`` is the value of ``settled`` when the listing began. Bytes settled by then were listed. All other bytes
+may have been stored after the listing passed them, so they are added. If they were listed as well, they count twice
+until the next measurement: the sum may be too high, never too low.
 
-A writer that wants to put reserves first and looks afterwards: it publishes the higher ``reserved``, then reads all
-records, and uses what it reserved only if the sum is within ``max_bytes``. Of two writers that do so at once, the one
-that published last sees the other's, so they never both take the last room. Reserving costs a few small reads and
-writes, so it is done for a grant at a time, ``max_bytes`` / ``GRANT_SHARE``, when half of the last one is used up, and
-for single blobs near the bound. What comes back beyond a grant (a batch whose blocks were there already) is published
-as free once nothing is under way.
+Reserving: a writer reserves first and checks afterwards. It publishes the higher ``reserved``, then reads all records,
+and uses the reservation only if the sum is within ``max_bytes``. If two writers do this at once, the one that published
+last sees the other's reservation, so they never both take the last space. Reserving costs a few small reads and writes,
+so a writer reserves a grant at a time (``max_bytes`` / ``GRANT_SHARE``) when half of the last grant is used up, and
+single blobs near the limit. Unused space beyond a grant (from a batch whose blocks existed already) is published as
+free when no put is running.
 
-A writer that dies leaves its record. The collector sees that it is not renewed any more, counts all it reserved as
-listed (``base = reserved``), and removes the record once that measurement is published; a reader that finds another
-measurement after it has read the records than before begins again. A writer renews its record while it puts. After two
-thirds of the time after which it is taken for dead it begins as a new one, and also where its name is gone: a step of
-the clock that stamps blobs, or a machine that slept, makes a collector take the living for dead. What such a writer
-has published meanwhile is seen, and its record stays.
+Dead writers: a writer that dies leaves its record. The collector sees that the record is not renewed any more, counts
+all that it reserved as listed (``base = reserved``), and removes the record after that measurement is published. A
+reader starts over if the measurement changed while it read the records. A writer renews its record while it puts. It
+starts under a new name after two thirds of the time after which it would be considered dead, and also if its name was
+removed: after a step of the clock that stamps blobs, or after a machine slept, a collector takes living writers for
+dead. If such a writer has published in the meantime, the collector notices and keeps its record.
 
-A collector makes room also where less than its high mark is used but a writer was refused what it ``wanted``: blobs
-larger than what is left above that mark would be refused for ever otherwise.
+Refused writers: a collector also makes room when less than its high mark is used but a writer was refused the size it
+``wanted``. Otherwise blobs larger than the space left above that mark would be refused forever.
 
-Writers are found by listing ``members/``, where nothing is ever replaced: a listing need not show a name that is
-replaced meanwhile (tmpfs gives it a new place in the folder).
+Writers are found by listing ``members/``, where nothing is ever replaced: a listing may miss a name that is replaced
+meanwhile (tmpfs moves it to another position in the folder).
 
-A record that cannot be believed (see ``records``), or that says what no storage can hold, is as good as
-none. Without a measurement nothing is granted until the next one. A writer whose record is lost may have reserved any
-number of bytes, so nothing is granted until it publishes the record anew, which it does before each grant, or is taken
-for dead. Earlier versions kept records without a checksum in ``writers/`` and ``usage/``. Those are never read, and the
-collector removes them.
+Invalid records: a record that fails its checks (see ``records``), or states an impossible size, counts as missing.
+Without a measurement nothing is granted until the next one. A writer whose record is lost may have reserved any number
+of bytes, so nothing is granted until it publishes the record again (it does so before each grant) or counts as dead.
+Earlier versions kept records without a checksum in ``writers/`` and ``usage/``. Those are never read, and the collector
+removes them.
 """
 
 from __future__ import annotations
@@ -65,21 +65,21 @@ logger = get_logger(__name__)
 MEASURED = f"{OWN_PREFIX}measured"
 USAGE_PREFIX = f"{OWN_PREFIX}grants/"
 WRITERS_PREFIX = f"{OWN_PREFIX}members/"
-OLD_PREFIXES = (f"{OWN_PREFIX}usage/", f"{OWN_PREFIX}writers/")  # of versions whose records had no checksum
-AT_S_MAX = 1e15  # no NaN, and nothing that a float cannot be subtracted from
+OLD_PREFIXES = (f"{OWN_PREFIX}usage/", f"{OWN_PREFIX}writers/")  # written by versions whose records had no checksum
+AT_S_MAX = 1e15  # excludes NaN and integers too large for float arithmetic
 BYTES_MAX = 1 << 63
-READERS_MAX = 32  # records of other writers read at once, where each read waits for a network
+READERS_MAX = 32  # concurrent reads of other writers' records, if each read waits for a network
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a collector found.
+    """A collector's measurement of a root.
 
     Attributes:
-        id: of the measurement; stays while the collector takes off what it removes.
-        bytes: sizes of everything listed, less what was removed since.
-        blobs: how many.
-        base: writer -> how much of its ``reserved`` is in ``bytes`` already; None: whatever it is.
+        id: identifies the measurement; unchanged while the collector subtracts what it removes.
+        bytes: total size of everything listed, less what was removed since.
+        blobs: number of blobs.
+        base: writer -> part of its ``reserved`` that ``bytes`` already contains; None: all of it, however much.
         at: Unix seconds of the collector's clock.
     """
 
@@ -95,10 +95,10 @@ class Baseline:
     """The writers' records as they stood when a measurement began.
 
     Attributes:
-        base: for ``Measured``.
-        dead: writers whose records can go once the measurement is published.
-        old: records of versions whose records had no checksum, not renewed for as long; they can go as well.
-        measured_id: of the last measurement before it; None: there was none, or none that can be read.
+        base: see ``Measured``.
+        dead: writers whose records can be removed after the measurement is published.
+        old: expired records of versions whose records had no checksum; they can be removed as well.
+        measured_id: ID of the previous measurement; None: there was none, or it cannot be read.
     """
 
     base: dict[str, int | None] = field(default_factory=dict)
@@ -108,7 +108,7 @@ class Baseline:
 
 
 def read_measured(store: Store, *, keys: RecordKeys | None = None) -> Measured | None:
-    """The last measurement; None where there is none that can be believed."""
+    """The last measurement; None if there is none or it is invalid."""
     match get_record(store, MEASURED, keys=keys):
         case {"id": str(id_), "bytes": size, "blobs": blobs, "base": dict(base), "at": int(at) | float(at)}:
             counts = (size, blobs, *(count for count in base.values() if count is not None))
@@ -118,12 +118,12 @@ def read_measured(store: Store, *, keys: RecordKeys | None = None) -> Measured |
 
 
 def publish_measured(store: Store, measured: Measured, before: str | None, keys: RecordKeys | None = None) -> bool:
-    """Make a measurement the one that counts, unless another was published since its listing began.
+    """Publish a measurement, unless another one was published since its listing began. Returns whether it was.
 
-    An older one could not be believed then: the records of writers that died meanwhile may be gone.
+    The older one would be wrong then: records of writers that died in the meantime may have been removed.
 
     Args:
-        before: ``Baseline.measured_id``, or the measurement's own id to take off what was removed since.
+        before: ``Baseline.measured_id``, or the measurement's own ID to subtract what was removed since.
     """
     if _measured_id(store, keys) != before:
         return False
@@ -133,7 +133,7 @@ def publish_measured(store: Store, measured: Measured, before: str | None, keys:
 
 
 def _measured_id(store: Store, keys: RecordKeys | None) -> str | None:
-    """None also where it cannot be read, as from a bad sector: the next measurement takes its place."""
+    """The last measurement's ID; None also if it cannot be read (a bad sector): the next measurement replaces it."""
     try:
         measured = read_measured(store, keys=keys)
     except UNREADABLE as e:
@@ -143,18 +143,18 @@ def _measured_id(store: Store, keys: RecordKeys | None) -> str | None:
 
 
 def read_baseline(store: Store, *, now: float, writer_s: float, keys: RecordKeys | None = None) -> Baseline:
-    """To be read before the listing begins.
+    """Read the writers' records. Call this before the listing begins.
 
     Args:
         now: Unix seconds by the clock that stamps blobs.
-        writer_s: a record not renewed for so long is a dead writer's.
-        keys: what records are authenticated with.
+        writer_s: the writer of a record that was not renewed for this long is dead.
+        keys: keys that records must be authenticated with.
     """
     baseline = Baseline(measured_id=_measured_id(store, keys))
     renewed_at = {info.key.removeprefix(USAGE_PREFIX): info.mtime for info in store.keys(USAGE_PREFIX)}
     for info in list(store.keys(WRITERS_PREFIX)):
         writer = info.key.removeprefix(WRITERS_PREFIX)
-        # A name may be of a time to come, by a clock that was ahead.
+        # abs(): a clock that was ahead may have left timestamps in the future.
         dead = min(abs(now - at) for at in (info.mtime, renewed_at.get(writer, info.mtime))) > writer_s
         if dead:
             baseline.dead.append(writer)
@@ -164,18 +164,18 @@ def read_baseline(store: Store, *, now: float, writer_s: float, keys: RecordKeys
                 baseline.base[writer] = None
         elif usage is not None:
             baseline.base[writer] = usage.reserved if dead else usage.settled
-        # A living writer of which nothing is known gets no base: all will count that is read of it later.
+        # A living writer with an unreadable record gets no base, so all that is read of it later counts.
     for prefix in OLD_PREFIXES:
         baseline.old.extend(info.key for info in store.keys(prefix) if abs(now - info.mtime) > writer_s)
     return baseline
 
 
 def forget_writers(store: Store, baseline: Baseline, *, keys: RecordKeys | None = None) -> None:
-    """Remove the records of the dead; only once a measurement without them is published."""
+    """Remove dead writers' records. Call this only after a measurement without them is published."""
     for writer in baseline.dead:
         usage = _read_usage(store, writer, keys)
         if usage is not None and usage is not UNKNOWN and usage.reserved != baseline.base.get(writer):
-            continue  # it lives: what it reserved meanwhile is in no measurement
+            continue  # alive: what it reserved in the meantime is in no measurement
         _delete(store, WRITERS_PREFIX + writer, USAGE_PREFIX + writer)
     for key in baseline.old:
         _delete(store, key)
@@ -190,11 +190,11 @@ def _delete(store: Store, *keys: str) -> None:
 
 
 def used_bytes(store: Store, *, own: tuple[str, int] | None = None, keys: RecordKeys | None = None) -> int | None:
-    """The most that can be stored at this moment; None: nobody has measured yet, or nobody since a record was lost.
+    """Upper bound of the bytes stored at this moment; None: not measured yet, or not since a record was lost.
 
     Args:
-        own: writer and its ``reserved``, which need not be read.
-        keys: what records must be authenticated with.
+        own: the calling writer and its ``reserved``, to save reading its record.
+        keys: keys that records must be authenticated with.
     """
     usage = read_usage(store, own=own, keys=keys)
     return None if usage is None else usage[0]
@@ -203,7 +203,7 @@ def used_bytes(store: Store, *, own: tuple[str, int] | None = None, keys: Record
 def read_usage(
     store: Store, *, own: tuple[str, int] | None = None, keys: RecordKeys | None = None
 ) -> tuple[int, int] | None:
-    """As ``used_bytes``, and the largest size that a writer was refused last."""
+    """``used_bytes``, and the largest of the sizes that each writer was refused last."""
     for _ in range(READ_ATTEMPTS_MAX):
         measured = read_measured(store, keys=keys)
         if measured is None:
@@ -228,10 +228,10 @@ def read_usage(
 
 
 def held_and_wanted(store: Store, *, dead: Container[str] = (), keys: RecordKeys | None = None) -> tuple[int, int]:
-    """What living writers keep from each other: reserved and, by their records, neither stored nor given back.
+    """Bytes that living writers reserved and, by their records, have neither stored nor given back.
 
     Returns:
-        That, and the largest size that one of them was refused last.
+        These bytes, and the largest of the sizes that each writer was refused last.
     """
     held = wanted = 0
     for _, usage in _usages(store, keys, without=dead):
@@ -249,11 +249,11 @@ class _Usage:
     wanted: int
 
 
-UNKNOWN = _Usage(0, 0, 0)  # told by identity: the writer has a record, and it cannot be believed
+UNKNOWN = _Usage(0, 0, 0)  # compared by identity: the writer has a record, but it is invalid or unreadable
 
 
 def _usages(store: Store, keys: RecordKeys | None, *, without: Container[str]) -> Iterator[tuple[str, _Usage]]:
-    """Writers that have a name, and what they published; those of some are not read."""
+    """Announced writers and their records, except the writers in ``without``."""
     writers = [info.key.removeprefix(WRITERS_PREFIX) for info in store.keys(WRITERS_PREFIX)]
     writers = [writer for writer in writers if writer not in without]
     readers = min(READERS_MAX, len(writers)) if store.capabilities.latency_bound else 1
@@ -272,7 +272,7 @@ def _usages(store: Store, keys: RecordKeys | None, *, without: Container[str]) -
 
 
 def _read_usage(store: Store, writer: str, keys: RecordKeys | None) -> _Usage | None:
-    """What a writer published; None: nothing."""
+    """A writer's record; None: there is none. UNKNOWN: invalid or unreadable."""
     try:
         record = get_record(store, USAGE_PREFIX + writer, keys=keys)
         match record:
@@ -288,5 +288,5 @@ def _read_usage(store: Store, writer: str, keys: RecordKeys | None) -> _Usage | 
 
 
 def _is_count(count: object) -> bool:
-    """Whether it may be a storage's bytes: others may have written it, and what is far beyond fits no float."""
+    """Whether a value from a record is a plausible byte count. It may be forged; huge ints overflow floats."""
     return isinstance(count, int) and not isinstance(count, bool) and 0 <= count <= BYTES_MAX

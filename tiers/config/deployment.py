@@ -1,4 +1,4 @@
-"""YAML -> frozen models. Every mistake names its path, the value and what is accepted.
+"""Load a deployment's YAML file into frozen models. Every error names the path, the value and what is accepted.
 
 ::
 
@@ -6,11 +6,11 @@
     region:
       size: 4GiB
       eviction_policy: arc
-    tiers:                       # asked in this order, all of them are stored to
+    tiers:                       # looked up in this order; every block is stored to all of them
       - type: fs
         root_dir: /mnt/nvme/kv
 
-Secrets have no place here: stores take them from the environment or from files.
+Do not put secrets into this file: stores read them from the environment or from separate files.
 """
 
 from __future__ import annotations
@@ -37,53 +37,54 @@ _MAY_HOLD_SECRETS = {"options", "storage_options", "url", "endpoint_url", "keys_
 class RegionConfig(Model):
     """The CPU region: the primary tier that every block passes through."""
 
-    size: Size = Field(ge=4096, description="Bytes of CPU memory for blocks.")
-    eviction_policy: Literal["lru", "arc"] = Field("lru", description="Which blocks leave the region first.")
+    size: Size = Field(ge=4096, description="CPU memory for blocks.")
+    eviction_policy: Literal["lru", "arc"] = Field("lru", description="Policy that picks the blocks to evict first.")
     promotion_wait_s: Annotated[float, Field(ge=0, le=60)] = Field(
-        0.5, description="How long a hit waits for room in the region before it counts as a miss."
+        0.5, description="How long a hit waits for free space in the region before it counts as a miss."
     )
     instance_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,128}$")] | None = Field(
-        None, description="Name of the region in /dev/shm; by default the engine's id."
+        None, description="Name of the region in /dev/shm. Default: the engine's ID."
     )
 
 
-def _host_name(address: str) -> str:
+def _check_host_name(address: str) -> str:
     try:
-        address.encode("idna")  # as socket does, which tells it by no OSError
+        address.encode("idna")  # socket does the same, but raises UnicodeError there, not OSError
     except UnicodeError:
-        raise ValueError("is no host name: a part of it is empty or too long") from None
+        raise ValueError("is not a valid host name: a part of it is empty or too long") from None
     if not address.isprintable():
-        raise ValueError("is no host name: it holds control characters")
+        raise ValueError("is not a valid host name: it contains control characters")
     return address
 
 
 class MetricsConfig(Model):
-    """Prometheus metrics served by the engine's process itself."""
+    """Prometheus metrics, served by the engine process itself."""
 
     port: Annotated[int, Field(ge=0, le=65_535)] | None = Field(
-        None, description="Serve /metrics on this port; 0 takes a free one and logs it. By default nothing is served."
+        None, description="Port to serve /metrics on; 0 picks a free port and logs it. null: metrics are not served."
     )
-    address: Annotated[str, Field(min_length=1, max_length=255), AfterValidator(_host_name)] = Field(
-        "127.0.0.1", description="Address to serve on. Anyone who can reach it can read the metrics."
+    address: Annotated[str, Field(min_length=1, max_length=255), AfterValidator(_check_host_name)] = Field(
+        "127.0.0.1", description="Address to listen on. Anyone who can reach it can read the metrics."
     )
 
 
 class HandlerConfig(Model):
-    """The copies between a GPU and the region. null: figures of vLLM's, from an H100; each first choice is logged."""
+    """Copies between a GPU and the region. Defaults are vLLM's H100 thresholds. The first use of a method is logged."""
 
     method: Literal["batch", "kernel", "copy"] | None = Field(
         None,
-        description="Copy always by batched driver calls, by a kernel, or by torch's copy_ in a loop. A job that it "
-        "cannot take (the kernel: pages of no multiple of 8 bytes) goes by what comes next: kernel, batch, copy.",
+        description="Always copy with this method. batch: batched driver calls. kernel: a copy kernel. copy: torch's "
+        "copy_ in a loop. A job that the method cannot copy (kernel: page sizes that are not a multiple of 8 bytes) "
+        "uses the next method in the order kernel, batch, copy. null: chosen per job by the thresholds below.",
     )
     store_kernel_bytes_max: Size | None = Field(
-        None, description="Stores whose copies are no longer than this on average are made by the kernel. null: none."
+        None, description="Use the kernel for stores whose average copy is at most this long. null: never."
     )
-    load_kernel_bytes_max: Size | None = Field(None, description="Likewise for loads. null: below 28 KiB.")
+    load_kernel_bytes_max: Size | None = Field(None, description="The same for loads. null: just below 28 KiB.")
     kernel_copies_min: Annotated[int, Field(ge=1, le=1_000_000)] | None = Field(
-        None, description="Jobs of fewer copies are not made by the kernel. null: 16."
+        None, description="Do not use the kernel for jobs with fewer copies. null: 16."
     )
-    pin: bool = Field(True, description="Page-lock the region.")
+    pin: bool = Field(True, description="Page-lock the region's memory, for faster copies.")
 
     def options(self) -> dict[str, Any]:
         """Keyword arguments of ``connector.transfer.gpu_handler.create_handlers``."""
@@ -91,35 +92,36 @@ class HandlerConfig(Model):
 
 
 class IdentityConfig(Model):
-    """Which of vLLM's options do not begin a namespace of their own, beyond those known to leave KV as it is."""
+    """vLLM options to ignore when the namespace is chosen, besides options known not to affect KV contents."""
 
     ignore: tuple[Annotated[str, Field(min_length=1, max_length=255)], ...] = Field(
         (),
-        description="Options that do not count, by the names that the log shows at the start "
-        "(kernel_config.moe_backend, VLLM_SOMETHING). You vouch that KV is the same with any of their values; if it is "
-        "not, tokens are wrong.",
+        description="Options to ignore, by the names logged at startup (kernel_config.moe_backend, VLLM_SOMETHING). "
+        "You guarantee that KV contents are the same for every value of these options; if not, the model's output is "
+        "wrong.",
     )
 
 
 class DeploymentConfig(Model):
-    """One deployment: the region and the tiers behind it."""
+    """One deployment: the CPU region and the storage tiers behind it."""
 
     region: RegionConfig
     blocks_per_chunk: Annotated[int, Field(ge=1, le=4096)] = Field(
         1,
-        description="Engine blocks in one stored block. More means fewer, larger copies, files and requests. "
-        "1 for models with a sliding window, chunked attention or recurrent states (docs/vllm.md).",
+        description="Engine blocks per stored block. A larger value means fewer and larger copies, files and requests. "
+        "Use 1 for models with a sliding window, chunked attention or recurrent states (docs/vllm.md).",
     )
     tiers: tuple[SerializeAsAny[AnyTierConfig], ...] = Field(
         (),
-        description="Asked in this order; all of them are stored to. None may have another's place, or one inside it.",
+        description="Storage tiers. Lookups ask them in this order; every block is stored to all of them. Each tier "
+        "needs its own location, not inside another tier's.",
     )
     handler: HandlerConfig = Field(
-        default_factory=HandlerConfig, description="How KV is copied between a GPU and the region."
+        default_factory=HandlerConfig, description="How blocks are copied between a GPU and the region."
     )
-    metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="Where the engine serves its metrics.")
+    metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="Where the engine serves metrics.")
     identity: IdentityConfig = Field(
-        default_factory=IdentityConfig, description="Options of vLLM that do not count as part of what blocks are."
+        default_factory=IdentityConfig, description="vLLM options to ignore when the namespace is chosen."
     )
 
 
@@ -127,7 +129,7 @@ def load_config(path: str | os.PathLike[str], registered: Collection[str] = ()) 
     """Read a deployment's YAML file.
 
     Args:
-        registered: tier types made known to the factory by ``register_tier``, accepted beside the built-in ones.
+        registered: tier types registered with ``register_tier``, accepted besides the built-in types.
 
     Raises:
         ConfigError: lists every mistake with its path, the value and what is accepted.
@@ -142,7 +144,7 @@ def parse_config(data: object, registered: Collection[str] = ()) -> DeploymentCo
         ConfigError: lists every mistake with its path, the value and what is accepted.
     """
     if not isinstance(data, dict):
-        raise ConfigError(f"a mapping with the keys {_names(DeploymentConfig)} is accepted, not {_kind(data)}")
+        raise ConfigError(f"must be a mapping with the keys {_names(DeploymentConfig)}, not {_kind(data)}")
     data = dict(data)
     mistakes: list[tuple[str, str]] = []
     tiers: dict[int, AnyTierConfig] = {}
@@ -162,11 +164,11 @@ def parse_config(data: object, registered: Collection[str] = ()) -> DeploymentCo
         mistakes = _explain(e, DeploymentConfig) + mistakes
     if mistakes:
         raise _Mistakes(mistakes)
-    return config.model_copy(update={"tiers": tuple(_named(list(tiers.values())))})
+    return config.model_copy(update={"tiers": tuple(_with_unique_names(list(tiers.values())))})
 
 
-def _named(tiers: list[AnyTierConfig]) -> list[AnyTierConfig]:
-    """Give every built-in tier a name of its own, so that metrics and logs tell two tiers of one type apart."""
+def _with_unique_names(tiers: list[AnyTierConfig]) -> list[AnyTierConfig]:
+    """Name unnamed built-in tiers whose type occurs twice, so that metrics and logs can tell them apart."""
     types = [tier.type for tier in tiers]
     named: list[AnyTierConfig] = []
     for index, tier in enumerate(tiers):
@@ -177,10 +179,8 @@ def _named(tiers: list[AnyTierConfig]) -> list[AnyTierConfig]:
     given = [tier.name for tier in tiers if isinstance(tier, TierConfig)]
     for name in names:
         if (count := names.count(name)) > 1:
-            default = "" if given.count(name) == count else ", with one that has no other, which is called so"
-            raise ConfigError(
-                f"{name!r} is the name of {count} tiers{default}; accepted are different names", field="tiers"
-            )
+            default = "" if given.count(name) == count else ", for one of them by default"
+            raise ConfigError(f"{name!r} is the name of {count} tiers{default}; names must differ", field="tiers")
     return named
 
 
@@ -188,7 +188,7 @@ def parse_tier(data: object, registered: Collection[str] = ()) -> AnyTierConfig:
     """Validate one tier's options; its ``type`` chooses the model.
 
     Raises:
-        ConfigError: as ``parse_config``.
+        ConfigError: see ``parse_config``.
     """
     known = sorted({*TIER_MODELS, *registered, *_entry_points(), *_store_entry_points()})
     if not isinstance(data, dict):
@@ -196,8 +196,8 @@ def parse_tier(data: object, registered: Collection[str] = ()) -> AnyTierConfig:
     tier_type = data.get("type")
     model: type[TierConfig] | type[ExternalTierConfig]
     if not isinstance(tier_type, str):
-        raise _Mistakes([("type", f"{_show(tier_type)} is no tier type; accepted: {', '.join(known)}")])
-    if data.get("module_path") in (None, ""):  # as left out
+        raise _Mistakes([("type", f"{_show(tier_type)} is not a tier type; accepted: {', '.join(known)}")])
+    if data.get("module_path") in (None, ""):  # the same as leaving it out
         data = {name: value for name, value in data.items() if name != "module_path"}
     data = as_store_tier(data)
     tier_type = data["type"]
@@ -210,14 +210,14 @@ def parse_tier(data: object, registered: Collection[str] = ()) -> AnyTierConfig:
             [
                 (
                     "type",
-                    f"{_show(tier_type)} is no tier type; accepted: {', '.join(known)}, or a class with module_path",
+                    f"{_show(tier_type)} is not a tier type; accepted: {', '.join(known)}, or a class with module_path",
                 )
             ]
         )
     try:
         tier = model.model_validate(data)
     except ValidationError as e:
-        # "from None": pydantic's exception has the values.
+        # "from None": pydantic's exception contains the values, which may be secret.
         raise _Mistakes(_explain(e, model)) from None
     if isinstance(tier, TierConfig):
         try:
@@ -228,7 +228,7 @@ def parse_tier(data: object, registered: Collection[str] = ()) -> AnyTierConfig:
 
 
 def as_store_tier(data: dict[str, Any]) -> dict[str, Any]:
-    """A tier's options, with ``type: store`` in place of a type that a package has registered for its store."""
+    """Translate a type that a package registered for its store into ``type: store`` with the package's module."""
     tier_type = data["type"]
     if tier_type in TIER_MODELS or "module_path" in data:
         return data
@@ -239,7 +239,7 @@ def as_store_tier(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON schema of the YAML, for editors."""
+    """JSON schema of the YAML file, for editors."""
     schema = DeploymentConfig.model_json_schema()
     definitions = schema.setdefault("$defs", {})
     tier_names = [model.__name__ for model in TIER_MODELS.values()]
@@ -252,7 +252,7 @@ def json_schema() -> dict[str, Any]:
         "anyOf": [{"$ref": f"#/$defs/{name}"} for name in (*tier_names, "ExternalTierConfig")]
     }
     definitions.pop("TierConfig", None)
-    # Else it would take what the model of a built-in tier refuses: any key goes with a tier that is not ours.
+    # ExternalTierConfig allows any key. Without this condition it would also match a built-in tier with a bad key.
     definitions["ExternalTierConfig"]["anyOf"] = [
         {
             "required": ["module_path"],
@@ -264,7 +264,7 @@ def json_schema() -> dict[str, Any]:
 
 
 class _Mistakes(ConfigError):
-    """ConfigError with one line a mistake."""
+    """ConfigError with one line per mistake; ``found`` holds (field, message) pairs."""
 
     def __init__(self, found: list[tuple[str, str]]) -> None:
         found = [(printable(without_keys(field)), printable(without_keys(message))) for field, message in found]
@@ -295,7 +295,7 @@ def _explain(error: ValidationError, model: type[BaseModel]) -> list[tuple[str, 
             text = "is required"
         elif item["type"] == "extra_forbidden":
             owner = _model_at(model, item["loc"][:-1])
-            text = f"is no key; accepted: {_names(owner)}"
+            text = f"is not a known key; accepted: {_names(owner)}"
         elif item["type"] == "value_error":
             text = f"{shown} {message}"
         else:
@@ -322,17 +322,17 @@ def _join(parent: str, child: str) -> str:
 
 
 def _show(value: object) -> str:
-    """A value that may be repeated: plain and short, or by its kind."""
+    """A value as an error message may show it: short and printable, otherwise only its kind."""
     if value and not isinstance(value, (bool, int, float, str, date)):
         return _kind(value)
     try:
         text = quoted(value) if isinstance(value, str) else repr(value)
-    except ValueError:  # a number of more digits than Python writes
+    except ValueError:  # an integer with more digits than Python converts to text
         return _kind(value)
     return text if len(text) <= 80 else text[:77] + "…'"
 
 
 def _kind(value: object) -> str:
-    """What a value is, without what it says."""
+    """The kind of a value, without its content, which may be secret."""
     kinds = {dict: "a mapping", list: "a list", str: "a text", int: "a number", bytes: "binary", type(None): "nothing"}
     return kinds.get(type(value), f"a {type(value).__name__}")

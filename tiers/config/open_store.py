@@ -1,6 +1,6 @@
-"""From a tier's options to its store: for the tiers themselves, and for tools that need no engine.
+"""Build a tier's store from its options: for the tiers, and for tools that run without an engine.
 
-The store's module is imported here and not before, so that a process pays only for the clients it uses.
+The store's module is imported here, not at the top, so that a process loads only the clients it uses.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ C = TypeVar("C", bound=TierConfig)
 
 
 def store_recipe(config: TierConfig) -> tuple[Callable[..., Store], dict[str, Any]]:
-    """The store's class, or a function that makes one, and its arguments.
+    """The store's class (or a function that makes the store) and its keyword arguments.
 
     Raises:
-        ConfigError: there is no such store.
+        ConfigError: the tier type has no built-in store, or the options do not fit.
     """
     if isinstance(config, FsTierConfig):
         options = _folder_options(config) | {"durability": config.durability}
@@ -65,26 +65,26 @@ def store_recipe(config: TierConfig) -> tuple[Callable[..., Store], dict[str, An
         from kvtiers.tiers.stores.custom import make_custom_store
 
         return make_custom_store, {"module_path": config.module_path, "options": config.options}
-    raise ConfigError(f"{config.type!r} has no store of ours", field="type")
+    raise ConfigError(f"{config.type!r} is not a type with a built-in store", field="type")
 
 
 def for_engine(config: C, name: str = "", why: str = "") -> C:
-    """A tier's options for a store in the engine's own process, which no server's answer may end.
+    """Replace obstore with boto3 for a store in the engine's own process, so that a server cannot abort the engine.
 
-    obstore allocates what an answer's Content-Length says, and aborts its process where that cannot be had. So boto3
-    takes its place, with the bounds of ``tiers.stores.s3.boto_http``.
+    obstore allocates the size in a response's Content-Length header, and aborts its process if the allocation fails.
+    boto3 runs with the size limits of ``tiers.stores.s3.boto_http``.
 
     Args:
-        name: whose store it is; "": this was logged before.
-        why: the store is in this process.
+        name: prefix of the warning, such as the tier's name; "": the warning was logged before.
+        why: why the store runs in this process, for the warning.
     """
     if not isinstance(config, S3TierConfig) or config.client != "obstore":
         return config
     if name:
         logger.warning(
-            "%s: boto3 moves blocks instead of obstore, at more CPU time: in the engine's own process (%s) a server's "
-            "answer could make obstore abort the engine. Set isolation: process where workers can be had, or client: "
-            "boto3",
+            "%s: using boto3 instead of obstore, at a higher CPU cost: in the engine's own process (%s) a server's "
+            "response could make obstore abort the engine. Set isolation: process where worker processes are possible, "
+            "or client: boto3",
             name,
             why,
         )
@@ -96,11 +96,13 @@ def _folder_options(config: FsTierConfig | NfsTierConfig) -> dict[str, Any]:
 
 
 def tool_recipe(config: TierConfig, *, read_only: bool = False) -> tuple[Callable[..., Store], dict[str, Any]]:
-    """As ``store_recipe``, for tools: without the reserve of free space, because what makes room must not be refused
-    for want of it, and with blocks that have no seal, which a tool is to count.
+    """Like ``store_recipe``, for tools.
+
+    The store has no reserve of free space, because a tool that frees space must not be refused for lack of it. It
+    shows blocks without a seal, because tools count them.
 
     Args:
-        read_only: the tool only looks, whatever the tier may: opening its store leaves nothing there.
+        read_only: open the store read-only even if the tier may write, so that opening it creates nothing.
     """
     make_store, options = store_recipe(config)
     for_tools = {"min_free_bytes": 0, "unverified": "allow"} | ({"read_only": True} if read_only else {})
@@ -108,12 +110,12 @@ def tool_recipe(config: TierConfig, *, read_only: bool = False) -> tuple[Callabl
 
 
 def open_tool_store(config: TierConfig, *, read_only: bool = False) -> Store:
-    """The store of ``tool_recipe``."""
+    """Open the store that ``tool_recipe`` describes."""
     make_store, options = tool_recipe(config, read_only=read_only)
     return make_store(**options)
 
 
 def open_store(config: TierConfig) -> Store:
-    """A tier's store for a tool that may write, without the tier: no threads, and no process of its own."""
+    """Open a tier's store without the tier (no threads, no worker process), for a tool that may write."""
     make_store, options = store_recipe(config)
     return make_store(**options)

@@ -1,4 +1,4 @@
-"""The tiers' options as models: one class a built-in tier."""
+"""Options of the built-in tiers: one model class per tier type."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from kvtiers.tiers.config.values import AbsolutePath, Duration, ExpandedPath, Si
 from kvtiers.tiers.errors import HIDDEN, ConfigError, public_url
 from kvtiers.tiers.stores.s3.options import TIMEOUT_S_MAX, S3Options
 
-#: Keys of the s3 tier that the store takes as they are.
+#: Keys of the s3 tier that are passed to the store unchanged.
 _S3_SAME_NAMES = (
     "bucket", "prefix", "endpoint_url", "region", "addressing_style", "profile", "role_arn", "ca_bundle", "verify",
     "allow_insecure", "sse", "sse_kms_key_id", "storage_class", "checksum", "retries", "client",
 )  # fmt: skip
 
 MAX_BYTES_MIN = 1 << 20
-LOOKUP_DEADLINE = "Lookups are misses when the storage answers none of them for so long."
+LOOKUP_DEADLINE = "Lookups count as misses when the storage answers none of them for this long."
 _KEY = re.compile(rf"(0x)?[0-9A-Fa-f]{{{2 * KEY_BYTES}}}")
-POLL_S, REMOTE_POLL_S = 0.25, 15.0  # how often a collector looks whether there is something to do
+POLL_S, REMOTE_POLL_S = 0.25, 15.0  # how often a collector checks whether there is something to do
 
 
-def _no_key(value: object) -> object:
-    words = re.split(r"[\s,]+", value) if isinstance(value, str) else ()  # a path may have a digest in it
+def _reject_key(value: object) -> object:
+    words = re.split(r"[\s,]+", value) if isinstance(value, str) else ()  # whole words only: a path may hold a digest
     if any(_KEY.fullmatch(word) for word in words):
-        raise ValueError("is a key itself; keys have no place here, write where they are")
+        raise ValueError("is a key itself; write the file or the variable that holds the keys")
     return value
 
 
@@ -51,27 +51,30 @@ RequestSeconds = Annotated[float, Field(gt=0, le=TIMEOUT_S_MAX)]
 
 
 def default_threads() -> int:
-    """Threads of one kind on a fast medium.
+    """Default number of read threads, and of write threads, for a fast medium.
 
-    Copying keeps a core busy, and both kinds help each other out, so together they are as many as the cores. More
-    than 4 of a kind only queue for the GIL between two system calls.
+    Copying keeps a core busy, and idle threads of one kind take tasks of the other, so both kinds together match the
+    number of cores. More than 4 of a kind only queue for the GIL between two system calls.
     """
     return max(1, min(4, len(os.sched_getaffinity(0)) // 2))
 
 
 class Model(BaseModel):
-    """Frozen, and every key must be known. What may be secret is in ``dict(model)``, not in dumps and reprs."""
+    """Base of the config models: frozen, unknown keys rejected.
+
+    Dumps and reprs hide values that may be secret; ``dict(model)`` has them.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, hide_input_in_errors=True)
 
     @field_validator("*", mode="wrap")
     @classmethod
-    def _check_kind(cls, value: object, validate: ValidatorFunctionWrapHandler) -> object:
+    def _reject_wrong_type(cls, value: object, validate: ValidatorFunctionWrapHandler) -> object:
         if isinstance(value, bytes):
-            raise ValueError("is no text")  # YAML's !!binary
+            raise ValueError("is not text")  # YAML's !!binary
         accepted: object = validate(value)
         if isinstance(value, bool) and not isinstance(accepted, bool):
-            raise ValueError("is no number")  # YAML's yes, on and true, which pydantic takes for 1
+            raise ValueError("is not a number")  # YAML's yes, on and true, which pydantic converts to 1
         return accepted
 
     def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
@@ -79,77 +82,81 @@ class Model(BaseModel):
 
 
 class TierConfig(Model):
-    """What every built-in tier takes."""
+    """Options of every built-in tier."""
 
-    type: str = Field(description="Which tier.")
+    type: str = Field(description="Tier type.")
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")] | None = Field(
-        None, description="Label in metrics and logs; by default the type, numbered where a type occurs twice."
+        None, description="Label in metrics and logs. Default: the type, with a number if the type occurs twice."
     )
-    n_read_threads: Threads = Field(default_factory=default_threads, description="Threads that prefer loads.")
-    n_write_threads: Threads = Field(default_factory=default_threads, description="Threads that prefer stores.")
+    n_read_threads: Threads = Field(default_factory=default_threads, description="Threads that do loads first.")
+    n_write_threads: Threads = Field(default_factory=default_threads, description="Threads that do stores first.")
     task_bytes: Size = Field(
-        64 << 20, ge=1, description="Bytes one pool task moves at most, but a block for each thread that works on it."
+        64 << 20, ge=1, description="Largest part of a job per task. At least one block for each thread of the task."
     )
-    trace: bool = Field(False, description="One OpenTelemetry span for each job (`pip install 'kvtiers[otel]'`).")
+    trace: bool = Field(False, description="Emit an OpenTelemetry span per job (`pip install 'kvtiers[otel]'`).")
     jobs_max: Annotated[int, Field(ge=1, le=1_000_000)] = Field(
-        1024, description="Jobs in flight; stores beyond it are dropped and counted."
+        1024, description="Maximum number of jobs in flight; further stores are dropped and counted."
     )
     max_bytes_in_flight: Size = Field(
-        8 << 30, ge=1, description="Payload bytes of jobs in flight; stores beyond it are dropped and counted."
+        8 << 30, ge=1, description="Maximum payload of the jobs in flight; further stores are dropped and counted."
     )
-    lookup_threads: Threads = Field(2, description="Threads that ask the storage whether blocks are there.")
+    lookup_threads: Threads = Field(2, description="Threads that ask the storage whether blocks exist.")
     lookup_deadline_s: Seconds = Field(0.2, description=LOOKUP_DEADLINE)
     lookup_total_s: Seconds = Field(
         15.0,
-        description="How long a request waits for lookups at most while the storage answers; then it uses the prefix "
-        "that was found.",
+        description="How long a request waits for its lookups while the storage keeps answering. After that it uses "
+        "the prefix found so far.",
     )
-    present_ttl_s: Seconds = Field(60.0, description="How long 'present' is believed.")
-    absent_ttl_s: Annotated[float, Field(ge=0, le=86_400)] = Field(1.0, description="How long 'absent' is believed.")
+    present_ttl_s: Seconds = Field(60.0, description="How long a lookup's answer 'present' is cached.")
+    absent_ttl_s: Annotated[float, Field(ge=0, le=86_400)] = Field(
+        1.0, description="How long a lookup's answer 'absent' is cached."
+    )
     lookup_cache_keys: Annotated[int, Field(ge=1, le=100_000_000)] = Field(
-        262_144, description="Lookup answers kept in memory."
+        262_144, description="Maximum number of cached lookup answers."
     )
     seal_checksum: Literal["xxh3_64", "xxh3_128"] = Field("xxh3_64", description="Checksum in the seal of new blocks.")
     job_deadline_s: Seconds = Field(
-        10.0, description="Blocks of a job that have not begun to move by then fail; a longer task cuts the tier off."
+        10.0,
+        description="Blocks of a job fail if their transfer has not begun after this time. A single task that takes "
+        "longer cuts the tier off.",
     )
     circuit_failures: Annotated[int, Field(ge=1, le=1000)] = Field(
-        3, description="Failures in a row that cut the tier off."
+        3, description="Number of consecutive failures that cut the tier off."
     )
     circuit_probe_s: Seconds = Field(
-        5.0, description="How often a tier that is cut off is asked whether it works again."
+        5.0, description="How often a tier that was cut off is probed to see whether it works again."
     )
     shutdown_s: Annotated[float, Field(ge=0, le=60)] = Field(
-        4.0, description="How long shutdown waits for running jobs. vLLM kills its engine after 5 s."
+        4.0, description="How long shutdown waits for running jobs. vLLM kills its engine process after 5 s."
     )
     isolation: Literal["auto", "thread", "process"] = Field(
         "thread",
-        description="process: I/O in processes, which do not wait for the engine's GIL and are killed when they hang. "
-        "auto: process where other processes can map the region.",
+        description="process: I/O runs in worker processes, which do not wait for the engine's GIL and are killed when "
+        "they hang. thread: I/O runs in threads of the engine. auto: process if other processes can map the region.",
     )
     parallel_agnostic: bool = Field(
-        False,
-        description="Share blocks between parallel layouts, where the engine says that its bytes allow it.",
+        False, description="Share blocks between parallel layouts, if the engine says that its block format allows it."
     )
 
     auth: Literal["none", "gmac"] = Field(
-        "none", description="gmac: only blocks that somebody with a key has written are taken (AES-256-GMAC)."
+        "none", description="gmac: load only blocks that were written with one of the keys (AES-256-GMAC)."
     )
     encrypt: Literal["none", "aes-gcm"] = Field(
         "none",
-        description="aes-gcm: blocks are stored encrypted and authenticated (AES-256-GCM); one more copy a store.",
+        description="aes-gcm: encrypt and authenticate blocks (AES-256-GCM). Costs one more copy per stored block.",
     )
-    keys_file: Annotated[ExpandedPath, BeforeValidator(_no_key), AfterValidator(_no_key)] | None = Field(
+    keys_file: Annotated[ExpandedPath, BeforeValidator(_reject_key), AfterValidator(_reject_key)] | None = Field(
         None,
-        description="File of keys for auth and encrypt: 64 hex digits each, the first is for new blocks. Mode 0600.",
+        description="File with the keys for auth and encrypt, 64 hex digits each; new blocks use the first. The file "
+        "mode must be 0600.",
     )
-    keys_env: Annotated[str, BeforeValidator(_no_key), Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,127}$")] | None = Field(
-        None, description="Environment variable with the keys, instead of keys_file."
+    keys_env: Annotated[str, BeforeValidator(_reject_key), Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,127}$")] | None = (
+        Field(None, description="Environment variable with the keys, instead of keys_file.")
     )
 
     @property
     def protection(self) -> Literal["none", "gmac", "aes-gcm"]:
-        """How blocks are protected: encrypted ones are authenticated, too."""
+        """How blocks are protected. aes-gcm also authenticates, so it replaces gmac."""
         return self.encrypt if self.encrypt != "none" else self.auth
 
     @property
@@ -158,16 +165,16 @@ class TierConfig(Model):
         return False
 
     def check(self) -> None:
-        """Look at what single fields cannot show.
+        """Check options that depend on each other.
 
         Raises:
             ConfigError: names the field.
         """
         given = [name for name in ("keys_file", "keys_env") if getattr(self, name) is not None]
         if len(given) > 1:
-            raise ConfigError("is one too many; give either keys_file or keys_env", field="keys_env")
+            raise ConfigError("is mutually exclusive with keys_file", field="keys_env")
         if given and self.protection == "none":
-            raise ConfigError("is of no use without auth: gmac or encrypt: aes-gcm", field=given[0])
+            raise ConfigError("has no effect without auth: gmac or encrypt: aes-gcm", field=given[0])
         if self.keys_env is not None:
             KEY_VARIABLES.add(self.keys_env)
         if not given and self.protection != "none":
@@ -176,31 +183,31 @@ class TierConfig(Model):
 
 
 class BoundedTierConfig(TierConfig):
-    """What every tier takes whose storage outlives the process: who writes there, and how much."""
+    """Options of every tier whose storage outlives the process: who writes there, and how much."""
 
     read_only: bool = Field(
         False,
-        description="Only load: nothing is written there or removed, whatever the limits, which are the writers' "
-        "business.",
+        description="Load only. Nothing is written to the storage or removed from it, and limits are ignored: the "
+        "writers enforce them.",
     )
     max_bytes: Size | None = Field(
         None,
-        description="What the storage may hold, all writers together; beyond it stores are dropped until the collector "
-        "has made room. Give the same to all writers of one root. null: no limit.",
+        description="Maximum size of the storage, for all writers together. When it is reached, stores are dropped "
+        "until the collector has made room. Use the same value for all writers of one root. null: no limit.",
     )
     ttl: Duration | None = Field(
         None,
-        description="Blocks not used for so long are removed, such as 7d or 12h; on s3 and fsspec, not written for so "
-        "long. null: never.",
+        description="Remove blocks that were not used for this long, such as 7d or 12h. On s3 and fsspec: blocks that "
+        "were written this long ago. null: never.",
     )
     gc_high: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.95, description="Part of max_bytes above which the collector begins."
+        0.95, description="Fraction of max_bytes at which the collector starts to remove blocks."
     )
     gc_low: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.85, description="Part of max_bytes that it leaves; the least recently used blocks go."
+        0.85, description="Fraction of max_bytes at which the collector stops. It removes least recently used blocks."
     )
     gc_every_s: Annotated[float, Field(ge=1, le=30 * 86_400)] = Field(
-        600.0, description="How often the collector looks at everything, for ttl and to measure."
+        600.0, description="How often the collector lists all blocks, to apply ttl and to measure the storage."
     )
 
     def check(self) -> None:
@@ -215,7 +222,7 @@ class BoundedTierConfig(TierConfig):
             )
 
     def capacity_policy(self) -> CapacityPolicy | None:
-        """The limits as the collector takes them; None where there are none, or nothing to be done about them."""
+        """The limits for the collector; None if there are none, or if the tier is read-only."""
         if self.read_only or (self.max_bytes is None and self.ttl is None):
             return None
         return CapacityPolicy(
@@ -234,23 +241,26 @@ class FsTierConfig(BoundedTierConfig):
 
     type: Literal["fs"] = "fs"
     root_dir: AbsolutePath = Field(
-        description="Folder of the blocks; made if absent, unless read_only. ~ and $VARIABLES are expanded."
+        description="Folder for the blocks; created if missing, unless read_only. ~ and $VARIABLES are expanded."
     )
     min_free: Size = Field(1 << 30, description="Free space the tier leaves on the file system.")
     isolation: Literal["auto", "thread", "process"] = Field(
-        "auto", description="process: as fast beside a busy engine as beside an idle one. auto: where it can be."
+        "auto",
+        description="process: as fast with a busy engine as with an idle one. auto: process if other processes can map "
+        "the region, else thread.",
     )
     durability: Literal["none", "data"] = Field(
-        "none", description="data: fsync each block before it is visible (0.6 -> 8 ms at 2 MiB)."
+        "none", description="data: fsync each block before it becomes visible (8 ms instead of 0.6 ms at 2 MiB)."
     )
     format: Literal["sealed-1", "vllm-raw"] = Field(
         "sealed-1",
-        description="vllm-raw: files that vLLM's own fs tier can share, in its folders, their seals in an extended "
-        "attribute; only with KVTiersTier.",
+        description="vllm-raw: share files and folders with vLLM's own fs tier; the seal is in an extended attribute. "
+        "Only with KVTiersTier.",
     )
     unverified: Literal["deny", "allow"] = Field(
         "deny",
-        description="allow: with format: vllm-raw also load what vLLM's own tier wrote, which nothing proves.",
+        description="allow: with format: vllm-raw, also load blocks that vLLM's own tier wrote. They have no seal, so "
+        "nothing verifies them.",
     )
 
     @property
@@ -260,116 +270,120 @@ class FsTierConfig(BoundedTierConfig):
     def check(self) -> None:
         super().check()
         if self.format == FORMAT_SEALED and self.takes_unverified:
-            raise ConfigError(f"is of no use with format: {FORMAT_SEALED}, whose blocks have seals", field="unverified")
+            raise ConfigError(f"has no effect with format: {FORMAT_SEALED}: its blocks have seals", field="unverified")
         if self.format == FORMAT_VLLM_RAW and self.encrypt != "none":
             raise ConfigError(
-                f"vLLM's own tier cannot read such blocks; leave out format: {self.format}", field="encrypt"
+                f"vLLM's own tier cannot read encrypted blocks; remove format: {self.format}", field="encrypt"
             )
         if self.takes_unverified and self.auth != "none":
-            raise ConfigError("allow would let anybody's blocks in; leave it out with auth: gmac", field="unverified")
+            raise ConfigError("allow would load blocks written without a key; remove it or auth", field="unverified")
 
 
 class NfsTierConfig(BoundedTierConfig):
-    """Blocks as files on an NFS mount that several hosts share, all with one uid. CephFS and Lustre were not tried."""
+    """Blocks as files on an NFS mount shared by several hosts, all with the same UID. Untested on CephFS and Lustre."""
 
     type: Literal["nfs"] = "nfs"
     root_dir: AbsolutePath = Field(
-        description="Folder on the mount; made if absent, unless read_only. ~ and $VARIABLES are expanded."
+        description="Folder on the mount; created if missing, unless read_only. ~ and $VARIABLES are expanded."
     )
     min_free: Size = Field(1 << 30, description="Free space the tier leaves on the file system.")
     isolation: Literal["auto", "thread", "process"] = Field(
-        "process", description="thread: only where the mount gives up by itself (soft, softerr)."
+        "process", description="thread: only for mounts whose I/O times out by itself (soft, softerr)."
     )
     lookup_deadline_s: Seconds = Field(0.5, description=LOOKUP_DEADLINE)
     absent_ttl_s: Annotated[float, Field(ge=0, le=86_400)] = Field(
-        5.0, description="How long 'absent' is believed; a client remembers it for about 30 s without lookupcache=pos."
+        5.0,
+        description="How long a lookup's answer 'absent' is cached. Without the mount option lookupcache=pos, the NFS "
+        "client itself caches it for about 30 s.",
     )
 
 
 class MemoryTierConfig(TierConfig):
-    """Blocks in this process's memory: for tests and for trying things out."""
+    """Blocks in the engine process's own memory, for tests and experiments."""
 
     type: Literal["memory"] = "memory"
     max_bytes: Annotated[Size, Field(ge=1)] | None = Field(
-        None, description="Beyond it the least recently used blocks leave."
+        None, description="Maximum size; beyond it the least recently used blocks are removed."
     )
 
     def check(self) -> None:
         super().check()
         if self.isolation != "thread":
             raise ConfigError(
-                f"{self.isolation} would give each process a memory of its own; leave it out", field="isolation"
+                f"{self.isolation} would give each process its own set of blocks; leave it out", field="isolation"
             )
 
 
 class NetworkTierConfig(BoundedTierConfig):
-    """What every tier takes whose blocks mostly wait for a network: threads are many then, and a batch takes long."""
+    """Options of every tier that mostly waits for a network, and therefore uses many threads and long batches."""
 
-    n_read_threads: Threads = Field(8, description="Requests of loads under way at once, at first.")
-    n_write_threads: Threads = Field(8, description="Requests of stores under way at once, at first.")
+    n_read_threads: Threads = Field(8, description="Concurrent load requests at the start.")
+    n_write_threads: Threads = Field(8, description="Concurrent store requests at the start.")
     n_threads_max: Threads = Field(
-        64, description="Up to so many of each, where the storage is far and more of them bring more."
+        64, description="Maximum of concurrent requests of each kind, used when latency is high and more requests help."
     )
     worker_memory: Annotated[Size, Field(ge=64 << 20)] = Field(
         512 << 20,
-        description="Memory that a worker process may take beside what its blocks and cores need. A worker that takes "
-        "more, because a server's answer has no end, is ended and replaced.",
+        description="Memory limit of a worker process, not counting the memory for its blocks and cores. A worker that "
+        "exceeds it (a server's response may be endless) is killed and replaced.",
     )
-    absent_ttl_s: Annotated[float, Field(ge=0, le=86_400)] = Field(5.0, description="How long 'absent' is believed.")
+    absent_ttl_s: Annotated[float, Field(ge=0, le=86_400)] = Field(
+        5.0, description="How long a lookup's answer 'absent' is cached."
+    )
     gc_every_s: Annotated[float, Field(ge=1, le=30 * 86_400)] = Field(
-        3600.0, description="How often the collector lists everything, for ttl and to measure."
+        3600.0, description="How often the collector lists all blocks, to apply ttl and to measure the storage."
     )
 
 
 class S3TierConfig(NetworkTierConfig):
-    """Blocks as objects in a bucket of any S3. Credentials come from boto3's chain, never from here."""
+    """Blocks as objects in an S3 bucket. Credentials come from boto3's credential chain, never from this file."""
 
     type: Literal["s3"] = "s3"
     isolation: Literal["auto", "thread", "process"] = Field(
         "auto",
-        description="process: as fast beside a busy engine as beside an idle one. auto: where it can be. In threads of "
-        "the engine's process boto3 moves the blocks, whatever client says.",
+        description="process: as fast with a busy engine as with an idle one. auto: process if other processes can map "
+        "the region, else thread. With thread, the client is always boto3.",
     )
-    job_deadline_s: Seconds = Field(15.0, description="As for every tier; longer, for its retries.")
+    job_deadline_s: Seconds = Field(15.0, description="As for every tier; longer, to leave time for retries.")
     lookup_deadline_s: Seconds = Field(2.0, description=LOOKUP_DEADLINE)
-    bucket: str = Field(description="Bucket; must exist. Directory buckets (…--x-s3): with client: boto3 only.")
+    bucket: str = Field(description="Bucket; must exist. Directory buckets (…--x-s3) need client: boto3.")
     prefix: str = Field("", description="Folder inside the bucket.")
-    endpoint_url: str | None = Field(None, description="Of an S3 that is not AWS's, such as https://minio:9000.")
-    region: str | None = Field(None, description="Default: what boto3 finds, else us-east-1.")
+    endpoint_url: str | None = Field(None, description="Endpoint of an S3 other than AWS, such as https://minio:9000.")
+    region: str | None = Field(None, description="Region. Default: the region that boto3 finds, else us-east-1.")
     addressing_style: Literal["auto", "path", "virtual"] = Field(
         "auto", description="path: endpoint/bucket/key. virtual: bucket.endpoint/key. auto: virtual on AWS, else path."
     )
-    profile: str | None = Field(None, description="Profile of ~/.aws/config.")
+    profile: str | None = Field(None, description="Profile in ~/.aws/config.")
     role_arn: str | None = Field(None, description="Role to assume.")
     ca_bundle: AbsolutePath | None = Field(
-        None, description="PEM file of certificate authorities to trust besides the system's; default: AWS_CA_BUNDLE."
+        None, description="PEM file of CA certificates to trust besides the system's. Default: AWS_CA_BUNDLE."
     )
-    verify: bool = Field(True, description="Check the server's certificate.")
-    allow_insecure: bool = Field(False, description="Allow http to other hosts.")
+    verify: bool = Field(True, description="Verify the server's certificate.")
+    allow_insecure: bool = Field(False, description="Allow http:// endpoints on other hosts.")
     sse: Literal["AES256", "aws:kms"] | None = Field(None, description="Server-side encryption of new blocks.")
-    sse_kms_key_id: str | None = Field(None, description="Key for sse: aws:kms.")
-    storage_class: str | None = Field(None, description="Of new blocks, such as STANDARD_IA.")
+    sse_kms_key_id: str | None = Field(None, description="KMS key for sse: aws:kms.")
+    storage_class: str | None = Field(None, description="Storage class of new blocks, such as STANDARD_IA.")
     checksum: Literal["crc64nvme", "crc32c", "sha256", "none"] = Field(
         "crc64nvme",
-        description="Checksum the server verifies; falls back once where a clone refuses it. none: the payload's "
-        "SHA-256 is signed instead, which takes twice the CPU time of a put.",
+        description="Checksum that the server verifies. If an S3 clone rejects it, the client falls back once. none: "
+        "the payload's SHA-256 is signed instead, which doubles the CPU time of a put.",
     )
-    request_timeout: RequestSeconds = Field(10.0, description="Seconds for one operation with its retries.")
+    request_timeout: RequestSeconds = Field(10.0, description="Seconds for an operation, including its retries.")
     connect_timeout: RequestSeconds = Field(
-        2.0, description="Seconds to connect; obstore divides them by the addresses."
+        2.0, description="Seconds to connect. obstore divides them among the host's addresses."
     )
-    retries: Annotated[int, Field(ge=0, le=20)] = Field(3, description="Further attempts after 5xx, 429 or a reset.")
+    retries: Annotated[int, Field(ge=0, le=20)] = Field(3, description="Retries after 5xx, 429 or a connection reset.")
     client: Literal["obstore", "boto3"] = Field(
-        "obstore", description="obstore (Rust, fast), or boto3 where policy allows only AWS's own."
+        "obstore", description="obstore: fast, in Rust. boto3: where policy allows only AWS's own client."
     )
 
-    embedded: bool = Field(False, description="kvtiers demo starts an S3 server of its own for this tier.")
+    embedded: bool = Field(False, description="Only for kvtiers demo: start an S3 server for this tier.")
 
     def store_options(self) -> S3Options:
-        """What the store is told.
+        """The options of the store.
 
         Raises:
-            ConfigError: a value that cannot work.
+            ConfigError: a value is invalid.
         """
         own = {name: getattr(self, name) for name in _S3_SAME_NAMES}
         return S3Options(
@@ -385,11 +399,11 @@ class S3TierConfig(NetworkTierConfig):
 
 
 class FsspecTierConfig(NetworkTierConfig):
-    """Blocks under any fsspec URL: gs://, abfs://, s3:// by s3fs, hf://, memory://, …"""
+    """Blocks under any fsspec URL: gs://, abfs://, s3:// (with s3fs), hf://, memory://, …"""
 
     type: Literal["fsspec"] = "fsspec"
     lookup_deadline_s: Seconds = Field(1.0, description=LOOKUP_DEADLINE)
-    url: ExpandedPath = Field(description="Where, such as gs://bucket/folder. $VARIABLES are expanded.")
+    url: ExpandedPath = Field(description="Location, such as gs://bucket/folder. $VARIABLES are expanded.")
     storage_options: dict[str, Any] = Field(default_factory=dict, description="Passed to the fsspec file system.")
 
     def check(self) -> None:
@@ -397,7 +411,7 @@ class FsspecTierConfig(NetworkTierConfig):
         if any(part.partition(":")[0] == "memory" for part in self.url.split("::")):
             wanted = {"isolation": self.isolation != "thread", "ttl": self.ttl, "max_bytes": self.max_bytes}
             if field := next((name for name, value in wanted.items() if value), None):
-                raise ConfigError("takes other processes, which cannot see memory://; leave it out", field=field)
+                raise ConfigError("needs other processes, which cannot see memory://; leave it out", field=field)
 
     @field_serializer("url")
     def _hide_login(self, url: str) -> str:
@@ -409,16 +423,17 @@ class FsspecTierConfig(NetworkTierConfig):
 
 
 class StoreTierConfig(BoundedTierConfig):
-    """Blocks in a store of your own: what `make_store(options)` of a module returns."""
+    """Blocks in a store of your own, returned by a module's `make_store(options)`."""
 
     type: Literal["store"] = "store"
     module_path: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*(:[A-Za-z_]\w*)?$")] = Field(
-        description="Module with `make_store(options)`, or `module:function`. Known by its type alone where a package "
-        "names it in the entry point group `kvtiers.stores`."
+        description="Module with `make_store(options)`, or `module:function`. Not needed if a package registers the "
+        "store in the entry point group `kvtiers.stores`: then write its name as `type`."
     )
-    options: dict[str, Any] = Field(default_factory=dict, description="Passed to the function as they are.")
+    options: dict[str, Any] = Field(default_factory=dict, description="Passed to the function unchanged.")
     isolation: Literal["auto", "thread", "process"] = Field(
-        "auto", description="process: the store is made in worker processes. auto: where the region can be mapped."
+        "auto",
+        description="process: the store runs in worker processes. auto: process if other processes can map the region.",
     )
 
     @field_serializer("options")
@@ -427,12 +442,12 @@ class StoreTierConfig(BoundedTierConfig):
 
 
 class ExternalTierConfig(BaseModel):
-    """A tier that is not ours: its options are its own business, and any may be a secret."""
+    """An external tier. Its options are not validated here, and are hidden in logs because any may be a secret."""
 
     model_config = ConfigDict(extra="allow", frozen=True, hide_input_in_errors=True)
 
     type: str
-    module_path: str | None = Field(None, description="Module with a class named like `type`.")
+    module_path: str | None = Field(None, description="Module with a class named as in `type`.")
 
     @model_serializer
     def _hide_options(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The units that configs are written in: sizes, durations and paths."""
+"""Types for config values with a syntax of their own: sizes, durations and paths."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _UNITS = {"": 1, "B": 1} | {
     for suffix, base in (("", 1024), ("iB", 1024), ("B", 1000))
 }
 _UNIT_WORDS = ("kilo", "meg", "gig", "tera", "peta")
-# So few digits that no float overflows.
+# At most 40 digits, so that a float cannot overflow.
 _SIZE = re.compile(r"\s*(\d{1,40}(?:\.\d{1,40})?)\s*([A-Za-z]*)\s*")
 _SIZE_MAX = 1 << 60
-_VARIABLE = re.compile(r"\$(?:\w+|\{[^}]*\})", re.ASCII)  # as os.path.expandvars, which leaves those that are not set
+_VARIABLE = re.compile(r"\$(?:\w+|\{[^}]*\})", re.ASCII)  # as in os.path.expandvars, which keeps unset ones
 
 
 def parse_size(value: object) -> int:
-    """Bytes of "10GiB", "1.5 MiB", "4096" or 4096. KiB, MiB, … are powers of 1024, KB, MB, … of 1000.
+    """Parse a size in bytes: "10GiB", "1.5 MiB", "4096" or 4096. KiB, MiB, … are powers of 1024, KB, MB, … of 1000.
 
     Raises:
         ValueError: says what would be accepted.
@@ -34,15 +34,15 @@ def parse_size(value: object) -> int:
     else:
         match = _SIZE.fullmatch(value) if isinstance(value, str) else None
         if match is None or match[2] not in _UNITS:
-            raise ValueError(f"is not a size; write {_instead_of(value)}")
+            raise ValueError(f"is not a size; write {_suggested_size(value)}")
         size = int(float(match[1]) * _UNITS[match[2]]) if "." in match[1] else int(match[1]) * _UNITS[match[2]]
     if not 0 <= size <= _SIZE_MAX:
         raise ValueError("is out of range; accepted is 0 up to 1024PiB")
     return size
 
 
-def _instead_of(value: object) -> str:
-    """The size that is meant, where all of it is understood: advice must not change the amount. Else an example."""
+def _suggested_size(value: object) -> str:
+    """The size that was probably meant, only if all of it is understood (the amount must not change); or an example."""
     near = re.fullmatch(r"\s*(\d{1,12}(?:\.\d{1,12})?)\s*([A-Za-z]+)\s*", value) if isinstance(value, str) else None
     if near is not None:
         number, unit = near[1], near[2].lower()
@@ -59,13 +59,13 @@ _DURATION_S_MAX = 100 * 365 * 86_400
 
 
 def parse_duration(value: object) -> float:
-    """Seconds of "7d", "12h", "90 min", "30s", "2w" or a number of seconds.
+    """Parse a duration in seconds: "7d", "12h", "90 min", "30s", "2w" or a number of seconds.
 
     Raises:
         ValueError: says what would be accepted.
     """
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        seconds = value  # float() of a large int is an OverflowError
+        seconds = value  # no float() yet: it raises OverflowError for a large int
     else:
         match = _DURATION.fullmatch(value) if isinstance(value, str) else None
         if match is None or match[2] not in _SECONDS:
@@ -84,17 +84,17 @@ def _expand_path(value: object) -> object:
             raise ValueError(f"names the variable {named}, which is empty")
     path = os.path.expanduser(os.path.expandvars(value))
     if "\0" in path:
-        raise ValueError("holds a NUL character, which no path does")
+        raise ValueError("contains a NUL character, which a path cannot contain")
     unset = _VARIABLE.search(public_url(path))  # a password may have a dollar sign
     if unset is not None:
         raise ValueError(f"names the variable {unset[0]}, which is not set")
     if path.startswith("~"):
-        raise ValueError("begins with the home of a user that is not known; for a folder of that name put ./ before it")
+        raise ValueError("begins with the home folder of an unknown user; write ./ before a folder of that name")
     return path
 
 
 def _in_schema(kind: str, number: str, units: Iterable[str]) -> dict[str, Any]:
-    """What a JSON schema says of a number that may have a unit; its patterns bind texts only."""
+    """JSON schema of a number that may have a unit. In JSON schema, a pattern applies to strings only."""
     unit = "|".join(filter(None, units))
     return {"type": [kind, "string"], "pattern": rf"^\s*{number}\s*({unit})?\s*$"}
 
@@ -109,7 +109,7 @@ Duration = Annotated[
     BeforeValidator(parse_duration),
     Field(json_schema_extra=_in_schema("number", r"\d+(\.\d+)?", _SECONDS)),
 ]
-#: As it is meant now: what changes its working directory later, or is started elsewhere, is to find the same.
+#: Made absolute when parsed, so that a later change of directory or a process started elsewhere finds the same folder.
 AbsolutePath = Annotated[
     str,
     BeforeValidator(_expand_path),

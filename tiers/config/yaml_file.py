@@ -1,4 +1,4 @@
-"""A YAML file as plain data. Mistakes are told by their place, never by the file's text, which may hold secrets."""
+"""Read a YAML file into plain data. Errors give the line and column, never the file's text: it may hold secrets."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from kvtiers.tiers.errors import ConfigError
 FILE_BYTES_MAX = 1 << 20
 MERGE_TAG = "tag:yaml.org,2002:merge"
 NUMBER_TAGS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
-_HALF_CHARACTER = re.compile(r"[\ud800-\udfff]")  # a surrogate, which no file name, terminal or JSON takes
-_QUOTED = re.compile(r"( alias| tag| handle|:) ['\"].*", re.DOTALL)  # what a message repeats of the file
+_HALF_CHARACTER = re.compile(r"[\ud800-\udfff]")  # invalid in file names, terminals and JSON
+_QUOTED = re.compile(r"( alias| tag| handle|:) ['\"].*", re.DOTALL)  # where PyYAML's messages quote the file
 
 
 def read_yaml(path: str | os.PathLike[str]) -> object:
-    """What a file says.
+    """Read a file.
 
     Raises:
-        ConfigError: it cannot be read, is larger than ``FILE_BYTES_MAX`` bytes, or is no YAML.
+        ConfigError: the file cannot be read, is larger than ``FILE_BYTES_MAX`` bytes, or is not valid YAML.
     """
     try:
         with Path(path).open("rb") as f:
@@ -36,28 +36,28 @@ def read_yaml(path: str | os.PathLike[str]) -> object:
         return _Loader(raw).get_single_data()
     except yaml.YAMLError as e:
         problem = _problem(e)
-    except ValueError as e:  # of what looks like a date or a number, and is none
+    except ValueError as e:  # text that looks like a date or a number, but is not a valid one
         problem = f"{_without_quotes(str(e))}; text that looks like a date needs quotes"
     except RecursionError:
         problem = "it is nested too deeply"
-    except (LookupError, AttributeError, ArithmeticError):  # PyYAML's for "!!bool maybe" and "\UFFFFFFFF", say
-        problem = "a value does not fit its tag, or an escape is no character"
-    # Not in the handlers: no traceback shall have those exceptions, which quote the file.
-    raise ConfigError(f"is no YAML: {problem}", field=str(path))
+    except (LookupError, AttributeError, ArithmeticError):  # PyYAML raises these for "!!bool maybe" or "\UFFFFFFFF"
+        problem = "a value does not fit its tag, or an escape is not a valid character"
+    # Raised outside the handlers: those exceptions quote the file, so they must not appear in the traceback.
+    raise ConfigError(f"is not valid YAML: {problem}", field=str(path))
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses what PyYAML passes over."""
+    """SafeLoader that rejects duplicate keys and unpaired surrogates, and reads 12:00 as text."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        # Here and not where dicts are made: by then "<<" has put other mappings' keys before a mapping's own.
+        # Checked here, not when dicts are built: by then "<<" has merged other mappings' keys in.
         node = super().compose_mapping_node(anchor)
         lines: dict[str, int] = {}
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode) or key.tag == MERGE_TAG:
                 continue
             if key.value in lines:
-                problem = f"the key {key.value!r} is there twice, first in line {lines[key.value]}"
+                problem = f"the key {key.value!r} occurs twice, first in line {lines[key.value]}"
                 raise ComposerError(None, None, problem, key.start_mark)
             lines[key.value] = key.start_mark.line + 1
         return node
@@ -65,15 +65,15 @@ class _Loader(yaml.SafeLoader):
     def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
         node = super().compose_scalar_node(anchor)
         if _HALF_CHARACTER.search(node.value):
-            raise ComposerError(None, None, "an escape is half a character", node.start_mark)
+            raise ComposerError(None, None, "an escape is an unpaired surrogate", node.start_mark)
         if node.tag in NUMBER_TAGS and ":" in node.value:
-            node.tag = "tag:yaml.org,2002:str"  # to the base 60, 12:00 would be 720: what takes a number refuses it
+            node.tag = "tag:yaml.org,2002:str"  # base 60 would make 12:00 the number 720; number fields reject the text
         return node
 
 
 def _problem(error: yaml.YAMLError) -> str:
-    """One line; PyYAML's own text has the line of the file in it."""
-    if not isinstance(error, yaml.MarkedYAMLError):  # of bytes that are no text
+    """The error in one line. PyYAML's own text is not used because it quotes a line of the file."""
+    if not isinstance(error, yaml.MarkedYAMLError):  # the bytes are not valid text
         return str(error).partition("\n")[0]
     mark = error.problem_mark or error.context_mark
     where = f" (line {mark.line + 1}, column {mark.column + 1})" if mark is not None else ""

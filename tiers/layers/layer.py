@@ -1,9 +1,12 @@
-"""Layer: a Store that holds a Store, and changes one thing about every call.
+"""Layer: a Store that wraps another Store and changes one thing about every call.
 
-Layers from the caller inwards: measure, retry, limit, store. What is measured is what the caller asked for; a retry
-outside of the limit gives its place back while it waits for another attempt, and asks again where the limit refused
-it. A timeout outside of a retry would cut off the attempt that was about to succeed, so stores bring their own
-deadlines.
+Order of the layers, from the caller inward, and why:
+
+- measure: outermost, so that it measures the calls that the caller made.
+- retry: outside limit, so that a call gives up its place while it waits for the next attempt, and so that a call that
+  limit refused is retried.
+- limit, then the store. A timeout outside retry would cut off an attempt that was about to succeed, so stores have
+  their own deadlines.
 """
 
 from __future__ import annotations
@@ -16,21 +19,22 @@ from kvtiers.tiers.store import KeyInfo, Store, parts_size
 
 T = TypeVar("T")
 
-#: Methods of the optional protocols. What a batch's outcome says of one key is in its place, not raised.
+#: Methods of the optional protocols. A batch method returns a key's error at the key's position, and does not raise it.
 BATCH_METHODS: Final = ("size_many", "delete_many", "get_many_into")
 SINGLE_METHODS: Final = ("get_tail", "quarantine", "touch", "sweep", "free_bytes", "folders", "used_at")
-#: These ask no storage, so there is nothing to change about them.
+#: Methods that make no storage call; layers pass them on unchanged.
 PASSED_METHODS: Final = ("is_block", "prepare")
 
 
 class Layer(Store):
-    """Passes every call on. A subclass overrides ``_around`` (and ``_around_batch`` or ``keys`` where it must).
+    """Passes every call on. A subclass overrides ``_around``, and ``_around_batch`` or ``keys`` if it must.
 
-    The optional protocols are exactly the inner store's: their methods are set on the instance when it has them, which
-    is what isinstance looks for. ``SupportsPieces`` is not passed on: behind a layer, blobs are checksummed whole.
+    A layer supports exactly the optional protocols of its inner store. Their methods are set on the instance, because
+    isinstance on a protocol looks for the attributes. The exception is ``SupportsPieces``, which is not passed on:
+    behind a layer, blobs are checksummed whole.
 
     Args:
-        inner: closed with the layer.
+        inner: the store; closed with the layer.
     """
 
     def __init__(self, inner: Store) -> None:
@@ -88,12 +92,12 @@ class Layer(Store):
         """Make one call.
 
         Args:
-            method: its name.
-            call: makes it.
-            size: payload bytes that it moves if it succeeds.
+            method: the method's name.
+            call: makes the call.
+            size: payload bytes that the call moves if it succeeds.
         """
         return call()
 
     def _around_batch(self, method: str, items: Sequence[Any], size: int) -> list[Any]:
-        """Make one call of many keys; outcomes parallel to ``items``."""
+        """Make one call for many keys; returns outcomes parallel to ``items``."""
         return self._around(method, lambda: getattr(self.inner, method)(items), size)

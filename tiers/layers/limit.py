@@ -1,4 +1,4 @@
-"""LimitStore: bounds what is under way in a store at once, in calls and in bytes."""
+"""LimitStore: limits the concurrent calls of a store, and the bytes that they move."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ T = TypeVar("T")
 class LimitOptions:
     """Limits of a LimitStore.
 
-    Below a tier, a call that is not let in counts as a failure of the storage, and three in a row cut the tier off:
-    allow as many calls as the tier has threads (by default 7, two of them for lookups), or wait for longer than so many
-    calls take one after the other.
+    Below a tier, a refused call counts as a failure of the storage, and three failures in a row cut the tier off. To
+    avoid that, allow as many calls as the tier has threads (by default 7, two of them for lookups), or set
+    ``wait_s_max`` to more than the time that so many calls take one after the other.
 
     Attributes:
-        calls_max: calls under way at once.
-        bytes_max: payload bytes of the puts and gets under way; a larger one goes alone.
-        wait_s_max: how long a call waits for its turn.
-        waiting_max: calls that wait; more are refused at once.
+        calls_max: maximum number of concurrent calls.
+        bytes_max: maximum payload bytes of concurrent puts and gets; a call with more runs without other puts and gets.
+        wait_s_max: how long a call waits for its turn before it is refused.
+        waiting_max: maximum number of waiting calls; further calls are refused at once.
     """
 
     calls_max: int = 32
@@ -42,9 +42,9 @@ class LimitOptions:
 
 
 class LimitStore(Layer):
-    """Lets calls in first come, first served, so that a large one is not overtaken for ever by small ones.
+    """Admits calls in the order they came, so that small calls do not overtake a large call forever.
 
-    A call that is not let in is StoreThrottledError. Listings are not counted: their callers may pause in the middle.
+    A refused call raises StoreThrottledError. Listings are not limited, because their callers may pause in the middle.
     Any thread may call. ``_changed`` owns every field below it.
 
     Args:
@@ -76,13 +76,13 @@ class LimitStore(Layer):
         ticket = object()
         with self._changed:
             if len(self._waiting) >= options.waiting_max:
-                raise StoreThrottledError(f"{method} was refused: {options.waiting_max} calls wait already")
+                raise StoreThrottledError(f"{method} was refused: {options.waiting_max} calls are already waiting")
             self._waiting.append(ticket)
             try:
                 if not self._changed.wait_for(lambda: self._is_next(ticket, size), options.wait_s_max):
                     raise StoreThrottledError(
-                        f"{method} was not let in within {options.wait_s_max:g} s: {self._calls} calls with "
-                        f"{self._bytes} bytes are under way"
+                        f"{method} was not admitted within {options.wait_s_max:g} s: {self._calls} calls with "
+                        f"{self._bytes} bytes are running"
                     )
                 self._calls += 1
                 self._bytes += size

@@ -1,4 +1,4 @@
-"""MeasureStore: tells an observer what every call of a store cost and how it ended."""
+"""MeasureStore: reports the duration, size and outcome of every call of a store to an observer."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Observation:
     """One call of a store.
 
     Attributes:
-        method: such as "put"; "keys" is a listing from its start to its end, or to where its caller left it.
-        outcome: "ok", or the name of the exception's class. Of a batch the first one that a key had.
-        seconds: how long it took.
-        keys: how many it was about; of a listing, how many it gave.
-        bytes: payload bytes that it moved: none where it failed.
+        method: such as "put"; "keys" is a listing, from its start to its end or to where the caller stopped.
+        outcome: "ok", or the class name of the exception; for a batch, of the first key's that failed.
+        seconds: duration.
+        keys: number of keys in the call; for a listing, number of keys returned.
+        bytes: payload bytes moved; 0 if the call failed.
     """
 
     method: str
@@ -33,11 +33,11 @@ class Observation:
 
 
 class MeasureStore(Layer):
-    """Passes calls on and observations out. Any thread may call; nothing changes after the constructor.
+    """Passes calls on and reports an Observation of each. Any thread may call; nothing changes after the constructor.
 
     Args:
         inner: the store.
-        observe: called by the thread that made the call, after it; must be quick, and must not raise.
+        observe: called after each call, by the thread that made the call; must be fast and must not raise.
         clock: monotonic seconds.
     """
 
@@ -61,7 +61,7 @@ class MeasureStore(Layer):
                 count += 1
                 yield info
         except GeneratorExit:
-            raise  # left early is no failure
+            raise  # the caller stopped early, which is not a failure
         except BaseException as e:
             outcome = type(e).__name__
             raise

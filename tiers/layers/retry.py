@@ -1,6 +1,6 @@
-"""RetryStore: makes a call again that failed for a reason that passes.
+"""RetryStore: retries calls that failed with a temporary error.
 
-For stores without retries of their own. ``S3Store`` has them inside, where it knows its deadline.
+For stores without retries of their own. ``S3Store`` retries internally, where it knows its deadline.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class RetryOptions:
     """Limits of a RetryStore.
 
     Attributes:
-        attempts_max: calls of the inner store for one call, the first one included.
-        pause_s_first: upper bound of the pause after the first attempt; it doubles from attempt to attempt.
+        attempts_max: maximum number of attempts per call, including the first.
+        pause_s_first: upper bound of the pause after the first attempt; it doubles with each attempt.
         pause_s_max: upper bound of any pause.
-        elapsed_s_max: no attempt starts later than this after the call.
+        elapsed_s_max: no attempt starts later than this after the start of the call.
     """
 
     attempts_max: int = 4
@@ -36,17 +36,18 @@ class RetryOptions:
 
 
 class RetryStore(Layer):
-    """Retries errors whose class says ``retryable``; of a batch, only the keys that had one.
+    """Retries errors whose class is ``retryable``; in a batch, only the keys with such an error.
 
-    Every operation of a store is idempotent, so a call whose answer was lost may be made again. Listings are passed on:
-    what was yielded cannot be taken back. Any thread may call; nothing changes after the constructor.
+    Every operation of a store is idempotent, so a call whose response was lost may be repeated. Listings are not
+    retried, because keys that were already yielded cannot be taken back. Any thread may call; nothing changes after the
+    constructor.
 
     Args:
         inner: the store.
         options: limits.
         clock: monotonic seconds.
-        sleep: between attempts.
-        rng: numbers in 0..1; a pause is a random part of its upper bound, so that callers do not come back together.
+        sleep: sleeps between attempts.
+        rng: random numbers in 0..1; a pause is a random part of its upper bound, so that callers do not retry together.
     """
 
     def __init__(
@@ -88,14 +89,14 @@ class RetryStore(Layer):
             try:
                 renewed = getattr(self.inner, method)([items[i] for i in again])
             except StoreError as e:
-                renewed = [e] * len(again)  # of these only: the other keys have their outcomes
+                renewed = [e] * len(again)  # only for the retried keys: the others have outcomes
             for i, outcome in zip(again, renewed, strict=True):
                 outcomes[i] = outcome
 
     def _pause(self, attempt: int, started: float) -> bool:
-        """Wait before the next attempt. False: there shall be none."""
+        """Wait before the next attempt. Returns False if there must not be another attempt."""
         options = self.options
-        doublings = min(attempt - 1, 60)  # a float takes 1,023, and long before them pause_s_max is reached
+        doublings = min(attempt - 1, 60)  # 2**1024 overflows a float; pause_s_max is reached long before
         pause_s = self._rng() * min(options.pause_s_max, options.pause_s_first * 2**doublings)
         if attempt >= options.attempts_max or self._clock() + pause_s > started + options.elapsed_s_max:
             return False

@@ -237,7 +237,7 @@ class BlockMover:
         if size is None:
             raise BlobNotFoundError("not stored", key=name)
         if size != self._rows.row_bytes + TRAILER_BYTES:
-            if tail is not None and self._seal.is_another_engines(tail):
+            if tail is not None and self._seal.is_foreign(tail):
                 raise _others_block(size)
             raise BlobCorruptError(f"{size} bytes, a block here has {self._rows.row_bytes + TRAILER_BYTES}", key=name)
         if tail is not None:
@@ -351,7 +351,7 @@ class BlockMover:
             found = None if self._tails is None else self._tails.get_tail(name, TRAILER_BYTES)
         except StoreError:
             return None
-        return _others_block(found[0]) if found is not None and self._seal.is_another_engines(found[1]) else None
+        return _others_block(found[0]) if found is not None and self._seal.is_foreign(found[1]) else None
 
     def _quarantine(self, name: str, batch: Batch) -> bool:
         """Move a bad block aside or delete it. False: it is still there."""

@@ -45,7 +45,7 @@ class UnreadEvents:
         return events
 
 
-class KeysNamedDuringJobs:
+class KeysSinceJobStart:
     """Which keys others named while a job was under way: loads and stores of one block may overtake each other.
 
     Scheduler thread only. A job costs the same whatever number of keys it has, but for those that it is asked of.

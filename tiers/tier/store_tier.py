@@ -1,7 +1,7 @@
-"""StoreTierManager: the one SecondaryTierManager for every Store.
+"""StoreTierManager: implements SecondaryTierManager for any Store.
 
-It joins parts that know nothing of each other: FileMapper names a block, Seal proves it, a Store keeps it, BlockMover
-moves it on the threads of a DualQueueThreadPool, and AsyncLookup says whether it is there.
+It connects parts that do not know each other. FileMapper names a block, Seal checksums it, and a Store keeps it.
+BlockMover moves it on the threads of a DualQueueThreadPool. AsyncLookup answers whether the store has it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvtiers.tiers.tier.batches import deal, side_by_side
 from kvtiers.tiers.tier.block_mover import Batch, MoveTask, Rows
 from kvtiers.tiers.tier.circuit import Circuit, CircuitState, Kind
 from kvtiers.tiers.tier.counts import TierCounts
-from kvtiers.tiers.tier.events import KeysNamedDuringJobs, UnreadEvents
+from kvtiers.tiers.tier.events import KeysSinceJobStart, UnreadEvents
 from kvtiers.tiers.tier.health import TierHealth
 from kvtiers.tiers.tier.lookup import AsyncLookup, LookupCounts, LookupOptions
 from kvtiers.tiers.tier.pool import DualQueueThreadPool, FinishedJob
@@ -37,13 +37,13 @@ from kvtiers.tiers.tracing import JobTrace
 
 logger = get_logger(__name__)
 
-TASK_BYTES_MIN = 1 << 20  # less is not worth another thread's wake-up
-REMOVED_KEYS_PER_STEP_MAX = 1024  # of a collector's removals, so that they do not hold a scheduler step up
+TASK_BYTES_MIN = 1 << 20  # a smaller task is not worth waking another thread
+REMOVED_KEYS_PER_STEP_MAX = 1024  # taken from the collector per scheduler step, so that they do not delay the step
 DOUBT_SHARE = 0.25  # of job_deadline_s; a task that has run for longer may hang
-DRAIN_SHARE = 0.7  # of shutdown_s; for what was accepted to land
-LOOKUPS_END_S = 0.5  # beyond shutdown_s; for lookups under way
-BOOKED_KEYS_PER_CALL = 512  # of jobs that ended, so that a large one does not hold a scheduler step up
-LOAD_ONLY_THREADS = 1  # beyond the others, which may all be busy with stores when a load comes
+DRAIN_SHARE = 0.7  # of shutdown_s; time for accepted jobs to finish
+LOOKUPS_END_S = 0.5  # in addition to shutdown_s; time for running lookups to end
+BOOKED_KEYS_PER_CALL = 512  # keys of ended jobs per call, so that a large job does not delay a scheduler step
+LOAD_ONLY_THREADS = 1  # in addition to the other threads, which may all be busy with stores when a load arrives
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,23 +52,24 @@ class TierOptions:
 
     Attributes:
         name: label in metrics and logs; None: the tier's type.
-        n_read_threads, n_write_threads: threads that prefer loads, and stores.
-        worker_threads, worker_threads_max: threads of a worker process, at first and at most, where a block mostly
-            waits (see ``concurrency``).
-        worker_begin_s: how long a worker begins blocks of a batch; None: for a part of its deadline.
-        task_bytes, task_bytes_max: payload bytes of one pool task at most. A worker of many threads gets some blocks
-            for each, up to ``task_bytes_max``; a store that is latency bound, one block a task.
-        jobs_max, max_bytes_in_flight: a store job beyond them fails at once (D4).
-        checksum: of new blocks.
-        make_seal: called as ``Seal``; may make one that authenticates or encrypts.
-        job_deadline_s: blocks that have not begun to move so long after their job's submission fail (L3); a task that
-            runs for longer cuts the tier off.
-        circuit_failures: so many failures in a row, of loads, stores or lookups, cut the tier off.
-        circuit_probe_s: how often a tier that is cut off is asked whether it works again.
-        shutdown_s: how long shutdown takes at most; most of it is for accepted jobs to land, the rest are cancelled.
+        n_read_threads, n_write_threads: number of threads that prefer loads, and of threads that prefer stores.
+        worker_threads, worker_threads_max: threads in each worker process: how many to start with, and how many at
+            most when blocks spend most of their time waiting (see ``concurrency``).
+        worker_begin_s: how long a worker may start new blocks of a batch; None: for a part of its deadline.
+        task_bytes, task_bytes_max: maximum payload bytes of one pool task. A worker with many threads gets a few blocks
+            for each thread, up to ``task_bytes_max``. A latency-bound store without ``get_many_into`` gets one block
+            per task.
+        jobs_max, max_bytes_in_flight: a store job beyond these limits fails at once (D4).
+        checksum: for new blocks.
+        make_seal: called with the arguments of ``Seal``; may return a Seal that authenticates or encrypts.
+        job_deadline_s: a block that has not started to move this long after its job was submitted fails (L3). A task
+            that runs for longer cuts the tier off.
+        circuit_failures: consecutive failures of loads, of stores or of lookups that cut the tier off.
+        circuit_probe_s: how often to check whether a tier that was cut off works again.
+        shutdown_s: time limit of shutdown. Accepted jobs get most of it to finish; then the rest are cancelled.
         lookup: limits of presence lookups.
         trace_job: called on the scheduler's thread with each job that ended.
-        read_only: nothing is written to the store or removed from it: store jobs are refused, bad blocks stay.
+        read_only: do not write to the store or remove from it: store jobs are refused, and bad blocks stay.
     """
 
     name: str | None = None
@@ -97,43 +98,43 @@ class _InFlight:
     keys: tuple[OffloadKey, ...]
     is_load: bool
     submitted_ns: int
-    batch_sizes: tuple[int, ...]  # blocks in each of its tasks
+    batch_sizes: tuple[int, ...]  # number of blocks in each of the job's tasks
 
 
 class CollectorEnd(Protocol):
-    """What a tier needs of its collector (``tiers.capacity.link``). Only ``close`` waits."""
+    """The tier's end of the connection to its collector (``tiers.capacity.link``). Only ``close`` blocks."""
 
     def touch(self, keys: Iterable[OffloadKey]) -> None:
-        """The blocks were used."""
+        """Record that the blocks were used."""
 
     def take_removed(self, count_max: int) -> list[OffloadKey]:
-        """Blocks of this tier that it removed."""
+        """Return up to ``count_max`` blocks of this tier that the collector has removed."""
 
     def note_stored(self, keys: Iterable[OffloadKey]) -> None:
-        """The blocks are there now: forget removals of them that were not taken yet."""
+        """Record that the blocks are stored now: forget earlier removals that ``take_removed`` has not returned yet."""
 
     def take_reports(self) -> list[dict[str, Any]]:
-        """What its ``runs`` since did: ``report`` and ``used``, or ``error``; one message of either kind at most."""
+        """Results since the last call: at most one ``report`` with ``used`` and one ``error``, each with ``runs``."""
 
     def close(self) -> None:
-        """End it."""
+        """Stop the collector."""
 
 
 class StoreTierManager(SecondaryTierManager):
     """A tier that keeps sealed blocks in a Store.
 
-    The scheduler's thread calls every method and owns every field; pool and probe threads see ``_mover`` and the slots
-    of the job they work on.
+    The scheduler's thread calls every method and owns every field. Pool and probe threads use only ``_mover`` and the
+    slots of the job they work on.
 
     Args:
-        store: where the blobs are; closed at shutdown.
-        mapper: names the blocks and carries the namespace's identity. By default it has all that the spec says
-            (``strict_fields``): with less, blocks of other weights or another layout would pass for this engine's.
+        store: keeps the blobs; closed at shutdown.
+        mapper: names the blocks and carries the namespace's identity. By default the identity includes the spec's
+            ``strict_fields``: without them, blocks of other weights or another layout would pass for this engine's.
         collector: removes blocks; closed at shutdown.
 
     Raises:
-        ConfigError: the region's rows are no multiple of 4,096 bytes, or the namespace is another one's.
-        StoreError: the storage refused for good at the start.
+        ConfigError: the region's rows are not a multiple of 4,096 bytes, or the stored namespace has other fields.
+        StoreError: the storage answered with a permanent error at the start.
     """
 
     def __init__(
@@ -152,7 +153,7 @@ class StoreTierManager(SecondaryTierManager):
         if mapper is None:
             mapper = FileMapper.from_offloading_spec("", offloading_spec, extra_fields=strict_fields(offloading_spec))
         options = options or TierOptions()
-        # YAML makes a number of ``name: 1``, and metrics take text only.
+        # YAML parses ``name: 1`` as a number, but metrics accept only text.
         self.name = tier_type if options.name in (None, "") else str(options.name)
         self.job_deadline_s = options.job_deadline_s
         self.shutdown_s: float = options.shutdown_s
@@ -207,19 +208,19 @@ class StoreTierManager(SecondaryTierManager):
         self._mover.to_replace = self._health.to_replace
         self._clock = clock
         self._in_flight: dict[int, _InFlight] = {}
-        self._published_beside_loads = KeysNamedDuringJobs()
-        self._gone_beside_stores = KeysNamedDuringJobs()
+        self._published_during_loads = KeysSinceJobStart()
+        self._gone_during_stores = KeysSinceJobStart()
         self._to_book: deque[FinishedJob[Batch]] = deque()
-        self._booking: Iterator[int] | None = None  # the job that is booked in parts
+        self._booking: Iterator[int] | None = None  # a job of which only a part is booked yet
         self._results: list[JobResult] = []
         self._events = UnreadEvents(self.name)
         self._closed = False
-        self._was_closed = True  # the circuit, when take_answered was called last
+        self._was_closed = True  # whether the circuit was closed at the last take_answered
         self._openings_counted = 0
         self._doubted = False
         self._trace_failed = False
         self._probe_key = make_offload_key(bytes(32), 0)
-        self._asks_another = False
+        self._needs_extra_lookup = False
         self._counts = TierCounts(self.metrics, self.name, collects=collector is not None, clock=clock)
 
     # -- lookups ---------------------------------------------------------------------------------------------------
@@ -227,28 +228,29 @@ class StoreTierManager(SecondaryTierManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext | None = None) -> bool | None:
         if not self._circuit.closed:
             return False
-        if self._asks_another:  # now, so that it is asked beside a question whose answer somebody waits for
-            self._asks_another = False
+        if self._needs_extra_lookup:  # sent only now, together with a lookup that a request waits for
+            self._needs_extra_lookup = False
             self._lookup.lookup(make_offload_key(os.urandom(32), 0))
         return self._lookup.lookup(key, "" if req_context is None else req_context.req_id)
 
     def take_answered(self) -> Mapping[str, Collection[OffloadKey]] | None:
         answered = self._lookup.take_answered()
         was_closed, self._was_closed = self._was_closed, self._circuit.closed
-        return answered if self._circuit.closed or not was_closed else None  # cut off: all are told "absent" now
+        # None when the tier has just been cut off: from now on, every lookup is answered "absent".
+        return answered if self._circuit.closed or not was_closed else None
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._lookup.finish(req_context.req_id)
 
     def on_schedule_end(self) -> None:
         if self._circuit.take_probe():
-            # A key that nobody has, by the way of every lookup: any answer is good news.
+            # A random key, which no block has, sent as an ordinary lookup: any answer shows that the storage works.
             self._probe_key = make_offload_key(os.urandom(32), 0)
         if self._circuit.state is CircuitState.HALF_OPEN:
-            self._lookup.lookup(self._probe_key)  # in each step, because asking is what notices a deadline
+            self._lookup.lookup(self._probe_key)  # in every step: a passed deadline is only noticed by asking
         self._lookup.flush()
         if self._collector is not None:
-            self._hear_collector(self._collector)
+            self._poll_collector(self._collector)
         counts = self._lookup.take_counts()
         self._check_health(counts)
         self._counts.looked_up(counts)
@@ -257,7 +259,7 @@ class StoreTierManager(SecondaryTierManager):
         if self._collector is not None:
             self._collector.touch(keys)
 
-    def _hear_collector(self, collector: CollectorEnd) -> None:
+    def _poll_collector(self, collector: CollectorEnd) -> None:
         removed = collector.take_removed(REMOVED_KEYS_PER_STEP_MAX)
         if removed:
             self._lookup.forget(removed)
@@ -267,13 +269,13 @@ class StoreTierManager(SecondaryTierManager):
 
     @property
     def circuit_state(self) -> CircuitState:
-        """Whether the tier is used."""
+        """Whether the tier is in use (closed), cut off (open), or being probed (half-open)."""
         return self._circuit.state
 
     def _check_health(self, counts: LookupCounts) -> None:
         circuit = self._circuit
         stuck_s = self._pool.longest_running_s()
-        # If the storage hangs, requests for what is remembered as present would each wait for a load's deadline.
+        # If the storage hangs, each request for a block that is cached as present would wait for a load's deadline.
         was_doubted, self._doubted = self._doubted, stuck_s > DOUBT_SHARE * self._options.job_deadline_s
         if self._doubted and not was_doubted:
             self._lookup.doubt()
@@ -284,7 +286,7 @@ class StoreTierManager(SecondaryTierManager):
                 f"a task has been running for {stuck_s:.1f} s, job_deadline_s is {self._options.job_deadline_s}"
             )
         elif self._health.looked_up(counts):
-            self._asks_another = True
+            self._needs_extra_lookup = True
         self._mover.cut = "" if circuit.closed else "circuit_open"
         self.metrics.set("kvtiers_circuit_closed", self.name, value=float(circuit.closed))
         if circuit.openings > self._openings_counted:
@@ -310,11 +312,11 @@ class StoreTierManager(SecondaryTierManager):
         return self._events.take()
 
     def drain_jobs(self) -> None:
-        """Wait until no job runs or waits, except for a stuck task, which may never end (past ``job_deadline_s``)."""
+        """Wait until all jobs have ended. Give up when a task has run past ``job_deadline_s``: it may never end."""
         while not self._pool.wait_idle(timeout_s=0.5):
             if self._pool.longest_running_s() > self._options.job_deadline_s:
                 in_flight = self._pool.jobs_in_flight
-                logger.warning("tier %s: I/O is stuck, %d jobs are not waited for", self.name, in_flight)
+                logger.warning("tier %s: I/O is stuck; not waiting for %d jobs", self.name, in_flight)
                 break
         self._book_ended(math.inf)
 
@@ -324,7 +326,7 @@ class StoreTierManager(SecondaryTierManager):
         self._closed = True
         limit_s = self.shutdown_s
         if self._circuit.closed:
-            # Most of the time is for what was accepted to land, the rest for what cannot be stopped.
+            # Accepted jobs get most of the time to finish; tasks that cannot be stopped get the rest to end.
             self._pool.wait_idle(limit_s * DRAIN_SHARE)
         self._mover.cut = "shutdown"  # a running batch ends after its current block
         idle = self._pool.shutdown(limit_s * (1 - DRAIN_SHARE))
@@ -335,16 +337,16 @@ class StoreTierManager(SecondaryTierManager):
             self.store.close()
             self._rows.release()
         elif isinstance(self.store, RunsInWorkers):
-            self.store.abandon()  # nobody else would end its processes
+            self.store.abandon()  # nothing else would end its processes
         else:
-            # A stuck thread may still use a descriptor of the store, whose number must not become another file's.
+            # A stuck thread may still use a descriptor of the store. After a close, another file could get its number.
             logger.error("tier %s: threads are stuck in I/O; its store is left open", self.name)
 
     def _submit(self, job: JobMetadata, *, is_load: bool) -> None:
         blocks = self._rows.check_ids(job.block_ids)
         if len(blocks) != len(job.keys):
             raise ValueError(f"job {job.job_id} has {len(job.keys)} keys for {len(blocks)} block_ids")
-        # A key given twice: storing either copy will do, while a load must fill both slots.
+        # If a key is given twice, storing either copy is enough, but a load must fill both slots.
         pairs = list(zip(job.keys, blocks, strict=True))
         if not is_load:
             pairs = list(dict(pairs).items())
@@ -369,10 +371,10 @@ class StoreTierManager(SecondaryTierManager):
             self._trace(_op(is_load), "failed", submitted_ns, 0.0, len(keys), 0)
             return
         self._in_flight[job.job_id] = _InFlight(keys, is_load, submitted_ns, tuple(map(len, batches)))
-        (self._published_beside_loads if is_load else self._gone_beside_stores).begin(job.job_id)
+        (self._published_during_loads if is_load else self._gone_during_stores).begin(job.job_id)
 
     def _blocks_per_task(self, count: int, *, is_load: bool) -> int:
-        """An equal share of the job for every thread, within TASK_BYTES_MIN and the limits of ``TierOptions``."""
+        """Blocks per task: an equal share for each thread, within TASK_BYTES_MIN and the limits of ``TierOptions``."""
         if self._one_by_one:
             return 1
         row_bytes, options = self._rows.row_bytes, self._options
@@ -382,8 +384,8 @@ class StoreTierManager(SecondaryTierManager):
         return max(1, int(min(max(share, TASK_BYTES_MIN // row_bytes), most)))
 
     def _book_ended(self, keys_max: float) -> None:
-        """Book the jobs that ended, up to about so many keys now and the rest when it is called again."""
-        # Kept until each is booked: if booking one raises, the others are not lost.
+        """Book ended jobs: count them, note their keys, report them. Stop after about ``keys_max`` keys."""
+        # A job stays in this queue until it is booked: if booking one raises, the others are not lost.
         self._to_book.extend(self._pool.get_finished())
         while keys_max > 0 and (self._booking is not None or self._to_book):
             booking = self._booking or self._book(self._to_book.popleft())
@@ -395,7 +397,7 @@ class StoreTierManager(SecondaryTierManager):
         self.metrics.set("kvtiers_jobs_in_flight", self.name, value=len(self._in_flight))
 
     def _book(self, finished: FinishedJob[Batch]) -> Iterator[int]:
-        """Book a job, and then report it. Yields how many keys were booked since the last time."""
+        """Book a job in parts, then report it. Yield the number of keys in each part."""
         job = self._in_flight.pop(finished.job_id)
         op = _op(job.is_load)
         batches = [batch for batch in finished.outcomes if isinstance(batch, Batch)]
@@ -407,20 +409,19 @@ class StoreTierManager(SecondaryTierManager):
         self._lookup.forget(self._health.moved(batches, op))
         succeeded = [key for batch in batches for key in batch.succeeded]
         found = [key for batch in batches for key in batch.found]
-        # A block that the store found there, and a load meanwhile found gone, is not stored.
-        if not job.is_load and (overtaken := self._gone_beside_stores.end(finished.job_id, found)):
+        # If this store found a block already stored, but a load has since found the block gone, it is not stored.
+        if not job.is_load and (overtaken := self._gone_during_stores.end(finished.job_id, found)):
             succeeded = [key for key in succeeded if key not in overtaken]
         ok = len(succeeded) == sum(job.batch_sizes)
         if job.is_load:
-            if not ok and len(set(job.keys)) < len(
-                job.keys
-            ):  # a key given twice has failed if either slot was not filled
+            # A key given twice has failed if either of its slots was not filled.
+            if not ok and len(set(job.keys)) < len(job.keys):
                 missing = Counter(job.keys) - Counter(succeeded)
                 succeeded = [key for key in succeeded if key not in missing]
             yield from self._note_loaded(finished.job_id, job.keys, () if ok else succeeded, batches, ok=ok)
         else:
             yield from self._note_stored(succeeded, found)
-        used = succeeded if job.is_load else found  # a store that finds its block is a use
+        used = succeeded if job.is_load else found  # finding the block already stored counts as a use of it
         if used:
             self.touch(used)
         bytes_moved = sum(batch.bytes_moved for batch in batches)
@@ -442,39 +443,39 @@ class StoreTierManager(SecondaryTierManager):
         *,
         ok: bool,
     ) -> Iterator[int]:
-        """Note which of a load's keys did not come, and why. ``succeeded`` is read where not all did."""
+        """Note which of a load's keys failed, and why. ``succeeded`` is only read if ``ok`` is False."""
         gone = [key for batch in batches for key in batch.gone]
         if not ok:
             done = set(succeeded)
-            # Whatever the reason, such a key is absent now: believing "present" would loop (vllm#49176).
+            # A failed key counts as absent now, whatever the reason: answering "present" would loop (vllm#49176).
             for part in _parts([key for key in keys if key not in done]):
                 self._lookup.mark(part, present=False)
                 yield len(part)
         for batch in batches:
             for key in (*batch.unreadable, *batch.stuck):
                 self._lookup.mark((key,), present=False, rest_s=self._health.rest_s(key))
-        # "removed" is told of blocks that are gone, not of all that did not come: a storage that is away for a second
-        # still has them, and nobody would tell of them again. Nor of what a store has published since the load began:
-        # listeners go by what they hear last. What a store only found there was there before it was gone.
-        published = self._published_beside_loads.end(job_id, gone)
+        # Report "removed" only for blocks that are gone, not for every failed load: storage that is down for a second
+        # still has its blocks, and nothing would announce them again. Skip blocks published by a store since the load
+        # began: listeners go by the last event. A block that a store only found there was there before it was gone.
+        published = self._published_during_loads.end(job_id, gone)
         removed = [key for key in dict.fromkeys(gone) if key not in published]
-        self._gone_beside_stores.name(set(removed))
+        self._gone_during_stores.name(set(removed))
         self._events.add(removed, removed=True)
         yield len(gone)
 
     def _note_stored(self, stored: Sequence[OffloadKey], found: Sequence[OffloadKey]) -> Iterator[int]:
-        """Note which blocks are there since a store; those that it found there were there before."""
+        """Note which blocks are present after a store. ``found`` are the ones that were present before it."""
         were_there = set(found)
         for part in _parts(stored):
             self._lookup.mark(part, present=True)
             if self._collector is not None:
-                self._collector.note_stored(part)  # else "removed" would be told after "stored"
-            self._published_beside_loads.name(set(part) - were_there)
+                self._collector.note_stored(part)  # otherwise "removed" could be reported after "stored"
+            self._published_during_loads.name(set(part) - were_there)
             self._events.add(part, removed=False)
             yield len(part)
 
     def _trace(self, *fields: Any) -> None:
-        """Tell of a job, by ``JobTrace``'s fields."""
+        """Pass a job that ended to ``trace_job``. ``fields`` are those of ``JobTrace``."""
         if self._options.trace_job is None:
             return
         try:
@@ -482,7 +483,7 @@ class StoreTierManager(SecondaryTierManager):
         except Exception:  # whatever an exporter raises, the job has ended
             if not self._trace_failed:
                 self._trace_failed = True
-                logger.exception("tier %s: a job was not traced; later ones that are not will not be told", self.name)
+                logger.exception("tier %s: a job was not traced; further failures are not logged", self.name)
 
 
 def _op(is_load: bool) -> Kind:

@@ -1,10 +1,10 @@
-"""BlockReader: a stored block's bytes, and whether it is the block its name says. For tools, which have no engine.
+"""BlockReader: reads a stored block and checks that it is the block its name says. For tools, which have no engine.
 
-Who a block should be is told by its name (hash, group, rank) and by its namespace's files (fingerprint): its
-``config.json``, or in a folder that vLLM named the ``kvtiers-<digest12>.json`` beside it.
+The expected identity comes from the block's name (hash, group, rank) and from its namespace's files (fingerprint):
+``config.json``, or, in a folder that vLLM named, ``kvtiers-<digest12>.json`` next to it.
 
-A protected block's checksum is that of its stored bytes, so rot is found without a key. Who wrote it is for those to
-judge who have one.
+A protected block's checksum covers the stored bytes, so corruption is found without a key. Only a reader with a key can
+verify who wrote the block.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from kvtiers.tiers.errors import BlobCorruptError, BlobNotFoundError, SealError,
 from kvtiers.tiers.store import KeyInfo, Store
 from kvtiers.tiers.tools.inventory import BlockName
 
-NO_IDENTITY = "no_identity"  # its namespace's config.json is missing or another one's
+NO_IDENTITY = "no_identity"  # the namespace's config.json is missing or belongs to another namespace
 _AUTHENTICATIONS: dict[str, int] = {"gmac": Authentication.AES_256_GMAC, "aes-gcm": Authentication.AES_256_GCM}
 
 
 class BlockReader:
-    """Reads blocks into a buffer of its own. For one thread.
+    """Reads blocks into its own buffer. For one thread.
 
     Args:
-        takes_unverified: blocks without a seal are good.
-        takes_protected: so are protected ones whose checksum is right; else only another reader can judge them.
+        takes_unverified: accept blocks without a seal.
+        takes_protected: accept protected blocks whose checksum is right; else only another reader can judge them.
 
     Attributes:
-        data: the last block that was read, payload and trailer as stored; valid until the next.
+        data: the last block read, payload and trailer as stored; valid until the next read.
     """
 
     def __init__(self, store: Store, *, takes_unverified: bool = False, takes_protected: bool = True) -> None:
@@ -46,7 +46,7 @@ class BlockReader:
         self._takes_protected = takes_protected
         self._takes_unverified = takes_unverified
         self._identities: dict[str, dict[bytes, dict[str, Any]]] = {}
-        self._shared: set[str] = set()  # namespaces that vLLM named: engines with other fingerprints use the same names
+        self._shared: set[str] = set()  # namespaces named by vLLM: engines with different fingerprints share them
         self._buffer = bytearray()
         self.data = memoryview(b"")
 
@@ -54,21 +54,21 @@ class BlockReader:
         """Read a block and check its seal.
 
         Returns:
-            Why it is bad, None where it is good; and whether only another reader can judge.
+            Why the block is bad (None if it is good), and whether only another reader can judge it.
 
         Raises:
-            BlobNotFoundError: it was removed since it was listed.
-            StoreError: it cannot be read.
+            BlobNotFoundError: the block was removed since it was listed.
+            StoreError: the block cannot be read.
         """
         verdict = self._judge(info, name)
         if verdict[0] == SealReason.SIZE and (size := self._store.size(info.key)) != info.size:
             if size is None:
                 raise BlobNotFoundError("removed since it was listed", key=info.key)
-            verdict = self._judge(info._replace(size=size), name)  # healed since it was listed
+            verdict = self._judge(info._replace(size=size), name)  # replaced by a good block since it was listed
         return verdict
 
     def seal_for(self, name: BlockName, trailer: bytes | memoryview) -> Seal:
-        """What checks a block that has this trailer, here or in another store: its writer's seal, if it is known.
+        """The seal that checks a block with this trailer, here or in another store: its writer's seal, if known.
 
         Raises:
             StoreError: the namespace's files cannot be read.
@@ -94,7 +94,7 @@ class BlockReader:
         self.data = memoryview(self._buffer)[: info.size]
         payload, trailer = self.data[:-TRAILER_BYTES], self.data[-TRAILER_BYTES:]
         failure: SealError | BlobCorruptError | None = None
-        for _ in range(2):  # twice: a block replaced under the reader happens once
+        for _ in range(2):  # a second attempt, in case the block was replaced during the read
             try:
                 self._store.get_into(info.key, [payload, trailer])
                 self.seal_for(name, trailer).verify(name.offload_key, payload, trailer)
@@ -121,7 +121,7 @@ class BlockReader:
         )
 
     def _grow(self, size: int) -> bool:
-        """Whether there is memory for so large a blob. A file may say any size; else a larger machine may judge it."""
+        """Grow the buffer. False: out of memory, so a larger machine must judge the blob (any size is possible)."""
         try:
             self._buffer = bytearray(size)
         except (MemoryError, OverflowError):
@@ -130,30 +130,31 @@ class BlockReader:
 
 
 class _KeylessSeal(Seal):
-    """Checks what can be checked of a protected block without its key: never to load by."""
+    """Checks a protected block as far as possible without its key. Never use it to load blocks."""
 
     def __init__(self, *arguments: Any, protection: object, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._authentication = _AUTHENTICATIONS.get(str(protection), -1)  # -1: a newer version's
+        self._authentication = _AUTHENTICATIONS.get(str(protection), -1)  # -1: from a newer version
 
     def _other_means(self, checksum: int, authentication: int) -> SealError:
         if authentication == Authentication.NONE:
-            return SealError(SealReason.AUTHENTICATION, "it is not authenticated, as its namespace's blocks are")
+            return SealError(SealReason.AUTHENTICATION, "it is not authenticated, unlike its namespace's blocks")
         return super()._other_means(checksum, authentication)
 
 
 def read_identities(store: Store, namespace: str) -> dict[bytes, dict[str, Any]]:
-    """Whose blocks a namespace may have: fields by fingerprint. Files that are damaged or another one's are left out.
+    """Read the identities whose blocks a namespace may hold: fingerprint -> fields.
 
-    Beside ``config.json`` only where folders are shared: elsewhere no engine writes such a file, and who did could say
-    that blocks which nothing protects are good.
+    Files that are damaged or belong to another namespace are left out. Files other than ``config.json`` are read only
+    if the store shares folders: elsewhere no engine writes such files, and an attacker could use one to make
+    unprotected blocks pass as good.
 
     Raises:
-        StoreError: they cannot be read.
+        StoreError: the files cannot be read.
     """
     identities = {}
     fields = _read_fields(store, f"{namespace}/{CONFIG_FILE_NAME}")
-    # vLLM's own file in a folder that it named says nothing of who wrote a block.
+    # In a folder that vLLM named, config.json is vLLM's own and does not say who wrote a block.
     if fields is not None and namespace_of(fields) == namespace and "hash_block_size" in fields:
         identities[fingerprint_of(fields)] = fields
     if not store.shares_folders:
@@ -174,10 +175,10 @@ def _read_fields(store: Store, key: str) -> dict[str, Any] | None:
 
 
 def read_small(store: Store, key: str, bytes_max: int = CONFIG_BYTES_MAX) -> bytes | None:
-    """A small blob as it is stored; None where there is none, or one that is empty or larger.
+    """Read a small blob as stored; None if it is missing, empty, or larger than ``bytes_max``.
 
     Raises:
-        StoreError: it cannot be read.
+        StoreError: the blob cannot be read.
     """
     size = store.size(key)
     if size is None or not 0 < size <= bytes_max:

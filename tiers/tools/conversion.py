@@ -1,7 +1,7 @@
-"""Converter: a block of ``sealed-1`` under its name and seal of ``vllm-raw``, or the other way about.
+"""Converter: finds a block's name and seal in the other format, from ``sealed-1`` to ``vllm-raw`` or back.
 
-The payload is the same. The two formats differ in the namespace's folder, because vLLM's digest leaves fields out, and
-in the field ``format``, so that a block's seal says another fingerprint.
+The payload is the same in both formats. The namespace's folder differs, because vLLM's digest leaves fields out. The
+fingerprint in the seal differs, because it covers the field ``format``.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from kvtiers.tiers.tools.inventory import BlockName
 
 
 class Conversion(NamedTuple):
-    """What becomes of a block.
+    """A block's name and seal in the target.
 
     Attributes:
-        name: in the target.
-        seal: makes its trailer there.
-        fingerprint: in its trailer when it was looked at; another engine may put a block of its own there.
+        name: the block's name in the target.
+        seal: makes the block's trailer in the target.
+        fingerprint: expected in the source's trailer; another engine may replace the block before it is copied.
     """
 
     name: BlockName
@@ -42,9 +42,9 @@ class Converter:
     """Finds the target's name and seal for the source's blocks. For one thread.
 
     Args:
-        to_format: the target's, ``sealed-1`` or ``vllm-raw``; the source has the other one.
-        takes_unverified: blocks that vLLM's own tier wrote are those of the one engine of ours that uses their folder.
-        dry_run: the target is only read; a namespace that it lacks would be made.
+        to_format: the target's format, ``sealed-1`` or ``vllm-raw``; the source has the other.
+        takes_unverified: attribute blocks without a seal to the one kvtiers engine that uses their folder.
+        dry_run: only read the target; a namespace missing there counts as created.
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class Converter:
         self._targets: dict[bytes, tuple[str, bytes]] = {}
 
     def convert(self, info: KeyInfo, name: BlockName) -> Conversion | None:
-        """None where nothing says whose the block is.
+        """Find a block's name and seal in the target; None if the block's writer is unknown.
 
         Raises:
-            BlobNotFoundError: it was removed since it was listed.
-            StoreConfigError: the target lacks the folder that an engine must have made.
-            StoreError: the storage cannot be asked.
+            BlobNotFoundError: the block was removed since it was listed.
+            StoreConfigError: the target lacks the folder that an engine must have created.
+            StoreError: a storage call failed.
         """
         found = self._identity(info, name) if len(name.digits) % 2 == 0 else None
         if found is None:
@@ -79,7 +79,7 @@ class Converter:
         return Conversion(name._replace(namespace=namespace), seal, stored)
 
     def _identity(self, info: KeyInfo, name: BlockName) -> tuple[dict[str, Any], bytes] | None:
-        """The fields of who wrote a block, and the fingerprint in its trailer."""
+        """The fields of the engine that wrote a block, and the fingerprint in its trailer."""
         if name.namespace not in self._identities:
             identities = read_identities(self._source, name.namespace)
             wanted = FORMAT_SEALED if self._to_format == FORMAT_VLLM_RAW else FORMAT_VLLM_RAW
@@ -105,23 +105,23 @@ class Converter:
             content = json.dumps(fields, indent=2, sort_keys=True).encode()
             name = f"{namespace}/{CONFIG_FILE_NAME}"
             if not self._dry_run:
-                self._target.put(name, [memoryview(content)])  # what is there stays
+                self._target.put(name, [memoryview(content)])  # an existing file is kept
             elif self._target.size(name) is None:
                 return namespace, fingerprint
         else:
             namespace = self._find_folder(fields, fingerprint)
         if fingerprint not in read_identities(self._target, namespace):
-            raise StoreConfigError(f"the target's {namespace} is damaged or another namespace's")
+            raise StoreConfigError(f"the target's {namespace} is damaged or belongs to another namespace")
         return namespace, fingerprint
 
     def _find_folder(self, fields: dict[str, Any], fingerprint: bytes) -> str:
         model = fields["model_name"].replace("/", "_")
-        for prefix in (f"{model}_", ""):  # a model in a bucket has a name of vLLM's in its folder's
+        for prefix in (f"{model}_", ""):  # "": for a model in a bucket, vLLM's folder has another name
             for info in self._target.keys(prefix):
                 namespace, _, _ = info.key.partition("/")
                 if info.key == identity_file_name(namespace, fingerprint):
                     return namespace
         raise StoreConfigError(
-            f"the target has no folder for {fields['model_name']} as the source's engine ran it; vLLM names it: start "
-            f"that engine once with format: {FORMAT_VLLM_RAW} on this root"
+            f"the target has no folder for {fields['model_name']} with the source engine's options. vLLM chooses its "
+            f"name: start that engine once with format: {FORMAT_VLLM_RAW} on this root"
         )

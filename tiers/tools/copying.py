@@ -1,10 +1,10 @@
-"""Copying blocks from one tier's storage to another's.
+"""Copy blocks from one tier's storage to another tier's.
 
-A block is copied as it is stored, trailer and all: name and seal say which block it is in every tier alike, and what is
-encrypted stays so. Only from one format to another it gets another name and seal (``conversion``). Each is
-checked on its way; what fails is not copied. Nothing is removed from the source.
+A block is copied as stored, including its trailer: its name and seal are the same in every tier, and an encrypted block
+stays encrypted. It gets another name and seal only if the formats differ (``conversion``). Each block is verified
+during the copy, and bad blocks are not copied. Nothing is removed from the source.
 
-A block keeps its age (``SupportsAges``): to the target's collector it is as old as to the source's.
+A block keeps its age (``SupportsAges``), so the target's collector considers it as old as the source's does.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from kvtiers.tiers.tools.block_reader import BlockReader, read_identities, read_
 from kvtiers.tiers.tools.conversion import Converter
 from kvtiers.tiers.tools.inventory import BlockName, list_blocks
 
-THREADS = 8  # reading or writing mostly waits, on one side at least
-BATCH_BLOCKS = 256  # asked for at once, whether the target has them
+THREADS = 8  # either reading or writing mostly waits, or both
+BATCH_BLOCKS = 256  # looked up in the target at once
 
 Block = tuple[KeyInfo, BlockName]
 
 
 class _Unusable(Exception):
-    """One namespace or block cannot be copied; the others may."""
+    """One namespace or block cannot be copied; the copy continues with the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,25 +46,25 @@ class _Move:
     info: KeyInfo
     name: BlockName
     target: str
-    seal: Seal | None  # None: as it is stored
-    fingerprint: bytes = b""  # of the block that the seal is for
+    seal: Seal | None  # None: copy as stored
+    fingerprint: bytes = b""  # of the source's block, for which the seal was chosen
 
 
 @dataclass(slots=True)
 class CopyReport:
-    """What became of the source's blocks.
+    """Result of a copy.
 
     Attributes:
-        dry_run: nothing was written. ``copied`` is then what the target lacks and has room for; payloads were not read,
-            so some of these blocks may turn out to be bad.
-        copied, copied_bytes: with their trailers.
-        present: blocks that the target had, of the same size and with a good trailer. (Of a store that cannot read a
-            blob's end by itself, of the same size.)
-        bad: blocks whose seal failed, that have none, or that only a newer version can judge.
-        errors: blocks that could not be read or written, or whose names another engine's have in the target, or a newer
-            version's.
-        left_out: namespaces whose blocks are not copied, and why; these are among ``errors``.
-        no_room: the target is full, or its bound reached; the rest was not looked at.
+        dry_run: nothing was written. ``copied`` then counts blocks that the target lacks and has space for. Payloads
+            were not read, so some of these blocks may turn out to be bad.
+        copied, copied_bytes: copied blocks, and their bytes including trailers.
+        present: blocks that the target already had, with the same size and a good trailer. (If the target's store
+            cannot read only a blob's end: with the same size.)
+        bad: blocks whose seal check failed, blocks without a seal, and blocks that only a newer version can judge.
+        errors: blocks that could not be read or written, or whose name in the target holds a block of another engine or
+            of a newer version.
+        left_out: namespaces whose blocks are not copied, and why; the blocks also count as ``errors``.
+        no_room: the target is full or reached its limit; the remaining blocks were not checked.
     """
 
     dry_run: bool = False
@@ -83,20 +83,20 @@ class CopyReport:
 
 
 def find_blocks(store: Store, prefixes: Iterable[str]) -> Iterator[Block]:
-    """The blocks whose names begin so; a whole name is its own beginning."""
+    """The blocks whose names start with one of the prefixes; a prefix may be a complete name."""
     for prefix in prefixes:
         yield from list_blocks(store, prefix)
 
 
 class Copier:
-    """Copies blocks. For one thread; it has its own.
+    """Copies blocks. For one thread; it starts worker threads of its own.
 
     Args:
-        room_bytes: how much may be copied; None: until the target refuses.
-        converter: where the target's format is another.
-        takes_unverified: copy blocks without a seal, too.
+        room_bytes: maximum bytes to copy; None: until the target refuses.
+        converter: given if the target's format differs from the source's.
+        takes_unverified: also copy blocks without a seal.
         dry_run: only find out what would be copied; the target is only read.
-        on_progress: called with the report now and then.
+        on_progress: called with the report after each batch.
         now: Unix seconds.
     """
 
@@ -118,7 +118,7 @@ class Copier:
         self._room_bytes = room_bytes
         self._on_progress = on_progress
         self._converter = converter
-        # A protected block cannot be sealed anew without its key.
+        # Without its key, a protected block cannot get a new seal.
         as_stored = converter is None
         self._readers = [
             BlockReader(source, takes_unverified=takes_unverified, takes_protected=as_stored) for _ in range(THREADS)
@@ -128,10 +128,10 @@ class Copier:
         self.report = CopyReport(dry_run=dry_run)
 
     def copy(self, blocks: Iterable[Block]) -> CopyReport:
-        """Copy what the target does not have.
+        """Copy the blocks that the target lacks.
 
         Raises:
-            StoreError: the storage refuses for good, or cannot be asked.
+            StoreError: a storage call failed for good, or the storage is unavailable.
         """
         left = iter(blocks)
         with ThreadPoolExecutor(THREADS) as pool:
@@ -149,7 +149,7 @@ class Copier:
         return self.report
 
     def _look(self, moves: list[_Move], pool: ThreadPoolExecutor) -> list[Any]:
-        """Size and end of what the target has, parallel to the moves; None where there is nothing, or an exception."""
+        """(size, trailer) of the target's blob for each move; None if there is none; an exception if a call failed."""
         keys = [move.target for move in moves]
         found: list[Any] = list(sizes_of(self._target, keys, kept=StorePermissionError))
         parts = [(keys[seat::THREADS], found[seat::THREADS]) for seat in range(THREADS)]
@@ -165,13 +165,13 @@ class Copier:
         try:
             return self._tails.get_tail(key, TRAILER_BYTES)
         except BlobCorruptError:
-            return None  # it is no blob any more
+            return None  # it is no longer a blob
         except StoreError as e:
-            # Not to be replaced: it may be a newer version's. A storage that is away fails when sizes are asked.
+            # Do not replace the blob: it may be a newer version's. If the storage is down, sizes_of fails first.
             return _Unusable(str(e)) if e.retryable else e
 
     def _take_wanted(self, moves: list[_Move], found: list[Any]) -> list[_Move]:
-        """Those that the target lacks, or has damaged, and has room for."""
+        """The moves whose blocks the target lacks or has damaged, as far as it has space; counts the others."""
         wanted = []
         for move, there in zip(moves, found, strict=True):
             if isinstance(there, _Unusable) or _is_refused(there):
@@ -232,15 +232,15 @@ class Copier:
         return _Move(info, name, found.name.path, found.seal, found.fingerprint)
 
     def _is_good(self, move: _Move, size: int, tail: bytes | None) -> bool | None:
-        """Whether that is the block in good order, by the checks of a store job.
+        """Whether the target's blob is the block and is good, by the checks of a store job.
 
-        None: it is another engine's, or a newer version's, and never replaced.
+        None: the blob is another engine's or a newer version's, and must never be replaced.
         """
-        if tail is None or tail == NO_TRAILER:  # a store shows this one only where its engines take it
+        if tail is None or tail == NO_TRAILER:  # a store returns NO_TRAILER only if its engines load such blocks
             return size == move.info.size
         seal = move.seal or self._readers[0].seal_for(move.name, tail)
         if size != move.info.size:
-            return None if seal.is_another_engines(tail) else False
+            return None if seal.is_foreign(tail) else False
         try:
             seal.check_trailer(move.name.offload_key, tail, size - TRAILER_BYTES)
         except SealError as e:
@@ -255,10 +255,10 @@ class Copier:
         for key in (f"{namespace}/{CONFIG_FILE_NAME}", *own):
             data = read_small(self._source, key)
             if data is not None and not self.report.dry_run:
-                self._target.put(key, [memoryview(data)])  # what is there stays
+                self._target.put(key, [memoryview(data)])  # an existing file is kept
         is_new = self.report.dry_run and read_small(self._target, f"{namespace}/{CONFIG_FILE_NAME}") is None
         if not is_new and not read_identities(self._target, namespace):
-            raise _Unusable(f"the target's {namespace}/{CONFIG_FILE_NAME} is damaged or another namespace's")
+            raise _Unusable(f"the target's {namespace}/{CONFIG_FILE_NAME} is damaged or belongs to another namespace")
         self._namespaces.add(namespace)
 
     def _copy_some(self, moves: list[_Move], reader: BlockReader) -> CopyReport:
@@ -267,7 +267,7 @@ class Copier:
             try:
                 try:
                     reason, _ = reader.read(move.info, move.name)
-                except StorePermissionError:  # of one file, as by a command that was run by root: no reason to stop
+                except StorePermissionError:  # one file, perhaps written by a command run as root: continue
                     report.errors += 1
                     continue
                 if reason is not None:
@@ -275,7 +275,7 @@ class Copier:
                     continue
                 payload, trailer = reader.data[:-TRAILER_BYTES], reader.data[-TRAILER_BYTES:]
                 if move.seal is not None:
-                    if fingerprint_in(trailer) != move.fingerprint:  # another engine's since it was planned
+                    if fingerprint_in(trailer) != move.fingerprint:  # replaced by another engine's block since
                         report.errors += 1
                         continue
                     trailer = memoryview(move.seal.trailer(move.name.offload_key, payload))
@@ -295,7 +295,7 @@ class Copier:
         return report
 
     def _put(self, move: _Move, parts: list[memoryview]) -> None:
-        """Replace what is there, which is no good block of this namespace."""
+        """Write the block; an existing blob is not a good block of this namespace and is replaced."""
         used_at = self._source.used_at(move.info) if isinstance(self._source, SupportsAges) else move.info.mtime
         if used_at > 0 and isinstance(self._target, SupportsAges):
             self._target.put_aged(move.target, parts, used_at=min(used_at, self._now()))
@@ -310,8 +310,8 @@ class Copier:
 
 
 def _is_refused(e: Any) -> bool:
-    """Whether it is one file's rights, as of a folder that a command of another user made: no reason to stop.
+    """Whether the error is about one file's permissions (such as another user's folder), so that copying can continue.
 
-    What a server refuses is mostly refused by its credentials, for all blobs alike.
+    If a server refuses, the reason is mostly the credentials, which would fail for all blobs.
     """
     return isinstance(e, StorePermissionError) and bool(e.key) and isinstance(e.__cause__, OSError)

@@ -1,4 +1,4 @@
-"""What a root holds, summed up while it is listed: memory grows with namespaces and groups, not with blocks."""
+"""Inventory: totals of a root's blocks, summed while listing. Memory grows with namespaces and groups, not blocks."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from kvtiers.tiers.blocks.file_mapper import DIGEST_HEX_DIGITS, block_name
 from kvtiers.tiers.blocks.keys import GROUP_INDEX_MAX, OffloadKey, make_offload_key
 from kvtiers.tiers.store import KeyInfo, Store
 
-#: Pattern of a namespace's name. One folder: what lies deeper is another root's.
+#: Pattern of a namespace's name: a single folder, because a namespace in a subfolder belongs to another root.
 NAMESPACE = rf"[^/]+_[0-9a-f]{{{DIGEST_HEX_DIGITS}}}"
 _NAME = re.compile(rf"({NAMESPACE})_r([0-9]+)/([0-9a-f]{{3}})/([0-9a-f]{{2}})_g([0-9]+)/(\3\4[0-9a-f]{{0,123}})\.bin")
 _FOLDER = re.compile(rf"({NAMESPACE})_r[0-9]+")
 
-#: Upper bounds of the ages that are told apart, in seconds.
+#: Upper bounds of the age classes, in seconds.
 AGES_S = {"1h": 3600.0, "1d": 86_400.0, "7d": 7 * 86_400.0, "30d": 30 * 86_400.0, "older": float("inf")}
 UNKNOWN_AGE = "unknown"
 _AGE_NAMES, _AGE_BOUNDS_S = tuple(AGES_S), tuple(AGES_S.values())[:-1]
 
 
 class BlockName(NamedTuple):
-    """What FileMapper's name of a block says.
+    """The parts of a block's name, as FileMapper writes it.
 
     Attributes:
         namespace: ``<model>_<digest12>``.
@@ -39,57 +39,57 @@ class BlockName(NamedTuple):
 
     @property
     def offload_key(self) -> OffloadKey:
-        """The block. A hash with half a byte has none: ValueError."""
+        """The block's key. Raises ValueError if ``digits`` has an odd number of digits."""
         return make_offload_key(bytes.fromhex(self.digits), self.group)
 
     @property
     def path(self) -> str:
-        """The name itself."""
+        """The complete name."""
         return block_name(f"{self.namespace}_r{self.rank}", self.offload_key)
 
 
 def parse_block_name(key: str) -> BlockName | None:
-    """None for a name that is no block's."""
+    """Parse a block's name; None if the name is not a block's."""
     found = _NAME.fullmatch(key)
     if found is None:
         return None
     namespace, rank_digits, group_digits, digits = found.group(1, 2, 5, 6)
     rank, group = int(rank_digits), int(group_digits)
-    if rank > GROUP_INDEX_MAX or group > GROUP_INDEX_MAX:  # a seal has 32 bits for either
+    if rank > GROUP_INDEX_MAX or group > GROUP_INDEX_MAX:  # a seal has 32 bits for each
         return None
     return BlockName(namespace, rank, group, digits)
 
 
 def block_beginnings(folders: Iterable[str]) -> list[str]:
-    """What the names of all blocks of the namespaces among a root's folders begin with.
+    """Prefixes of the names of all blocks, one per namespace found in a root's folders.
 
-    Nothing else does: ``config.json`` lies in a folder of the namespace's bare name.
+    Only blocks have these prefixes: ``config.json`` is in the folder named after the namespace alone.
     """
     return sorted({f"{found[1]}_r" for folder in folders if (found := _FOLDER.fullmatch(folder))})
 
 
 @dataclass(slots=True)
 class Share:
-    """Blobs and their bytes."""
+    """Number of blobs, and their bytes."""
 
     blobs: int = 0
     bytes: int = 0
 
     def add(self, size: int) -> None:
-        """Count one."""
+        """Count one blob."""
         self.blobs += 1
         self.bytes += size
 
 
 @dataclass(slots=True)
 class Inventory:
-    """Sums of a listing.
+    """Totals of a listing.
 
     Attributes:
         blocks: by namespace, rank and group.
-        ages: by the time since a block was last used or, where its store does not note that, written; a server
-            may not say.
-        other: what is no block: ``config.json``, records, other people's files.
+        ages: by time since the last use or, if the store does not record uses, since the write; unknown if the server
+            does not tell.
+        other: blobs that are not blocks: ``config.json``, records, foreign files.
     """
 
     blocks: defaultdict[tuple[str, int, int], Share] = field(default_factory=lambda: defaultdict(Share))
@@ -103,7 +103,7 @@ class Inventory:
             self.other.add(info.size)
             return
         self.blocks[name[:3]].add(info.size)
-        if info.mtime == 0.0:  # a driver that does not say
+        if info.mtime == 0.0:  # the driver does not tell
             self.ages[UNKNOWN_AGE].add(info.size)
             return
         self.ages[_AGE_NAMES[bisect(_AGE_BOUNDS_S, now - info.mtime)]].add(info.size)

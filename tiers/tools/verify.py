@@ -1,7 +1,7 @@
-"""Verify: check the seals of everything stored, unit by unit, in worker processes.
+"""Verify: check the seals of all stored blocks, unit by unit, in worker processes.
 
-A unit is what a namespace's rank has under two hexadecimal digits: a 256th of it. Units are independent, so they can be
-checked in parallel, and one that is done need not be done again after an interruption.
+A unit holds the blocks of one namespace and rank whose hashes start with the same two hexadecimal digits, 1/256 of all.
+Units are independent, so they can be checked in parallel, and a finished unit is not repeated after an interruption.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from kvtiers.tiers.tools.block_reader import NO_IDENTITY, BlockReader
 from kvtiers.tiers.tools.inventory import BlockName, Share, list_blocks
 
 UNIT_DIGITS = 2
-BAD_KEYS_MAX = 10_000  # named in a result; all are counted
-NETWORK_THREADS = 8  # of a worker, where a read mostly waits
-BATCH_BLOCKS = 64  # handed to the threads at once, so that a listing is not held in memory
+BAD_KEYS_MAX = 10_000  # listed by name in a result; further bad blocks are only counted
+NETWORK_THREADS = 8  # threads of a worker, if reads mostly wait for a network
+BATCH_BLOCKS = 64  # given to the threads at once, so that a listing need not fit in memory
 
 
 @dataclass(slots=True)
 class UnitResult:
-    """What was found in a unit.
+    """Result of checking a unit.
 
     Attributes:
-        bad: name and reason of each block that is not what it should be.
-        foreign: blocks that only a newer version can judge, or nobody, for want of a seal; they are left alone.
-        errors: blocks that could not be read, or not be moved aside, and files and folders that may not be
-            read or that the disk cannot read.
+        bad: name and reason of each bad block.
+        foreign: blocks that only a newer version can judge, or that have no seal to check; they are left alone.
+        errors: blocks that could not be read or moved aside, and files and folders that may not be read or that the
+            disk cannot read.
     """
 
     unit: str
@@ -45,7 +45,7 @@ class UnitResult:
 
 
 def find_units(store: Store, on_progress: Callable[[int], None] = lambda _: None) -> dict[str, Share]:
-    """The units that have blocks, as prefixes of names, and how much each has."""
+    """Find the units that have blocks: prefix of the blocks' names -> total of the unit."""
     units: dict[str, Share] = {}
     for count, (info, name) in enumerate(list_blocks(store)):
         prefix = f"{name.namespace}_r{name.rank}/{name.digits[:UNIT_DIGITS]}"
@@ -56,11 +56,11 @@ def find_units(store: Store, on_progress: Callable[[int], None] = lambda _: None
 
 
 class Verifier:
-    """Checks units. For one thread; it has its own where reads mostly wait.
+    """Checks units. For one thread; it starts worker threads of its own if reads mostly wait for a network.
 
     Args:
-        repair: move bad blocks aside (delete them where the store has no quarantine), so that the next store heals
-            them.
+        repair: move bad blocks aside (delete them if the store has no quarantine), so that the next store job writes
+            good ones.
     """
 
     def __init__(self, store: Store, *, repair: bool = False) -> None:
@@ -74,7 +74,7 @@ class Verifier:
         """Check the blocks of a unit.
 
         Raises:
-            StoreError: they cannot be listed.
+            StoreError: the unit cannot be listed.
         """
         result = UnitResult(unit)
         damaged = damaged_count(self._store)
@@ -93,7 +93,7 @@ class Verifier:
         return result
 
     def _list(self, unit: str, result: UnitResult) -> Iterator[tuple[KeyInfo, BlockName]]:
-        """By folders where a listing costs no request: their parent then need not be searched for each unit."""
+        """List the unit. If listings cost no requests, list folder by folder, which avoids scanning their parent."""
         if self._store.capabilities.latency_bound:
             yield from list_blocks(self._store, unit)
             return
@@ -101,10 +101,10 @@ class Verifier:
             try:
                 yield from list_blocks(self._store, f"{unit}{digit:x}/")
             except StorePermissionError:
-                result.errors += 1  # somebody else's folder; the others are checked all the same
+                result.errors += 1  # another user's folder; the other folders are still checked
             except StoreUnavailableError:
                 self._damaged_folders += 1
-                if self._damaged_folders > DAMAGED_MAX:  # the device is gone, rather than a folder damaged
+                if self._damaged_folders > DAMAGED_MAX:  # the device is gone, not just a folder damaged
                     raise
                 result.errors += 1
 
@@ -133,7 +133,7 @@ class Verifier:
 
 
 def damaged_count(store: Store) -> int:
-    """How many files and folders a store's listings have passed over because the disk could not read them."""
+    """How many files and folders a store's listings have skipped because the disk could not read them."""
     count: int = getattr(store, "damaged", 0)
     return count
 
@@ -151,14 +151,14 @@ def _add(total: UnitResult, part: UnitResult) -> None:
 
 
 def decode_result(content: Mapping[str, object]) -> UnitResult:
-    """A result that came as JSON."""
+    """Decode a result from JSON."""
     result = UnitResult(**content)  # type: ignore[arg-type]
     result.bad = [(key, reason) for key, reason in result.bad]
     return result
 
 
 def total_of(results: Iterator[UnitResult]) -> UnitResult:
-    """Their sums, under no unit's name."""
+    """Add up results; the total's ``unit`` is empty."""
     total = UnitResult("")
     for result in results:
         _add(total, result)

@@ -1,7 +1,7 @@
-"""Verify's worker processes: a checksum and a read a core, and no GIL between them.
+"""Verify's worker processes: one per core, so that reads and checksums do not compete for one GIL.
 
-A worker reads JSON lines from its standard input (its configuration, then units) and answers each unit with one line:
-``{"result": {…}}`` or ``{"error": "…"}``. It ends with its input.
+A worker reads JSON lines from standard input (its configuration, then units) and answers each unit with one line:
+``{"result": {…}}`` or ``{"error": "…"}``. It exits at the end of its input.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvtiers.tiers.tools.verify import UnitResult, Verifier, decode_result
 
 
 def main() -> None:
-    """Be a worker."""
+    """Run a worker."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to handle
     output = own_output()
     config = json.loads(sys.stdin.readline())
@@ -42,10 +42,10 @@ def main() -> None:
 
 
 def verify_units(recipe: StoreRecipe, units: Sequence[str], *, n_workers: int, repair: bool) -> Iterator[UnitResult]:
-    """Check units in processes; yields each result as it comes, in no particular order.
+    """Check units in worker processes; yields results as they arrive, in no particular order.
 
     Raises:
-        StoreError: a unit could not be listed, or a worker died. What was yielded stands.
+        StoreError: a unit could not be listed, or a worker died. Results already yielded remain valid.
     """
     waiting: SimpleQueue[str] = SimpleQueue()
     for unit in units:
@@ -92,7 +92,7 @@ def _serve(
     waiting: SimpleQueue[str],
     answers: SimpleQueue[UnitResult | StoreError | None],
 ) -> None:
-    """Hand units to one worker until there are none."""
+    """Give units to one worker until none are left."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:
@@ -106,7 +106,7 @@ def _serve(
                 process.stdin.write(json.dumps(unit) + "\n")
                 process.stdin.flush()
                 line = process.stdout.readline()
-                if not line.endswith("\n"):  # cut off, perhaps
+                if not line.endswith("\n"):  # end of output, or an incomplete line
                     answers.put(StoreUnavailableError(f"the worker that checked {unit}* died"))
                     return
                 answer = json.loads(line)

@@ -1,4 +1,4 @@
-"""The files of PrefixStore, by relative path: in a folder, in a bucket, or under any fsspec URL."""
+"""Files: the storage of PrefixStore's files, by relative path: a folder, a bucket, or any fsspec URL."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from kvtiers.tiers.config.tier_options import (
 
 __all__ = ["FILES_AT_ONCE", "Files", "files_for"]
 
-THREADS_MAX = 32  # which live in the engine's process
+THREADS_MAX = 32  # these threads live in the engine's process
 
 
 def files_for(place: BoundedTierConfig) -> Files:
-    """Those of a place (see ``connector.prefixes.place``). Asks no storage.
+    """Create the Files of a place (see ``connector.prefixes.place``). Asks no storage.
 
     Raises:
         ConfigError: fsspec does not know the URL, or a package is missing.

@@ -1,4 +1,4 @@
-"""Files: where PrefixStore keeps its files, by relative path; and what their errors become."""
+"""Files: interface to the storage of PrefixStore's files, and the translation of its errors."""
 
 from __future__ import annotations
 
@@ -17,94 +17,94 @@ from kvtiers.tiers.errors import (
     StoreUnavailableError,
 )
 
-FILES_AT_ONCE = 16  # in memory, and requests under way on an object store
+FILES_AT_ONCE = 16  # files in memory, and requests to an object store, at the same time
 
 
 class Files(ABC):
-    """Files by relative path. Blocking; raises StoreError only.
+    """Files by relative path. All methods block, and raise only StoreError.
 
     Attributes:
-        has_uses: ``touch`` works: a time that says when a file was used last.
+        has_uses: whether ``touch`` and ``unused_s`` work: the storage keeps the time of a file's last use.
     """
 
     has_uses = False
 
     @abstractmethod
     def write(self, path: str, data: bytes) -> None:
-        """In one piece: nobody ever reads a part of it."""
+        """Write a file atomically: a reader never sees part of it."""
 
     @abstractmethod
     def read(self, path: str, bytes_max: int) -> bytes:
-        """All of it; at most ``bytes_max`` bytes, and nobody says of which."""
+        """Read a whole file. If it is larger than ``bytes_max``, return any ``bytes_max`` bytes of it."""
 
     @abstractmethod
     def read_all(self, files: Mapping[str, tuple[str, int]]) -> Iterator[tuple[str, memoryview]]:
-        """(name, bytes) for each name -> (path, its size), in order.
+        """Yield (name, bytes) for each name -> (path, expected size), in order.
 
-        The bytes are lent until the next ones are asked for: fresh memory for each file costs more than its reading.
-        Of a file that has another size, other bytes may come, or BlobCorruptError.
+        The bytes are valid until the next item is requested: fresh memory for each file costs more than reading it.
+        If a file has another size, the bytes may be wrong, or BlobCorruptError is raised.
         """
 
     def write_all(self, files: Mapping[str, bytes]) -> None:
-        """Each in one piece, in any order."""
+        """Write each file atomically, in any order."""
         for path, data in files.items():
             self.write(path, data)
 
     @abstractmethod
     def exists(self, path: str) -> bool:
-        """Whether it is there."""
+        """Return whether the file exists."""
 
     def present(self, runs: Sequence[Sequence[str]]) -> list[int]:
-        """Of each run of files, how many are there without a gap, from the first on."""
+        """For each run of files, count the leading files that exist without a gap."""
         return [sum(1 for _ in takewhile(self.exists, run)) for run in runs]
 
     def reading(self, paths: Sequence[str], bytes_max: int) -> list[Callable[[], bytes]]:
-        """What returns, or raises, what ``read`` does, for each path; begun at once where the storage is far."""
+        """Return, for each path, a function that ends like ``read``. Remote storage starts all reads at once."""
         return [partial(self.read, path, bytes_max) for path in paths]
 
     @abstractmethod
     def names(self, folder: str) -> list[str]:
-        """Names of the files right in the folder; none where it is not there."""
+        """Return the names of the files directly in the folder; an empty list if the folder does not exist."""
 
     def unused_s(self, path: str) -> float:
-        """Seconds since it was written or touched."""
+        """Return the seconds since the file was written or touched."""
         raise NotImplementedError
 
     def touch(self, path: str) -> None:
-        """It is used. Absent is success."""
+        """Set the time of the file's last use to now. Does nothing if the file does not exist."""
         raise NotImplementedError
 
     @abstractmethod
     def delete(self, path: str) -> None:
-        """Absent is success."""
+        """Delete a file. Does nothing if the file does not exist."""
 
     @abstractmethod
     def delete_folder(self, folder: str) -> None:
-        """With its files; absent is success."""
+        """Delete a folder and its files. Does nothing if the folder does not exist."""
 
-    def prepare(self) -> None:  # noqa: B027 - not every storage has a first call that costs more
-        """Make what the first call would make, without asking the storage. Raises nothing."""
+    def prepare(self) -> None:  # noqa: B027 - not every storage has a slower first call
+        """Create the clients that the first call needs, without asking the storage. Raises nothing."""
 
-    def check(self) -> None:  # noqa: B027 - not every storage can say
-        """Ask the storage whether it can be used.
+    def check(self) -> None:  # noqa: B027 - not every storage supports a check
+        """Check that the storage can be used.
 
         Raises:
             StoreError: one line that says what is wrong and what to do about it.
         """
 
-    def close(self) -> None:  # noqa: B027 - not every storage holds something
-        """Release connections and threads. Asks no storage and waits for none; what is under way may fail."""
+    def close(self) -> None:  # noqa: B027 - not every storage holds resources
+        """Release connections and threads. Does not wait for the storage; calls under way may fail."""
 
 
 @contextlib.contextmanager
 def storage_errors(path: str) -> Iterator[None]:
-    """What a file system raises, as StoreError."""
+    """Translate the errors of a file system to StoreError."""
     try:
         yield
     except StoreError:
         raise
     except FileNotFoundError as e:
-        raise BlobNotFoundError("is not there", key=path) from e
+        raise BlobNotFoundError("does not exist", key=path) from e
     except PermissionError as e:
         raise StorePermissionError(str(e), key=path) from e
     except OSError as e:

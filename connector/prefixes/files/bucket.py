@@ -1,4 +1,4 @@
-"""BucketFiles: prefixes in an S3 bucket."""
+"""BucketFiles: the files of prefixes in an S3 bucket."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 class BucketFiles(Files):
-    """Objects of a bucket. Layers are read and written side by side, by threads that the first such call starts.
+    """Files as objects in a bucket. Layers are read and written in parallel, by threads that the first call starts.
 
     Args:
-        threads: that read, at first.
-        threads_max: of all.
+        threads: number of threads that read at first.
+        threads_max: largest number of threads.
     """
 
     def __init__(self, store: S3Store, threads: int, threads_max: int) -> None:
@@ -37,14 +37,14 @@ class BucketFiles(Files):
 
     def write_all(self, files: Mapping[str, bytes]) -> None:
         writes = [self._side_by_side.submit(self.write, path, data) for path, data in files.items()]
-        wait(writes)  # before any error comes out: nothing is to be written behind a caller who cleans up
+        wait(writes)  # before raising any error: no write may land after the caller has cleaned up
         for done in writes:
             result_of(done)
 
     def read(self, path: str, bytes_max: int) -> bytes:
-        found = self._store.get_tail(path, bytes_max)  # its size need not be asked before
+        found = self._store.get_tail(path, bytes_max)  # needs no separate request for the size
         if found is None:
-            raise BlobNotFoundError("is not there", key=path)
+            raise BlobNotFoundError("does not exist", key=path)
         return found[1]
 
     def present(self, runs: Sequence[Sequence[str]]) -> list[int]:
@@ -53,7 +53,7 @@ class BucketFiles(Files):
         return [sum(1 for _ in takewhile(lambda size: isinstance(size, int), found)) for found in sizes]
 
     def reading(self, paths: Sequence[str], bytes_max: int) -> list[Callable[[], bytes]]:
-        if len(paths) == 1:  # the caller waits for it at once
+        if len(paths) == 1:  # the caller waits for this read right away, so a thread would not help
             return super().reading(paths, bytes_max)
         return [partial(result_of, self._side_by_side.submit(self.read, path, bytes_max)) for path in paths]
 
@@ -84,7 +84,7 @@ class BucketFiles(Files):
                     read.cancel()
 
     def _read_into(self, path: str, data: memoryview) -> float:
-        """Seconds of processor that it took."""
+        """Read an object into ``data``. Returns the CPU seconds that this took."""
         started = time.thread_time()
         self._store.get_into(path, [data])
         return time.thread_time() - started

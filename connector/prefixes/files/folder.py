@@ -1,4 +1,4 @@
-"""FolderFiles: prefixes in a folder of a file system."""
+"""FolderFiles: the files of prefixes in a folder of a file system."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ FOLDER_ATTEMPTS = 8
 
 
 class FolderFiles(Files):
-    """Files in a folder: 0600 in folders of 0700, written beside and renamed. Used last is modified last.
+    """Files with mode 0600 in folders with mode 0700. The modification time is the time of the last use.
 
-    A write that would leave less than ``min_free_bytes`` free is StoreFullError.
+    A file is written under a temporary name and renamed. A write that would leave less than ``min_free_bytes`` free
+    raises StoreFullError.
     """
 
     has_uses = True
@@ -52,7 +53,7 @@ class FolderFiles(Files):
     def read_all(self, files: Mapping[str, tuple[str, int]]) -> Iterator[tuple[str, memoryview]]:
         buffer = memoryview(bytearray(max((size for _, size in files.values()), default=0) + 1))
         for name, (path, size) in files.items():
-            wanted = buffer[: size + 1]  # one more shows that there is more
+            wanted = buffer[: size + 1]  # one byte more, to detect a file that is too long
             filled = 0
             with storage_errors(path), os.fdopen(self._open(path), "rb", buffering=0) as file:
                 while filled < len(wanted) and (count := file.readinto(wanted[filled:])):
@@ -101,13 +102,13 @@ class FolderFiles(Files):
 
 
 def _create(path: str) -> int:
-    """A descriptor of a new file, 0600, and its folders."""
+    """Create a new file, mode 0600, and its folders. Returns its descriptor."""
     for attempt in count(1):
         try:
-            if not os.path.isdir(folder := os.path.dirname(path)):  # which costs an NFS server nothing
+            if not os.path.isdir(folder := os.path.dirname(path)):  # this check costs an NFS server nothing
                 make_folders(folder)
             return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        except FileNotFoundError:  # a collector removes folders that are empty
+        except FileNotFoundError:  # a collector removed the folder while it was empty
             if attempt == FOLDER_ATTEMPTS:
                 raise
     raise AssertionError("count ends")

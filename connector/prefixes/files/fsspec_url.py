@@ -1,4 +1,4 @@
-"""FsspecFiles: prefixes under any fsspec URL."""
+"""FsspecFiles: the files of prefixes under any fsspec URL."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvtiers.tiers.stores.fsspec_driver import ATOMIC_PUT, TEMPORARY_FOLDER, che
 
 
 class FsspecFiles(Files):
-    """Files under an fsspec URL. Object stores show a put in one piece; elsewhere files are written and moved."""
+    """Files under an fsspec URL. A put to an object store is atomic; elsewhere a file is written and then moved."""
 
     def __init__(self, url: str, options: dict[str, Any]) -> None:
         try:
@@ -53,12 +53,12 @@ class FsspecFiles(Files):
             for start in range(0, len(names), at_once):
                 some = names[start : start + at_once]
                 full = [self._full(files[name][0]) for name in some]
-                ends = [files[name][1] + 1 for name in some]  # one byte more shows that there is more
+                ends = [files[name][1] + 1 for name in some]  # one byte more, to detect a file that is too long
                 with storage_errors(files[some[0]][0]):
-                    # Not cat(), which takes a path with a bracket for a pattern.
+                    # Not cat(): it treats a path with a bracket as a pattern.
                     found = self._fs.cat_ranges(full, [0] * len(full), ends, on_error="raise")
                 for name, data in zip(some, found, strict=True):
-                    yield name, memoryview(bytearray(data))  # which a tensor may lie over; nobody may write bytes
+                    yield name, memoryview(bytearray(data))  # a tensor over it needs writable memory; bytes are not
 
     def write_all(self, files: Mapping[str, bytes]) -> None:
         if not self._is_atomic:
@@ -82,14 +82,14 @@ class FsspecFiles(Files):
             for run in asked:
                 counts.append(sum(1 for _ in takewhile(result_of, run)))
                 for question in run[counts[-1] :]:
-                    question.cancel()  # those of other lookups are behind it in line
-        finally:  # of an error, too
+                    question.cancel()  # questions of other lookups wait in line behind it
+        finally:  # after an error, too
             for question in chain.from_iterable(asked[len(counts) :]):
                 question.cancel()
         return counts
 
     def reading(self, paths: Sequence[str], bytes_max: int) -> list[Callable[[], bytes]]:
-        if len(paths) == 1:  # the caller waits for it at once
+        if len(paths) == 1:  # the caller waits for this read right away, so a thread would not help
             return super().reading(paths, bytes_max)
         return [partial(result_of, self._side_by_side.submit(self.read, path, bytes_max)) for path in paths]
 
@@ -108,7 +108,7 @@ class FsspecFiles(Files):
     def delete_folder(self, folder: str) -> None:
         for name in self.names(folder):
             self.delete(f"{folder}/{name}")
-        if not self._is_atomic:  # else there are no folders
+        if not self._is_atomic:  # an object store has no folders
             with storage_errors(folder), contextlib.suppress(FileNotFoundError):
                 self._fs.rmdir(self._full(folder))
 
@@ -117,7 +117,7 @@ class FsspecFiles(Files):
 
     def _fresh(self, path: str) -> str:
         full = self._full(path)
-        self._fs.invalidate_cache(full)  # others write here, too; refresh=True is known to some file systems only
+        self._fs.invalidate_cache(full)  # other processes write here, too; only some file systems know refresh=True
         return full
 
     def _full(self, path: str) -> str:

@@ -1,4 +1,4 @@
-"""SideBySide: threads for questions to storage that is far, which one after the other would take too long."""
+"""SideBySide: a thread pool for parallel requests to remote storage, which would take too long one after another."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from kvtiers.tiers.errors import StoreClosedError
 
 T = TypeVar("T")
 
-FILES_MIN = 4  # that a load reads at once, however large
-#: That one load alone reads into; the n-th of those under way gets 1/n of it. Eight (LOAD_THREADS) come to 174 MiB.
+FILES_MIN = 4  # files that a load reads at once, however large they are
+#: Memory that a single load reads into. The n-th load under way gets 1/n; eight (LOAD_THREADS) have 174 MiB together.
 BUFFERS_BYTES_MAX = 64 << 20
 
 
 class SideBySide:
-    """A pool whose threads the first call starts: many processes make one, and few ask. Any thread.
+    """A pool whose threads start with the first call: many processes create a pool, but few use it. Any thread.
 
     Args:
-        threads: of all.
-        name: of them.
+        threads: number of threads.
+        name: name of the threads.
     """
 
     def __init__(self, threads: int, name: str) -> None:
         self._threads = threads
         self._name = name
-        self._starting = threading.Lock()  # guards these
+        self._starting = threading.Lock()  # guards _loads and _pool
         self._loads = 0
         self._pool: DaemonPool | None = None
 
     def submit(self, call: Callable[..., T], *arguments: Any) -> Future[T]:
-        """Begin it."""
+        """Run the call on a thread of the pool."""
         with self._starting:
             if self._pool is None:
                 self._pool = DaemonPool(self._threads, self._name)
@@ -42,7 +42,7 @@ class SideBySide:
 
     @contextlib.contextmanager
     def files_at_once(self, biggest: int) -> Iterator[int]:
-        """How many files one load may have in memory, while it is under way; ``biggest``: bytes of one."""
+        """Yield how many files one load may have in memory while it is under way. ``biggest``: bytes of the largest."""
         with self._starting:
             self._loads += 1
             share = BUFFERS_BYTES_MAX // self._loads
@@ -53,17 +53,17 @@ class SideBySide:
                 self._loads -= 1
 
     def close(self) -> None:
-        """Cancel what has not begun; waits for nothing."""
+        """Cancel calls that have not begun. Does not wait."""
         with self._starting:
             if self._pool is not None:
                 self._pool.shutdown(0.0)
 
 
 def result_of(future: Future[T]) -> T:
-    """What a call returned, or raises what it raised.
+    """Wait for a call; return its result or raise its error.
 
     Raises:
-        StoreClosedError: it was cancelled.
+        StoreClosedError: the call was cancelled.
     """
     try:
         return future.result()

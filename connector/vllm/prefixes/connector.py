@@ -1,4 +1,4 @@
-"""SharedStorageConnector: KV of prompt prefixes on shared storage, straight between vLLM's paged buffers and files.
+"""SharedStorageConnector: copies KV of prompt prefixes directly between vLLM's paged buffers and shared storage.
 
 ::
 
@@ -6,13 +6,13 @@
      "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
      "kv_connector_extra_config": {"shared_storage_path": "s3://bucket/folder"}}
 
-Simple and without a CPU region; ``connector.vllm.tier`` and ``connector.vllm.spec`` are faster. What is stored, and how
-it is proven, is in ``connector.prefixes.store``.
+This connector is simple and has no CPU region; ``connector.vllm.tier`` and ``connector.vllm.spec`` are faster.
+``connector.prefixes.store`` describes the stored format and how chunks are verified.
 
-Loads are asynchronous: the request waits outside the batch while a thread reads, verifies and injects. Saves leave the
-forward pass as copies in host memory, which a thread publishes. A chunk that is wrong or gone is reported to vLLM as
-blocks that failed to load, which it recomputes under ``kv_load_failure_policy: recompute``; so is a load that storage
-does not answer within ``load_deadline_s``.
+- Loads are asynchronous. The request waits outside the batch while a thread reads, verifies and injects the KV.
+- Saves are copied to host memory after the forward pass. A thread publishes the copies.
+- Failed loads: if a chunk is damaged or missing, or storage does not answer within ``load_deadline_s``, the connector
+  reports its blocks to vLLM as failed. vLLM recomputes them under ``kv_load_failure_policy: recompute``.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ logger = get_logger(__name__)
 
 LOOKUP_DEADLINE_S = 1.0
 LOAD_DEADLINE_S = 20.0
-FAILED_LOADS_MAX = 3  # of one request: where a bad chunk cannot be removed, its request must not load it for ever
+FAILED_LOADS_MAX = 3  # per request: if a bad chunk cannot be removed, the request must not load it again forever
 SHUTDOWN_S = 4.0
-THREADS_END_S = 0.5  # of it, for threads that are at a lookup or at what is too late
-# Both mostly wait where storage is far; a load holds some layers in memory, and needs the GIL beside the model.
+THREADS_END_S = 0.5  # part of SHUTDOWN_S, for threads that are in a lookup or in a load or store that is too late
+# With remote storage these threads mostly wait. A load holds some layers in memory and competes for the GIL.
 LOOKUP_THREADS = 16
 LOAD_THREADS = 8
 
@@ -62,16 +62,20 @@ LOAD_THREADS = 8
 class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
     """Loads and stores prompt prefixes. One object in the scheduler's process, one in each worker's.
 
-    ``kv_connector_extra_config``: where, as ``connector.prefixes.place.shared_place`` takes it; ``lookup_deadline_s``,
-    ``load_deadline_s``; ``storage_after_reset``.
+    ``kv_connector_extra_config`` accepts the storage location (see ``connector.prefixes.place.shared_place``),
+    ``lookup_deadline_s``, ``load_deadline_s`` and ``storage_after_reset``.
 
-    Threads: vLLM calls it from one thread in each process; jobs on the pools see a Transfer and hand back a result.
+    Threads: vLLM calls the connector from one thread in each process. A job on the pool gets a Transfer and returns a
+    result.
 
     Raises:
-        ConfigError: the path is missing or cannot be used, a limit is not accepted, the model has several KV cache
-            groups or one that is not of full attention, a block's tokens are on several ranks, or a connector beside
-            it may load within a step.
-        StorePermissionError, StoreConfigError: of a bucket, as ``S3TierManager`` says.
+        ConfigError: one of these:
+
+            - the path is missing or cannot be used, or a limit is not accepted;
+            - the model has several KV cache groups, or a group that is not of full attention;
+            - a block's tokens are spread over several ranks;
+            - another connector of the engine may load within a step.
+        StorePermissionError, StoreConfigError: a bucket is not usable, see ``S3TierManager``.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -88,7 +92,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         kv_cache_spec = kv_groups.prefix_spec(kv_cache_config)
         if getattr(transfer, "kv_load_failure_policy", "recompute") == "fail":
             logger.warning(
-                "kv_load_failure_policy is 'fail': a request that meets a damaged chunk will fail; write 'recompute'"
+                "kv_load_failure_policy is 'fail': a request that loads a damaged chunk will fail; write 'recompute'"
             )
         self._block_size = int(kv_cache_spec.block_size)
         self._lookup_deadline_s = seconds_of(extra, "lookup_deadline_s", LOOKUP_DEADLINE_S)
@@ -100,8 +104,8 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         parallel = self._spec.config.parallel
         if parallel.dcp_size > 1 or parallel.pcp_size > 1:
             raise ConfigError(
-                "SharedStorageConnector takes 1: with more, a block's tokens are spread over ranks; use KVTiersSpec or "
-                "KVTiersTier",
+                "SharedStorageConnector accepts only 1: with more, a block's tokens are spread over ranks; use "
+                "KVTiersConnector",
                 field="decode_context_parallel_size" if parallel.dcp_size > 1 else "prefill_context_parallel_size",
             )
         self._ranks = range(parallel.world_size) if role == KVConnectorRole.SCHEDULER else (parallel.rank,)
@@ -114,8 +118,8 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
             self._pool.submit(self._stores[0].prepare)
         # scheduler
         self._requests: dict[str, Request] = {}
-        self._loading: dict[str, frozenset[int]] = {}  # request -> blocks that workers fill, though it may be aborted
-        self._loads: list[Transfer] = []  # not handed to the workers yet
+        self._loading: dict[str, frozenset[int]] = {}  # request, even if aborted -> blocks that workers are filling
+        self._loads: list[Transfer] = []  # not yet handed to the workers
         self._drops_loads = False
         self._saves = PrefixSaves(self._block_size, stores_any=stores_any)
         self._adapters = weights.Adapters()
@@ -148,25 +152,25 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         fields = strict_fields(spec) | {"format": FORMAT}
         fields.pop("engine", None)  # may differ in a worker; the revision has the scheduler's digest
         if spec.config.parallel.pp_size > 1:
-            # A process knows the layers of its own stage. Files are named by layer, so one that is missing is noticed.
+            # A process knows only its own stage's layers. Files are named by layer, so a missing file is noticed.
             groups = tuple(replace(group, layer_names=()) for group in spec.config.groups)
             spec = replace(spec, config=replace(spec.config, groups=groups))
         return FileMapper.from_offloading_spec("", spec, extra_fields=fields)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PrefixStats:
-        """Counts that came from another process."""
+        """Create a PrefixStats from counts sent by another process."""
         return PrefixStats(data=data or {})
 
     @classmethod
     def build_prom_metrics(
         cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
     ) -> PrefixPromMetrics:
-        """Where they are exported."""
+        """Create the metrics, in the process that exports them."""
         return PrefixPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def get_kv_connector_stats(self) -> PrefixStats | None:
-        """What changed since the last step."""
+        """Return the counts that changed since the last step."""
         for told in self._collector.take_reports() if self._collector is not None else ():
             for count, by_reason in (("chunks_removed", "removed_blobs"), ("bytes_removed", "removed_bytes")):
                 self._removed[count] += sum(told.get("report", {}).get(by_reason, {}).values())
@@ -181,17 +185,17 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
     # -- scheduler ---------------------------------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Tokens on storage beyond those computed, block-aligned, never the prompt's last one. None: ask again."""
+        """Tokens that storage has after the computed ones: whole blocks, but not the last token. None: ask again."""
         state = self._remember(request)
         if state is None or state.failed_loads >= FAILED_LOADS_MAX:
             return 0, False
         state.num_computed = num_computed_tokens
         limit_blocks = (len(request.prompt_token_ids) - 1) // self._block_size
         if limit_blocks * self._block_size <= num_computed_tokens:
-            self._uses.note(state.hashes[:limit_blocks])  # the GPU has it, and storage is to keep it
+            self._uses.note(state.hashes[:limit_blocks])  # a hit in the GPU's cache also counts as a use in storage
             return 0, False
         if state.matched is None:
-            if self._pool.hangs(self._lookup_deadline_s):  # it would only be waited for in vain
+            if self._pool.hangs(self._lookup_deadline_s):  # a lookup would not be answered in time
                 return self._give_up(state)
             state.matched = self._pool.submit(self._match, state, limit_blocks)
             state.asked_at = time.monotonic()
@@ -199,18 +203,19 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         if not state.matched.done():
             if time.monotonic() - state.asked_at < self._lookup_deadline_s:
                 return None, False
-            if state.lora is None:  # else it says how the prompt is stored
-                state.matched.cancel()  # those behind it in the line are not to be late for one that is
+            if state.lora is None:  # with an adapter, the lookup also computes the hashes for storing the prompt
+                state.matched.cancel()  # so that queued lookups of other requests start earlier
             return self._give_up(state)
         if state.found is None:
             failed = state.matched.cancelled() or state.matched.exception() is not None
             state.found = 0 if failed else state.matched.result()
-            # What it stored before a preemption may be on its way still.
+            # Blocks that the request stored before a preemption may not be published yet.
             state.stored_blocks = max(state.stored_blocks, state.found)
             self._saves.stored.add(state.hashes[: state.found])
             self._saves.stored.discard(state.hashes[state.stored_blocks : limit_blocks])
             self._uses.note(state.hashes[: state.found])
-        # From 0.31 on vLLM sees to the first itself. Who only stores asks, too: what is there is not copied again.
+        # From 0.31 on vLLM checks skip_reading_prefix_cache itself. An engine that only stores also makes the lookup,
+        # so that it does not copy stored blocks again.
         if getattr(request, "skip_reading_prefix_cache", False) or not self._role.loads:
             return 0, False
         end = min(state.found, (num_computed_tokens + state.limits.load_tokens_max) // self._block_size)
@@ -218,11 +223,11 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         return (tokens, True) if tokens > 0 else (0, False)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Remember a request that needs a load. vLLM calls it for all that it schedules."""
+        """Queue the load of a request that needs one. vLLM calls this for every request that it schedules."""
         state = self._requests.get(request.request_id)
         if state is None:
             return
-        # Should it come again, after a preemption, what is there is asked again.
+        # If the request comes back after a preemption, look it up again.
         state.matched, state.found, state.is_given_up = None, None, False
         if num_external_tokens <= 0:
             return
@@ -237,7 +242,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         state.has_failed = False
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Store what could not be loaded again, when it was computed. What came too late is not asked for again."""
+        """Store failed blocks again once they are recomputed. After a load timeout, do not load the request again."""
         hung_since = time.monotonic() - self._load_deadline_s
         failed = set(connector_output.invalid_block_ids or ())
         for req_id, blocks in self._loading.items() if failed else ():
@@ -250,10 +255,10 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         for req_id in connector_output.finished_recving or ():
             self._loading.pop(req_id, None)
             if (loaded := self._requests.get(req_id)) is not None:
-                loaded.failed_loads += loaded.has_failed  # once, though ranks may have said so in several steps
+                loaded.failed_loads += loaded.has_failed  # once per load: ranks may report it in several steps
 
     def build_connector_meta(self, scheduler_output: Any) -> SharedStorageMetadata:
-        """This step's loads and stores; ``scheduler_output`` is only read.
+        """Collect this step's loads and stores. Does not change ``scheduler_output``.
 
         Raises:
             ConfigError: another connector loads within this step.
@@ -266,18 +271,18 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         return meta
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:  # noqa: ARG002
-        """Nothing of it needs its blocks any more: what is stored was copied in its step."""
+        """Forget a request. Its blocks are free: each step copied the blocks that it stores."""
         state = self._requests.pop(request.request_id, None)
         if state is not None and state.matched is not None:
             state.matched.cancel()
         return False, None
 
     def reset_cache(self) -> bool | None:
-        """Nothing is cached here; requests that are known keep no claim on storage where it is not used any more.
+        """Stop using storage, unless it stays in use after a reset: forget all requests and drop running loads.
 
-        Workers hear of it with the next step. A load that one under way reports until then is used, as running requests
-        are: vLLM resets at once only if told to, and answers that it failed, since the load's blocks are in use.
-        Otherwise (pause, sleep) it waits until no step is under way.
+        Workers learn of the reset with the next step. A load that ends before is still used, like the KV of running
+        requests. This is safe: vLLM resets during running steps only if forced to, and then reports that the reset
+        failed, because the load's blocks are in use. Otherwise (pause, sleep) vLLM waits until no step is running.
         """
         if not self._keeps_storage and not self._is_off:
             translate.warn_of_reset()
@@ -292,7 +297,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
 
     def _give_up(self, state: Request) -> tuple[int, bool]:
         self._lookups_given_up += not state.is_given_up
-        state.is_given_up = True  # vLLM asks again where it has no room for the request yet
+        state.is_given_up = True  # counted once: vLLM asks again while it has no room for the request
         return 0, False
 
     def _remember(self, request: Any) -> Request | None:
@@ -310,11 +315,11 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         return state
 
     def _match(self, state: Request, limit_blocks: int) -> int:
-        """Leading blocks that every rank has stored."""
+        """Return the number of leading blocks that every rank has stored."""
         if state.lora is not None and not state.hashes:
             adapter = self._adapters.revision(state.lora)
             if adapter is None:
-                logger.debug("which adapter is in %s is not known", state.lora.lora_path)
+                logger.debug("the content of the adapter in %s is not known", state.lora.lora_path)
                 return 0
             state.hash_blocks(self._block_size, adapter)
         return blocks_in_all(self._stores, state.hashes[:limit_blocks])
@@ -322,7 +327,7 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
     # -- worker ------------------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """The paged buffers, by layer. By now vLLM has made all connectors of the process."""
+        """Take the paged buffers, by layer. vLLM calls this after it has created all connectors of the process."""
         refusals.check_siblings()
         self._worker.register(kv_caches)
 
@@ -335,26 +340,26 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
             self._worker.drop_loads()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: requests join the batch when all their layers are in."""
+        """Do nothing: requests join the batch only after all their layers are loaded."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:  # noqa: ARG002
-        """Requests whose loads ended, well or not."""
+        """Return the requests whose loads ended, successfully or not."""
         return None, self._worker.ended(idle=self._get_connector_metadata().idle) or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks that hold nothing of use."""
+        """Return the blocks that failed to load."""
         return self._worker.failed_blocks()
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing yet: vLLM calls this for each microbatch, and not at all for what a captured graph runs."""
+        """Do nothing: vLLM calls this for each microbatch, and not at all for layers in a captured graph."""
 
     def wait_for_save(self) -> None:
-        """Copy what this step stores, now that it is computed, and hand it to the publishing thread."""
+        """Copy the blocks that this step computed and stores, and hand them to the publishing thread."""
         stores = [transfer for transfer in self._transfers() if transfer.is_store]
         self._worker.publish(self._stores[0], stores)
 
     def shutdown(self) -> None:
-        """Publish what is under way for a bounded time; count what is not."""
+        """Publish waiting saves for a bounded time, and count the blocks that were not published."""
         self._worker.shutdown(SHUTDOWN_S - THREADS_END_S, THREADS_END_S / 2)
         self._pool.shutdown(THREADS_END_S / 2)
         self._uses.shutdown()
@@ -371,18 +376,18 @@ class SharedStorageConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as ab
         return meta.requests
 
     def _agree(self, revision: str | None) -> None:
-        """Take the scheduler's digest of the config: models change the one that they are loaded with, a worker's."""
+        """Use the scheduler's digest of the config: loading a model changes the worker's config."""
         if weights.without_config(revision) == weights.without_config(self._revision):
             model = replace(self._spec.config.model, revision=revision)
             self._stores = self._open(replace(self._spec, config=replace(self._spec.config, model=model)))
         else:
             logger.warning(
-                "this worker's weights or settings (%s) are not those that the scheduler sees (%s): nothing is found; "
-                "give all hosts the same files",
+                "this worker's weights or settings (%s) are not those that the scheduler sees (%s), so lookups find "
+                "nothing; give all hosts the same files",
                 self._revision,
                 revision,
             )
-        self._revision = revision  # this was said once
+        self._revision = revision  # so that this is logged once
 
 
-register()  # MultiConnector looks classes up by name only when it reads stats
+register()  # when it reads stats, MultiConnector looks classes up by name only

@@ -1,4 +1,4 @@
-"""SharedStorageConnector's counts in vLLM's Prometheus endpoint, as ``vllm:kvtiers_prefix_…``."""
+"""Exports SharedStorageConnector's counts in vLLM's Prometheus endpoint, as ``vllm:kvtiers_prefix_…``."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from kvtiers.connector.prefixes.store import PrefixCounts
 from kvtiers.connector.vllm.contract import implements
 
 PREFIX = "vllm:kvtiers_prefix_"
-#: Fields of PrefixCounts, and what the connector itself counts.
+#: Help texts for the fields of PrefixCounts and for the connector's own counts.
 HELP = {
     "chunks_stored": "Chunks of prompt prefixes that were stored.",
-    "chunks_refused": "Chunks that were not stored, because max_bytes is reached.",
+    "chunks_refused": "Chunks that were not stored because max_bytes was reached.",
     "chunks_loaded": "Chunks of prompt prefixes that were loaded.",
     "bytes_stored": "Bytes of stored chunks.",
     "bytes_loaded": "Bytes of loaded chunks.",
-    "verify_failures": "Chunks that were not what their manifest says, or manifests that were none.",
-    "errors": "Errors of the storage.",
+    "verify_failures": "Chunks that did not match their manifest, and invalid manifests.",
+    "errors": "Storage errors.",
     "chunks_removed": "Chunks that this engine's collector removed, by ttl or max_bytes.",
-    "bytes_removed": "Bytes of these.",
-    "lookups_given_up": "Lookups that lookup_deadline_s ended, or that were not made because all threads hung.",
-    "loads_failed": "Loads that failed, or that load_deadline_s or a reset ended; their blocks are computed.",
-    "dropped_blocks": "Blocks that were not stored, because too many bytes waited to be stored.",
+    "bytes_removed": "Bytes of chunks that this engine's collector removed.",
+    "lookups_given_up": "Lookups that exceeded lookup_deadline_s, or were skipped because all threads hung.",
+    "loads_failed": "Loads that failed, exceeded load_deadline_s or were ended by a reset. vLLM computes their blocks.",
+    "dropped_blocks": "Blocks that were not stored because too many bytes were waiting to be stored.",
 }
 
 
 @implements
 class PrefixStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not installed where mypy runs
-    """What changed: counts by name."""
+    """Changes of the counts, by name."""
 
     def reset(self) -> None:
-        """Forget it."""
+        """Forget all changes."""
         self.data: dict[str, int] = {}
 
     def aggregate(self, other: PrefixStats) -> PrefixStats:
-        """Add another one's, of another rank or a later step."""
+        """Add the changes of another rank or a later step."""
         for name, count in other.data.items():
             self.data[name] = self.data.get(name, 0) + count
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """For vLLM's log."""
+        """Return the changes for vLLM's log."""
         return dict(self.data)
 
     def is_empty(self) -> bool:
@@ -54,13 +54,13 @@ class PrefixStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not instal
 
 
 class PrefixReporter:
-    """Says what changed since it was last asked. For one thread."""
+    """Reports the counts that changed since the last ``take``. For one thread."""
 
     def __init__(self) -> None:
         self._said = dict.fromkeys(HELP, 0)
 
     def take(self, counts: Iterable[PrefixCounts], own: Mapping[str, int]) -> PrefixStats | None:
-        """The changes, or None where there are none. ``own``: what the connector itself counts."""
+        """Return the changes, or None if nothing changed. ``own``: the connector's own counts."""
         now = dict.fromkeys(HELP, 0) | dict(own)
         for each in counts:
             for name, count in asdict(each).items():
@@ -72,7 +72,7 @@ class PrefixReporter:
 
 @implements
 class PrefixPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # as above
-    """The counters, in the process that vLLM exports from."""
+    """The Prometheus counters, in the process that exports vLLM's metrics."""
 
     def __init__(
         self,
@@ -90,6 +90,6 @@ class PrefixPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # as abo
             }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Count what a PrefixStats says."""
+        """Add the changes of a PrefixStats to the counters."""
         for name, count in transfer_stats_data.items():
             self._counters[name][engine_idx].inc(count)

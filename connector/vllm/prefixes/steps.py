@@ -1,4 +1,4 @@
-"""What SharedStorageConnector reads of vLLM's requests and steps, and what it tells its workers."""
+"""Reads vLLM's requests and steps for SharedStorageConnector, and defines its message to the workers."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ logger = get_logger(__name__)
 
 @dataclass
 class SharedStorageMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not installed where mypy runs
-    """From the scheduler to the workers, once a step.
+    """The scheduler's message to the workers, once per step.
 
     Attributes:
+        requests: loads to start in this step, and stores.
         idle: no request is computed in this step.
-        revision: the scheduler's ``model.revision``; workers go by its digest of the config.
-        drops_loads: what is under way is not to be used any more.
+        revision: the scheduler's ``model.revision``; workers use its digest of the config.
+        drops_loads: running loads must not be used any more.
     """
 
     requests: list[Transfer] = field(default_factory=list)
@@ -34,13 +35,13 @@ class SharedStorageMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM 
 
 
 class PrefixSaves:
-    """Chunks of prompts as they are computed, each once. Scheduler thread only.
+    """Chooses the chunks to store as prompts are computed, each chunk once. Scheduler thread only.
 
     Args:
-        stores_any: or nothing.
+        stores_any: False: store nothing.
 
     Attributes:
-        stored: what need not be stored.
+        stored: hashes of blocks that need not be stored.
     """
 
     def __init__(self, block_size: int, *, stores_any: bool) -> None:
@@ -49,7 +50,7 @@ class PrefixSaves:
         self._stores_any = stores_any
 
     def of_step(self, scheduler_output: Any, requests: Mapping[str, Request]) -> list[Transfer]:
-        """What this step stores; notes the blocks that its requests have."""
+        """Return the transfers that this step stores, and update the block ids of its requests."""
         scheduled = scheduler_output.num_scheduled_tokens
         saves: list[Transfer] = []
         for new in scheduler_output.scheduled_new_reqs:
@@ -61,7 +62,7 @@ class PrefixSaves:
             if (request := requests.get(req_id)) is None:
                 continue
             new_ids = cached.new_block_ids[index]
-            if req_id in cached.resumed_req_ids:  # after a preemption these are all of its blocks
+            if req_id in cached.resumed_req_ids:  # after a preemption, new_block_ids has all blocks of the request
                 request.block_ids = list(new_ids[0]) if new_ids else []
             elif new_ids:
                 request.block_ids += new_ids[0]
@@ -72,10 +73,10 @@ class PrefixSaves:
         if not self._stores_any:
             return []
         size = self._block_size
-        end = min(len(request.hashes), request.limits.store_tokens_max // size)  # of what may be stored
+        end = min(len(request.hashes), request.limits.store_tokens_max // size)  # blocks that may be stored
         last = min(computed_tokens // size, len(request.block_ids), end)
         request.stored_blocks = self.stored.end_of(request.hashes, request.stored_blocks, last)
-        # Chunks of one size are asked for side by side, and steps end anywhere. So before the end, whole ones.
+        # Lookups ask for chunks of one size at a time, but steps end anywhere. So only the last chunk may be smaller.
         blocks_min = 1 if last == end else CHUNK_BLOCKS_MAX
         saves = []
         while last - request.stored_blocks >= blocks_min:
@@ -87,11 +88,11 @@ class PrefixSaves:
 
 
 def salts_of(request: Any, block_size: int) -> list[tuple[int, bytes | None]]:
-    """What else the KV of a prompt depends on, as the request tells: adapter, pictures, and the tenant's salt.
+    """Return what a prompt's KV depends on besides its tokens: LoRA adapter, images, and the tenant's salt.
 
     Returns:
-        (first block, salt) for each run of blocks with one salt, from block 0 on. A picture counts from the block in
-        which it begins, so prompts share what comes before the first one that differs.
+        (first block, salt) for each run of blocks with the same salt, starting at block 0. An image counts from the
+        block in which it begins, so prompts share the blocks before the first image that differs.
     """
     lora: Any = getattr(request, "lora_request", None)
     before = [f"lora:{lora.lora_name}:{getattr(lora, 'lora_path', '')}"] if lora is not None else []
@@ -111,10 +112,10 @@ def salts_of(request: Any, block_size: int) -> list[tuple[int, bytes | None]]:
 
 
 def limits_of(request: Any, locality: Locality) -> Limits:
-    """The limits of a request. A malformed value is ignored, as in vLLM, with a warning.
+    """Read the limits of a request. Like vLLM, ignore a malformed value with a warning.
 
     Args:
-        locality: of the storage; ``kv_load_tiers`` may keep a request from loading from it.
+        locality: of the storage; ``kv_load_tiers`` may exclude it from loading.
     """
     params = getattr(request, "kv_transfer_params", None) or {}
     load_tokens_max, store_tokens_max = (_tokens(name, params) for name in ("max_load_tokens", "max_offload_tokens"))

@@ -104,7 +104,7 @@ def test_a_tier_of_others_is_told(tmp_path: Path) -> None:
     path.write_text("region: {size: 1MiB}\ntiers:\n- {type: Mine, module_path: mine}\n")
     code, out = run(str(path), "--block-size", "64KiB")
     assert code == 0, out
-    assert "kvtiers bench: not measured, because not kvtiers' own: Mine" in out
+    assert "kvtiers bench: skipped: Mine, which is not a tier type of kvtiers" in out
 
 
 def test_mistakes(config: str, tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_a_deployments_limits_are_kept_and_its_blocks_stay(root: Path) -> None:
     before = {name: (root / name).stat() for name in NAMES}
     code, out = run(str(path), "--block-size", "64KiB", "--total", "1MiB")
     assert code == 2
-    assert "--total: 1.1 MiB are to be stored, and max_bytes of fs leaves 98" in out
+    assert "--total: needs 1.1 MiB, and max_bytes of fs leaves 98" in out
     code, out = run(str(path), "--block-size", "64KiB", "--total", "768KiB")
     assert code == 0, out
     assert {name: (root / name).stat().st_mtime for name in NAMES} == {n: s.st_mtime for n, s in before.items()}

@@ -42,7 +42,7 @@ def test_check_says_what_would_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     config.write_text(text)
     code, out = run("check", str(config))
     assert code == 0
-    for part in ("is good", "1 MiB", "LRU", "tiers[0]", "fs", "xxh3_64"):
+    for part in ("is valid", "1 MiB", "LRU", "tiers[0]", "fs", "xxh3_64"):
         assert part in out
     code, out = run("check", str(config), "--json")
     assert code == 0
@@ -67,7 +67,7 @@ def test_check_shows_no_text_of_the_file_as_a_command(tmp_path: Path, tier: str)
     code, out = run("check", str(config))
     assert code == EXIT_BAD_INPUT
     shown = "k\\x1b[2J\\u202e\\x9b1m[red]\\nOK, all is good"
-    assert f"  {shown}: is no key" in out
+    assert f"  {shown}: is not a known key" in out
     assert all(line.isprintable() for line in out.split("\n"))
     assert not any(line.startswith("OK") for line in out.split("\n"))
     assert shown in json.loads(run("check", str(config), "--json")[1])["errors"][0]
@@ -78,7 +78,7 @@ def test_check_shows_what_a_good_file_names_as_it_is(tmp_path: Path) -> None:
     place = f'"{tmp_path}/{EVIL}"'
     config.write_text(f"region: {{size: 1MiB}}\ntiers:\n- {{type: fs, root_dir: {place}, min_free: 1}}\n")
     code, out = run("check", str(config))
-    assert (code, "[red]c.yaml is good" in out.replace("\n", "")) == (0, True)
+    assert (code, "[red]c.yaml is valid" in out.replace("\n", "")) == (0, True)
     assert all(line.isprintable() for line in out.split("\n"))
 
 
@@ -91,8 +91,8 @@ def test_check_says_what_bounds_a_tier(tmp_path: Path) -> None:
     code, out = run("check", str(config))
     assert code == 0
     out = " ".join(out.split())
-    assert "tiers[0]: holds at most 10 GiB, all its writers together; above 95% of that the least recently used" in out
-    assert "blocks not used for 7d are removed; it is looked through every 10min" in out
+    assert "tiers[0]: all writers together store at most 10 GiB; above 95% of that the least recently used" in out
+    assert "blocks not used for 7d are removed; the storage is scanned every 10min" in out
     assert "tiers[1]: blocks not written for 12h are removed" in out
     assert "tiers[2]: nothing is ever removed; set max_bytes or ttl to bound it" in out
 
@@ -141,7 +141,7 @@ def test_problems_of_this_machine_are_found(tmp_path: Path) -> None:
     assert [finding.split(":")[0] for finding in found] == ["region.size", "tiers[0].root_dir", "tiers[1].min_free"]
     assert "--shm-size" in found[0]
     assert find_problems(parse_config({"region": {"size": "1MiB"}})) == [
-        "tiers: the list is empty, so blocks live in the region only and are gone at exit"
+        "tiers: the list is empty, so blocks are kept only in the region and are lost at exit"
     ]
 
 
@@ -177,7 +177,7 @@ def test_folders_that_no_store_would_take(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Path, "exists", refuse)  # a folder above it that may not be searched
     (found,) = find_problems(parse_config({"region": {"size": "1MiB"}, "tiers": [fs(tmp_path / "kv")]}))
-    assert f"{tmp_path}/kv cannot be had by uid {os.getuid()}: Permission denied" in found
+    assert f"{tmp_path}/kv cannot be accessed by uid {os.getuid()}: Permission denied" in found
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def test_names_that_look_like_markup(tmp_path: Path) -> None:
     config.write_text(f"region: {{size: 1MiB}}\ntiers:\n- {{type: fs, root_dir: '{tmp_path}/[/x]', min_free: 0}}\n")
     code, out = run("check", str(config))
     assert code == 0
-    assert "[b].yaml is good" in out
+    assert "[b].yaml is valid" in out
 
 
 def test_all_tiers_are_asked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ def config(root: Path, tmp_path: Path) -> str:
 def test_it_is_looked_into_and_copied_from(config: str, root: Path) -> None:
     before = tree(root)
     assert len(ok("ls", config, "--tier", "shared").splitlines()) == len(NAMES)
-    assert "all are what they should be" in ok("verify", config, "--tier", "shared")
+    assert "all blocks are intact" in ok("verify", config, "--tier", "shared")
     assert f"copied: {len(NAMES)} blocks" in ok("warm", config)
     assert tree(root) == before
 
@@ -61,12 +61,12 @@ def test_what_would_write_is_refused(command: tuple[str, ...], said: str, config
 
 def test_check_says_so(config: str, root: Path) -> None:
     out = " ".join(ok("check", config).split())
-    assert "Every stored block goes to those of these that are not read_only" in out
-    assert "tiers[1]: is only read; its limits are its writers' business" in out
+    assert "Every stored block goes to each of these tiers that is not read_only" in out
+    assert "tiers[1]: only loads; the engines that write to its storage enforce the limits" in out
     root.rename(root.with_name("elsewhere"))
     code, out = run("check", config)
     assert code == 1
-    assert f"tiers[1].root_dir: {root} is not there, and read_only" in " ".join(out.split())
+    assert f"tiers[1].root_dir: {root} does not exist, and the tier is read_only" in " ".join(out.split())
 
 
 def test_doctor_writes_nothing(root: Path) -> None:

@@ -284,7 +284,7 @@ def test_names_follow_the_conventions_and_are_not_the_engines() -> None:
 @pytest.mark.parametrize(
     ("address", "said"),
     [
-        ("kv..local", "'kv..local' is no host name"),
+        ("kv..local", "'kv..local' is not a valid host name"),
         ("300.1.1.1", "300.1.1.1 cannot be served: "),
         ("192.0.2.1", "192.0.2.1 cannot be served: Cannot assign requested address"),
     ],

@@ -97,7 +97,7 @@ def test_good_blocks(config: str) -> None:
     code, out = run(config)
     assert code == 0
     assert f"{COUNT} blocks, 480 KiB checked" in out
-    assert "all are what they should be" in out
+    assert "all blocks are intact" in out
 
 
 def test_each_kind_of_badness_has_its_reason(config: str, root: Path) -> None:
@@ -111,8 +111,8 @@ def test_each_kind_of_badness_has_its_reason(config: str, root: Path) -> None:
     flip(root / NAMES[7], SIZE + 9)  # version
     code, out = run(config)
     assert code == 1
-    assert "of a newer version or without a seal, left alone: 1 blocks" in out
-    assert "what they should be" not in out
+    assert "from a newer version or without a seal, not verified: 1 blocks" in out
+    assert "intact" not in out
     found = run_json(config)
     assert dict(map(tuple, found["bad"])) == {
         NAMES[0]: "payload_checksum",
@@ -128,11 +128,11 @@ def test_each_kind_of_badness_has_its_reason(config: str, root: Path) -> None:
 def test_blocks_that_were_left_alone_are_not_called_good(config: str, root: Path) -> None:
     make_newer(root / NAMES[6])
     code, out = run(config)
-    assert (code, "all others are what they should be" in out) == (0, True)
+    assert (code, "all other blocks are intact" in out) == (0, True)
     for name in NAMES:
         if name != NAMES[6]:
             (root / name).unlink()
-    assert "what they should be" not in run(config)[1]
+    assert "intact" not in run(config)[1]
 
 
 def test_repair_moves_bad_blocks_aside_and_no_other(config: str, root: Path) -> None:
@@ -294,7 +294,7 @@ def test_lines_of_the_state_that_are_not_understood_are_as_if_not_there(
     assert run_json(config, "--state", str(tmp_path / "state"))["resumed_units"] == 1
 
 
-@pytest.mark.parametrize(("name", "text"), [("missing/state", "cannot be used"), ("c.yaml", "something else")])
+@pytest.mark.parametrize(("name", "text"), [("missing/state", "cannot be used"), ("c.yaml", "is not a state file")])
 def test_a_state_that_cannot_be_used_is_refused(config: str, tmp_path: Path, name: str, text: str) -> None:
     before = Path(config).read_text()
     code, out = run(config, "--state", str(tmp_path / name))
@@ -314,7 +314,7 @@ def test_a_file_that_verify_did_not_make_stays(config: str, tmp_path: Path) -> N
     for path in (pipe, Path(os.devnull)):
         code, out = run(config, "--state", str(path))
         assert code == 2
-        assert f"kvtiers verify: --state {path} cannot be used: it is no regular file" in out
+        assert f"kvtiers verify: --state {path} cannot be used: it is not a regular file" in out
     assert pipe.is_fifo()
 
 
@@ -363,7 +363,7 @@ def test_the_same_bucket_at_another_server_is_not_done(tmp_path: Path, monkeypat
 
         assert "gone" in verify_at(server.endpoint_url, 2)
         assert "parts before" not in verify_at(server.endpoint_url.replace("127.0.0.1", "localhost"), 3)
-        assert "2 of its parts before" in verify_at(server.endpoint_url, None)
+        assert "2 parts in an earlier run" in verify_at(server.endpoint_url, None)
 
 
 def test_a_state_that_finds_no_room_is_named(config: str, tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ def test_a_place_that_cannot_be_used_is_an_error(options: DemoOptions, tmp_path:
 
 def test_a_short_prompt_is_refused(options: DemoOptions, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("Too short.")
-    with pytest.raises(ConfigError, match=r"--prompt: \d+ tokens are too short.* accepted are 2 blocks of 16 tokens"):
+    with pytest.raises(ConfigError, match=r"--prompt: \d+ tokens are too few.* the demo needs 2 blocks of 16 tokens"):
         run_demo(options, quiet())
 
 
@@ -189,24 +189,24 @@ def test_bad_input_is_refused_before_anything_runs(options: DemoOptions, tmp_pat
     cases = [
         (replace(options, prompt_file=tmp_path / "pipe"), "--prompt: .*pipe is a pipe or a device; write a file"),
         (replace(options, prompt_file=Path("/dev/zero")), "--prompt: /dev/zero is a pipe or a device"),
-        (replace(options, question="\udcff?"), r"--question: '\\udcff\?' is no UTF-8 text"),
+        (replace(options, question="\udcff?"), r"--question: '\\udcff\?' is not UTF-8 text"),
         (
             replace(options, root_dir=None, config_file=tmp_path / "no-tiers.yaml", another_replica=True),
             "--another-replica: accepted with two tiers",
         ),
         (replace(options, prompt_file=tmp_path / "absent"), "--prompt: .*absent cannot be read: No such file"),
         (replace(options, prompt_file=tmp_path), "--prompt: .* cannot be read: Is a directory"),
-        (replace(options, prompt_file=tmp_path / "binary"), "--prompt: .*binary is no UTF-8 text"),
-        (replace(options, model="/nowhere/model.gguf"), "--model: '/nowhere/model.gguf' is no model"),
-        (replace(options, model=str(tmp_path)), "--model: .* is no model; a .gguf file, a folder"),
-        (replace(options, json_file=tmp_path / "absent" / "figures.json"), "--json: .* its folder is not there"),
+        (replace(options, prompt_file=tmp_path / "binary"), "--prompt: .*binary is not UTF-8 text"),
+        (replace(options, model="/nowhere/model.gguf"), "--model: '/nowhere/model.gguf' is not a model"),
+        (replace(options, model=str(tmp_path)), "--model: .* is not a model; write a .gguf file, a folder"),
+        (replace(options, json_file=tmp_path / "absent" / "figures.json"), "--json: .* its folder is missing"),
         (replace(options, json_file=tmp_path), "--json: .* is a folder"),
         (replace(options, config_file=tmp_path / "absent.yaml"), "--root: "),
         (replace(options, root_dir=None, config_file=tmp_path / "absent.yaml"), "absent.yaml: cannot be read"),
         (replace(options, another_replica=True), "--another-replica: accepted with two tiers"),
         (
             replace(options, root_dir=None, config_file=tmp_path / "date.yaml"),
-            "--config: .*date.yaml: a tier's option is no number, text, list or mapping .*date.* quote dates",
+            "--config: .*date.yaml: a tier's option is not a number, text, list or mapping .*date.* quote dates",
         ),
     ]
     for bad, message in cases:
@@ -345,12 +345,12 @@ def figures(main: Answer, edited: Answer | None = None, edited_cold: Answer | No
         (figures(answer(), answer((3,), hit=2), answer((3,), hit=0)), ""),
         (figures(answer((1, 3))), "tokens differ"),
         (figures(answer(hit=0)), "nothing was found"),
-        (figures(replace(answer(), tokens_loaded=0)), "nothing was loaded of what was found: "),
+        (figures(replace(answer(), tokens_loaded=0)), "blocks were found but not loaded: "),
         (
             figures(answer(), replace(answer((3,), hit=2), tokens_loaded=0), answer((3,), hit=0)),
-            "nothing was loaded of what was found of the edited prompt",
+            "blocks of the edited prompt were found but not loaded",
         ),
-        (figures(answer(), answer((3,), hit=0), answer((3,), hit=0)), "nothing of the edited prompt was found"),
+        (figures(answer(), answer((3,), hit=0), answer((3,), hit=0)), "no block of the edited prompt was found"),
         (figures(answer(), answer((3,), hit=2), answer((4,), hit=0)), "tokens of the edited prompt differ"),
     ],
 )
@@ -407,12 +407,12 @@ def test_blocks_that_were_not_stored_are_named() -> None:
     nothing = DemoReport("model", cold, figures(answer(hit=0)), {}).problem
     assert nothing == f"nothing was found: the second process computed the whole prompt again; {loss}; {warning}"
     report = DemoReport("model", cold, figures(answer(hit=2)), {})
-    assert report.problem == f"not all was stored, and 2 of the prompt's 4 blocks were found; {loss}; {warning}"
+    assert report.problem == f"some blocks were not stored; 2 of the prompt's 4 were found; {loss}; {warning}"
     console = Console(record=True, width=400)
     report.print(console)
     assert report.problem in console.export_text(clear=False)
     assert "nothing stored" in console.export_text(clear=False)
-    assert "was there" not in console.export_text()
+    assert "already stored" not in console.export_text()
 
 
 def test_failed_loads_count_where_another_tier_did_not_make_up_for_them() -> None:
@@ -420,7 +420,7 @@ def test_failed_loads_count_where_another_tier_did_not_make_up_for_them() -> Non
     hops = (Hop("load", "fs", "region", 0, 0.001, lost={"failed": 2}),)
     part = DemoReport("model", cold, replace(figures(answer(hit=2)), hops=hops), {})
     assert part.problem == (
-        "not all was loaded, and 2 of the prompt's 4 blocks were found; "
+        "some blocks were not loaded; 2 of the prompt's 4 were found; "
         "2 blocks did not get from fs to region (2 by failed)"
     )
     assert not DemoReport("model", cold, replace(figures(answer()), hops=hops), {}).problem
@@ -435,16 +435,16 @@ def test_a_part_that_was_found_is_told() -> None:
     report.print(console)
     text = console.export_text()
     assert "Only 2 of the prompt's 4 blocks were found; the rest was computed again." in text
-    assert "was there" in text
+    assert "already stored" in text
 
 
-def test_a_slower_answer_is_not_called_sooner() -> None:
+def test_a_slower_answer_is_not_called_faster() -> None:
     report = DemoReport("model", figures(answer(hit=0, ttft_s=0.05)), figures(answer()), {})
     console = Console(record=True, width=120)
     report.print(console)
     text = console.export_text()
-    assert "The same 2 tokens, but 2.0x later" in text
-    assert "sooner:" not in text
+    assert "The same 2 tokens, but 2.0x slower" in text
+    assert "faster:" not in text
 
 
 def test_memory_alone_finds_nothing_and_that_is_told() -> None:

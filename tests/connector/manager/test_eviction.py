@@ -202,5 +202,5 @@ def test_no_key_is_lost_or_evicted_while_pinned(data: st.DataObject) -> None:
 
 
 def test_an_unknown_policy_is_named() -> None:
-    with pytest.raises(ConfigError, match="'fifo' is no eviction policy; accepted: lru, arc"):
+    with pytest.raises(ConfigError, match="'fifo' is not an eviction policy; accepted: lru, arc"):
         create_policy("fifo", 1)

@@ -38,7 +38,7 @@ def test_tokens_go_in_and_out_by_slot_in_every_layout(shape: tuple[int, ...]) ->
 
 
 def test_an_unknown_layout_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no known layout"):
+    with pytest.raises(ConfigError, match="not the shape of a known layout"):
         token_pages(torch.zeros(7, 3, 5), BLOCKS, SIZE)
 
 

@@ -346,7 +346,7 @@ def test_pinned_memory_at_another_device_address_is_copied_by_torch(
     assert copies.run(make_job(rng, world, [9]))
     assert (kernel.jobs, cuda.batches) == ([], [])
     for method in ("kernel", "batch"):
-        with pytest.raises(ValueError, match=f"method '{method}' needs .* has at the host's addresses"):
+        with pytest.raises(ValueError, match=f"method '{method}' needs .* maps at the host's addresses"):
             Copies(world, Direction.LOAD, cuda, memory=memory, kernel=(kernel, 8), method=method)
 
 

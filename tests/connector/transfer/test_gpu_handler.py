@@ -566,7 +566,7 @@ def test_views_and_options_that_do_not_fit_are_refused(rng: np.random.Generator)
         create_handlers(world.caches, [world.views[0], world.views[1][:5]], 1)
     with pytest.raises(TypeError, match="pinn"):
         create_handlers(world.caches, world.views, 1, pinn=True)
-    with pytest.raises(ValueError, match="method 'dma' is none of"):
+    with pytest.raises(ValueError, match="method 'dma' is not accepted"):
         create_handlers(world.caches, world.views, 1, method="dma")
     with pytest.raises(ValueError, match="jobs_max"):
         create_handlers(world.caches, world.views, 1, jobs_max=0)

@@ -109,7 +109,7 @@ def test_chunks_of_consecutive_blocks_merge() -> None:
     ids=str,
 )
 def test_an_id_that_is_no_int32_names_no_other_block(block_ids: Any) -> None:
-    with pytest.raises(ValueError, match="no int32"):
+    with pytest.raises(ValueError, match="not an int32"):
         CPULoadStoreSpec(block_ids)
 
 

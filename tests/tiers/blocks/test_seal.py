@@ -162,7 +162,7 @@ def test_no_flipped_bit_makes_a_block_foreign() -> None:
         for bit in range(8 * TRAILER_BYTES):
             flipped[bit // 8] ^= 1 << bit % 8
             assert not refusal(flipped, made).foreign, f"bit {bit}"
-            assert not made.is_another_engines(flipped)
+            assert not made.is_foreign(flipped)
             flipped[bit // 8] ^= 1 << bit % 8
 
 

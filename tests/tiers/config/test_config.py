@@ -136,44 +136,44 @@ S3 = {"type": "s3", "bucket": "bucket"}
 @pytest.mark.parametrize(
     ("data", "expected"),
     [
-        (None, "a mapping with the keys blocks_per_chunk, handler, identity, metrics, region, tiers is accepted"),
+        (None, "must be a mapping with the keys blocks_per_chunk, handler, identity, metrics, region, tiers"),
         ([], "a mapping with the keys"),
         ({}, "region: is required"),
         ({"region": 3}, "region: 3 is not accepted"),
         ({"region": {}}, "region.size: is required"),
         (
             {"region": REGION, "teirs": []},
-            "teirs: is no key; accepted: blocks_per_chunk, handler, identity, metrics, region, tiers",
+            "teirs: is not a known key; accepted: blocks_per_chunk, handler, identity, metrics, region, tiers",
         ),
-        ({"region": REGION | {"sise": 1}}, "region.sise: is no key; accepted: eviction_policy"),
+        ({"region": REGION | {"sise": 1}}, "region.sise: is not a known key; accepted: eviction_policy"),
         ({"region": REGION | {"eviction_policy": "fifo"}}, "region.eviction_policy: 'fifo' is not accepted"),
         ({"region": REGION | {"promotion_wait_s": -1}}, "region.promotion_wait_s: -1 is not accepted"),
         ({"region": REGION | {"instance_id": "a/b"}}, "region.instance_id: 'a/b' is not accepted"),
         ({"region": REGION, "blocks_per_chunk": 0}, "blocks_per_chunk: 0 is not accepted"),
-        ({"region": REGION, "blocks_per_chunk": True}, "blocks_per_chunk: True is no number"),
-        ({"region": REGION, "metrics": {"port": True}}, "metrics.port: True is no number"),
+        ({"region": REGION, "blocks_per_chunk": True}, "blocks_per_chunk: True is not a number"),
+        ({"region": REGION, "metrics": {"port": True}}, "metrics.port: True is not a number"),
         (
             {"region": REGION, "tiers": [FS | {"lookup_deadline_s": True}]},
-            "tiers[0].lookup_deadline_s: True is no number",
+            "tiers[0].lookup_deadline_s: True is not a number",
         ),
-        ({"region": REGION, "tiers": [FS | {"n_read_threads": True}]}, "tiers[0].n_read_threads: True is no number"),
+        ({"region": REGION, "tiers": [FS | {"n_read_threads": True}]}, "tiers[0].n_read_threads: True is not a number"),
         ({"region": REGION, "tiers": [FS | {"durability": False}]}, "False is not accepted: input should be 'none' or"),
-        ({"region": REGION, "metrics": {"address": "kv..local"}}, "metrics.address: 'kv..local' is no host name"),
-        ({"region": REGION, "metrics": {"address": "k" * 64}}, "is no host name: a part of it is empty or too long"),
-        ({"region": REGION, "metrics": {"address": "kv\0"}}, "metrics.address: 'kv\\x00' is no host name"),
+        ({"region": REGION, "metrics": {"address": "kv..local"}}, "metrics.address: 'kv..local' is not a valid host"),
+        ({"region": REGION, "metrics": {"address": "k" * 64}}, "is not a valid host name: a part of it is empty"),
+        ({"region": REGION, "metrics": {"address": "kv\0"}}, "metrics.address: 'kv\\x00' is not a valid host name"),
         ({"region": REGION, "tiers": {}}, "tiers: {} is not a list"),
         ({"region": REGION, "tiers": [3]}, "tiers[0]: 3 is not a mapping"),
         ({"region": REGION, "tiers": "s3://id:key@b/kv"}, "tiers: '***@b/kv' is not a list"),
         ({"region": REGION, "tiers": ["s3://id:k/ey@b/kv"]}, "tiers[0]: '***@b/kv' is not a mapping"),
-        ({"region": REGION, "tiers": [{"type": "me:key@b?sig=key"}]}, "tiers[0].type: '***@b?***' is no tier type"),
+        ({"region": REGION, "tiers": [{"type": "me:key@b?sig=key"}]}, "tiers[0].type: '***@b?***' is not a tier type"),
         (
             {"region": REGION, "tiers": [{"type": "s3", "bucket": "https://id:key@h/b"}]},
-            "tiers[0].bucket: '***@h/b' is no bucket name",
+            "tiers[0].bucket: '***@h/b' is not a valid bucket name",
         ),
         ({"region": REGION | {"size": 1 << 20_000}}, "region.size: a number is out of range"),
-        ({"region": REGION, "tiers": [FS | {"root_dir": b"kv\0"}]}, "tiers[0].root_dir: binary is no text"),
-        ({"region": REGION, "tiers": [{}]}, "tiers[0].type: None is no tier type; accepted: fs"),
-        ({"region": REGION, "tiers": [{"type": "nvme"}]}, "tiers[0].type: 'nvme' is no tier type; accepted: fs"),
+        ({"region": REGION, "tiers": [FS | {"root_dir": b"kv\0"}]}, "tiers[0].root_dir: binary is not text"),
+        ({"region": REGION, "tiers": [{}]}, "tiers[0].type: None is not a tier type; accepted: fs"),
+        ({"region": REGION, "tiers": [{"type": "nvme"}]}, "tiers[0].type: 'nvme' is not a tier type; accepted: fs"),
         ({"region": REGION, "tiers": [{"type": "fs"}]}, "tiers[0].root_dir: is required"),
         ({"region": REGION, "tiers": [FS | {"root_dir": 3}]}, "tiers[0].root_dir: 3 is not accepted"),
         ({"region": REGION, "tiers": [FS | {"root_dir": ""}]}, "tiers[0].root_dir: '' is not accepted"),
@@ -187,7 +187,7 @@ S3 = {"type": "s3", "bucket": "bucket"}
             "tiers[0].url: a text names the variable $NOT_SET, which is not set",
         ),
         ({"region": REGION, "tiers": [FS | {"root_dir": "~nobody-here/kv"}]}, "~nobody-here/kv' begins with the home"),
-        ({"region": REGION, "tiers": [FS | {"root_dir": "/a\0b"}]}, "tiers[0].root_dir: '/a\\x00b' holds a NUL"),
+        ({"region": REGION, "tiers": [FS | {"root_dir": "/a\0b"}]}, "tiers[0].root_dir: '/a\\x00b' contains a NUL"),
         (
             {"region": REGION, "tiers": [{"type": "memory", "isolation": "process"}]},
             "tiers[0].isolation: process would",
@@ -196,7 +196,7 @@ S3 = {"type": "s3", "bucket": "bucket"}
         *(
             (
                 {"region": REGION, "tiers": [{"type": "fsspec", "url": url, field: value}]},
-                f"tiers[0].{field}: takes other processes, which cannot see memory://",
+                f"tiers[0].{field}: needs other processes, which cannot see memory://",
             )
             for url, field, value in (
                 ("memory://kv", "isolation", "process"),
@@ -208,7 +208,7 @@ S3 = {"type": "s3", "bucket": "bucket"}
         ({"region": REGION, "tiers": [FS | {"n_read_threads": 0}]}, "tiers[0].n_read_threads: 0 is not accepted"),
         ({"region": REGION, "tiers": [FS | {"n_write_threads": 10**6}]}, "tiers[0].n_write_threads: 1000000 is not"),
         ({"region": REGION, "tiers": [FS | {"durability": "yes"}]}, "tiers[0].durability: 'yes' is not accepted"),
-        ({"region": REGION, "tiers": [FS, FS | {"n_threads": 1}]}, "tiers[1].n_threads: is no key; accepted: absent_"),
+        ({"region": REGION, "tiers": [FS, FS | {"n_threads": 1}]}, "tiers[1].n_threads: is not a known key; accept"),
         (
             {"region": REGION, "tiers": [S3 | {"request_timeout": 7200}]},
             "tiers[0].request_timeout: 7200 is not accepted",
@@ -219,11 +219,11 @@ S3 = {"type": "s3", "bucket": "bucket"}
         ),
         (
             {"region": REGION, "tiers": [FS | {"name": "a"}, {"type": "memory", "name": "a"}]},
-            "'a' is the name of 2 tiers; accepted",
+            "'a' is the name of 2 tiers; names must differ",
         ),
         (
             {"region": REGION, "tiers": [FS | {"name": "fs1"}, FS | {"root_dir": "/kv2"}]},
-            "'fs1' is the name of 2 tiers, with one that has no other, which is called so; accepted",
+            "'fs1' is the name of 2 tiers, for one of them by default; names must differ",
         ),
     ],
 )
@@ -246,21 +246,21 @@ def test_all_mistakes_are_told_at_once() -> None:
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (b"region: [", "is no YAML"),
-        (b"\xff\xfe\x00", "is no YAML"),
-        (b"!!python/object/apply:os.system ['true']", "is no YAML"),
-        (b"name: 2026-13-45", "is no YAML: month must be in 1..12; text that looks like a date needs quotes"),
+        (b"region: [", "is not valid YAML"),
+        (b"\xff\xfe\x00", "is not valid YAML"),
+        (b"!!python/object/apply:os.system ['true']", "is not valid YAML"),
+        (b"name: 2026-13-45", "is not valid YAML: month must be in 1..12; text that looks like a date needs quotes"),
         (b"# " + b"x" * (1 << 20), "is larger than"),
         (b"", "a mapping with the keys"),
         (
             b"region: {size: 1MiB}\nregion: {size: 2MiB}\n",
-            r"'region' is there twice, first in line 1 \(line 2, column 1",
+            r"'region' occurs twice, first in line 1 \(line 2, column 1",
         ),
-        (b"tiers:\n- {type: fs, ttl: 1d,\n   ttl: 2d}\n", r"the key 'ttl' is there twice, first in line 2 \(line 3, "),
-        (b"tiers: [{root_dir: '/x', \"root_dir\": /y}]", "'root_dir' is there twice"),
-        (b"[" * 5000, "is no YAML: it is nested too deeply"),
-        (b'tiers: [{type: fs, root_dir: "/a\\uD800"}]', r"an escape is half a character \(line 1, column 30\)"),
-        (b'name: "\\UFFFFFFFF"', "an escape is no character"),
+        (b"tiers:\n- {type: fs, ttl: 1d,\n   ttl: 2d}\n", r"the key 'ttl' occurs twice, first in line 2 \(line 3, "),
+        (b"tiers: [{root_dir: '/x', \"root_dir\": /y}]", "'root_dir' occurs twice"),
+        (b"[" * 5000, "is not valid YAML: it is nested too deeply"),
+        (b'tiers: [{type: fs, root_dir: "/a\\uD800"}]', r"an escape is an unpaired surrogate \(line 1, column 30\)"),
+        (b'name: "\\UFFFFFFFF"', "an escape is not a valid character"),
     ],
 )
 def test_files_that_are_no_config(tmp_path: Path, content: bytes, expected: str) -> None:
@@ -352,7 +352,7 @@ FSSPEC = {"type": "fsspec", "url": "gs://b/kv"}
         ([FSSPEC, FSSPEC | {"url": "gs://b/kv/x"}], ["tiers[1].url: is inside tiers[0].url"]),
         (
             [FS, {"type": "nope"}, FS | {"root_dir": "/kv/a"}],
-            ["tiers[1].type: 'nope' is no", "tiers[2].root_dir: is inside tiers[0].root_dir"],
+            ["tiers[1].type: 'nope' is not", "tiers[2].root_dir: is inside tiers[0].root_dir"],
         ),
     ],
 )
@@ -381,9 +381,9 @@ def test_places_that_only_look_alike_are_accepted(tiers: list[dict[str, Any]]) -
 @pytest.mark.parametrize("module_path", [None, ""])
 def test_an_empty_module_path_is_none(module_path: str | None) -> None:
     assert isinstance(parse_tier({**FS, "module_path": module_path}), FsTierConfig)
-    with pytest.raises(ConfigError, match=r"max_bites: is no key"):
+    with pytest.raises(ConfigError, match=r"max_bites: is not a known key"):
         parse_tier({**FS, "module_path": module_path, "max_bites": "5GiB"})
-    with pytest.raises(ConfigError, match=r"type: 'nosuch' is no tier type"):
+    with pytest.raises(ConfigError, match=r"type: 'nosuch' is not a tier type"):
         parse_tier({"type": "nosuch", "module_path": module_path})
     mine = parse_tier({"type": "mine", "module_path": module_path, "place": "p"}, registered=["mine"])
     assert (mine.type, mine.model_dump()["module_path"]) == ("mine", None)
@@ -467,7 +467,7 @@ def test_no_mistake_repeats_what_may_be_secret(tmp_path: Path, tiers: str) -> No
     assert "CANARY" not in told
     assert HEX_KEY[:16] not in told
     assert "\n" not in str(caught.value)
-    assert str(caught.value).startswith((f"{path}: is no YAML: ", "tiers"))
+    assert str(caught.value).startswith((f"{path}: is not valid YAML: ", "tiers"))
 
 
 def test_no_traceback_of_a_tiers_own_check_repeats_a_key() -> None:
@@ -483,7 +483,7 @@ def test_a_mistake_in_the_yaml_has_its_place(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(path)
     assert str(caught.value) == (
-        f"{path}: is no YAML: found character '@' that cannot start any token (line 3, column 26)"
+        f"{path}: is not valid YAML: found character '@' that cannot start any token (line 3, column 26)"
     )
 
 

@@ -306,10 +306,10 @@ def test_limit_refuses_who_waited_too_long_or_finds_too_many_waiting(
     store = LimitStore(gated, LimitOptions(calls_max=1, wait_s_max=0.01))
     future = pool.submit(store.put, "a", as_parts(b"1"))
     wait_for(lambda: gated.inside)
-    with pytest.raises(StoreThrottledError, match=r"not let in within 0\.01 s: 1 calls with 1 bytes"):
+    with pytest.raises(StoreThrottledError, match=r"not admitted within 0\.01 s: 1 calls with 1 bytes"):
         store.size("a")
     full = LimitStore(gated, LimitOptions(waiting_max=0))
-    with pytest.raises(StoreThrottledError, match="0 calls wait already"):
+    with pytest.raises(StoreThrottledError, match="0 calls are already waiting"):
         full.size("a")
     gated.gate.set()
     future.result(60)

@@ -245,7 +245,7 @@ def test_options_may_be_secrets_and_are_not_shown() -> None:
         parse_config({"region": REGION, "tiers": [raw | {"options": "hush"}]})
     with pytest.raises(ConfigError, match=r"tiers\[0\].module_path: '../x.py' is not accepted"):
         parse_config({"region": REGION, "tiers": [raw | {"module_path": "../x.py"}]})
-    with pytest.raises(ConfigError, match=r"tiers\[0\].path: is no key; accepted: .*options"):
+    with pytest.raises(ConfigError, match=r"tiers\[0\].path: is not a known key; accepted: .*options"):
         parse_config({"region": REGION, "tiers": [{"type": "store", "module_path": MODULE, "path": "/x"}]})
 
 

@@ -1,4 +1,4 @@
-"""UnreadEvents: bounded by keys, whatever the number of events. KeysNamedDuringJobs: for as long as the oldest job."""
+"""UnreadEvents: bounded by keys, whatever the number of events. KeysSinceJobStart: for as long as the oldest job."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from kvtiers.tiers.base import OffloadingEvent
 from kvtiers.tiers.blocks.keys import OffloadKey
-from kvtiers.tiers.tier.events import KeysNamedDuringJobs, UnreadEvents
+from kvtiers.tiers.tier.events import KeysSinceJobStart, UnreadEvents
 from tests.identity import block_key
 
 KEYS = [block_key(number) for number in range(100)]
@@ -35,7 +35,7 @@ def test_what_was_taken_counts_no_longer_and_the_last_is_kept_however_large() ->
 
 
 def test_what_was_named_since_a_job_began_is_known_and_is_kept_for_no_longer() -> None:
-    meanwhile = KeysNamedDuringJobs()
+    meanwhile = KeysSinceJobStart()
     meanwhile.name({KEYS[0]})
     meanwhile.begin(1)
     meanwhile.name({KEYS[1]})
@@ -51,7 +51,7 @@ def test_what_was_named_since_a_job_began_is_known_and_is_kept_for_no_longer() -
 
 def test_many_keys_that_are_gone_beside_many_stores_cost_what_the_stores_have() -> None:
     """A folder that somebody emptied, say: a look into each store for each key held the scheduler up for 0.3 s."""
-    meanwhile = KeysNamedDuringJobs()
+    meanwhile = KeysSinceJobStart()
     meanwhile.begin(1)
     for number in range(1000):
         meanwhile.name({block_key(1000 + number)})

@@ -226,8 +226,8 @@ def test_with_and_without_keys_are_two_namespaces(bench: Bench) -> None:
     [
         ({"auth": "gmac"}, "auth: gmac needs keys; give keys_file or keys_env"),
         ({"encrypt": "aes-gcm"}, "encrypt: aes-gcm needs keys"),
-        ({"keys_file": "/k"}, "keys_file: is of no use without auth: gmac or encrypt: aes-gcm"),
-        ({"auth": "gmac", "keys_file": "/k", "keys_env": "K"}, "keys_env: is one too many"),
+        ({"keys_file": "/k"}, "keys_file: has no effect without auth: gmac or encrypt: aes-gcm"),
+        ({"auth": "gmac", "keys_file": "/k", "keys_env": "K"}, "keys_env: is mutually exclusive with keys_file"),
         ({"auth": "hmac"}, "auth: 'hmac' is not accepted"),
         ({"auth": "gmac", "keys_env": "A B"}, "keys_env: a text is not accepted: string should match"),
     ],

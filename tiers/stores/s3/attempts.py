@@ -1,4 +1,4 @@
-"""Attempts: what an S3 operation does when a request fails or credentials are refused."""
+"""Attempts: retries failed S3 requests, and renews the clients when the server refuses the credentials."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ BACKOFF_S_MAX: Final = 2.0
 
 
 class Attempts:
-    """Of one bucket. Any thread may call.
+    """Runs requests to one bucket with retries. Any thread may call.
 
-    The first call makes the clients. ``_process`` is replaced after a fork, and when credentials are refused: last at
-    ``_renewed_at``, and not again for ``_renew_s``.
+    The first call makes the clients. ``_process`` is replaced after a fork and when credentials are refused. The latter
+    last happened at ``_renewed_at`` and is not repeated within ``_renew_s``.
 
     Args:
-        options: where and how.
-        clock: monotonic seconds.
-        sleep: between attempts.
-        rng: numbers in 0..1 for the jitter.
+        options: bucket, endpoint and request settings.
+        clock: returns monotonic seconds.
+        sleep: pauses between attempts.
+        rng: returns numbers in 0..1 for the jitter.
     """
 
     def __init__(
@@ -48,14 +48,14 @@ class Attempts:
         self._process = ProcessClients(options, clock)
 
     def latest_start(self) -> float:
-        """When an operation that begins now may start its last attempt."""
+        """The latest time at which an operation that begins now may start an attempt."""
         return self._clock() + self._options.request_timeout_s / 2
 
     def run(self, key: str, action: Callable[[Clients], T], latest_start: float | None = None) -> T:
-        """Attempt ``action`` until it succeeds, fails for good or its time is up.
+        """Attempt ``action`` until it succeeds, fails with a lasting error or runs out of time.
 
         Args:
-            latest_start: of the operation that this is a part of; None: it is one of its own.
+            latest_start: inherited from the operation that this request belongs to; None: this is a new operation.
         """
         if latest_start is None:
             latest_start = self.latest_start()
@@ -68,10 +68,10 @@ class Attempts:
             try:
                 return self._attempt(action, process, latest_start)
             except StoreError as e:
-                # Made anew, to name the caller's key and not the object; raised outside of this handler, to drop the
-                # client's exception, which quotes the server and whose frames hold the caller's memory.
+                # A copy, which names the caller's key instead of the object. It is raised outside this handler to drop
+                # the client's exception, which quotes the server and whose frames hold the caller's memory.
                 error = type(e)(str(e), key=key)
-                e.__traceback__ = None  # where a frame below keeps it, that is a circle
+                e.__traceback__ = None  # breaks a reference cycle if a frame below keeps the exception
             if isinstance(error, (CredentialsRefusedError, CredentialsLateError)):
                 self._renew(process)
             pause_s = self._rng() * min(BACKOFF_S_MAX, BACKOFF_S_FIRST * 2**attempt)
@@ -80,7 +80,7 @@ class Attempts:
                 try:
                     raise error
                 finally:
-                    del error  # it refers to this frame, and so to the caller's memory
+                    del error  # its traceback refers to this frame, and so to the caller's memory
             attempt += 1
             self._sleep(pause_s)
 
@@ -92,30 +92,30 @@ class Attempts:
         return process
 
     def replace(self, process: ProcessClients) -> None:
-        """Have the next call make clients anew, unless these were replaced already."""
+        """Make the next call create new clients, unless ``process`` was already replaced."""
         if self._process is process:
             self._process = ProcessClients(self._options, self._clock)
-            if self._closed:  # meanwhile, and ``close`` may have closed the old ones
+            if self._closed:  # by another thread just now, which may have closed only the old clients
                 self._process.close()
         process.close()
 
     def raise_if_closed(self, key: str = "") -> None:
-        """Raise StoreClosedError where no call may begin: nobody would close what it makes."""
+        """Raise StoreClosedError if the store is closed: nobody would close clients made now."""
         if self._closed:
             raise StoreClosedError(f"the store of bucket {self._options.bucket} is closed", key=key)
 
     def close(self) -> None:
-        """Close the clients; calls end with StoreClosedError from now on."""
+        """Close the clients. Later calls raise StoreClosedError."""
         self._closed = True
         self._process.close()
 
     def _attempt(self, action: Callable[[Clients], T], process: ProcessClients, latest_start: float) -> T:
         if not process.slots.acquire(timeout=max(0.0, latest_start - self._clock())):
-            raise StoreTimeoutError(f"no connection of {self._options.max_connections} came free in time")
+            raise StoreTimeoutError(f"none of the {self._options.max_connections} connections became free in time")
         try:
             return action(process.get(latest_start))
         except BaseException as e:
-            # Panics of Rust under obstore, in threads and in tasks. They cannot be imported, and one is no Exception.
+            # A Rust panic in obstore, in a thread or task. Its class cannot be imported; one is not an Exception.
             if type(e).__name__ not in ("PanicException", "RustPanic"):
                 raise
             raise StoreConfigError("obstore cannot make this request; set client: boto3") from None
@@ -123,11 +123,11 @@ class Attempts:
             process.slots.release()
 
     def _renew(self, process: ProcessClients) -> None:
-        """Have clients made anew from what the credential chain says now, as somebody may have renewed its secrets."""
+        """Replace the clients, so that they read the credential chain again: its secrets may have been renewed."""
         now = self._clock()
         since_s = now - self._renewed_at
         if process is self._process and since_s >= self._renew_s:
-            # Where it was refused again, the chain has nothing better, or it is the key and not the credentials.
+            # Soon refused again: the chain has no better credentials, or the object key is the cause.
             helped = since_s >= 2 * RENEW_S_MAX
             self._renew_s = RENEW_EVERY_S if helped else min(2 * self._renew_s, RENEW_S_MAX)
             self._renewed_at = now

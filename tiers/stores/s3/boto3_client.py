@@ -1,13 +1,13 @@
-"""Boto3Client: S3's data plane by AWS's own client, for those who may run nothing else, and for forked processes.
+"""Boto3Client: S3's data plane on AWS's own client, for sites that permit no other client, and for forked processes.
 
-It keeps ObstoreClient's promises at two to six times the CPU, by these means:
+It gives the same guarantees as ObstoreClient at two to six times the CPU:
 
-- A put reads the parts through a file object that hands out views of them, so botocore never joins them.
-- A get receives from the socket straight into the slot: the body is read from the response of http.client underneath.
+- A put reads the parts through a file object that returns views of them, so botocore never joins them.
+- A get receives from the socket straight into the slot: we read the body from http.client's response underneath.
   botocore's own ``readinto`` reads into a new bytes object and copies that, at half the speed.
-- boto3's timeouts are per socket call, so a server that trickles bytes never trips them. ``BoundedHttp`` ends requests
-  that are late, and a watchdog here those whose body is.
-- Checksums, but for SHA-256, are awscrt's as in botocore itself.
+- boto3's timeouts are per socket call, so a server that trickles bytes never triggers them. ``BoundedHttp`` ends late
+  requests, and a watchdog in this module ends late bodies.
+- Checksums other than SHA-256 come from awscrt, as in botocore itself.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from urllib3.exceptions import HTTPError
 
 from kvtiers.tiers.errors import BlobCorruptError, BlobNotFoundError, StoreConfigError
 from kvtiers.tiers.store import Look, parts_size
-from kvtiers.tiers.stores.s3.boto_errors import BOTO_ERRORS, is_of_s3
+from kvtiers.tiers.stores.s3.boto_errors import BOTO_ERRORS, is_from_s3
 from kvtiers.tiers.stores.s3.direct import fill
 from kvtiers.tiers.stores.s3.errors import connection_error, deadline_error, missing_header, without_absence
 from kvtiers.tiers.stores.s3.options import S3Options
@@ -36,14 +36,14 @@ from kvtiers.tiers.stores.s3.session import S3Session
 from kvtiers.tiers.stores.vectored_io import look_at
 from kvtiers.tiers.stores.watchdog import Watchdog
 
-# What a socket raises while a body is read, below botocore.
+# Errors while reading a body from the socket, below botocore.
 _BODY_ERRORS = (OSError, HTTPError, HTTPException, ValueError)
 
 
 class Boto3Client:
-    """One attempt at one operation. Any thread may call; only the watchdog has state, and locks it.
+    """Data plane on boto3; each method makes one attempt. Any thread may call.
 
-    Keys are the objects' whole names. Methods raise StoreError only.
+    Only the watchdog has state, under a lock. Keys are the objects' whole names. Methods raise only StoreError.
 
     Raises:
         StoreConfigError: the checksum needs awscrt, which is not installed.
@@ -76,7 +76,7 @@ class Boto3Client:
         form: PutForm,
         metadata: Mapping[str, str] | None = None,
     ) -> bool:
-        """Put an object; with ``create`` only if there is none. False: there is one."""
+        """See ``DataPlane``."""
         arguments = dict(self._put_arguments)
         if create:
             arguments["IfNoneMatch"] = "*"
@@ -94,7 +94,7 @@ class Boto3Client:
             answer = client.put_object(Bucket=self._options.bucket, Key=key, Body=body, **arguments)
         except boto_errors.ClientError as e:
             status = e.response["ResponseMetadata"]["HTTPStatusCode"]
-            if not (create and status == HTTPStatus.PRECONDITION_FAILED and is_of_s3(e)):
+            if not (create and status == HTTPStatus.PRECONDITION_FAILED and is_from_s3(e)):
                 raise without_absence(self._session.translate(e), self._session.place) from None
             return False
         except BOTO_ERRORS as e:
@@ -115,7 +115,7 @@ class Boto3Client:
             look_at(look, 0, parts)
 
     def get_tail(self, key: str, length: int) -> tuple[int, bytes] | None:
-        """The object's size and its last ``length`` bytes (at least 1); None if absent."""
+        """See ``DataPlane``."""
         started = self._clock()
         try:
             answer = self._client.get_object(Bucket=self._options.bucket, Key=key, Range=f"bytes=-{length}")
@@ -131,7 +131,7 @@ class Boto3Client:
         return int(size), bytes(tail)
 
     def size(self, key: str) -> int | None:
-        """The object's size; None if absent."""
+        """See ``DataPlane``."""
         try:
             answer = self._client.head_object(Bucket=self._options.bucket, Key=key)
         except BOTO_ERRORS as e:
@@ -139,12 +139,12 @@ class Boto3Client:
             return None
         self._raise_unless_object(answer)
         size = answer.get("ContentLength")
-        if size is None:  # a proxy that compresses, say
+        if size is None:  # for example, a proxy compresses responses
             raise missing_header("Content-Length", self._session.place)
         return int(size)
 
     def close(self) -> None:
-        """End the watchdog and close what is not the session's."""
+        """End the watchdog and close the client that the session does not own."""
         self._watchdog.close()
         self._unsigned.close()
 
@@ -157,24 +157,24 @@ class Boto3Client:
                     raise BlobCorruptError(f"{announced} bytes are stored, {size} were asked for")
                 if announced is None:
                     raise missing_header("Content-Length", self._session.place)
-                # urllib3's private name for http.client's response; without it, reading is only slower.
+                # urllib3's private name for http.client's response. If it is absent, reading is only slower.
                 source = getattr(raw, "_original_response", None) or raw
                 with self._watchdog.guard(partial(_shut, raw), started + self._options.attempt_timeout_s):
                     for part in parts:
                         fill(source, part)
                 complete = True
-                raw.release_conn()  # else the with statement closes it
+                raw.release_conn()  # otherwise the with statement closes the connection
         except _BODY_ERRORS:
             complete = False
-        # A body that is late is not to be trusted, even if it is complete: shutting a TLS socket ends its decryption
-        # first, and what was left may have been read as plain bytes.
+        # Do not trust a late body, even if it is complete: shutting a TLS socket ends decryption first, so encrypted
+        # bytes may have been read as plain ones.
         if self._clock() - started >= self._options.attempt_timeout_s:
             raise deadline_error(self._options.attempt_timeout_s, self._session.place)
         if not complete:
             raise connection_error(self._session.place)
 
     def _raise_unless_object(self, answer: Mapping[str, Any]) -> None:
-        """Refuse a page with status 200 from something that is not S3: it would pass for an object of another size."""
+        """Refuse a web page with status 200 that is not from S3: it would look like an object of another size."""
         if "ETag" not in answer:
             if "Body" in answer:
                 answer["Body"].close()
@@ -187,7 +187,7 @@ class Boto3Client:
 
 
 class _Body:
-    """The joined parts as the seekable file that botocore wants. Every read is a view of one part."""
+    """The parts as one seekable file, which botocore requires. Every read returns a view of one part."""
 
     def __init__(self, parts: Sequence[memoryview]) -> None:
         self._parts = parts
@@ -220,11 +220,11 @@ def _shut(response: Any) -> None:
     try:
         response.shutdown()
     except (OSError, ValueError, RuntimeError):
-        pass  # it became complete at that very moment
+        pass  # the response completed at this very moment
 
 
 def _checksum(options: S3Options) -> tuple[str, Callable[[Sequence[memoryview]], bytes]] | None:
-    """put_object's argument for the checksum and what computes it; None: the payload is signed instead."""
+    """The name of put_object's checksum argument and a function for its value. None: the payload is signed instead."""
     if options.checksum == "none":
         return None
     if options.checksum == "sha256":

@@ -1,4 +1,4 @@
-"""BotoConfig: where boto3's configuration comes from, for errors that name the variable or the file at fault."""
+"""BotoConfig: where boto3's configuration comes from, so that errors can name the variable or file at fault."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from kvtiers.tiers.errors import ConfigError, StoreConfigError, StorePermissionE
 from kvtiers.tiers.stores.s3.boto_http import BoundedBotocoreSession, BoundedHttp
 from kvtiers.tiers.stores.s3.options import check_region
 
-_PROFILE_VARIABLES: Final = ("AWS_DEFAULT_PROFILE", "AWS_PROFILE")  # botocore looks for them in this order
-_PROFILES_MAX: Final = 32  # of a chain of source_profile, which may be a circle
+_PROFILE_VARIABLES: Final = ("AWS_DEFAULT_PROFILE", "AWS_PROFILE")  # in botocore's order
+_PROFILES_MAX: Final = 32  # longest chain of source_profile that is followed; it may be circular
 
-#: Field of the credentials -> its variables, its key in a file, its key in what credential_process prints.
+#: Field of the credentials -> its environment variables, its key in a file, its key in credential_process's output.
 _NAMES: Final[dict[str, tuple[tuple[str, ...], str, str]]] = {
     "access_key": ((EnvProvider.ACCESS_KEY,), "aws_access_key_id", "AccessKeyId"),
     "secret_key": ((EnvProvider.SECRET_KEY,), "aws_secret_access_key", "SecretAccessKey"),
@@ -25,20 +25,19 @@ _NAMES: Final[dict[str, tuple[tuple[str, ...], str, str]]] = {
 }
 _CHARACTERS: Final = {"\n": "a newline", "\r": "a carriage return", "\t": "a tab", " ": "a space"}
 
-
-#: Keys of a profile by which botocore asks somebody else for credentials before it looks for the profile's own.
+#: Profile keys that make botocore ask a server or program for credentials before it uses the profile's own.
 _CHAINS: Final = frozenset(
     ("role_arn", "web_identity_token_file", "sso_session", "sso_start_url", "credential_process", "login_session")
 )
 
 
 class BotoConfig:
-    """The profile and the files that boto3 reads. Nothing here changes after the constructor.
+    """The profile and the files that boto3 reads. Immutable after the constructor.
 
-    An empty variable counts as one that is not set: Kubernetes and CI systems set such.
+    An empty environment variable counts as unset, because Kubernetes and CI systems set empty variables.
 
     Args:
-        profile: of the options; None: the environment's, or else ``default``.
+        profile: the option ``profile``; None: from the environment, otherwise ``default``.
     """
 
     def __init__(self, profile: str | None) -> None:
@@ -52,7 +51,7 @@ class BotoConfig:
         return printable(f"profile {self._profile!r} of {self._config_file}")
 
     def make_session(self, http: BoundedHttp) -> botocore.session.Session:
-        """A botocore session that ignores empty variables, and whose clients are bounded."""
+        """Make a botocore session that ignores empty variables and whose clients are bounded (see ``BoundedHttp``)."""
         variables = {}
         for name, (key, variable, default, convert) in botocore.session.Session.SESSION_VARIABLES.items():
             names = [variable] if isinstance(variable, str) else variable or []
@@ -62,7 +61,7 @@ class BotoConfig:
         return BoundedBotocoreSession(http, session_vars=variables, profile=self._given)
 
     def may_ask_others(self, role_arn: str | None) -> bool:
-        """Whether the credential chain may start programs or ask servers; not where the keys are simply there."""
+        """Whether the credential chain may start programs or ask servers; False if variables or files hold the keys."""
         if role_arn is not None:
             return True
         if self._given is None and all(
@@ -80,7 +79,7 @@ class BotoConfig:
         return "aws_access_key_id" not in {**keys, **config} or not _CHAINS.isdisjoint(config)
 
     def check_region(self, region: str) -> None:
-        """Refuse a region that boto3 would refuse without saying where it found it.
+        """Refuse a region that boto3 would refuse, because boto3's error does not name the region's source.
 
         Raises:
             StoreConfigError: names the variable, or the file and the key.
@@ -94,26 +93,26 @@ class BotoConfig:
             raise StoreConfigError(f"region: {source}: {e.message}{hint}") from None
 
     def check(self, credentials: ReadOnlyCredentials, method: str) -> None:
-        """Refuse credentials that cannot be sent in a header, and secrets that cannot be right.
+        """Refuse credentials with a space, control or non-ASCII character: no header can carry it, or it is a typo.
 
         Args:
-            method: botocore's name of what they come from.
+            method: botocore's name for the credentials' source.
 
         Raises:
-            StorePermissionError: names the variable or the file and key, and the character.
+            StorePermissionError: names the bad character, and the variable or the file and key.
         """
         for field in _NAMES:
             value = getattr(credentials, field) or ""
             for index, char in enumerate(value):
                 if not "!" <= char <= "~":
-                    told = _CHARACTERS.get(char, f"the character {char!a}")
+                    name = _CHARACTERS.get(char, f"the character {char!a}")
                     where = "ends in" if index == len(value.rstrip()) or index == len(value) - 1 else "has"
                     raise StorePermissionError(
-                        f"secret: {self._source_of(field, value, method)} {where} {told} ({char!a}); remove it"
+                        f"secret: {self._source_of(field, value, method)} {where} {name} ({char!a}); remove it"
                     )
 
     def refuse_mfa(self, session: botocore.session.Session, credentials: Any) -> None:
-        """Refuse a role that wants a code of somebody: botocore would ask for it on the terminal and wait.
+        """Refuse a role that requires an MFA code: botocore would ask for it on the terminal and wait.
 
         Raises:
             StorePermissionError: names the profile.

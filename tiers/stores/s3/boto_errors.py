@@ -1,4 +1,4 @@
-"""botocore's exceptions as ours: what S3, STS and SSO said, and how the credential chain and connections failed."""
+"""Translates botocore's exceptions into ours: errors of S3, STS, SSO, the credential chain and connections."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from kvtiers.tiers.stores.s3.errors import (
     tls_error,
 )
 
-#: Everything that a call of boto3 raises when something outside of this process is wrong. From its credential chain
-#: come OSError (a token file or a helper is not there), RuntimeError (what was refreshed has expired all the same) and
-#: ValueError (something cannot be parsed); TypeError comes of an error document whose code is no text.
+#: Everything that a boto3 call raises because of a problem outside this process. The credential chain raises OSError
+#: (a token file or helper is missing), RuntimeError (the refreshed credentials have expired, too) and ValueError
+#: (something cannot be parsed). TypeError means that the code in an error document is not text.
 BOTO_ERRORS = (
     boto_errors.BotoCoreError,
     boto_errors.ClientError,
@@ -50,21 +50,21 @@ BOTO_ERRORS = (
 
 
 def translate(error: Exception, place: Place, timeout_s: float) -> StoreError:
-    """Our exception for one of botocore's.
+    """Translate a botocore exception into ours.
 
     Args:
-        place: what the request was about.
-        timeout_s: of an attempt.
+        place: where the request went.
+        timeout_s: the limit of an attempt, for the message.
     """
     if isinstance(error, boto_errors.ClientError):
         code = code_of(error.response.get("Error", {}))
         answer = error.response.get("ResponseMetadata", {})
-        if not is_of_s3(error):
+        if not is_from_s3(error):
             return _chain_error(error, answer.get("HTTPStatusCode", 403), code, place)
         status = answer.get("HTTPStatusCode", 500)
         headers = answer.get("HTTPHeaders", {})
         if code.isdigit():
-            # MinIO with a region of its own sends the header with every answer.
+            # MinIO with a configured region sends the header with every response, hence the check of the status.
             redirected = 300 <= status < 400 and "x-amz-bucket-region" in headers
             code = "PermanentRedirect" if redirected else ""
         return server_error(status, code, place=place, location=headers.get("location", ""))
@@ -78,7 +78,7 @@ def translate(error: Exception, place: Place, timeout_s: float) -> StoreError:
     for kinds, ours, hint in _UNANSWERED:
         if isinstance(error, kinds):
             return ours(hint.format(place.endpoint_url))
-    if _is_of_connection(error):
+    if _is_connection_failure(error):
         return connection_error(place)
     if isinstance(error, boto_errors.PartialCredentialsError):
         return StorePermissionError(f"secret: {_text_of(error)} ({place.config_source})")
@@ -86,32 +86,32 @@ def translate(error: Exception, place: Place, timeout_s: float) -> StoreError:
         what = "profile" if isinstance(error, boto_errors.ProfileNotFound) else "boto3"
         return StoreConfigError(f"{what}: {_text_of(error)} ({place.config_source})")
     if isinstance(error, RuntimeError):
-        return CredentialsExpiredError("secret: what boto3's credential chain found anew has expired, too; renew it")
+        return CredentialsExpiredError("secret: boto3's refreshed credentials have expired, too; renew them")
     if isinstance(error, OSError):
         if error.filename is None:
             return connection_error(place)
         return StorePermissionError(
-            f"secret: boto3's credential chain misses a file, {printable(str(error.filename))}: the web identity's "
+            f"secret: boto3's credential chain cannot read or run {printable(str(error.filename))}, the web identity "
             f"token or credential_process ({place.config_source})"
         )
     return StorePermissionError(
-        "secret: boto3's credential chain found what it cannot read; what does credential_process print?"
+        "secret: boto3's credential chain cannot parse the credentials; check the output of credential_process"
     )
 
 
 def code_of(error: Mapping[str, Any]) -> str:
-    """The code in an error document; "" if it has none, for which botocore may have None, a dict or a list."""
+    """The code in an error document; "" if it has none (botocore then may hold None, a dict or a list)."""
     code = error.get("Code")
     return code if isinstance(code, str) else ""
 
 
-def is_of_s3(error: boto_errors.ClientError) -> bool:
-    """Whether S3 said so, not STS or SSO, which the credential chain may ask amid any request."""
-    return _OF_S3.search(error.operation_name) is not None
+def is_from_s3(error: boto_errors.ClientError) -> bool:
+    """Whether S3 sent the error, not STS or SSO, which the credential chain may ask during any request."""
+    return _S3_OPERATION.search(error.operation_name) is not None
 
 
-def _is_of_connection(error: Exception) -> bool:
-    """Whether a connection failed; botocore has one class for whatever else its HTTP client raises."""
+def _is_connection_failure(error: Exception) -> bool:
+    """Whether a connection failed. botocore uses one class for all other exceptions of its HTTP client."""
     if type(error) is boto_errors.HTTPClientError:
         return isinstance(_cause_of(error), (OSError, HTTPError, HTTPException))
     return isinstance(
@@ -124,7 +124,7 @@ def _cause_of(error: Exception) -> object:
 
 
 def _text_of(error: boto_errors.BotoCoreError) -> str:
-    """botocore's own words, on one line, without a login in a URL."""
+    """botocore's own message on one line, without logins in URLs."""
     if isinstance(error, boto_errors.HTTPClientError):
         # Its cause may quote a header, such as the session token.
         return f"its HTTP client cannot send the request ({type(_cause_of(error)).__name__})"
@@ -133,18 +133,18 @@ def _text_of(error: boto_errors.BotoCoreError) -> str:
 
 
 def _place_of(error: Exception, place: Place) -> Place:
-    """Where the request that failed was sent: the credential chain asks STS and others."""
+    """Where the failed request was sent, which may be STS or another server of the credential chain."""
     told = getattr(error, "kwargs", {})
     asked = urlsplit(told.get("endpoint_url") or told.get("proxy_url") or "")
     own = urlsplit(place.endpoint_url).netloc
     host = asked.netloc.rpartition("@")[2]
-    if not host or (own and host.endswith(own)):  # the bucket's name may stand before it
+    if not host or (own and host.endswith(own)):  # the host may begin with the bucket's name
         return place
     return replace(place, endpoint_url=f"{asked.scheme}://{host}")
 
 
 def _chain_error(error: boto_errors.ClientError, status: int, code: str, place: Place) -> StoreError:
-    """Our exception for STS's or SSO's. A code that S3 does not have means that the role may not be assumed."""
+    """Our exception for an STS or SSO error. A code that S3 does not have means that the role may not be assumed."""
     if error.operation_name.startswith("AssumeRole"):
         source = "STS"
         refused = "secret: STS does not let these credentials assume role_arn"
@@ -165,7 +165,7 @@ def _chain_error(error: boto_errors.ClientError, status: int, code: str, place: 
     told = server_error(status, code, place=replace(place, endpoint_url=source))
     if isinstance(told, (StorePermissionError, StoreUnavailableError, StoreThrottledError)):
         return told
-    # What says something about an object or a bucket in S3, as NoSuchKey and HTTP 501 do, does not do so here.
+    # Codes about objects or buckets, such as NoSuchKey and HTTP 501, do not have their S3 meaning here.
     return StoreUnavailableError(f"endpoint: {source} has a fault") if passes else StorePermissionError(refused)
 
 
@@ -174,10 +174,10 @@ _LOGIN = re.compile(r"//[^\s/]*@")
 
 _CLOCK_SAYS = ("Signature expired", "Signature not yet current")
 
-# Each operation that we or botocore ask S3 for has one of these in its name, and none that the credential chain does.
-_OF_S3 = re.compile("Object|Bucket|CreateSession")
+# The name of each S3 operation that we or botocore call holds one of these; no operation of the credential chain does.
+_S3_OPERATION = re.compile("Object|Bucket|CreateSession")
 
-#: botocore's exceptions without an answer from the server, most special first -> ours.
+#: botocore's exceptions without a response from the server, most specific first -> ours.
 _UNANSWERED: tuple[tuple[tuple[type[Exception], ...], type[StoreError], str], ...] = (
     (
         (boto_errors.NoCredentialsError,),
@@ -192,7 +192,7 @@ _UNANSWERED: tuple[tuple[tuple[type[Exception], ...], type[StoreError], str], ..
             boto_errors.LoginError,
         ),
         CredentialsExpiredError,
-        "secret: the SSO session is not there or has expired; run aws sso login",
+        "secret: the SSO session is missing or has expired; run aws sso login",
     ),
     (
         (boto_errors.CredentialRetrievalError, boto_errors.MetadataRetrievalError, boto_errors.UnknownCredentialError),

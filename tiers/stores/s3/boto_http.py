@@ -1,11 +1,11 @@
-"""BoundedHttp: a deadline and a limit of memory for every request of boto3's clients.
+"""BoundedHttp: a deadline and a memory limit for every request of boto3's clients.
 
-botocore's timeouts are per socket call, and it reads an answer into memory however long it is. A server could hold a
-request for ever, by ``100 Continue`` without end or one header byte a second, and an endless error document took
-all memory. Here a watchdog shuts the request's socket at the deadline, from the TLS handshake to the last byte of the
-answer, and an answer that is too long is an error.
+botocore's timeouts are per socket call, and it reads a response of any length into memory. A server could hold a
+request forever with endless ``100 Continue`` responses or one header byte per second, or fill all memory with an
+endless error document. Here a watchdog shuts the request's socket at the deadline, anywhere between the TLS handshake
+and the response's last byte, and a response that is too long is an error.
 
-The body of an object is not read here: its reader has a deadline of its own and reads no more than it has room for.
+The body of an object is not read here: its reader has its own deadline and reads only as much as it has room for.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from urllib3.exceptions import HTTPError
 
 from kvtiers.tiers.stores.watchdog import Watchdog
 
-#: A listing's page has 1,000 names of at most 3 KiB each, URL-encoded, with half a KiB about each. Parsing takes up to
-#: 100 times the memory, for elements nested in one another.
+#: A page of a listing holds 1,000 URL-encoded names of at most 3 KiB each, plus half a KiB per name. Parsing can take
+#: 100 times that memory if elements are nested.
 ANSWER_BYTES_MAX: Final = 4 << 20
 ERROR_BYTES_MAX: Final = 64 << 10
 PIECE_BYTES: Final = 64 << 10
 
 
 class AnswerTooLongError(boto_errors.HTTPClientError):  # type: ignore[misc]
-    """The answer is longer than any of S3's."""
+    """The response is longer than any that S3 sends."""
 
-    fmt = "The answer of {endpoint_url} is longer than {bytes_max} bytes"
+    fmt = "The response of {endpoint_url} is longer than {bytes_max} bytes"
 
 
 class BoundedHttp:
-    """The bounds of one S3Session's clients. Any thread may call; ``_call`` is each thread's own.
+    """Bounds the requests of one S3Session's clients. Any thread may call; ``_call`` is thread-local.
 
     Args:
-        timeout_s: of one call of a client, with all its requests: boto3 follows a redirect to another region.
-        clock: monotonic seconds.
+        timeout_s: limit of one client call with all its requests: boto3 follows a redirect to another region.
+        clock: returns monotonic seconds.
     """
 
     def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -62,34 +62,34 @@ class BoundedHttp:
         self._call = threading.local()
 
     def bound(self, client: Any) -> Any:
-        """Bound a client's requests; returns the client.
+        """Bound a client's requests and return the client.
 
         Raises:
-            AttributeError: this botocore is made differently.
+            AttributeError: this version of botocore has other internals.
         """
         endpoint = client._endpoint
         endpoint.http_session._pool_classes_by_scheme.update(_POOLS)
-        with contextlib.suppress(AttributeError):  # not botocore's interface; without it, only ca_path is trusted
+        with contextlib.suppress(AttributeError):  # internals of botocore; on failure only ca_path is trusted
             endpoint.http_session._manager.connection_pool_kw["ssl_context"].load_default_certs()
         endpoint.http_session = _BoundedSession(endpoint.http_session, self)
         client.meta.events.register("before-call", self._begin_call)
         return client
 
     def deadline(self) -> float:
-        """When the calling thread's call must have ended."""
+        """The time by which the calling thread's current call must end."""
         return float(getattr(self._call, "deadline", self.clock() + self._timeout_s))
 
     def close(self) -> None:
-        """End the watchdog as soon as no request is under way."""
+        """End the watchdog as soon as no request is in progress."""
         self.watchdog.close()
 
     def _begin_call(self, model: Any, **_: Any) -> None:
-        if model.name != "HeadBucket":  # botocore's own, amid a call, to find the bucket's region
+        if model.name != "HeadBucket":  # botocore makes this one within a call, to find the bucket's region
             self._call.deadline = self.clock() + self._timeout_s
 
 
 class BoundedBotocoreSession(botocore.session.Session):  # type: ignore[misc]
-    """A session whose clients are bounded, also those of STS and SSO that its credential chain makes."""
+    """A session whose clients are bounded, including the STS and SSO clients of its credential chain."""
 
     def __init__(self, http: BoundedHttp, **options: Any) -> None:
         super().__init__(**options)
@@ -101,20 +101,20 @@ class BoundedBotocoreSession(botocore.session.Session):  # type: ignore[misc]
 
 
 class _BoundedSession:
-    """Takes the place of a client's URLLib3Session."""
+    """Replaces a client's URLLib3Session."""
 
     def __init__(self, inner: Any, http: BoundedHttp) -> None:
         self._inner = inner
         self._http = http
 
     def send(self, request: Any) -> AWSResponse:
-        """Send a request and receive its answer, except for the body of an object.
+        """Send a request and receive its response, except for the body of an object.
 
         Raises:
-            botocore's exceptions, among them ReadTimeoutError at the deadline and AnswerTooLongError.
+            botocore's exceptions, including ReadTimeoutError at the deadline and AnswerTooLongError.
         """
         deadline = self._http.deadline()
-        streams, request.stream_output = request.stream_output, True  # else botocore reads the body, whatever its size
+        streams, request.stream_output = request.stream_output, True  # otherwise botocore reads a body of any size
         try:
             with _exchange() as exchange, self._http.watchdog.guard(exchange.end, deadline):
                 answer = self._inner.send(request)
@@ -125,7 +125,7 @@ class _BoundedSession:
             raise
         finally:
             request.stream_output = streams
-        self._raise_if_late(request, deadline)  # what ends with the socket may look complete
+        self._raise_if_late(request, deadline)  # a body cut off by the watchdog may look complete
         return answer
 
     def _raise_if_late(self, request: Any, deadline: float) -> None:
@@ -138,7 +138,7 @@ class _BoundedSession:
 
 
 class _Received(io.BytesIO):
-    """A body that was received, as AWSResponse reads it."""
+    """A received body in the form that AWSResponse reads."""
 
     def stream(self) -> Iterator[bytes]:
         yield self.read()
@@ -160,35 +160,35 @@ def _receive(answer: AWSResponse, request: Any) -> bytes:
 
 
 class _Exchange:
-    """A request under way. ``end`` shuts its socket, also one that it gets later; it may be called by any thread."""
+    """A request in progress. Any thread may call ``end``, which shuts its socket, including a socket opened later."""
 
     def __init__(self) -> None:
         self._ended = False
         self._twin: socket.socket | None = None
 
     def use(self, sock: Any) -> None:
-        """Note the socket, as a descriptor of our own: a TLS handshake moves the other one to another object."""
+        """Keep a duplicate of the socket: a TLS handshake moves the original descriptor to another object."""
         self.close()
         self._twin = socket.socket(fileno=os.dup(sock.fileno()))
-        if self._ended:  # read after the socket is set; ``end`` works in the other order
+        if self._ended:  # read after ``_twin`` is set; ``end`` sets and reads them in the other order
             self.end()
 
     def end(self) -> None:
         self._ended = True
         twin = self._twin
         if twin is not None:
-            with contextlib.suppress(OSError):  # it was closed by the other side
+            with contextlib.suppress(OSError):  # the other side has closed it
                 twin.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Forget the socket."""
+        """Close the duplicate of the socket."""
         twin, self._twin = self._twin, None
         if twin is not None:
             twin.close()
 
 
 class _UnderWay(threading.local):
-    """The calling thread's request."""
+    """The calling thread's current request."""
 
     exchange: _Exchange | None = None
 
@@ -208,7 +208,7 @@ def _exchange() -> Iterator[_Exchange]:
 
 
 class _Watched:
-    """A connection that tells the thread's exchange which socket it uses."""
+    """A connection that reports its socket to the thread's ``_Exchange``."""
 
     sock: Any
 

@@ -1,4 +1,4 @@
-"""The clients of an S3 store, made once for a process, by a thread that callers need not wait for."""
+"""The clients of an S3 store, made once per process, in a thread that callers need not wait for."""
 
 from __future__ import annotations
 
@@ -23,19 +23,18 @@ from kvtiers.tiers.stores.watchdog import begin
 
 logger = get_logger(__name__)
 
-# How long clients are waited for at least, whatever request_timeout_s: boto3 has its models to read, which takes half a
-# second on a busy machine.
+# Shortest wait for the clients, whatever request_timeout_s: boto3 reads its models, half a second on a busy machine.
 CLIENTS_S_MIN: Final = 3.0
-# credential_process may hang and has no time limit: making that is this old is left behind and begun anew, after twice
-# the time for each that still hangs, of which there are at most so many.
+# credential_process may hang and has no time limit. After MAKE_S_MAX, an attempt to make clients is abandoned and a new
+# one starts. This wait doubles with each attempt that still hangs; at most MAKES_HUNG_MAX may hang.
 MAKE_S_MAX: Final = 30.0
 MAKES_HUNG_MAX: Final = 8
-RENEW_S_MAX: Final = 60.0  # up to so long between renewals that do not help: reading the models holds the GIL
-RENEW_EVERY_S: Final = 2.0  # between two at least: the credential chain may start programs or ask servers
+RENEW_S_MAX: Final = 60.0  # longest time between renewals that do not help: reading the models holds the GIL
+RENEW_EVERY_S: Final = 2.0  # shortest time between renewals: the credential chain may start programs or ask servers
 
 
 class DataPlane(Protocol):
-    """One attempt at one operation on one object. Keys are the objects' whole names; StoreErrors come out."""
+    """Each method makes one attempt at one object. Keys are the objects' whole names. Raises only StoreError."""
 
     def put(
         self,
@@ -46,28 +45,28 @@ class DataPlane(Protocol):
         form: PutForm,
         metadata: Mapping[str, str] | None = None,
     ) -> bool:
-        """Put an object; with ``create`` only if there is none. False: there is one."""
+        """Put an object; with ``create``, only if it does not exist yet. False: it exists."""
 
     def get_into(self, key: str, parts: Sequence[memoryview], size: int, look: Look | None = None) -> None:
-        """Fill the parts, ``size`` bytes together. No byte is written before the server has announced that size.
+        """Fill the parts, ``size`` bytes in total. Writes no byte before the server has announced that size.
 
         Args:
-            look: see ``tiers.store.SupportsPieces``; raises nothing.
+            look: see ``tiers.store.SupportsPieces``; must not raise.
         """
 
     def get_tail(self, key: str, length: int) -> tuple[int, bytes] | None:
-        """The object's size and its last ``length`` bytes (at least 1); None if absent."""
+        """Get the object's size and its last ``length`` bytes (at least 1); None if absent."""
 
     def size(self, key: str) -> int | None:
-        """The object's size; None if absent."""
+        """Get the object's size; None if absent."""
 
     def close(self) -> None:
-        """Release what the constructor made."""
+        """Close connections and end threads."""
 
 
 @dataclass(frozen=True, slots=True)
 class Clients:
-    """Both planes: boto3's for what is rare, and one for objects."""
+    """The session with both planes: control (boto3, for rare requests) and data (for objects)."""
 
     session: S3Session
     control: S3Control
@@ -75,14 +74,14 @@ class Clients:
 
 
 class ProcessClients:
-    """What must not cross a fork: clients, and locks that another thread may have held.
+    """The clients of one process. They must not cross a fork, nor must locks that another thread may hold.
 
-    Any thread may call. ``_lock`` owns the clients being made or made (``_made``, begun at ``_begun_at``), those whose
-    making hung and was left behind (``_hung``), and ``_closed``.
+    Any thread may call. ``_lock`` guards ``_made`` (the clients, made or being made since ``_begun_at``), ``_hung``
+    (abandoned attempts to make clients) and ``_closed``.
 
     Attributes:
-        slots: for requests under way.
-        pid: of the process that these are for.
+        slots: one for each concurrent request.
+        pid: the process that these clients belong to.
     """
 
     def __init__(self, options: S3Options, clock: Callable[[], float]) -> None:
@@ -97,14 +96,14 @@ class ProcessClients:
         self._closed = False
 
     def get(self, until: float = 0.0) -> Clients:
-        """The clients. A thread of its own makes them, as the credential chain may start programs and ask servers.
+        """Get the clients. They are made in a thread, because the credential chain may start programs or ask servers.
 
         Args:
-            until: when to give up waiting, by the clock; after ``CLIENTS_S_MIN`` at the earliest.
+            until: clock time at which to stop waiting, but never before ``CLIENTS_S_MIN`` have passed.
 
         Raises:
-            StoreError: they cannot be made, or not in time. An error that is not retryable is remembered for
-                ``RENEW_EVERY_S``; making that does not end is begun anew after ``MAKE_S_MAX``.
+            StoreError: the clients could not be made, or not in time. An error that is not retryable is remembered for
+                ``RENEW_EVERY_S``. An attempt that hangs is abandoned for a new one after ``MAKE_S_MAX``.
         """
         now = self._clock()
         with self._lock:
@@ -114,7 +113,7 @@ class ProcessClients:
                 self._made, self._begun_at = made, now
                 if before is not None:
                     self._hung.append(before)
-                    before.add_done_callback(_close)  # who waits for it may still use it
+                    before.add_done_callback(_close)  # callers waiting for it may still use it
                 if self._closed:  # by another thread, since this call began
                     made.add_done_callback(_close)
         wait_s = max(CLIENTS_S_MIN, until - now)
@@ -132,11 +131,11 @@ class ProcessClients:
         if error is None:
             return made.result()
         if isinstance(error, StoreError):
-            error = type(error)(str(error))  # one for each caller: raising adds to a traceback
+            error = type(error)(str(error))  # a copy for each caller: raising adds to the traceback
         raise error
 
     def close(self) -> None:
-        """Close the clients once they are made; not in a forked child, as they are the parent's."""
+        """Close the clients once they are made. Does nothing in a forked child: they belong to the parent."""
         if self.pid != os.getpid():
             return
         with self._lock:
@@ -146,7 +145,7 @@ class ProcessClients:
             made.add_done_callback(_close)
 
     def _is_due(self, made: Future[Clients], now: float) -> bool:
-        """Whether to make them again: there was an error, or making them takes too long."""
+        """Whether to make the clients again: the attempt failed or takes too long."""
         age_s = now - self._begun_at
         if made.done():
             error = made.exception()
@@ -163,7 +162,7 @@ class ProcessClients:
         else:
             if self._options.client == "obstore":
                 logger.warning(
-                    "bucket %s: obstore cannot be used in a forked process; boto3 takes its place", self._options.bucket
+                    "bucket %s: obstore cannot be used in a forked process; using boto3 instead", self._options.bucket
                 )
             data = Boto3Client(session, clock=self._clock)
         return Clients(session, control, data)

@@ -1,6 +1,6 @@
-"""S3Control: what is rare at an S3 bucket, by boto3: listing, deletion, checks and lifecycle rules.
+"""S3Control: rare requests to an S3 bucket, made with boto3: listing, deletion, checks and lifecycle rules.
 
-Each request is made in a thread of its own: a name server that does not answer would keep its caller.
+Each request runs in its own thread, because a name server that does not answer would block the caller.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from botocore import exceptions as boto_errors
 
 from kvtiers.tiers.errors import BlobNotFoundError, StoreConfigError, StoreError, StorePermissionError
 from kvtiers.tiers.store import KeyInfo
-from kvtiers.tiers.stores.s3.boto_errors import BOTO_ERRORS, code_of, is_of_s3
+from kvtiers.tiers.stores.s3.boto_errors import BOTO_ERRORS, code_of, is_from_s3
 from kvtiers.tiers.stores.s3.errors import NO_S3, VagueRefusalError, deadline_error, server_error, without_absence
 from kvtiers.tiers.stores.s3.session import S3Session
 from kvtiers.tiers.stores.watchdog import begin
 
 DELETE_KEYS_MAX = 1000  # S3's limit for one batch delete
 LIFECYCLE_ID = "kvtiers"
-RULE_DIGITS = 12  # of a rule's own in its ID, of which S3 takes 255 characters
+RULE_DIGITS = 12  # hex digits that tell rules' IDs apart; S3 accepts IDs of 255 characters
 
 
 class S3Control:
-    """Any thread may call."""
+    """Control plane of one bucket. Any thread may call."""
 
     def __init__(self, session: S3Session) -> None:
         self._session = session
@@ -40,21 +40,21 @@ class S3Control:
         self._asking = threading.BoundedSemaphore(session.options.max_connections)
 
     def list_page(self, prefix: str, *, token: str = "") -> tuple[list[KeyInfo], str]:
-        """Up to 1,000 objects, and the token of the next page, "" after the last. Keys are the objects' whole names.
+        """List up to 1,000 objects by their whole names; also return the next page's token, "" after the last page.
 
-        boto3's parser is slow (50 ms of CPU a page), but obstore refuses a page with a name like "a//b" on it.
+        boto3's parser is slow (50 ms of CPU per page), but obstore refuses a page that holds a name like "a//b".
 
         Args:
-            token: of the page before.
+            token: from the previous page.
         """
         start = {"ContinuationToken": token} if token else {}
         page = self._list(Prefix=prefix, **start)
-        with self._as_no_s3():
+        with self._reject_bad_listing():
             found = [KeyInfo(o["Key"], o["Size"], o["LastModified"].timestamp()) for o in page.get("Contents", ())]
         return found, self._next_token(page, token)
 
     def delete(self, key: str) -> None:
-        """Delete an object by its whole name; absent is success. (obstore would take any page with 200 for that.)"""
+        """Delete an object by its whole name; absent is success. (obstore would trust any page with status 200.)"""
         client = self._session.client
         answer = self._ask_about(key, client.delete_object)
         if answer is None:
@@ -62,24 +62,24 @@ class S3Control:
         said = answer["ResponseMetadata"]
         if said["HTTPStatusCode"] == HTTPStatus.NO_CONTENT or "x-amz-request-id" in said["HTTPHeaders"]:
             return
-        # A server that gives no ids, or something else's page.
+        # Either a server that sends no request IDs, or a web page from something that is not S3.
         if self._ask_about(key, client.head_object) is not None:
             raise StoreConfigError(NO_S3.format(self._session.endpoint_url))
 
     def metadata(self, key: str) -> dict[str, str]:
-        """An object's own metadata; none where it is absent."""
+        """An object's user-defined metadata; empty if the object is absent."""
         answer = self._ask_about(key, self._session.client.head_object)
         return {} if answer is None else dict(answer.get("Metadata", {}))
 
     def delete_batch(self, keys: Sequence[str]) -> dict[str, StoreError]:
-        """Delete up to ``DELETE_KEYS_MAX`` objects by their whole names; the errors of those that are still there.
+        """Delete up to ``DELETE_KEYS_MAX`` objects by their whole names; return the errors of those not deleted.
 
         Raises:
-            VagueRefusalError: the answer names no object, and so may not be S3's.
+            VagueRefusalError: the response names no object, so it may not come from S3.
         """
         objects = [{"Key": key} for key in keys]
         try:
-            # Not "Quiet", whose answer is as empty as a page of HTML.
+            # Not "Quiet": its response would be as empty as a page of HTML.
             answer = self._ask(
                 self._session.client.delete_objects, Bucket=self._options.bucket, Delete={"Objects": objects}
             )
@@ -91,48 +91,48 @@ class S3Control:
         for error in answer.get("Errors", ()):
             code = code_of(error)
             if code != "NoSuchKey":
-                # Where the server does not say which key is still there, any may be.
+                # If the server does not name the key that it kept, it may have kept any of them.
                 names = [error["Key"]] if error.get("Key") in keys else keys
                 failed.update(dict.fromkeys(names, server_error(500, code, place=self._session.place)))
         return failed
 
     def check(self) -> None:
-        """Ask the bucket one question that needs endpoint, credentials, clock, bucket and region to be right.
+        """Verify the endpoint, credentials, clock, bucket and region with one request.
 
         Raises:
-            StoreError: begins with what is wrong: endpoint, secret, clock, bucket or region.
+            StoreError: its message begins with the cause: endpoint, secret, clock, bucket or region.
         """
         answer = self._list(Prefix=self._options.prefix, MaxKeys=1)
-        # boto3 follows a redirect to the right region, at a cost for each request; obstore does not.
+        # boto3 follows redirects to the right region, which slows down every request; obstore does not follow them.
         region = answer["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region", self._session.region)
         if region != self._session.region and self._session.is_aws:
             raise StoreConfigError(f"region: bucket {self._options.bucket} is in {region}; set region: {region}")
 
     def keeps_versions(self, beginnings: Sequence[str]) -> bool:
-        """Whether the bucket keeps what is deleted or replaced, and no rule removes it for all names that begin so.
+        """Whether the bucket keeps old versions of keys with the prefixes ``beginnings``, and no rule removes them all.
 
         Raises:
-            StoreError: it does not say.
+            StoreError: the bucket does not say whether it keeps versions.
         """
         if self._versioning() != "Enabled":
             return False
         try:
             rules = self._lifecycle().get("Rules", [])
-        except StoreError:  # to read rules takes another right
+        except StoreError:  # reading rules needs a permission of its own
             return True
         names = [self._own + beginning for beginning in beginnings or ("",)]
         prefixes = tuple(prefix for rule in rules if (prefix := _expires_versions_of(rule)) is not None)
         return not all(name.startswith(prefixes) for name in names)
 
     def list_folder(self, prefix: str) -> tuple[list[str], list[str]]:
-        """Names right below a prefix: of folders (what has a "/" behind the name) and of objects."""
+        """List the names directly below a prefix: first folders (names followed by "/"), then objects."""
         folders: list[str] = []
         objects: list[str] = []
         token = ""
         while True:
             start = {"ContinuationToken": token} if token else {}
             page = self._list(Prefix=prefix, Delimiter="/", **start)
-            with self._as_no_s3():
+            with self._reject_bad_listing():
                 folders += [folder["Prefix"][len(prefix) : -1] for folder in page.get("CommonPrefixes", ())]
                 objects += [found["Key"][len(prefix) :] for found in page.get("Contents", ())]
             token = self._next_token(page, token)
@@ -140,18 +140,19 @@ class S3Control:
                 return folders, objects
 
     def expire_after(self, days: int | None, beginnings: Sequence[str]) -> bool:
-        """Have the bucket delete objects below the prefix whose names begin so, ``days`` after they were written.
+        """Set lifecycle rules by which the bucket deletes objects ``days`` after they were written (None: never).
 
-        A bucket with versions deletes those a day after they were replaced or deleted, even if ``days`` is None. Our
-        rules for the prefix are replaced; other rules stay. Returns whether versions are deleted.
+        The rules cover names below the store's prefix that start with one of ``beginnings``. If the bucket may keep
+        versions, the rules also delete these a day after they were replaced or deleted, even if ``days`` is None. Our
+        earlier rules for the prefix are replaced; other rules stay. Returns whether the rules delete versions.
 
         Raises:
-            ValueError: ``days`` is below 1, S3's unit.
-            StoreError: the bucket refused.
+            ValueError: ``days`` is below 1; S3 counts whole days.
+            StoreError: the bucket refused the rules.
         """
         bucket = self._options.bucket
         rule_id = f"{LIFECYCLE_ID}:{self._options.prefix}"
-        # Without digits it is a rule that an earlier version made, for all that is below the prefix.
+        # An ID without digits is a rule of an earlier kvtiers version, for everything below the prefix.
         ours = re.compile(re.escape(rule_id) + f"(:[0-9a-f]{{{RULE_DIGITS}}})?")
         new = []
         versions = bool(beginnings) and self._may_have_versions()
@@ -160,7 +161,7 @@ class S3Control:
             new.append(lifecycle_rule(f"{rule_id}:{digits}", self._own + beginning, days, versions=versions))
         found = self._lifecycle()
         before = found.get("Rules", [])
-        # The bucket's own setting, which would become AWS's default if it were left out.
+        # A setting of the bucket, which AWS would reset to its default if we left it out.
         also = {name: found[name] for name in ("TransitionDefaultMinimumObjectSize",) if name in found}
         rules = [rule for rule in before if not ours.fullmatch(rule.get("ID", ""))] + new
         try:
@@ -176,10 +177,10 @@ class S3Control:
     # -- private ---------------------------------------------------------------------------------------------------
 
     def _ask(self, call: Callable[..., dict[str, Any]], **arguments: Any) -> dict[str, Any]:
-        """Make a request of the control plane in an attempt's time."""
+        """Make a request, and wait at most ``attempt_timeout_s`` for its result."""
         timeout_s = self._options.attempt_timeout_s
         deadline = time.monotonic() + timeout_s
-        # Requests that were given up count until they end, so that a server holds no more threads than may ask.
+        # Abandoned requests count until they end, so that a slow server cannot hold more than max_connections threads.
         if not self._asking.acquire(timeout=timeout_s):
             raise deadline_error(timeout_s, self._session.place)
         try:
@@ -193,7 +194,7 @@ class S3Control:
         return asked.result()
 
     def _ask_about(self, key: str, call: Callable[..., dict[str, Any]]) -> dict[str, Any] | None:
-        """Make a request about an object; None: there is none."""
+        """Make a request about an object; None if the object is absent."""
         try:
             return self._ask(call, Bucket=self._options.bucket, Key=key)
         except BOTO_ERRORS as e:
@@ -202,7 +203,7 @@ class S3Control:
             return None
 
     def _versioning(self) -> str:
-        """Enabled, Suspended, or "" of a bucket that never had versions."""
+        """Enabled, Suspended, or "" if the bucket never had versions."""
         try:
             found = self._ask(self._session.client.get_bucket_versioning, Bucket=self._options.bucket)
         except BOTO_ERRORS as e:
@@ -215,7 +216,7 @@ class S3Control:
         except StoreError as e:
             if e.retryable:
                 raise
-            return isinstance(e, StorePermissionError)  # else the server has no versions, and may not know such rules
+            return isinstance(e, StorePermissionError)  # otherwise it has no versions, and perhaps no such rules
 
     def _lifecycle(self) -> dict[str, Any]:
         try:
@@ -233,21 +234,21 @@ class S3Control:
         except boto_errors.ClientError as e:
             code = code_of(e.response.get("Error", {}))
             status = e.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-            # S3 says in a document what is wrong. If there is none, botocore's code is the status; HTML has no code.
-            says_nothing = (not code or code.isdigit()) and status in (400, 401, 403)
-            is_no_s3 = says_nothing or (status == HTTPStatus.NOT_FOUND and code != "NoSuchBucket")
-            if is_no_s3 and is_of_s3(e):
+            # S3 sends an error document. Without one, botocore's code is the HTTP status; HTML has no code at all.
+            has_no_reason = (not code or code.isdigit()) and status in (400, 401, 403)
+            is_not_s3 = has_no_reason or (status == HTTPStatus.NOT_FOUND and code != "NoSuchBucket")
+            if is_not_s3 and is_from_s3(e):
                 raise StoreConfigError(f"{NO_S3.format(self._session.endpoint_url)} (HTTP {status})") from None
             raise self._session.translate(e) from None
         except BOTO_ERRORS as e:
             raise self._session.translate(e) from None
-        if "Name" not in answer:  # a page of HTML is XML enough for botocore
+        if "Name" not in answer:  # botocore parses a page of HTML as XML
             raise StoreConfigError(NO_S3.format(self._session.endpoint_url))
         return answer
 
     @contextmanager
-    def _as_no_s3(self) -> Iterator[None]:
-        """Around code that takes a listing apart, in which an entry may lack its size or date."""
+    def _reject_bad_listing(self) -> Iterator[None]:
+        """Raise StoreConfigError if the block finds a listing's entry without its size or date."""
         try:
             yield
         except (KeyError, TypeError, AttributeError):
@@ -257,38 +258,38 @@ class S3Control:
         """The token of the next page, "" after the last.
 
         Raises:
-            StoreConfigError: there is more, but no token for it, or this page's: that would be listed for ever.
+            StoreConfigError: there is another page, but its token is missing, or is this page's (an endless loop).
         """
         if not page.get("IsTruncated"):
             return ""
         following: str = page.get("NextContinuationToken", "")
         if following in ("", token):
             raise StoreConfigError(
-                f"endpoint: {self._session.endpoint_url} cuts a listing off and does not say where it goes on"
+                f"endpoint: {self._session.endpoint_url} cuts a listing off without a valid token for the next page"
             )
         return following
 
 
 def lifecycle_rule(rule_id: str, prefix: str, days: int | None, *, versions: bool) -> dict[str, Any]:
-    """A bucket's rule that deletes objects whose whole names begin with ``prefix`` after ``days``.
+    """A lifecycle rule that deletes objects whose whole names begin with ``prefix`` after ``days``.
 
     Args:
         days: None: never.
-        versions: delete what was deleted or replaced, too, which a bucket with versioning keeps.
+        versions: also delete the old versions that a bucket with versioning keeps.
 
     Raises:
-        ValueError: ``days`` is below 1, S3's unit.
+        ValueError: ``days`` is below 1; S3 counts whole days.
     """
     if days is not None and days < 1:
         raise ValueError(f"days is {days}; a bucket expires blobs after whole days, 1 or more")
-    # Markers of deletions outlive what was deleted; a rule with days removes them, too.
+    # Delete markers outlive the deleted versions, so a rule must remove them, too; a rule with Days does so by itself.
     expiration = {"ExpiredObjectDeleteMarker": True} if days is None else {"Days": days}
     rule = {"ID": rule_id, "Status": "Enabled", "Filter": {"Prefix": prefix}, "Expiration": expiration}
     return rule | {"NoncurrentVersionExpiration": {"NoncurrentDays": 1}} if versions else rule
 
 
 def _expires_versions_of(rule: dict[str, Any]) -> str | None:
-    """The prefix below which a rule deletes all versions; None: it does not, or not all below one."""
+    """The prefix below which a rule deletes all old versions; None if the rule deletes none or only some of them."""
     expires = rule.get("NoncurrentVersionExpiration", {})
     if rule.get("Status") != "Enabled" or "NoncurrentDays" not in expires or "NewerNoncurrentVersions" in expires:
         return None

@@ -1,7 +1,7 @@
-"""ChainCredentials: what boto3's credential chain says, for threads that have little time.
+"""ChainCredentials: credentials from boto3's chain, for threads that cannot wait long.
 
-botocore refreshes in the thread of whoever signs a request, under a lock and without a time limit. A helper that hangs
-would hang all threads, and that in the ten minutes before the expiry, when the old credentials are still good.
+botocore refreshes credentials in the thread that signs a request, under a lock and without a time limit. A helper that
+hangs would block all threads, although the old credentials are still valid for the last ten minutes before expiry.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from kvtiers.tiers.errors import StoreError
 from kvtiers.tiers.stores.s3.errors import CredentialsLateError
 from kvtiers.tiers.stores.watchdog import begin
 
-# As in botocore: credentials that are good for less are not used before the chain was asked for better ones.
+# As in botocore: before credentials with less time left are used, the chain is asked for better ones.
 GOOD_S_MIN: Final = 600.0
-#: With less than 15 minutes left, botocore would ask the chain for each request. That is in vain where credentials are
-#: issued for less than that, or the same ones until 5 minutes before their end.
+#: In the last 15 minutes before expiry, botocore would ask the chain on every request. That is useless if credentials
+#: are issued for less time, or if the chain returns the same ones until 5 minutes before expiry.
 ASK_EVERY_S: Final = 30.0
 
 
 class ChainCredentials(Credentials):  # type: ignore[misc] # botocore has no types
-    """Credentials as botocore's clients want them. Any thread may call; ``_lock`` owns ``_asked`` and ``_asked_at``.
+    """Credentials for botocore's clients. Any thread may call; ``_lock`` guards ``_asked`` and ``_asked_at``.
 
-    One thread at a time asks the chain, on behalf of all; ``_frozen`` is the last answer.
+    One thread at a time asks the chain on behalf of all; ``_frozen`` holds the last answer.
 
     Args:
-        chain: botocore's, which may refresh itself.
-        translate: our exception for one of the chain's.
-        timeout_s: how long an answer is waited for.
-        clock: monotonic seconds.
-        check: raises a StoreError for credentials that cannot be used.
+        chain: botocore's credentials, which may refresh themselves.
+        translate: turns an exception of the chain into ours.
+        timeout_s: longest wait for the chain.
+        clock: returns monotonic seconds.
+        check: raises a StoreError for unusable credentials.
     """
 
     def __init__(
@@ -60,14 +60,14 @@ class ChainCredentials(Credentials):  # type: ignore[misc] # botocore has no typ
         self._asked_at = 0.0
 
     def get_frozen_credentials(self) -> ReadOnlyCredentials:
-        """Credentials that are good now, and for ``GOOD_S_MIN`` unless the chain does not answer in time.
+        """Get credentials that are valid now, and for ``GOOD_S_MIN`` more if the chain answers in time.
 
         Raises:
-            StoreError: the chain failed or is late, and what it said before has expired.
+            StoreError: the chain failed or is late, and its earlier credentials have expired.
         """
         with self._lock:
             is_idle = self._asked is None or self._asked.done()
-            frozen = self._frozen  # read after that, so that an answer which has just come is not asked for again
+            frozen = self._frozen  # read after ``is_idle``, or a new answer might be requested again
             if frozen is not None and not self._ends_within(None):
                 return frozen
             is_good = frozen is not None and not self._ends_within(0)
@@ -82,14 +82,14 @@ class ChainCredentials(Credentials):  # type: ignore[misc] # botocore has no typ
         if frozen is not None and not self._ends_within(GOOD_S_MIN):
             return frozen
         if wait([asked], max(0.0, wait_s)).done:
-            error = asked.exception()  # not raised: its traceback would hold the memory of all who wait
+            error = asked.exception()  # not raised itself: its traceback would hold every waiting caller's memory
             if error is None:
                 return asked.result()
             if frozen is not None and not self._ends_within(0):
                 return frozen
             if isinstance(error, StoreError):
-                raise type(error)(str(error))  # one for each caller: raising adds to a traceback
-            raise self._translate(error)  # type: ignore[arg-type] # what is no Exception does not come from the chain
+                raise type(error)(str(error))  # a copy for each caller: raising adds to the traceback
+            raise self._translate(error)  # type: ignore[arg-type] # the chain raises only Exceptions
         if frozen is None or self._ends_within(0):
             raise CredentialsLateError(
                 f"secret: boto3's credential chain did not end within {self._timeout_s:.3g} s (credential_process, "
@@ -104,6 +104,6 @@ class ChainCredentials(Credentials):  # type: ignore[misc] # botocore has no typ
         return frozen
 
     def _ends_within(self, seconds: float | None) -> bool:
-        """Whether the chain's expire within so many seconds; None: so soon that it would ask for new ones."""
-        refresh_needed = getattr(self._chain, "refresh_needed", None)  # static ones have none
+        """Whether the chain's credentials expire within ``seconds``; None: so soon that it would refresh them."""
+        refresh_needed = getattr(self._chain, "refresh_needed", None)  # static credentials lack it
         return refresh_needed is not None and bool(refresh_needed(seconds))

@@ -1,4 +1,4 @@
-"""Deleting one by one, for servers that refuse DeleteObjects."""
+"""Deletes objects one by one, for servers that refuse DeleteObjects."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ DELETERS_MAX: Final = 8
 
 
 def delete_each(names: Sequence[str], delete: Callable[[str], None]) -> dict[str, StoreError]:
-    """Delete by some threads that end with this call; returns the errors of those that are still there.
+    """Delete objects in several threads, which end with this call. Returns the errors of objects not deleted.
 
-    After a retryable error, which has outlasted its retries, the rest is not tried.
+    A retryable error here has outlasted its retries. After such an error, the remaining objects are not tried.
 
     Args:
-        names: each once.
-        delete: deletes one; retries, and raises StoreErrors only.
+        names: each name once.
+        delete: deletes one object; retries, and raises only StoreErrors.
     """
     lasting: list[StoreError] = []
     outcomes: dict[str, StoreError | None] = {}
-    waiting = iter(names)  # next() of a list's iterator is atomic
+    waiting = iter(names)  # next() on a list iterator is atomic
 
     def delete_waiting() -> None:
         for name in waiting:
@@ -34,7 +34,7 @@ def delete_each(names: Sequence[str], delete: Callable[[str], None]) -> dict[str
         try:
             delete(name)
         except StoreError as e:
-            e = e.with_traceback(None)  # which refers to ``lasting``
+            e = e.with_traceback(None)  # the traceback refers to ``lasting``
             if e.retryable:
                 lasting.append(e)
             return e

@@ -1,11 +1,11 @@
-"""DirectReader: receives objects from the socket straight into the slot, for sizes at which a copy counts.
+"""DirectReader: receives large objects from the socket straight into the slot, without a copy.
 
-obstore hands out bytes of its own: one more copy, from memory that is new with each object. At 16 MiB that is a third
-of the CPU time, and half of it under TLS.
+obstore returns new bytes objects, which costs one more copy from freshly allocated memory. At 16 MiB that is a third of
+the CPU time, and half of it under TLS.
 
-The usual answer, an object of the expected size, is recognised while it is still in the socket, and then received with
-its headers by one system call: http.client takes 0.1 ms to parse headers, and with each return to Python all threads
-contend for the GIL. Any other answer, and all that comes by TLS, is left to http.client.
+The usual response is an object of the expected size. It is recognized while still in the socket, then received with its
+headers in one system call. This saves time: http.client takes 0.1 ms to parse headers, and all threads contend for the
+GIL at each return to Python. http.client handles every other response, and all responses over TLS.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from kvtiers.tiers.stores.vectored_io import look_at, runs, transfer
 from kvtiers.tiers.stores.watchdog import Watchdog
 
 ERROR_BYTES_MAX: Final = 64 << 10
-PIECE_BYTES: Final = 512 << 10  # of what is looked at
-HEAD_BYTES_MAX: Final = 4 << 10  # an answer with longer headers is not recognised; S3's are a tenth of that
+PIECE_BYTES: Final = 512 << 10  # size of the pieces that ``look`` sees
+HEAD_BYTES_MAX: Final = 4 << 10  # http.client gets responses with longer headers; S3's are a tenth of that
 
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d+)[ \t]*(?=\r\n)")
 _SPECIAL = re.compile(rb"\r\n(?:transfer-encoding|connection:(?![ \t]*keep-alive[ \t]*\r\n))")
@@ -49,11 +49,11 @@ _CODE = re.compile(rb"<Code>([A-Za-z0-9.]{1,64})</Code>")
 
 
 class DirectReader:
-    """One attempt at one GET from the endpoint itself, not by a proxy. Any thread may call.
+    """Makes one attempt at a GET from the endpoint itself, without a proxy. Any thread may call.
 
-    ``_idle`` is a stack of connections, each with the time since when it is idle; its operations are atomic.
+    ``_idle`` is a stack of idle connections, each with the time at which it became idle; its operations are atomic.
 
-    An attempt ends after ``attempt_timeout_s``, unless a name server does not answer: the resolver has its own limit.
+    An attempt ends after ``attempt_timeout_s``, unless a name server hangs: the resolver has its own limit.
     """
 
     def __init__(self, session: S3Session, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -68,7 +68,7 @@ class DirectReader:
         usual_port = 443 if parts.scheme == "https" else 80
         self._port = parts.port or usual_port
         self._tls = _tls_context(session) if parts.scheme == "https" else None
-        # As the other clients send it: a proxy may rewrite it, and the signature covers it.
+        # The same header as the other clients send: a proxy may rewrite it, and the signature covers it.
         host = f"[{self._name}]" if ":" in self._name else self._name
         self._signer = ReadSigner(host if self._port == usual_port else f"{host}:{self._port}", session.region)
         self._idle = deque[tuple[socket.socket, float]]()
@@ -93,7 +93,7 @@ class DirectReader:
             except (OSError, http.client.HTTPException, ValueError) as e:
                 sock.close()
                 if self._clock() >= deadline:
-                    if reused is not None:  # something on the way forgot this connection, and perhaps all
+                    if reused is not None:  # a NAT or load balancer may have dropped all idle connections
                         self._close_idle()
                     raise deadline_error(self._options.attempt_timeout_s, self._session.place) from None
                 if isinstance(e, ssl.SSLError) and not shaken:
@@ -104,7 +104,7 @@ class DirectReader:
                 sock.close()
                 raise
             else:
-                # Only now: our watchdog must not end its next user's request.
+                # After the guard has ended: our watchdog must not end the next user's request.
                 if keeps and not self._closed:
                     self._idle.append((sock, self._clock()))
                 else:
@@ -118,7 +118,7 @@ class DirectReader:
         self._close_idle()
 
     def _receive(self, sock: socket.socket, parts: Sequence[memoryview], size: int, look: Look | None) -> bool:
-        """Fill the parts; whether the connection can be used again."""
+        """Fill the parts. Returns whether the connection can be reused."""
         pieces = [(0, parts)] if look is None else runs(parts, PIECE_BYTES)
         if not isinstance(sock, ssl.SSLSocket) and (head_bytes := _head_of_object(sock, size)):
             head = [memoryview(bytearray(head_bytes))]
@@ -141,7 +141,7 @@ class DirectReader:
             if response.length is None:
                 raise missing_header("Content-Length", self._session.place)
             if response.length != size:
-                if response.getheader("ETag") is None:  # a 200 from something that is not S3
+                if response.getheader("ETag") is None:  # a web page with status 200, not from S3
                     raise missing_header("ETag", self._session.place)
                 raise BlobCorruptError(f"{response.length} bytes are stored, {size} were asked for")
             for offset, run in pieces:
@@ -177,25 +177,25 @@ class DirectReader:
                 poll.register(sock, select.POLLIN)
                 if not poll.poll(0):
                     return sock
-                sock.close()  # by the server
+                sock.close()  # readable while idle: the server has closed it
         return None
 
     def _dial(self) -> socket.socket:
         within_s = min(self._options.connect_timeout_s, self._options.attempt_timeout_s)
-        with contextlib.suppress(OSError, ValueError):  # names too long for IDNA are ValueErrors
+        with contextlib.suppress(OSError, ValueError):  # ValueError: the name is too long for IDNA
             addresses = socket.getaddrinfo(self._name, self._port, type=socket.SOCK_STREAM)
             for family, kind, protocol, _, address in addresses:
                 with contextlib.suppress(OSError, ValueError), contextlib.ExitStack() as undo:
                     sock = undo.enter_context(socket.socket(family, kind, protocol))
                     sock.settimeout(within_s / len(addresses))
                     sock.connect(address)
-                    sock.settimeout(None)  # from now on the watchdog ends what is late
+                    sock.settimeout(None)  # from here the watchdog ends late requests
                     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                     # A request with a session token is two packets, and Nagle's algorithm would make the second wait
                     # for an ACK.
                     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                     if self._tls is not None:
-                        # A name in a certificate has no dot at its end (RFC 6066, 3), a name to resolve may.
+                        # A host name to resolve may end with a dot; a name in a certificate may not (RFC 6066, 3).
                         name = self._name.rstrip(".")
                         sock = self._tls.wrap_socket(sock, server_hostname=name, do_handshake_on_connect=False)
                     undo.pop_all()
@@ -213,7 +213,7 @@ def _tls_context(session: S3Session) -> ssl.SSLContext:
 
 
 def _head_of_object(sock: socket.socket, size: int) -> int:
-    """How many bytes of headers announce an object of that size; 0: the answer is another, or not all of them came."""
+    """Size of the headers if they announce an object of ``size``. 0: another response, or incomplete headers."""
     start = sock.recv(HEAD_BYTES_MAX, socket.MSG_PEEK)
     head_bytes = start.find(b"\r\n\r\n") + 4
     head = start[:head_bytes].lower()
@@ -234,7 +234,7 @@ def fill(response: http.client.HTTPResponse, part: memoryview) -> None:
     """Receive a whole part of a body.
 
     Raises:
-        http.client.IncompleteRead: the body ended before.
+        http.client.IncompleteRead: the body ended early.
     """
     while part:
         count = response.readinto(part)
@@ -244,6 +244,6 @@ def fill(response: http.client.HTTPResponse, part: memoryview) -> None:
 
 
 def _shut(sock: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # it became complete at that very moment
-        # Not SSLSocket's own, which ends decryption first: the reader would take what is left for plain bytes.
+    with contextlib.suppress(OSError):  # the request completed at this very moment
+        # Not SSLSocket.shutdown, which ends decryption first: the reader would take encrypted bytes for plain ones.
         socket.socket.shutdown(sock, socket.SHUT_RDWR)

@@ -1,8 +1,8 @@
-"""Keeps obstore from the environment: object_store takes every ``AWS_…`` variable that it knows for an option.
+"""Hides environment variables from obstore: object_store treats every ``AWS_…`` variable that it knows as an option.
 
-Explicit options win over most variables, but some options have no value that means "not set" (a checksum, encryption),
-and the next release may know more. So the variables are hidden from the C library while a client is made. Those that
-boto3 and the programs of its credential chain read stay: every option that they mean to obstore is set explicitly.
+Explicit options override most variables. But some options (checksum, encryption) have no value for "not set", and the
+next release may read more variables. So the variables are hidden from the C library while a client is made. Variables
+that boto3 and its credential programs read stay, because we set every obstore option that they correspond to.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Final
 import botocore.session
 from botocore.credentials import EnvProvider
 
-_lock = threading.Lock()  # of the C library's environment, as far as this module changes it
+_lock = threading.Lock()  # guards the changes that this module makes to the C library's environment
 
-_OF_BOTO3: Final = frozenset(
+_READ_BY_BOTO3: Final = frozenset(
     (
         EnvProvider.ACCESS_KEY,
         EnvProvider.SECRET_KEY,
@@ -38,9 +38,9 @@ _OF_BOTO3: Final = frozenset(
 
 @contextmanager
 def hidden_from_obstore() -> Iterator[None]:
-    """Hide ``AWS_…`` variables that boto3 does not read. ``os.environ`` stays as it is; most have none of these."""
+    """Hide ``AWS_…`` variables that boto3 does not read. ``os.environ`` is unchanged. Usually there are none."""
     with _lock:
-        names = [name for name in os.environ if name.startswith("AWS_") and name not in _OF_BOTO3]
+        names = [name for name in os.environ if name.startswith("AWS_") and name not in _READ_BY_BOTO3]
         hidden = {name: value for name in names if (value := os.environ.get(name)) is not None}
         try:
             for name in hidden:

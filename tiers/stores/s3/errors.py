@@ -1,8 +1,8 @@
-"""One table from what an S3 server says to our exceptions, for both clients.
+"""Maps S3 error codes and HTTP statuses to our exceptions, for both clients.
 
-No message repeats what the server or a client library wrote: S3 echoes the canonical request, session token included,
-when a signature is wrong, and libraries quote what a credential process printed. So every exception is raised ``from
-None``, with the code, the status and a hint of ours.
+Messages never repeat text from the server or a client library, because that text may hold secrets. If a signature is
+wrong, S3 echoes the canonical request with the session token; libraries quote the output of a credential process. So
+every exception is raised ``from None``, with the code, the status and a hint of our own.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ from kvtiers.tiers.errors import (
 
 
 class CredentialsRefusedError(StorePermissionError):
-    """The server does not know these credentials; the chain may have new ones by now."""
+    """The server rejects these credentials; the credential chain may have new ones by now."""
 
 
 class CredentialsExpiredError(CredentialsRefusedError):
-    """The credentials were good once."""
+    """The credentials have expired."""
 
 
 class CredentialsLateError(StoreTimeoutError):
-    """There are no credentials, because the chain does not end; one that is made anew may."""
+    """The credential chain hangs, so there are no credentials. A new chain may succeed."""
 
 
 class BareRefusalError(StorePermissionError):
-    """A 403 without a reason: a HEAD's answer has no body, and so no code."""
+    """A 403 without an error code, such as the response to a HEAD, which has no body."""
 
 
 class RequestRefusedError(StoreConfigError):
-    """The server does not take requests of this form: the only error that a put without a checksum may avoid."""
+    """The server does not accept requests of this form. Another form (checksum, signature, header) may be accepted."""
 
 
 class VagueRefusalError(RequestRefusedError):
-    """It may be the request's form, or a passing fault of something in between: nothing is to be remembered."""
+    """Either the server refuses the request's form, or a proxy failed briefly. Callers must not remember it."""
 
 
 class DigestRefusedError(StoreUnavailableError):
-    """The bytes changed on their way, or the server does not take this kind of proof that they did not."""
+    """The server rejected the digest: the bytes changed in transit, or it does not accept this kind of digest."""
 
 
 class MissingHeaderError(StoreUnavailableError):
-    """The answer lacks a header that S3 sends: a page, or the work of a proxy. The same call gets the same answer.
+    """The response lacks a header that S3 sends: it is a web page, or a proxy removed the header. Not worth a retry.
 
     (A worker process reports it as StoreUnavailableError, after its own attempts.)
     """
@@ -63,10 +63,10 @@ class MissingHeaderError(StoreUnavailableError):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a hint may name. Nothing secret.
+    """Where a request went, for the hints in error messages. Holds no secrets.
 
     Attributes:
-        config_source: where boto3 looks for its configuration.
+        config_source: the profile and file that boto3 reads its configuration from.
     """
 
     bucket: str
@@ -75,27 +75,27 @@ class Place:
     config_source: str = ""
 
 
-_REDIRECTS = "endpoint: {endpoint_url} redirects to {target}; correct endpoint_url, or is that a page to log in?"
+_REDIRECTS = "endpoint: {endpoint_url} redirects to {target}; correct endpoint_url, or log in if that is a login page"
 _RIGHTS = "grant s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket on {bucket}"
 _EXPIRED = "secret: the session token has expired; renew it (SSO: aws sso login), or let a role or profile renew it"
 _REGION = "region: bucket {bucket} is not in {region}; set region, or endpoint_url if it is not at {endpoint_url}"
 _SECRET = "secret: the key id is known, its secret is not right; correct AWS_SECRET_ACCESS_KEY or the profile's"
-_KEY_ID = "secret: nobody has this access key id at {endpoint_url}; correct AWS_ACCESS_KEY_ID or the profile's"
-_TOKEN = "secret: the session token is not one of this endpoint; correct or unset AWS_SESSION_TOKEN"
+_KEY_ID = "secret: {endpoint_url} does not know this access key id; correct AWS_ACCESS_KEY_ID or the profile's"
+_TOKEN = "secret: the session token is not valid at this endpoint; correct or unset AWS_SESSION_TOKEN"
 _CLOCK = "clock: this machine's clock is too far from the server's; run NTP (chronyc makestep)"
 _BUCKET = "bucket: {bucket} does not exist at {endpoint_url}; create it or correct bucket"
 _VIRTUAL = (
-    "addressing_style: {endpoint_url} takes buckets as a part of the host name only; set addressing_style: virtual"
+    "addressing_style: {endpoint_url} accepts buckets only as part of the host name; set addressing_style: virtual"
 )
 _KMS = "secret: the KMS key cannot be used; check sse_kms_key_id and grant kms:GenerateDataKey and kms:Decrypt"
-_TOO_LARGE = "the blob is larger than the server, or a proxy before it, takes"
-_FORM = "the server does not take this request"
+_TOO_LARGE = "the blob is larger than the server, or a proxy in front of it, accepts"
+_FORM = "the server does not accept this request"
 
 _UNTRUSTED = "endpoint: the certificate of {} is not trusted; set ca_bundle"
 _OTHER_NAME = "endpoint: the certificate of {} is for another name; correct endpoint_url"
 _NO_TLS = "endpoint: {} does not speak TLS; is it http there?"
 _OTHER_TIME = "endpoint: the certificate of {} has expired, or this machine's clock is wrong"
-#: Part of a client's text -> what is wrong.
+#: Part of a client's error text -> hint.
 _TLS_ERRORS = (
     ("WRONG_VERSION_NUMBER", _NO_TLS),  # OpenSSL's
     ("RECORD_LAYER_FAILURE", _NO_TLS),
@@ -113,34 +113,34 @@ _TLS_ERRORS = (
 
 NO_S3 = "endpoint: {} answers, but not as S3 does; is it the right address, or a proxy's page?"
 
-# Of a redirect's target a message repeats scheme and host only.
+# Messages repeat only the scheme and host of a redirect's target.
 _TARGET = re.compile(r"https?://[A-Za-z0-9.:\[\]-]{1,255}(?=[/?#]|\Z)")
 
-# Of an error document, which may hold line breaks or the request's token, a message repeats such a code only.
+# Messages repeat only such a code from an error document, which may hold line breaks or the request's token.
 _PLAIN_CODE = re.compile(r"[A-Za-z0-9.]{1,64}")
 
-#: S3 error code -> exception and hint. Codes from AWS's list, MinIO's (XMinio...), Ceph's, and those of STS.
+#: S3 error code -> exception and hint. The codes come from AWS, MinIO (XMinio...), Ceph and STS.
 CODES: Mapping[str, tuple[type[StoreError], str]] = {
     "AccessDenied": (StorePermissionError, f"secret: these credentials may not do this; {_RIGHTS}"),
-    "AccountProblem": (StorePermissionError, "secret: the account is not in order; ask its owner"),
+    "AccountProblem": (StorePermissionError, "secret: the account has a problem; ask its owner"),
     "AllAccessDisabled": (StorePermissionError, "bucket: access to {bucket} was disabled; ask its owner"),
     "AuthorizationHeaderMalformed": (StoreConfigError, _REGION),
-    "BadDigest": (DigestRefusedError, "the bytes changed on their way"),
+    "BadDigest": (DigestRefusedError, "the bytes changed in transit"),
     "BandwidthLimitExceeded": (StoreThrottledError, "the server asks to slow down"),
-    "ConditionalRequestConflict": (StoreUnavailableError, "another writer is at this key"),
+    "ConditionalRequestConflict": (StoreUnavailableError, "another writer is changing this key"),
     "EntityTooLarge": (StoreConfigError, _TOO_LARGE),
     "ExpiredToken": (CredentialsExpiredError, _EXPIRED),
     "IDPCommunicationError": (StoreUnavailableError, "STS cannot reach the identity provider"),
     "IllegalLocationConstraintException": (StoreConfigError, _REGION),
-    "IncompleteBody": (StoreUnavailableError, "the connection broke inside the body"),
-    "InternalError": (StoreUnavailableError, "the server has a fault of its own"),
+    "IncompleteBody": (StoreUnavailableError, "the connection broke before the body ended"),
+    "InternalError": (StoreUnavailableError, "the server reports an internal error"),
     "InvalidAccessKeyId": (CredentialsRefusedError, _KEY_ID),
-    "InvalidBucketName": (StoreConfigError, "bucket: {bucket} is no name that {endpoint_url} takes"),
+    "InvalidBucketName": (StoreConfigError, "bucket: {endpoint_url} does not accept the name {bucket}"),
     "InvalidClientTokenId": (CredentialsRefusedError, _KEY_ID),
-    "InvalidDigest": (DigestRefusedError, "the bytes changed on their way"),
+    "InvalidDigest": (DigestRefusedError, "the bytes changed in transit"),
     "InvalidObjectState": (BlobCorruptError, "archived: its storage class cannot be read at once"),
-    "InvalidRange": (BlobCorruptError, "the blob is shorter than what was asked for"),
-    "InvalidStorageClass": (StoreConfigError, "storage_class: the server has no such class"),
+    "InvalidRange": (BlobCorruptError, "the blob is shorter than the requested range"),
+    "InvalidStorageClass": (StoreConfigError, "storage_class: the server does not have this class"),
     "InvalidToken": (CredentialsExpiredError, _TOKEN),
     "InvalidTokenId": (CredentialsExpiredError, _TOKEN),  # MinIO's
     "KMS.DisabledException": (StorePermissionError, _KMS),
@@ -148,7 +148,7 @@ CODES: Mapping[str, tuple[type[StoreError], str]] = {
     "KMS.NotFoundException": (StorePermissionError, _KMS),
     "NoSuchBucket": (StoreConfigError, _BUCKET),
     "NoSuchKey": (BlobNotFoundError, "not stored"),
-    "OperationAborted": (StoreUnavailableError, "another writer is at this key"),
+    "OperationAborted": (StoreUnavailableError, "another writer is changing this key"),
     "PermanentRedirect": (StoreConfigError, _REGION),
     "QuotaExceeded": (StoreFullError, "bucket: the quota of {bucket} is used up"),
     "RequestExpired": (StorePermissionError, _CLOCK),
@@ -165,13 +165,13 @@ CODES: Mapping[str, tuple[type[StoreError], str]] = {
     "Throttling": (StoreThrottledError, "the server asks to slow down"),
     "ThrottlingException": (StoreThrottledError, "the server asks to slow down"),  # KMS'
     "TokenRefreshRequired": (CredentialsExpiredError, _EXPIRED),
-    "XAmzContentChecksumMismatch": (DigestRefusedError, "the bytes changed on their way"),  # MinIO's
-    "XAmzContentSHA256Mismatch": (DigestRefusedError, "the bytes changed on their way"),
+    "XAmzContentChecksumMismatch": (DigestRefusedError, "the bytes changed in transit"),  # MinIO's
+    "XAmzContentSHA256Mismatch": (DigestRefusedError, "the bytes changed in transit"),
     "XMinioAdminBucketQuotaExceeded": (StoreFullError, "bucket: the quota of {bucket} is used up"),
     "XMinioStorageFull": (StoreFullError, "the server's disks are full"),
 }
 
-#: Codes by which servers say that they do not take the form of a request, whatever its bytes.
+#: Codes by which servers refuse the form of a request, whatever its bytes.
 _REFUSALS = frozenset(
     (
         "InvalidArgument",
@@ -188,7 +188,7 @@ _REFUSALS = frozenset(
     )
 )
 
-#: For answers without a code we know: HEAD has no body, proxies have their own.
+#: For responses without a known code: HEAD has no body, and proxies have codes of their own.
 _STATUSES: Mapping[int, tuple[type[StoreError], str]] = {
     **dict.fromkeys((301, 302, 303, 307, 308), (StoreConfigError, _REDIRECTS)),
     400: (RequestRefusedError, _FORM),
@@ -197,10 +197,10 @@ _STATUSES: Mapping[int, tuple[type[StoreError], str]] = {
     404: (BlobNotFoundError, "not stored"),
     405: (RequestRefusedError, "endpoint: {endpoint_url} does not seem to speak S3"),
     408: (StoreUnavailableError, "the server waited too long for the body"),
-    409: (StoreUnavailableError, "another writer is at this key"),
-    412: (StoreUnavailableError, "another writer is at this key"),
+    409: (StoreUnavailableError, "another writer is changing this key"),
+    412: (StoreUnavailableError, "another writer is changing this key"),
     413: (StoreConfigError, _TOO_LARGE),
-    416: (BlobCorruptError, "the blob is shorter than what was asked for"),
+    416: (BlobCorruptError, "the blob is shorter than the requested range"),
     429: (StoreThrottledError, "the server asks to slow down"),
     501: (RequestRefusedError, _FORM),
     503: (StoreThrottledError, "the server asks to slow down"),
@@ -209,12 +209,12 @@ _STATUSES: Mapping[int, tuple[type[StoreError], str]] = {
 
 
 def server_error(status: int, code: str, *, place: Place, location: str = "") -> StoreError:
-    """The exception for an answer that is no success.
+    """The exception for an error response.
 
     Args:
-        status: of HTTP.
-        code: of S3's error document; "" if it had none. What does not look like a code counts as none.
-        location: where an answer redirects to, if that is known.
+        status: HTTP status.
+        code: from S3's error document; "" if it had none. Text that does not look like a code is ignored.
+        location: the redirect's target, if known.
     """
     if not _PLAIN_CODE.fullmatch(code):
         code = ""
@@ -238,21 +238,21 @@ def server_error(status: int, code: str, *, place: Place, location: str = "") ->
 
 
 def without_absence(error: StoreError, place: Place) -> StoreError:
-    """The exception for a request about no stored object, for which "absent" can be no answer of S3's."""
+    """Turn "not found" into a StoreConfigError, for requests to which S3 never answers that an object is absent."""
     if isinstance(error, BlobNotFoundError):
         return StoreConfigError(f"{NO_S3.format(place.endpoint_url)} (HTTP 404)")
     return error
 
 
 def connection_error(place: Place) -> StoreError:
-    """The exception for a request that got no answer, or not all of it."""
+    """The exception for a request that got no response, or only part of one."""
     return StoreUnavailableError(
-        f"endpoint: {place.endpoint_url} refused the connection, broke it off or is no known host"
+        f"endpoint: {place.endpoint_url} refused the connection, broke it off or is an unknown host"
     )
 
 
 def missing_header(header: str, place: Place) -> MissingHeaderError:
-    """The exception for an answer that lacks a header which S3 sends."""
+    """The exception for a response that lacks a header which S3 sends."""
     return MissingHeaderError(
         f"endpoint: {place.endpoint_url} answers without the header {header}, which S3 sends; is that a proxy's page, "
         "or does a proxy remove it?"
@@ -260,11 +260,11 @@ def missing_header(header: str, place: Place) -> MissingHeaderError:
 
 
 def tls_error(text: str, place: Place) -> StoreConfigError:
-    """The exception for a TLS handshake that failed, by what a client says of it."""
+    """The exception for a TLS handshake that failed, chosen by the client's error text."""
     hint = next((hint for part, hint in _TLS_ERRORS if part in text), _UNTRUSTED)
     return StoreConfigError(hint.format(place.endpoint_url))
 
 
 def deadline_error(timeout_s: float, place: Place) -> StoreError:
-    """The exception for an answer that was not complete in time."""
+    """The exception for a response that was not complete in time."""
     return StoreTimeoutError(f"endpoint: {place.endpoint_url} did not answer within {timeout_s:g} s")

@@ -1,7 +1,7 @@
-"""Answers many "is it there?" questions to a bucket by HEADs from several threads.
+"""Checks whether many objects exist, with HEAD requests from several threads.
 
-A LIST would be cheaper only in a namespace of few blocks: names are hashes, so in a large one a page of 1,000 names has
-few of those that were asked for. A LIST is also late where a request waits: 1,000 blocks took SeaweedFS 0.2 to 0.7 s.
+A LIST is cheaper only in a namespace with few blocks. Names are hashes, so in a large namespace a page of 1,000 names
+holds few of the wanted ones. A LIST is also slow while a request waits: SeaweedFS took 0.2 to 0.7 s for 1,000 blocks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final
 from kvtiers.tiers.errors import StoreError, StoreTimeoutError
 from kvtiers.tiers.stores.watchdog import run_in_threads
 
-# A thread that asks gets so many keys, as it costs 0.1 ms to start; fewer if they would take it longer than ASKER_S.
+# Keys per thread, enough to justify its start, which takes 0.1 ms. Fewer if they would take longer than ASKER_S.
 KEYS_PER_ASKER: Final = 8
 ASKER_S: Final = 0.004
 ASKERS_MAX: Final = 128
@@ -24,31 +24,31 @@ _ENDLESS: Final = float("inf")
 
 
 class Lookups:
-    """Answers questions and remembers how long that took. Any thread; what is remembered wrongly costs only time.
+    """Looks up keys and remembers how long a HEAD takes. Any thread may call; a race on this time costs only speed.
 
     Args:
-        askers_max: threads at once.
-        silence_s_max: if there was no answer for so long, the keys that are left get StoreTimeoutErrors.
-        clock: monotonic seconds.
+        askers_max: most threads at once.
+        silence_s_max: after this long without a response, the remaining keys get StoreTimeoutErrors.
+        clock: returns monotonic seconds.
     """
 
     def __init__(self, *, askers_max: int, silence_s_max: float, clock: Callable[[], float]) -> None:
         self._askers_max = min(ASKERS_MAX, askers_max)
         self._silence_s_max = silence_s_max
         self._clock = clock
-        self._head_s = _ENDLESS  # the fastest HEAD of the last batch; endless: not known
+        self._head_s = _ENDLESS  # the fastest HEAD of the last batch; infinite: unknown
 
     def answer(self, keys: Sequence[str], answers: Answers, size: Callable[[str], int | None]) -> None:
-        """Ask for each key, by some threads that end with this call. Threads are three times as fast as asyncio here.
+        """Look up each key, in threads that end with this call. Threads are three times as fast as asyncio here.
 
         Args:
-            keys: each once.
-            answers: by key; filled.
-            size: asks for one; raises StoreErrors only.
+            keys: each key once.
+            answers: filled with the result for each key.
+            size: looks up one key; raises only StoreErrors.
         """
         if not keys:
             return
-        waiting = iter(keys)  # next() of a list's iterator is atomic
+        waiting = iter(keys)  # next() on a list iterator is atomic
         answered_at = self._clock()
         fastest_s = _ENDLESS
 
@@ -63,10 +63,10 @@ class Lookups:
                     answered_at = self._clock()
                     fastest_s = min(fastest_s, answered_at - started)
                 except StoreError as e:
-                    answers[key] = e.with_traceback(None)  # which refers to ``answers``
+                    answers[key] = e.with_traceback(None)  # the traceback refers to ``answers``
 
         if self._head_s == _ENDLESS:
-            ask(2)  # in this thread alone, to see how far away the server is
+            ask(2)  # in this thread alone, to measure how far away the server is
             self._learn(len(keys), fastest_s)
         is_near = self._head_s * KEYS_PER_ASKER <= ASKER_S
         keys_each = KEYS_PER_ASKER if is_near else max(1, int(ASKER_S / self._head_s))
@@ -74,5 +74,5 @@ class Lookups:
         self._learn(len(keys), fastest_s)
 
     def _learn(self, num_keys: int, fastest_s: float) -> None:
-        if num_keys > 1:  # a single one may have waited for its connection
+        if num_keys > 1:  # a single HEAD may have waited for its connection
             self._head_s = fastest_s

@@ -1,14 +1,14 @@
-"""ObstoreClient: S3's data plane by obstore, Rust's object_store. Off the GIL, except for one copy of what is read.
+"""ObstoreClient: S3's data plane on obstore (Rust's object_store). Holds the GIL only for one copy of each get.
 
 What obstore 0.12 can and cannot do, as measured and as its source says:
 
-- A put takes the parts as they lie in memory; nothing is joined or copied. Its checksums are crc64nvme and sha256.
-- A get hands out bytes of its own, which are copied into the slot, in pieces that hold the GIL for 10-20 µs (256 KiB).
-  Large objects are left to ``DirectReader``. Checksums that a server sends along are not verified; the seal is.
-- ``timeout`` is for a whole request, from connecting to the last byte of the body, however slowly bytes come.
-- Errors are a few classes and a text. The text is read only where the class does not tell, and then only for the status
-  and S3's ``<Code>``.
-- Its runtime does not survive a fork: in a child of a process that has used it every call hangs (see ``usable``).
+- A put takes the parts where they are in memory; nothing is joined or copied. Its checksums are crc64nvme and sha256.
+- A get returns new bytes objects. We copy them into the slot, in pieces of 256 KiB that hold the GIL for 10-20 µs.
+  ``DirectReader`` reads large objects instead. The server's checksums are not verified; our seal is.
+- ``timeout`` limits a whole request, from connecting to the last byte of the body, however slowly bytes arrive.
+- Errors are a few classes and a text. We parse the text only if the class is not enough, and then only for the HTTP
+  status and S3's ``<Code>``.
+- Its runtime does not survive a fork: in the child of a process that has used it, every call hangs (see ``usable``).
 """
 
 from __future__ import annotations
@@ -67,21 +67,21 @@ DIRECT_BYTES_MIN: Final = 256 << 10
 
 _IMPORTED_BY_PID: Final = os.getpid()
 
-# GenericError has nothing but object_store's error as text, so here text is read. It is what object_store 0.14 writes;
-# the tests of faults fail when a later one writes something else.
+# GenericError holds object_store's error only as text, so we parse text here. These are the texts of object_store 0.14;
+# the fault tests fail if a later version changes them.
 _STATUS = re.compile(r"Server returned non-2xx status code: (\d{3})\b")
 _CODE = re.compile(r"<Code>([A-Za-z0-9.]{1,64})</Code>")
-# An AlreadyExistsError, too, but another operation is under way at the key.
+# Also an AlreadyExistsError, but it means that another operation on the key is in progress.
 _CONFLICT = "Server returned non-2xx status code: 409"
-# A 301 without Location, which is how AWS says "other region".
+# A 301 without Location: AWS's response for a bucket in another region.
 _BARE_REDIRECT = "Received redirect without LOCATION"
-# A 200 where a 206 was due.
+# Status 200 instead of the expected 206.
 _NOT_PARTIAL = "Received non-partial response when range requested"
 
 _MISSING = re.compile(r"\b([A-Z][A-Za-z-]+) Header missing from response")
-_OF_CONNECTION = "HTTP error: "
-_OF_TLS = "InvalidCertificate"
-# Words of object_store's own; what follows may quote the server.
+_CONNECTION_TEXT = "HTTP error: "
+_TLS_TEXT = "InvalidCertificate"
+# object_store's own words; the text after them may quote the server.
 _WORDS = re.compile(r"Generic S3 error: ([A-Za-z -]{1,80})\b")
 
 _STATUS_BY_CLASS: tuple[tuple[type[Exception], int], ...] = (
@@ -94,14 +94,14 @@ _STATUS_BY_CLASS: tuple[tuple[type[Exception], int], ...] = (
 
 
 def usable() -> bool:
-    """Whether obstore may be called in this process: not in one forked after it was imported."""
+    """Whether this process may call obstore; False in a process forked after the import."""
     return os.getpid() == _IMPORTED_BY_PID
 
 
 class ObstoreClient:
-    """One attempt at one operation. Any thread may call; after the constructor only ``_signed`` is made, when needed.
+    """Data plane on obstore; each method makes one attempt. Any thread may call.
 
-    Keys are the objects' whole names. Methods raise StoreError only.
+    Keys are the objects' whole names. Methods raise only StoreError. Only ``_signed`` changes: it is made on first use.
     """
 
     def __init__(self, session: S3Session, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -124,7 +124,7 @@ class ObstoreClient:
         form: PutForm,
         metadata: Mapping[str, str] | None = None,
     ) -> bool:
-        """Put an object; with ``create`` only if there is none. False: there is one."""
+        """See ``DataPlane``."""
         store = {PutForm.CHECKED: self._checked, PutForm.PLAIN: self._plain}.get(form) or self._signed
         started = self._clock()
         try:
@@ -166,7 +166,7 @@ class ObstoreClient:
             look_at(look, 0, parts)
 
     def get_tail(self, key: str, length: int) -> tuple[int, bytes] | None:
-        """The object's size and its last ``length`` bytes (at least 1); None if absent."""
+        """See ``DataPlane``."""
         started = self._clock()
         try:
             result = obstore.get(self._plain, key, options={"range": {"suffix": length}})
@@ -178,7 +178,7 @@ class ObstoreClient:
             raise self._translate(e, started) from None
 
     def size(self, key: str) -> int | None:
-        """The object's size; None if absent."""
+        """See ``DataPlane``."""
         started = self._clock()
         try:
             return self._size_of(obstore.head(self._plain, key))
@@ -189,7 +189,7 @@ class ObstoreClient:
             raise self._translate(e, started) from None
 
     def close(self) -> None:
-        """Close the direct reader's connections; obstore's close with the last reference."""
+        """Close the direct reader's connections. obstore closes its own when it is garbage-collected."""
         if self._direct is not None:
             self._direct.close()
 
@@ -214,16 +214,16 @@ class ObstoreClient:
         }
         if session.proxy is not None:
             client["proxy_url"] = session.proxy
-        elif getproxies():  # which reqwest would read by itself if it were given none
+        elif getproxies():  # reqwest would use these unless it is given a proxy_url
             client["proxy_url"] = session.endpoint_url
-            client["proxy_excludes"] = f"*,{urlsplit(session.endpoint_url).hostname}"  # "*" are names, no addresses
+            client["proxy_excludes"] = f"*,{urlsplit(session.endpoint_url).hostname}"  # "*" covers names, not addresses
         if scheme == "https":
             client["root_certificate"] = session.ca_pem
         endpoint = f"{scheme}://{options.bucket}.{rest}" if session.virtual_host else session.endpoint_url
         config: S3Config = {
             "region": session.region,
             "endpoint": endpoint,
-            # Without it, an AWS_ENDPOINT_URL_S3 in the environment would win over ``endpoint``.
+            # Otherwise AWS_ENDPOINT_URL_S3 in the environment would override ``endpoint``.
             "aws_endpoint_url_s3": endpoint,
             "virtual_hosted_style_request": session.virtual_host,
             "unsigned_payload": not signed,
@@ -240,32 +240,32 @@ class ObstoreClient:
                     options.bucket,
                     config=config,
                     client_options=client,
-                    retry_config={"max_retries": 0},  # S3Store retries, for both clients alike
+                    retry_config={"max_retries": 0},  # S3Store itself retries, for both clients
                     credential_provider=session.credentials,
                 )
         except (BaseError, ValueError):
             is_tls = scheme == "https"
             what = f"ca_bundle: a certificate of {session.ca_path}" if is_tls else "endpoint: this configuration"
-            raise StoreConfigError(f"{what} is not taken by obstore; set client: boto3") from None
+            raise StoreConfigError(f"{what} is not accepted by obstore; set client: boto3") from None
 
     def _size_of(self, found: ObjectMeta) -> int:
-        if found["e_tag"] is None:  # a page with status 200 from something that is not S3
+        if found["e_tag"] is None:  # a web page with status 200, not from S3
             raise missing_header("ETag", self._session.place)
         return found["size"]
 
     def _raise_unless_absent(self, error: FileNotFoundError, started: float) -> None:
-        """A 404 means an absent key or bucket. A HEAD's has no body to tell which, and counts as the key's."""
+        """Raise unless the 404 is for the key, not the bucket. A HEAD's 404 has no body; it counts as the key's."""
         translated = self._translate(error, started)
         if not isinstance(translated, BlobNotFoundError):
             raise translated from None
 
     def _translate(self, error: Exception, started: float) -> StoreError:
         place = self._session.place
-        known = self._session.credentials_error  # read once: another thread's refresh may drop it
+        known = self._session.credentials_error  # read once: another thread's refresh may clear it
         if isinstance(error, UnauthenticatedError) and known is not None:
             return type(known)(str(known))
         if isinstance(error, ValueError):
-            return InvalidKeyError("obstore does not take it")
+            return InvalidKeyError("obstore does not accept this key")
         text = str(error).partition("\n\nDebug source")[0]
         code = _CODE.search(text)
         for kind, status in _STATUS_BY_CLASS:
@@ -275,7 +275,7 @@ class ObstoreClient:
         if found:
             return server_error(int(found[1]), code[1] if code else "", place=place)
         if _NOT_PARTIAL in text:
-            return BlobCorruptError("the server sent more than the range that was asked for")
+            return BlobCorruptError("the server sent more than the requested range")
         if _BARE_REDIRECT in text:
             return server_error(301, "PermanentRedirect", place=place)
         missing = _MISSING.search(text)
@@ -283,16 +283,16 @@ class ObstoreClient:
             return missing_header(missing[1], place)
         if self._clock() - started >= self._options.attempt_timeout_s:
             return deadline_error(self._options.attempt_timeout_s, place)
-        if _OF_CONNECTION not in text:
+        if _CONNECTION_TEXT not in text:
             said = _WORDS.match(text)
             return StoreUnavailableError(NO_S3.format(place.endpoint_url) + (f" (obstore: {said[1]})" if said else ""))
-        if _OF_TLS in str(error):
+        if _TLS_TEXT in str(error):
             return tls_error(str(error), place)
         return connection_error(place)
 
 
 def _scatter(chunk: bytes, parts: Sequence[memoryview], filled: int) -> int:
-    """Copy ``chunk`` to where the joined parts continue after ``filled`` bytes; the new ``filled``."""
+    """Copy ``chunk`` into the parts, after their first ``filled`` bytes. Returns the new ``filled``."""
     source = memoryview(chunk)
     start = filled
     for part in parts:

@@ -1,4 +1,4 @@
-"""S3Options: everything an S3 store is told, and nothing secret. Imports no client library."""
+"""S3Options: all settings of an S3 store, without secrets. This module imports no client library."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ Checksum = Literal["crc64nvme", "crc32c", "sha256", "none"]
 Client = Literal["obstore", "boto3"]
 Encryption = Literal["AES256", "aws:kms"]
 
-# All names that S3 or a clone takes, and none that would change the URL's meaning.
+# All names that S3 or a compatible server accepts, without any that would change the URL's meaning.
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,253}[A-Za-z0-9]")
-# Host names that boto3 takes (botocore.utils.is_valid_endpoint_url), but for IPv6 addresses.
+# Host names that boto3 accepts (botocore.utils.is_valid_endpoint_url), except IPv6 addresses.
 _HOST = re.compile(
     r"(?=.{1,255}\Z)((?!-)[a-z0-9-]{1,63}(?<!-)\.)*(?!-)[a-z0-9-]{1,63}(?<!-)\.?", re.IGNORECASE | re.ASCII
 )
-# Paths that boto3, obstore and DirectReader all send as they are written.
+# Paths that boto3, obstore and DirectReader all send unchanged.
 _PATH = re.compile(r"(/(?!\.\.?(/|\Z))[A-Za-z0-9._~-]+)*/?")
-# A host whose last label is such a number is an IPv4 address or not valid (WHATWG, "ends in a number").
+# A host whose last label is such a number is an IPv4 address or invalid (WHATWG, "ends in a number").
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*", re.IGNORECASE | re.ASCII)
-# As botocore.utils.validate_region_name.
+# Same rule as botocore.utils.validate_region_name.
 _REGION = re.compile(r"(?![0-9]+\Z)(?!-)[A-Za-z0-9-]{1,63}(?<!-)")
 _HEADER_TOKEN = re.compile(r"[A-Za-z0-9_:/.@+=,-]{1,512}")
 
@@ -36,53 +36,52 @@ _CHOICES: tuple[tuple[str, tuple[str | None, ...]], ...] = (
     ("client", get_args(Client)),
 )
 
-DIRECTORY_BUCKET_SUFFIX = "--x-s3"  # reserved by AWS for these
+DIRECTORY_BUCKET_SUFFIX = "--x-s3"  # AWS reserves it for directory buckets
 PREFIX_LENGTH_MAX = 512  # bytes; leaves 511 of S3's 1,024 for the key
 TIMEOUT_S_MAX = 3600
 RETRIES_MAX = 20
 CONNECTIONS_MAX = 1024
-# A connection that was idle for longer is not used again. Something on the way may have dropped it silently (load
-# balancers after 60 s at the earliest, NATs after 240 to 350), and a request on it would hang until its time is up.
-# HTTP clients keep one for 60 to 90 s, urllib3 for ever; a new one each half a minute costs next to nothing.
+# A connection that was idle for longer is not reused. A load balancer (after 60 s or more) or a NAT (240 to 350 s) may
+# have dropped it silently, and a request on it would hang until its timeout. HTTP clients keep idle connections for 60
+# to 90 s, urllib3 forever. A new connection every half minute costs almost nothing.
 IDLE_S_MAX = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class S3Options:
-    """Where and how an S3 store keeps its blobs.
+    """Bucket, endpoint and request settings of an S3 store.
 
-    Credentials are not here: they come from boto3's chain (environment, profile, SSO, assume-role, web identity,
-    container and instance metadata, ``credential_process``) and are refreshed by it.
+    Credentials are not settings: they come from boto3's chain (environment, profile, SSO, assume-role, web identity,
+    container and instance metadata, ``credential_process``), which also refreshes them.
 
     Attributes:
-        bucket: must exist. Directory buckets (S3 Express, ``…--x-s3``) only with ``client: boto3``.
+        bucket: must exist. Directory buckets (S3 Express, ``…--x-s3``) need ``client: boto3``.
         prefix: folder inside the bucket; "" is the bucket's root.
-        endpoint_url: of an S3 that is not AWS's; None: boto3's chain (``AWS_ENDPOINT_URL``, profile), else AWS.
-        region: None: boto3's chain, else us-east-1.
-        addressing_style: ``path`` is endpoint/bucket/key, ``virtual`` is bucket.endpoint/key. ``auto`` is virtual on
-            AWS (for names without dots, which no wildcard certificate covers) and path elsewhere.
-        profile: of ~/.aws/config.
-        role_arn: assumed by STS with what the chain finds.
-        ca_bundle: PEM file of certificate authorities to trust besides the system's.
-        verify: False accepts any certificate: for a moment's test only.
+        endpoint_url: of a server other than AWS; None: boto3's chain (``AWS_ENDPOINT_URL``, profile), otherwise AWS.
+        region: None: boto3's chain, otherwise us-east-1.
+        addressing_style: ``path`` is endpoint/bucket/key, ``virtual`` is bucket.endpoint/key. ``auto`` is path, but
+            virtual on AWS unless the bucket's name has dots (no wildcard certificate covers such a name).
+        profile: name of a profile in ~/.aws/config.
+        role_arn: role to assume through STS with the credentials that the chain finds.
+        ca_bundle: PEM file of certificate authorities to trust in addition to the system's.
+        verify: False accepts any certificate; only for a short test.
         allow_insecure: allow http to hosts other than this one.
         sse, sse_kms_key_id: server-side encryption of new blobs.
         storage_class: of new blobs, such as ``STANDARD_IA``.
-        checksum: sent with each put for the server to verify. ``none`` signs the payload's SHA-256 instead. That is the
-            most expensive setting: a put of 1 MiB takes 2.1 ms of CPU instead of 1.1 ms. Every server takes it, and AWS
-            and MinIO verify it. A server that refuses a checksum or an unsigned payload gets a signed one, and one that
-            wants a checksum gets SHA-256. ``crc32c`` only with ``client: boto3``.
-        request_timeout_s: for one operation with all its attempts. An attempt may take half of it and starts in its
-            first half only, so that all takes no longer. The credential chain may take half of it, too, and 3 s at
-            least.
-        connect_timeout_s: for one connection. obstore and ``DirectReader`` give each of the host's n addresses (AWS: 8)
-            1/n of it; boto3 gives each all of it.
+        checksum: sent with each put for the server to verify. ``none`` signs the payload's SHA-256 instead, which every
+            server accepts and AWS and MinIO verify. It is the most expensive setting: a put of 1 MiB takes 2.1 ms of
+            CPU instead of 1.1 ms. If the server refuses the checksum or unsigned payloads, payloads are signed; if
+            the server requires a checksum, SHA-256 is sent. ``crc32c`` needs ``client: boto3``.
+        request_timeout_s: limit for one operation with all its attempts. An attempt may take half of this time and
+            starts in the first half only, so the limit holds. The credential chain also gets half, but at least 3 s.
+        connect_timeout_s: limit for one connection. obstore and ``DirectReader`` give each of the host's n addresses
+            (AWS: 8) 1/n of this time; boto3 gives each address all of it.
         retries: further attempts after a 5xx, a 429 or a broken connection.
-        max_connections: requests under way at once; more wait.
-        client: ``obstore`` (Rust), or ``boto3`` for those who may run nothing but AWS's own.
+        max_connections: concurrent requests; further requests wait.
+        client: ``obstore`` (Rust), or ``boto3`` where only AWS's own client is permitted.
 
     Raises:
-        ConfigError: a value that cannot work; names the field.
+        ConfigError: a value is invalid. The error names the field.
     """
 
     bucket: str
@@ -114,7 +113,7 @@ class S3Options:
                 )
         if not _BUCKET.fullmatch(self.bucket) or ".." in self.bucket:
             raise ConfigError(
-                f"{quoted(self.bucket)} is no bucket name; accepted are 3..255 letters, digits, '.', '-' and '_'",
+                f"{quoted(self.bucket)} is not a valid bucket name; write 3..255 letters, digits, '.', '-' and '_'",
                 field="bucket",
             )
         if self.bucket.endswith(DIRECTORY_BUCKET_SUFFIX) and self.client == "obstore":
@@ -163,14 +162,14 @@ class S3Options:
         bad = any(part in ("", ".", "..") or re.search(r"[\x00-\x1f\x7f\\]", part) for part in parts)
         if bad or len(self.prefix.encode(errors="replace")) > PREFIX_LENGTH_MAX:
             raise ConfigError(
-                f"{quoted(self.prefix)} is no prefix; accepted are folder names joined by single '/', at most "
+                f"{quoted(self.prefix)} is not a valid prefix; accepted are folder names joined by single '/', at most "
                 f"{PREFIX_LENGTH_MAX} bytes, without a slash at either end",
                 field="prefix",
             )
 
 
 def check_region(region: str) -> None:
-    """Refuse a region that boto3 does not take: it makes host names of regions.
+    """Refuse a region that boto3 does not accept. boto3 builds host names from regions.
 
     Raises:
         ConfigError: for the field ``region``.
@@ -183,14 +182,14 @@ def check_region(region: str) -> None:
 
 
 def check_endpoint(url: str, *, allow_insecure: bool, virtual: bool) -> None:
-    """Refuse an endpoint that is no plain URL, holds credentials, or would carry blocks in the clear.
+    """Refuse an endpoint that is not a plain URL, holds credentials, or would send blocks unencrypted.
 
     Args:
-        virtual: buckets are addressed as bucket.endpoint, where endpoint cannot be an IP address.
+        virtual: buckets are addressed as bucket.endpoint, so the endpoint cannot be an IP address.
 
     Raises:
-        ConfigError: for the field ``endpoint_url`` or ``addressing_style``. The URL is not repeated where it may hold
-            a password.
+        ConfigError: for the field ``endpoint_url`` or ``addressing_style``. The message omits a URL that may hold a
+            password.
     """
     field = "endpoint_url"
     if "@" in url:  # first of all, so that no error shows a password
@@ -199,7 +198,7 @@ def check_endpoint(url: str, *, allow_insecure: bool, virtual: bool) -> None:
         parts = urlsplit(url)
         host, _ = parts.hostname, parts.port
     except ValueError as e:
-        raise ConfigError(f"is no URL: {e}; write https://host or https://host:port", field=field) from None
+        raise ConfigError(f"is not a valid URL: {e}; write https://host or https://host:port", field=field) from None
     plain = url.isprintable() and not (parts.query or parts.fragment)
     if parts.scheme not in ("http", "https") or not host or not plain:
         shown = url.partition("?")[0]  # a query may be a signature
@@ -208,7 +207,7 @@ def check_endpoint(url: str, *, allow_insecure: bool, virtual: bool) -> None:
         raise ConfigError(f"{url!r} is not accepted: write the IPv6 address without its zone (%)", field=field)
     if virtual and (":" in host or _NUMBER.fullmatch(host.rstrip(".").rpartition(".")[2])):
         raise ConfigError(
-            f"'virtual' puts the bucket before the host's name, and {host} is an address; write path",
+            f"'virtual' puts the bucket before the host name, but {host} is an IP address; write path",
             field="addressing_style",
         )
     if ":" not in host and not _HOST.fullmatch(host):
@@ -218,8 +217,8 @@ def check_endpoint(url: str, *, allow_insecure: bool, virtual: bool) -> None:
         )
     if not _PATH.fullmatch(parts.path):
         raise ConfigError(
-            f"{url!r} is not accepted: a path is names of letters, digits and '._~-', each after one '/'; the clients "
-            "send others in different forms",
+            f"{url!r} is not accepted: write a path of names of letters, digits and '._~-', each after one '/'; the "
+            "clients encode other characters differently",
             field=field,
         )
     if parts.scheme == "http" and not allow_insecure and not is_loopback(host):

@@ -1,7 +1,7 @@
-"""Which proxy requests to an endpoint go through: one answer for three clients, which read ``NO_PROXY`` in three ways.
+"""Chooses the proxy for an endpoint, once for all three clients, which each read ``NO_PROXY`` differently.
 
-botocore (as urllib) knows host:port and no networks, reqwest under obstore networks and no host:port, and only reqwest
-``ALL_PROXY``.
+botocore (like urllib) supports host:port but not networks. reqwest, which obstore uses, supports networks but not
+host:port. Only reqwest reads ``ALL_PROXY``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _PORTS = {"http": 80, "https": 443}
 
 
 def proxy_of(endpoint_url: str) -> str | None:
-    """The proxy's URL, from the environment; None if requests go to the endpoint itself."""
+    """The proxy's URL from the environment; None if requests go to the endpoint directly."""
     parts = urlsplit(endpoint_url)
     host = parts.hostname or ""
     proxies = getproxies()
@@ -23,11 +23,11 @@ def proxy_of(endpoint_url: str) -> str | None:
         return None
     if "://" not in proxy:
         return f"http://{proxy}"
-    return proxy if proxy.startswith("http") else None  # SOCKS: none of the clients can
+    return proxy if proxy.startswith("http") else None  # no client supports SOCKS
 
 
 def _is_excluded(host: str, port: int, excluded: str) -> bool:
-    """Whether ``NO_PROXY`` names it: as ``*``, a name, the end of one, an address or a network, with a port or not."""
+    """Whether ``NO_PROXY`` covers the host: by ``*``, name, suffix, address or network, with or without a port."""
     if proxy_bypass(f"{host}:{port}"):
         return True
     for entry in map(str.strip, excluded.split(",")):

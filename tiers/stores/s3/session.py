@@ -1,7 +1,7 @@
 """S3Session: the credentials for an S3 bucket, and boto3's clients. One per process: nothing here survives a fork.
 
-boto3's credential chain has what operators use (environment, profiles, SSO, assume-role, web identity, container and
-instance metadata, ``credential_process``) and refreshes it; the data plane takes its credentials from there.
+boto3's credential chain supports all usual sources (environment, profiles, SSO, assume-role, web identity, container
+and instance metadata, ``credential_process``) and refreshes credentials. The data plane uses the same chain.
 """
 
 from __future__ import annotations
@@ -37,23 +37,24 @@ from kvtiers.tiers.stores.s3.options import IDLE_S_MAX, S3Options, check_endpoin
 from kvtiers.tiers.stores.s3.proxy import proxy_of
 
 DEFAULT_REGION = "us-east-1"
-# boto3 hands out credentials that are good for 10 more minutes at least. obstore asks again 5 minutes before this time
-# is over, and so once a minute.
+# boto3 hands out credentials that stay valid for at least 10 more minutes. obstore asks for new ones 5 minutes before
+# this TTL ends, so once a minute.
 CREDENTIALS_TTL = timedelta(minutes=6)
 
 
 class S3Session:
-    """Any thread may call. After the constructor only boto3's own caches change, which have locks.
+    """Credentials and boto3 clients of one bucket. Any thread may call: only boto3's own caches change, under locks.
 
-    All clients trust the certificate authorities of the system (``SSL_CERT_FILE`` and ``SSL_CERT_DIR`` included) and of
-    ``ca_path``: the options', ``AWS_CA_BUNDLE``'s or the profile's, ``REQUESTS_CA_BUNDLE``'s, else botocore's own.
+    All clients trust the system's certificate authorities (including ``SSL_CERT_FILE`` and ``SSL_CERT_DIR``) and those
+    in the file ``ca_path``. This is the first that is set of: the option ``ca_bundle``, ``AWS_CA_BUNDLE`` or the
+    profile's ``ca_bundle``, ``REQUESTS_CA_BUNDLE``, botocore's own bundle.
 
     Args:
-        options: where and how.
+        options: bucket, endpoint and request settings.
 
     Raises:
-        StorePermissionError: no credentials, or the chain failed to get them.
-        StoreConfigError: no such profile; an endpoint from the environment that S3Options would refuse.
+        StorePermissionError: there are no credentials, or the chain failed to get them.
+        StoreConfigError: the profile does not exist, or S3Options would refuse the endpoint from the environment.
     """
 
     def __init__(self, options: S3Options) -> None:
@@ -61,7 +62,7 @@ class S3Session:
         self.options = options
         self._proxies: dict[str, str] | None = None
         self._http = BoundedHttp(options.attempt_timeout_s)
-        # For errors; until the client is made, the options are all that is known.
+        # For error messages. Until the client is made, only the options are known.
         source = BotoConfig(options.profile)
         self.place = Place(options.bucket, options.region or "", options.endpoint_url or "AWS", str(source))
         try:
@@ -80,15 +81,15 @@ class S3Session:
             self.ca_path: str = (
                 options.ca_bundle
                 or botocore_session.get_config_variable("ca_bundle")
-                or os.environ.get("REQUESTS_CA_BUNDLE")  # botocore's last resort, too
+                or os.environ.get("REQUESTS_CA_BUNDLE")  # as in botocore, the last source before its own bundle
                 or get_cert_path(True)
             )
             self.ca_pem = _read_ca_bundle(self.ca_path)
             self.client = self.make_client()
         except boto_errors.BotoCoreError as e:
             raise self.translate(e) from None
-        except ValueError:  # boto3's for an endpoint of the environment or the profile that is no URL
-            raise StoreConfigError("endpoint: AWS_ENDPOINT_URL or the profile's endpoint_url is no URL") from None
+        except ValueError:  # boto3 raises it if the endpoint of the environment or the profile is not a URL
+            raise StoreConfigError("endpoint: AWS_ENDPOINT_URL or the profile's endpoint_url is not a URL") from None
         if chain is None:
             raise StorePermissionError(
                 "secret: no credentials found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile"
@@ -97,13 +98,13 @@ class S3Session:
         self.place = replace(self.place, region=self.region, endpoint_url=self.endpoint_url)
         try:
             check_endpoint(self.endpoint_url, allow_insecure=options.allow_insecure, virtual=self.virtual_host)
-        except ConfigError as e:  # S3Options has checked the option; environment or profile may name another one
+        except ConfigError as e:  # S3Options checked its own field; this may come from the environment or profile
             raise StoreConfigError(f"endpoint: {e}") from None
         self.proxy = proxy_of(self.endpoint_url)
-        if getproxies():  # the first client, which told the endpoint, has read them by itself
+        if getproxies():  # the first client, made to learn the endpoint, has read them in its own way
             self._proxies = {urlsplit(self.endpoint_url).scheme: self.proxy} if self.proxy else {}
             self.client = self.make_client()
-        #: Why the data plane got no credentials; it sees its provider's exception as text only.
+        #: Why the data plane got no credentials. obstore passes on the provider's exception only as text.
         self.credentials_error: StoreError | None = None
 
     @property
@@ -119,11 +120,11 @@ class S3Session:
         return style == "virtual" or (style == "auto" and self.is_aws and "." not in self.options.bucket)
 
     def credentials(self) -> S3Credential:
-        """Credentials that are good for some minutes; obstore's ``credential_provider``."""
+        """Credentials that are valid for some minutes; obstore's ``credential_provider``."""
         try:
             frozen = self._credentials.get_frozen_credentials()
         except StoreError as e:
-            self.credentials_error = type(e)(str(e))  # a new one: a traceback would hold its callers' memory
+            self.credentials_error = type(e)(str(e))  # a copy: the traceback would hold the callers' memory
             raise
         self.credentials_error = None
         return {
@@ -134,7 +135,7 @@ class S3Session:
         }
 
     def make_client(self, *, sign_payload: bool = True) -> Any:
-        """A boto3 client. With ``sign_payload`` the signature covers the payload's SHA-256, otherwise its checksum."""
+        """Make a boto3 client. ``sign_payload``: the signature covers the payload's SHA-256, otherwise its checksum."""
         options = self.options
         style = {"addressing_style": options.addressing_style, "payload_signing_enabled": sign_payload}
         client = self._session.client(
@@ -145,24 +146,24 @@ class S3Session:
             config=Config(
                 connect_timeout=options.connect_timeout_s,
                 read_timeout=options.attempt_timeout_s,
-                retries=_ONE_ATTEMPT,  # S3Store retries, for both clients alike
+                retries=_ONE_ATTEMPT,  # S3Store itself retries, for both clients
                 max_pool_connections=options.max_connections,
                 proxies=self._proxies,
                 s3=style,
-                # Our own checksum is sent with every put; the seal proves what is read.
+                # We send our own checksum with each put, and verify blobs that we read by their seal.
                 request_checksum_calculation="when_required",
                 response_checksum_validation="when_required",
                 tcp_keepalive=True,
                 user_agent_extra="kvtiers",
             ),
         )
-        client.meta.events.register("before-call.s3.HeadBucket", _follow_no_redirect)
+        client.meta.events.register("before-call.s3.HeadBucket", _stop_redirects)
         client.meta.events.register("before-send.s3", _IdleLimit(client))
-        client.meta.events.register("before-sign.s3.PutObject", _expect_no_continue)
+        client.meta.events.register("before-sign.s3.PutObject", _drop_expect_header)
         return client
 
     def translate(self, error: Exception) -> StoreError:
-        """Our exception for one of botocore's."""
+        """Translate a botocore exception into ours."""
         return translate(error, self.place, self.options.attempt_timeout_s)
 
     def close(self) -> None:
@@ -175,7 +176,7 @@ class S3Session:
     def _make_botocore_session(self, source: BotoConfig) -> botocore.session.Session:
         options = self.options
         session = source.make_session(self._http)
-        # For the clients of STS, SSO and web identity that the chain makes: a refresh must end within an attempt, too.
+        # For the STS, SSO and web identity clients that the chain makes: a refresh must also end within an attempt.
         session.set_default_client_config(
             Config(
                 connect_timeout=options.connect_timeout_s, read_timeout=options.attempt_timeout_s, retries=_ONE_ATTEMPT
@@ -185,7 +186,7 @@ class S3Session:
             chain = self._find_credentials(session)
             if chain is not None:
                 source.refuse_mfa(session, chain)
-                if not hasattr(chain, "refresh_needed"):  # static ones; others are not asked for before STS is
+                if not hasattr(chain, "refresh_needed"):  # static credentials; others are fetched when STS needs them
                     source.check(chain.get_frozen_credentials(), chain.method)
             session.register_component("credential_provider", _Fixed(chain))
             region = options.region or session.get_config_variable("region") or DEFAULT_REGION
@@ -202,7 +203,7 @@ class S3Session:
     def _find_credentials(self, session: botocore.session.Session) -> Any:
         try:
             return session.get_component("credential_provider").load_credentials()
-        except Exception as e:  # noqa: BLE001 - what helpers print and files hold may make the chain raise anything
+        except Exception as e:  # noqa: BLE001 - bad helper output or files can make the chain raise any exception
             raise self.translate(e) from None
 
 
@@ -214,12 +215,12 @@ def _read_ca_bundle(path: str) -> bytes:
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(path)
     except OSError:
-        raise StoreConfigError(f"ca_bundle: {path} holds no certificate in PEM form, or a broken one") from None
+        raise StoreConfigError(f"ca_bundle: {path} does not hold valid certificates in PEM form") from None
     return pem
 
 
 class _Fixed:
-    """A credential chain of one link."""
+    """A credential chain that always returns the given credentials."""
 
     def __init__(self, credentials: Credentials | None) -> None:
         self._credentials = credentials
@@ -229,29 +230,29 @@ class _Fixed:
 
 
 class _IdleLimit:
-    """Called before each request; now and then it has the client forget all idle connections.
+    """Event handler called before each request. Closes the client's idle connections every ``IDLE_S_MAX``.
 
-    urllib3 keeps them for ever and does not say how old they are. Those in use go on.
+    urllib3 keeps idle connections forever and does not expose their age. Connections in use are not affected.
     """
 
     def __init__(self, client: Any) -> None:
         self._client = client
-        self._forgot_at = time.monotonic()
+        self._closed_at = time.monotonic()
 
     def __call__(self, **_: Any) -> None:
         now = time.monotonic()
-        if now - self._forgot_at > IDLE_S_MAX:
-            self._forgot_at = now
+        if now - self._closed_at > IDLE_S_MAX:
+            self._closed_at = now
             self._client.close()
 
 
-def _follow_no_redirect(context: dict[str, Any], **_: Any) -> None:
-    """For botocore's HEAD that asks where a bucket is: if that is redirected, too, it shall not ask again for it."""
+def _stop_redirects(context: dict[str, Any], **_: Any) -> None:
+    """Keep botocore from following redirects of its own HEAD request for a bucket's region, which would recurse."""
     context.get("s3_redirect", {})["redirected"] = True
 
 
-def _expect_no_continue(request: Any, **_: Any) -> None:
-    """Send a body without asking first, which costs a round trip a put, or 1 s if a server or proxy never answers."""
+def _drop_expect_header(request: Any, **_: Any) -> None:
+    """Drop ``Expect: 100-continue``: it costs a round trip per put, or 1 s if a server or proxy never answers it."""
     del request.headers["Expect"]
 
 

@@ -1,7 +1,7 @@
-"""ReadSigner: AWS Signature Version 4 of GETs, for reads in which botocore's 0.1 ms of Python would show.
+"""ReadSigner: signs GETs with AWS Signature Version 4, for reads where botocore's 0.1 ms of Python would matter.
 
-The rules are those of "Create a signed AWS API request" in AWS' IAM User Guide. It is short because a GET has no query
-and no body here, S3 does not normalise paths, and a signing key is good for a day.
+It follows "Create a signed AWS API request" in the AWS IAM User Guide. It is short because our GETs have no query and
+no body, S3 does not normalize paths, and a signing key is valid for a day.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ _NO_BODY: Final = hashlib.sha256().hexdigest()
 
 
 class ReadSigner:
-    """Makes the head of a signed request. Any thread may call.
+    """Makes the request line and headers of signed GETs. Any thread may call.
 
     Args:
-        host: as the Host header gives it.
-        region: of the bucket.
-        clock: seconds since 1970.
+        host: value of the Host header.
+        region: the bucket's region.
+        clock: returns seconds since 1970.
     """
 
     def __init__(self, host: str, region: str, *, clock: Callable[[], float] = time.time) -> None:
         self._host = host
         self._region = region
         self._clock = clock
-        self._key = ("", "", b"")  # date, secret and the signing key of both; replaced as a whole
+        self._key = ("", "", b"")  # date, secret and their signing key; replaced as a whole
 
     def get(self, path: str, access_key: str, secret_key: str, token: str | None) -> bytes:
-        """A GET's request line and headers.
+        """Make a GET's request line and headers.
 
         Args:
-            path: percent-encoded as it is to be sent.
+            path: percent-encoded, as sent.
 
         Raises:
-            ValueError: a control character in what is to be a header.
+            ValueError: a header would hold a control character.
         """
         if not f"{path}{access_key}{token}".isprintable():
             raise ValueError("a control character in a header")

@@ -1,13 +1,15 @@
-"""S3Store: blobs as objects of a bucket on AWS or anything that speaks S3.
+"""S3Store: keeps blobs as objects in a bucket on AWS S3 or any S3-compatible server.
 
-A put is one request: an object is visible whole or not at all, and with ``If-None-Match: *`` the first of many writers
-wins. 412 says that somebody else stored it, which is success, also when a lost acknowledgement made us ask twice. 409
-says that somebody is at the key, perhaps deleting it: the put is made again. A server that refuses the header (501, of
-Backblaze B2) is asked what is there before each put, and the last of many writers wins.
+A put is one request, so an object is visible whole or not at all. ``If-None-Match: *`` lets the first of many writers
+win. The server may answer such a put with:
 
-There are two data planes behind one protocol, chosen by ``S3Options.client``; boto3 has credentials and all that is
-rare. An attempt ends after half of ``request_timeout_s`` by its client's own total timeout. An operation makes further
-attempts at what is retryable, after growing, jittered pauses, and begins none in the second half of its time.
+- 412: the object exists. This is success, also if it is our own earlier attempt whose response was lost.
+- 409: another operation, perhaps a delete, is in progress on the key. The put is retried.
+- 501: the server refuses the header (Backblaze B2). Each put then first checks for the object; the last writer wins.
+
+``S3Options.client`` chooses one of two data planes. boto3 always does credentials and rare requests (``S3Control``).
+An attempt ends after half of ``request_timeout_s``, by its client's own total timeout. Retryable errors are retried
+after growing, jittered pauses. No attempt starts in the second half of ``request_timeout_s``.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ from kvtiers.tiers.stores.s3.errors import (
 )
 from kvtiers.tiers.stores.s3.lookup import Answers, Lookups
 from kvtiers.tiers.stores.s3.options import S3Options
-from kvtiers.tiers.stores.s3.put_form import REFUSALS, PutForm, forms_of, may_be_of_the_form, refusal_in_words
+from kvtiers.tiers.stores.s3.put_form import REFUSALS, PutForm, describe_refusal, forms_of, may_depend_on_form
 from kvtiers.tiers.stores.s3.trial import try_each_client
 from kvtiers.tiers.stores.vectored_io import look_at
 from kvtiers.tiers.stores.watchdog import begin
@@ -57,25 +59,25 @@ __all__ = ["S3Options", "S3Store"]
 logger = get_logger(__name__)
 
 SCRATCH_BYTES: Final = 1 << 20
-SKIPPED_BYTES_MAX: Final = 1 << 30  # of a blob whose tail is wanted, from a server that ignores ranges
-USED_AT: Final = "kvtiers-used-at"  # name of the metadata; Unix seconds
+SKIPPED_BYTES_MAX: Final = 1 << 30  # largest blob whose tail is read if the server ignores ranges
+USED_AT: Final = "kvtiers-used-at"  # metadata name; the value is Unix seconds
 _UNIX_S: Final = re.compile(r"[0-9]{1,12}(\.[0-9]{1,9})?")
 CHECK_S_MAX: Final = 3.0  # `kvtiers check` answers within 5 s, imports included
-TRY_S_MAX: Final = 5.0  # where the bucket has answered
+TRY_S_MAX: Final = 5.0  # for the trial that follows a successful check
 
 
 class S3Store(Store):
-    """Blobs in an S3 bucket.
+    """Keeps blobs in an S3 bucket.
 
-    Any thread may call. The first call makes the clients, so that the constructor does no I/O. Three things change
-    once, and never back: ``_forms`` loses what the server refuses, ``_batches_refused`` becomes True and
-    ``exclusive_create`` of ``capabilities`` False.
+    Any thread may call. The constructor does no I/O; the first call makes the clients. Three fields change in one
+    direction only: ``_forms`` drops the forms that the server refuses, ``_batches_refused`` becomes True and
+    ``capabilities.exclusive_create`` becomes False.
 
     Args:
-        options: where and how.
-        clock: monotonic seconds.
-        sleep: between attempts.
-        rng: numbers in 0..1 for the jitter.
+        options: bucket, endpoint and request settings.
+        clock: returns monotonic seconds.
+        sleep: pauses between attempts.
+        rng: returns numbers in 0..1 for the jitter.
     """
 
     capabilities = Capabilities(exclusive_create=True, shared=True, latency_bound=True)
@@ -114,18 +116,18 @@ class S3Store(Store):
                 try:
                     raise refused
                 finally:
-                    refused = None  # it refers to this frame, and so to the caller's memory
+                    refused = None  # its traceback refers to this frame, and so to the caller's memory
         if not overwrite and self._size(key, latest_start) is not None:
             return False
         published = self._put(key, plain, latest_start, create=False)
-        # Without If-None-Match it was taken, so that was refused.
+        # The server accepted the put without If-None-Match, so it had refused that header.
         if refused is not None and not isinstance(refused, VagueRefusalError) and self.capabilities.exclusive_create:
             self.capabilities = replace(self.capabilities, exclusive_create=False)
-            logger.warning("%r: the server refuses If-None-Match; it is asked what is there before each put", self)
+            logger.warning("%r: the server refuses If-None-Match; each put first checks for the object", self)
         return published
 
     def put_aged(self, key: str, parts: Sequence[memoryview], *, used_at: float) -> bool:
-        """See ``SupportsAges``. The age is metadata, because S3 sets the time of each object itself."""
+        """See ``SupportsAges``. The age is stored as metadata, because S3 itself sets each object's time."""
         metadata = {USED_AT: f"{used_at:.9f}"}
         return self._put(key, _as_bytes(parts), self._attempts.latest_start(), create=False, metadata=metadata)
 
@@ -133,7 +135,7 @@ class S3Store(Store):
         """See ``SupportsAges``."""
         name = self._name(info.key)
         noted = self._attempts.run(info.key, lambda clients: clients.control.metadata(name)).get(USED_AT, "")
-        # S3 cuts the time of an object to whole seconds.
+        # S3 truncates an object's time to whole seconds.
         is_past = _UNIX_S.fullmatch(noted) is not None and float(noted) < info.mtime + 1.0
         return float(noted) if is_past else info.mtime
 
@@ -141,7 +143,7 @@ class S3Store(Store):
         self._get_into(key, parts, None)
 
     def put_pieces(self, key: str, parts: Sequence[memoryview], look: Look, *, overwrite: bool = False) -> bool:
-        """See ``SupportsPieces``. All parts are shown before a client reads them."""
+        """See ``SupportsPieces``. ``look`` sees all parts before a client reads any."""
         look_at(look, 0, _as_bytes(parts))
         return self.put(key, parts, overwrite=overwrite)
 
@@ -149,16 +151,16 @@ class S3Store(Store):
         """See ``SupportsPieces``."""
         raised: list[BaseException] = []
 
-        def careful(offset: int, piece: memoryview) -> None:  # so that what ``look`` raises fails no transfer
+        def look_safely(offset: int, piece: memoryview) -> None:  # if ``look`` raises, the transfer must not fail
             if not raised:
                 try:
                     look(offset, piece)
                 except BaseException as e:  # noqa: BLE001 - raised below
                     raised.append(e)
 
-        self._get_into(key, parts, careful)
+        self._get_into(key, parts, look_safely)
         if raised:
-            raise raised.pop()  # none is kept: it refers to this frame, and so to the caller's memory
+            raise raised.pop()  # not kept: its traceback refers to this frame, and so to the caller's memory
 
     def size(self, key: str) -> int | None:
         return self._size(key, self._attempts.latest_start())
@@ -168,7 +170,7 @@ class S3Store(Store):
         self._attempts.run(key, lambda clients: clients.control.delete(name))
 
     def keys(self, prefix: str = "") -> Iterator[KeyInfo]:
-        """List blobs, 1,000 a request. Objects whose names are no keys, such as folder markers, are left out."""
+        """List blobs, 1,000 per request. Skip objects whose names are not valid keys, such as folder markers."""
         root = self.options.object_key("")
         token = ""
         while True:
@@ -179,7 +181,7 @@ class S3Store(Store):
                     check_key(key)
                 except InvalidKeyError:
                     continue
-                # Some servers read "a//" as "a/".
+                # Some servers treat the prefix "a//" as "a/".
                 if key.startswith(prefix):
                     yield KeyInfo(key, info.size, info.mtime)
             if not token:
@@ -191,7 +193,7 @@ class S3Store(Store):
     def prepare(self) -> None:
         """See ``SupportsPrepare``."""
         with contextlib.suppress(StoreError):
-            self._attempts.raise_if_closed()  # nobody would close the clients
+            self._attempts.raise_if_closed()  # then nobody would close the new clients
             self._attempts.current().get()
 
     # -- optional protocols ----------------------------------------------------------------------------------------
@@ -204,13 +206,13 @@ class S3Store(Store):
             try:
                 return self._attempts.run(key, lambda clients: clients.data.get_tail(name, length), latest_start)
             except BlobCorruptError:
-                pass  # an empty object has no ranges, and some servers ignore them
+                pass  # the object is empty and has no ranges, or the server ignores ranges
         size = self._size(key, latest_start)
         if size is None or min(size, length) == 0:
             return None if size is None else (size, b"")
         if size > SKIPPED_BYTES_MAX:
-            raise BlobCorruptError(f"{size} bytes are stored, and the server sends no parts of them", key=key)
-        # What comes before the tail goes into the same memory again and again: the size is only what the server says.
+            raise BlobCorruptError(f"{size} bytes are stored, and the server ignores ranges", key=key)
+        # All bytes before the tail go into one scratch buffer: only the server vouches for the size, which may be huge.
         tail = bytearray(min(size, length))
         skipped, rest = divmod(size - len(tail), SCRATCH_BYTES)
         scratch = memoryview(bytearray(SCRATCH_BYTES))
@@ -218,17 +220,14 @@ class S3Store(Store):
         return size, bytes(tail)
 
     def size_many(self, keys: Sequence[str]) -> list[int | Exception | None]:
-        """See ``SupportsSizeMany``.
-
-        When nothing was answered for ``request_timeout_s``, StoreTimeoutErrors answer what is left.
-        """
+        """See ``SupportsSizeMany``. After ``request_timeout_s`` without a response the rest gets StoreTimeoutErrors."""
         self._attempts.raise_if_closed()
         answers: Answers = {}
         self._lookups.answer(list(self._names(keys, answers).values()), answers, self.size)
         return [answers[key] for key in keys]
 
     def delete_many(self, keys: Sequence[str]) -> list[Exception | None]:
-        """See ``SupportsDeleteMany``. 1,000 keys a request, or one where the server refuses that."""
+        """See ``SupportsDeleteMany``. Deletes 1,000 keys per request, or one if the server refuses batches."""
         self._attempts.raise_if_closed()
         outcomes: dict[str, Exception | None] = {}
         names = self._names(keys, outcomes)
@@ -247,13 +246,13 @@ class S3Store(Store):
     # -- control plane ---------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Ask the bucket one question that needs endpoint, credentials, clock, bucket and region to be right.
+        """Verify the endpoint, credentials, clock, bucket and region with one request.
 
-        In a thread of its own, as a name that does not resolve can keep its caller for half a minute.
+        The request runs in its own thread, because resolving an unknown host name can block for half a minute.
 
         Raises:
-            StoreError: within ``CHECK_S_MAX``, in one line that begins with what is wrong (endpoint, secret, clock,
-                bucket or region) and says what to do about it.
+            StoreError: within ``CHECK_S_MAX``. Its message is one line that begins with the cause (endpoint, secret,
+                clock, bucket or region) and says how to fix it.
         """
         self._attempts.raise_if_closed()
         process = self._attempts.current()
@@ -275,15 +274,15 @@ class S3Store(Store):
         raise error
 
     def try_out(self, *, read_only: bool) -> None:
-        """``check``, and then a put, a get, a large get and a delete, so that each client moves bytes once.
+        """Run ``check``, then a put, a get, a large get and a delete, so that each client transfers bytes once.
 
-        The clients differ in what they read of certificates and in how they send checksums.
+        The clients differ in how they read certificates and in how they send checksums.
 
         Args:
-            read_only: get what is absent instead.
+            read_only: only get keys that do not exist.
 
         Raises:
-            StoreError: as ``check``'s, within ``TRY_S_MAX`` more.
+            StoreError: as in ``check``, within a further ``TRY_S_MAX``.
         """
         self.check()
         tried = begin("kvtiers-s3-trial", lambda: try_each_client(self, read_only=read_only))
@@ -296,44 +295,45 @@ class S3Store(Store):
 
     @property
     def checksum_refused(self) -> bool:
-        """Whether the server has refused a put for its ``checksum``; payloads are signed since."""
+        """Whether the server has refused a put because of its ``checksum``; payloads have been signed since."""
         return self.options.checksum != "none" and self._forms[0] is not PutForm.CHECKED
 
     def folders(self) -> list[str]:
-        """The first components of all keys; costs a request per 1,000 of them.
+        """List the first components of all keys, with one request per 1,000 of them.
 
         Raises:
-            StoreError: they cannot be listed.
+            StoreError: the bucket cannot be listed.
         """
         own = f"{self.options.prefix}/" if self.options.prefix else ""
         return self._attempts.run("", lambda clients: clients.control.list_folder(own))[0]
 
     def names_in(self, folder: str) -> list[str]:
-        """The last components of the keys right in a folder; costs a request per 1,000 of them and of its folders.
+        """List the last components of the keys directly in a folder; one request per 1,000 keys and subfolders.
 
         Raises:
-            StoreError: they cannot be listed.
+            StoreError: the folder cannot be listed.
         """
         own = self.options.object_key(f"{folder}/")
         return self._attempts.run(folder, lambda clients: clients.control.list_folder(own))[1]
 
     def expire_after(self, days: int | None, beginnings: Sequence[str] = ()) -> bool:
-        """Have the bucket itself delete blobs whose keys begin so, ``days`` after they were written; None: never.
+        """Set lifecycle rules by which the bucket deletes blobs ``days`` after they were written (None: never).
 
-        This replaces what was asked for before; other rules of the bucket stay. Returns whether the bucket may have
-        versions: those are then deleted a day after they were replaced or deleted, whatever ``days`` is.
+        The rules cover keys with the prefixes ``beginnings``. They replace those of earlier calls; the bucket's other
+        rules stay. Returns whether the bucket may keep old versions; if so, the rules delete these a day after they
+        were replaced or deleted, whatever ``days`` is.
 
         Raises:
-            ValueError: ``days`` is below 1, S3's unit.
-            StoreError: the bucket refused, or has no lifecycle rules.
+            ValueError: ``days`` is below 1; S3 counts whole days.
+            StoreError: the bucket refused the rules, or does not support any.
         """
         return self._attempts.run("", lambda clients: clients.control.expire_after(days, beginnings))
 
     def keeps_versions(self, beginnings: Sequence[str]) -> bool:
-        """Whether the bucket keeps what is deleted or replaced, and no rule deletes it for all keys that begin so.
+        """Whether the bucket keeps old versions of keys with the prefixes ``beginnings``, and no rule removes them all.
 
         Raises:
-            StoreError: it does not say; to ask takes a right of its own.
+            StoreError: the bucket does not say; the request needs a permission of its own.
         """
         return self._attempts.run("", lambda clients: clients.control.keeps_versions(beginnings))
 
@@ -342,11 +342,11 @@ class S3Store(Store):
     def _name(self, key: str) -> str:
         name = self.options.object_key(check_key(key))
         if len(name) > KEY_PART_LENGTH_MAX and len(name.encode()) > KEY_LENGTH_MAX:
-            raise InvalidKeyError(f"with its prefix longer than {KEY_LENGTH_MAX} bytes", key=key)
+            raise InvalidKeyError(f"longer than {KEY_LENGTH_MAX} bytes with its prefix", key=key)
         return name
 
     def _names(self, keys: Sequence[str], outcomes: MutableMapping[str, Any]) -> dict[str, str]:
-        """Objects' names -> keys, each once. A key that is not valid gets its error in ``outcomes`` instead."""
+        """Map object names to keys, each once. An invalid key gets its error in ``outcomes`` instead."""
         names: dict[str, str] = {}
         for key in dict.fromkeys(keys):
             try:
@@ -371,12 +371,12 @@ class S3Store(Store):
                 published = self._put_as(form, key, plain, latest_start, create=create, metadata=metadata)
             except REFUSALS as e:
                 refused = refused or e.with_traceback(None)
-                if self._clock() > latest_start or not may_be_of_the_form(e, form):
+                if self._clock() > latest_start or not may_depend_on_form(e, form):
                     break
                 continue
             if refused is not None and not isinstance(refused, VagueRefusalError) and self._forms is forms:
                 self._forms = forms[forms.index(form) :]
-                logger.warning("%r: %s", self, refusal_in_words(refused, forms[0], form, self.options.checksum))
+                logger.warning("%r: %s", self, describe_refusal(refused, forms[0], form, self.options.checksum))
             return published
         assert refused is not None
         try:
@@ -411,7 +411,7 @@ class S3Store(Store):
             del missing  # as in ``put``
 
     def _is_listed(self, name: str, size: int, latest_start: float) -> bool:
-        """Whether an object is there, by the listing: the answer to a put may lack what proves it."""
+        """Whether the bucket lists the object. Decides a put whose response lacks the header that proves success."""
         try:
             found, _ = self._attempts.run("", lambda clients: clients.control.list_page(name), latest_start)
         except StoreError:
@@ -428,8 +428,8 @@ class S3Store(Store):
             return self._attempts.run("", lambda clients: clients.control.delete_batch(names))
         except RequestRefusedError as e:  # MissingContentMD5, NotImplemented and the like
             failed = self._delete_each(names)
-            says_so = not isinstance(e, VagueRefusalError)
-            if says_so and len(failed) < len(names) and not self._batches_refused:
+            is_explicit = not isinstance(e, VagueRefusalError)
+            if is_explicit and len(failed) < len(names) and not self._batches_refused:
                 self._batches_refused = True
                 logger.warning("%r: the server refuses DeleteObjects; blobs are deleted one by one instead", self)
             return failed
@@ -451,7 +451,7 @@ class S3Store(Store):
             return self._attempts.run(key, lambda clients: clients.data.size(name), latest_start)
         except (RequestRefusedError, BareRefusalError) as e:
             refused = e.with_traceback(None)
-        # A HEAD's answer has no body: an expired session token is a bare 400. A GET's says why.
+        # The response to a HEAD has no body, so an expired session token is a bare 400. A GET returns the reason.
         if self._clock() <= latest_start:
             with contextlib.suppress(BlobCorruptError):  # an empty object, or a server without ranges
                 tail = self._attempts.run(key, lambda clients: clients.data.get_tail(name, 1), latest_start)
@@ -463,5 +463,5 @@ class S3Store(Store):
 
 
 def _as_bytes(parts: Sequence[memoryview]) -> list[memoryview]:
-    """The non-empty parts as plain unsigned bytes, the only form that obstore takes."""
+    """The non-empty parts as plain unsigned bytes, the only form that obstore accepts."""
     return [part.cast("B") for part in parts if part.nbytes]

@@ -1,4 +1,4 @@
-"""What ``kvtiers check`` and ``kvtiers doctor`` try at a bucket, so that each client moves bytes once."""
+"""The trial of ``kvtiers check`` and ``kvtiers doctor`` on a bucket: each client transfers bytes once."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ SMALL_BYTES: Final = 4096
 
 
 def try_each_client(store: Store, *, read_only: bool) -> None:
-    """Put, get and delete a small blob and one of the size at which objects are read directly.
+    """Put, get and delete a small blob, and a blob large enough for ``DirectReader``.
 
     Args:
-        read_only: get blobs that are absent instead.
+        read_only: only get blobs that do not exist.
 
     Raises:
-        StoreError: the first step that failed, and which one it was.
+        StoreError: a step failed. The message names the step.
     """
     key = f"{TRIAL_FOLDER}/{secrets.token_hex(8)}"
     for what, size in (("get", SMALL_BYTES), ("large get", DIRECT_BYTES_MIN)):

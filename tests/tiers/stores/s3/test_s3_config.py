@@ -241,12 +241,12 @@ def test_credential_process(
 
 
 PROCESS_RUINS: dict[str, tuple[str | None, str]] = {
-    "no program": (None, "misses a file"),
-    "no JSON": ("please log in", "found what it cannot read"),
-    "other JSON": ("[]", "found what it cannot read"),
+    "no program": (None, "cannot read or run"),
+    "no JSON": ("please log in", "cannot parse the credentials"),
+    "other JSON": ("[]", "cannot parse the credentials"),
     "expired": (
         '{"Version":1,"AccessKeyId":"a","SecretAccessKey":"s","SessionToken":"t","Expiration":"2020-01-01T00:00:00Z"}',
-        "has expired, too; renew it",
+        "have expired, too; renew them",
     ),
 }
 
@@ -532,7 +532,7 @@ def test_web_identity_without_its_token(options: S3Options, monkeypatch: pytest.
     monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::123456789012:role/kv")
     store = S3Store(options)
     for call in (lambda: store.size("a"), lambda: list(store.keys()), store.check):
-        with pytest.raises(StorePermissionError, match=r"^secret: .*misses a file"):
+        with pytest.raises(StorePermissionError, match=r"^secret: .*cannot read or run /no/such/token"):
             call()
     store.close()
 
@@ -579,7 +579,7 @@ def test_role_that_may_not_be_assumed(options: S3Options, monkeypatch: pytest.Mo
         (403, "RequestExpired", "", StorePermissionError, "clock: "),
         (403, "SignatureDoesNotMatch", "Signature expired: 1 is now earlier than 2", StorePermissionError, "clock: "),
         (403, "SignatureDoesNotMatch", "", CredentialsRefusedError, "secret: the key id is known, its secret is not"),
-        (403, "InvalidClientTokenId", "", CredentialsRefusedError, "secret: nobody has this access key id at STS"),
+        (403, "InvalidClientTokenId", "", CredentialsRefusedError, "secret: STS does not know this access key id"),
         (400, "ValidationError", "", StorePermissionError, "secret: STS does not let"),
     ],
 )
@@ -800,7 +800,7 @@ def test_ca_bundle_may_have_comments(
     broken = "-----BEGIN CERTIFICATE-----\nMIIBszCC\n-----END CERTIFICATE-----\n"
     for text in ("hello", "-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n", broken, broken[:40]):
         bundle.write_text(text)
-        with pytest.raises(StoreConfigError, match=r"^ca_bundle: .* holds no certificate in PEM form"):
+        with pytest.raises(StoreConfigError, match=r"^ca_bundle: .* does not hold valid certificates in PEM form"):
             S3Store(store.options).size("a")
 
 
@@ -810,7 +810,7 @@ def test_certificate_that_obstore_alone_refuses(
     monkeypatch.setattr("kvtiers.tiers.stores.s3.session._read_ca_bundle", lambda _: b"hello")
     url = "https://storage.example"
     store = S3Store(replace(options, client="obstore", endpoint_url=url, ca_bundle=str(certificate / "ca.pem")))
-    with pytest.raises(StoreConfigError, match=r"^ca_bundle: .* is not taken by obstore; set client: boto3"):
+    with pytest.raises(StoreConfigError, match=r"^ca_bundle: .* is not accepted by obstore; set client: boto3"):
         store.size("a")
 
 
@@ -1043,23 +1043,23 @@ def test_every_key_has_a_test() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [
-        ("bucket", "", "is no bucket name"),
-        ("bucket", "a", "is no bucket name"),
-        ("bucket", "a/b/c", "is no bucket name"),
-        ("bucket", "../x", "is no bucket name"),
-        ("bucket", "a..b", "is no bucket name"),
-        ("bucket", "bucket\n", "is no bucket name"),
+        ("bucket", "", "is not a valid bucket name"),
+        ("bucket", "a", "is not a valid bucket name"),
+        ("bucket", "a/b/c", "is not a valid bucket name"),
+        ("bucket", "../x", "is not a valid bucket name"),
+        ("bucket", "a..b", "is not a valid bucket name"),
+        ("bucket", "bucket\n", "is not a valid bucket name"),
         ("bucket", "kv--usw2-az1--x-s3", "directory bucket.* set client: boto3"),
-        ("prefix", "/a", "is no prefix"),
-        ("prefix", "a/", "is no prefix"),
-        ("prefix", "a//b", "is no prefix"),
-        ("prefix", "a/../b", "is no prefix"),
-        ("prefix", "a\x00b", "is no prefix"),
-        ("prefix", "p" * 513, "is no prefix"),
+        ("prefix", "/a", "is not a valid prefix"),
+        ("prefix", "a/", "is not a valid prefix"),
+        ("prefix", "a//b", "is not a valid prefix"),
+        ("prefix", "a/../b", "is not a valid prefix"),
+        ("prefix", "a\x00b", "is not a valid prefix"),
+        ("prefix", "p" * 513, "is not a valid prefix"),
         ("endpoint_url", "storage.example", "write https://host"),
         ("endpoint_url", "ftp://storage.example", "write https://host"),
         ("endpoint_url", "https://", "write https://host"),
-        ("endpoint_url", "https://h:99999", "is no URL"),
+        ("endpoint_url", "https://h:99999", "is not a valid URL"),
         ("endpoint_url", "https://h/?a=b", "write https://host"),
         ("endpoint_url", "https://a_b.c:9000", "not accepted by boto3"),
         ("endpoint_url", "https://minio..svc", "not accepted by boto3"),
@@ -1120,7 +1120,7 @@ def test_virtual_addressing_of_an_address_is_refused(
     options: S3Options, host: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = f"https://{host}:9000"
-    with pytest.raises(ConfigError, match=r"^addressing_style: 'virtual' .* is an address; write path"):
+    with pytest.raises(ConfigError, match=r"^addressing_style: 'virtual' .* is an IP address; write path"):
         replace(options, endpoint_url=url, addressing_style="virtual")
     replace(options, endpoint_url=url)
     replace(options, endpoint_url="https://s3.9a", addressing_style="virtual")
@@ -1144,7 +1144,7 @@ def test_path_of_an_endpoint(options: S3Options, server: HttpFaultServer, path: 
 
 @pytest.mark.parametrize("path", ["/a b", "/%7Ea", "/é", "//", "/a//b", "/a/./b", "/..", "/a;b=1", "/a+b"])
 def test_path_that_the_clients_would_send_in_different_forms_is_refused(path: str) -> None:
-    with pytest.raises(ConfigError, match=r"^endpoint_url: .* not accepted: a path is names"):
+    with pytest.raises(ConfigError, match=r"^endpoint_url: .* not accepted: write a path of names"):
         S3Options(bucket="bucket", endpoint_url=f"https://storage.example{path}")
 
 
